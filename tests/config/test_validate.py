@@ -1,0 +1,175 @@
+from pathlib import Path
+
+import pytest
+
+from tune.config import load
+from tune.errors import TuneError
+
+
+def findings(*arguments: str, default: str = "default.yaml") -> list[str]:
+    with pytest.raises(TuneError) as caught:
+        load(default, arguments)
+    return [line.strip() for line in str(caught.value).splitlines()[1:]]
+
+
+def full_finetune(*arguments: str) -> list[str]:
+    return findings("model.path=m", "dataset.path=d", *arguments, default="full_finetune")
+
+
+def test_everything_wrong_is_told_at_once() -> None:
+    with pytest.raises(TuneError) as caught:
+        load("full_finetune", ["model.path=m", "optimizer.lrr=1", "dtype=fp16"])
+    assert str(caught.value) == (
+        "3 problems in the configuration:\n"
+        "  dataset.path: is missing. Give it on the command line: dataset.path=...\n"
+        "  optimizer.lrr: AdamW has no argument 'lrr'. Did you mean 'lr'?\n"
+        "  dtype: 'fp16' is not one of bf16, fp32."
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "finding"),
+    [
+        ("lr=1", "lr: is not a setting. Did you mean 'optimizer.lr'?"),
+        ("packd=true", "packd: is not a setting. Did you mean 'packed'?"),
+        ("memory.cpu_ofload=true", "memory.cpu_ofload: is not a setting. Did you mean 'cpu_offload'?"),
+        ("logger.wandb.projekt=x", "logger.wandb.projekt: is not a setting. Did you mean 'project'?"),
+        ("zzz.yyy=1", "zzz: is not a setting."),
+        ("optimizer.warmup=3", "optimizer.warmup: AdamW has no argument 'warmup'. Did you mean 'schedule.warmup'?"),
+        ("optimizer.params=3", "optimizer.params: is given by the recipe itself, not in the configuration."),
+        ("dataset.max_seq_len=3", "dataset.max_seq_len: is given by the recipe itself, not in the configuration."),
+    ],
+)
+def test_an_unknown_key(argument: str, finding: str) -> None:
+    assert full_finetune(argument) == [finding]
+
+
+@pytest.mark.parametrize(
+    ("argument", "finding"),
+    [
+        ("micro_batch_size=0", "micro_batch_size: 0 is not a positive integer."),
+        ("micro_batch_size=1.5", "micro_batch_size: 1.5 is not a positive integer."),
+        ("micro_batch_size=true", "micro_batch_size: true is not a positive integer."),
+        ("max_steps=-1", "max_steps: -1 is not a positive integer or null."),
+        ("seed=-1", "seed: -1 is not a non-negative integer."),
+        ("max_grad_norm=0", "max_grad_norm: 0 is not a positive number or null."),
+        ("max_grad_norm=.inf", "max_grad_norm: inf is not a positive number or null."),
+        ("optimizer.lr=-1", "optimizer.lr: -1 is not a non-negative number."),
+        ("optimizer.lr=fast", "optimizer.lr: 'fast' is not a number."),
+        ("optimizer.lr=.nan", "optimizer.lr: nan is not a non-negative number."),
+        ("optimizer.betas=[0.9]", "optimizer.betas: [0.9] is not a list of 2 (a number, a number)."),
+        ("optimizer.betas=[0.9,1]", "optimizer.betas: [0.9, 1] is not a list (each a number from 0 to below 1)."),
+        ("optimizer.fused=1", "optimizer.fused: 1 is not true or false or null."),
+        ("device=gpu", "device: 'gpu' is not one of auto, cpu, cuda, mps."),
+        ("parallel.dp_shard=all", "parallel.dp_shard: 'all' is not a positive integer or auto."),
+        ("packed=1", "packed: 1 is not true or false."),
+        ("output_dir=7", "output_dir: 7 is not a string or null. Quote it twice: '\"7\"'."),
+        ("dataset.path=null", "dataset.path: null is not a string."),
+        ("checkpointer.async=later", "checkpointer.async: 'later' is not true or false."),
+        ("checkpointer.keep=0", "checkpointer.keep: 0 is not a positive integer or null."),
+        ("loss.chunk_tokens=0", "loss.chunk_tokens: 0 is not a positive integer."),
+        ("memory=full", "memory: is a group of keys, not the single value 'full'. Its keys:"),
+        ("optimizer=adam", "optimizer: is a group of keys, not the single value 'adam'. Its keys:"),
+        ("seed.x=1", "seed: is a single value, not a group of keys (x)."),
+        ("max_steps.x=1", "max_steps: {'x': 1} is not a positive integer or null."),
+    ],
+)
+def test_a_wrong_value(argument: str, finding: str) -> None:
+    (found,) = full_finetune(argument)
+    assert found.startswith(finding)
+
+
+def test_a_value_that_comes_from_another_setting_is_checked_too() -> None:
+    problems = full_finetune("memory.loss_chunk_tokens=0")
+    assert [problem.partition(":")[0] for problem in problems] == ["loss.chunk_tokens", "memory.loss_chunk_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("component", "finding"),
+    [
+        ("torch.optim.AdanW", "torch.optim has no 'AdanW'. Did you mean 'AdamW'?"),
+        ("torch.optm.AdamW", "torch.optm.AdamW: torch has no 'optm'. Did you mean 'optim'?"),
+        ("torhc.optim.AdamW", "there is no module 'torhc'. Is it installed, or in the current folder?"),
+        ("AdamW", "'AdamW' is not the dotted path of a function or class."),
+        ("my-parts.AdamW", "'my-parts.AdamW' is not the dotted path of a function or class."),
+        ("torch.optim.adamw", "'torch.optim.adamw' is a module, not a function or class."),
+    ],
+)
+def test_a_component_that_does_not_exist(component: str, finding: str) -> None:
+    assert full_finetune(f"optimizer._component_={component}") == [f"optimizer._component_: {finding}"]
+
+
+def test_settings_of_a_default_without_declared_types_keep_the_type_of_their_default(folder: Path) -> None:
+    assert findings("name=run", "threshold=high", "tags=a") == [
+        "threshold: 'high' is not a number.",
+        "tags: 'a' is not a list.",
+    ]
+    assert load("default.yaml", ["name=run", "threshold=1", "note=[1]"]).note == [1]
+
+
+def test_an_interpolation_that_leads_nowhere(folder: Path) -> None:
+    assert findings("name=run", "note=${nam}") == ["note: Interpolation key 'nam' not found."]
+    assert findings("name=run", "part.name=${part.lrr}") == ["part.name: Interpolation key 'part.lrr' not found."]
+    assert findings("name=run", "tags=['${nam}']") == ["tags: Interpolation key 'nam' not found."]
+
+
+def test_interpolations_that_lead_in_a_circle(folder: Path) -> None:
+    assert len(findings("name=${note}", "note=${name}")) == 3
+
+
+def test_a_missing_value_is_told_once_though_others_refer_to_it(folder: Path) -> None:
+    assert findings() == ["name: is missing. Give it on the command line: name=..."]
+
+
+def test_the_file_of_a_mistake_is_named(folder: Path) -> None:
+    (folder / "mine.yaml").write_text("name: run\nepochs: 0\nepoch: 2\nmemory.cpu_offload: true\npart: {lrr: 1}\n")
+    assert findings("--config", "mine.yaml") == [
+        "epoch: is not a setting. Did you mean 'epochs'? (mine.yaml)",
+        "memory.cpu_offload: is not a setting. In a file, nest it: memory: {cpu_offload: ...} (mine.yaml)",
+        "epochs: 0 is not a positive integer. (mine.yaml)",
+        "part.lrr: Steady has no argument 'lrr'. Did you mean 'lr'? (mine.yaml)",
+    ]
+
+
+def test_another_component_inherits_only_what_it_takes(folder: Path) -> None:
+    cfg = load("default.yaml", ["name=run", "part._component_=parts.Rising", "part.growth=0.1"])
+    assert cfg.part == {"_component_": "parts.Rising", "lr": 0.1, "growth": 0.1}
+    cfg = load("full_finetune", ["model.path=m", "dataset.path=d", "optimizer._component_=torch.optim.Adafactor"])
+    assert cfg.optimizer == {"_component_": "torch.optim.Adafactor", "lr": 2e-5, "weight_decay": 0.0}
+
+
+def test_arguments_given_with_another_component_are_strict(folder: Path) -> None:
+    assert findings("name=run", "part._component_=parts.Rising", "part.name=x", "part.growth=1") == [
+        "part.name: Rising has no argument 'name'. Did you mean 'name'?",
+        "part.growth: 1 is not a number from 0 to below 1.",
+    ]
+
+
+def test_a_file_that_names_the_component_of_the_default_changes_nothing(folder: Path) -> None:
+    (folder / "mine.yaml").write_text("name: run\npart: {_component_: parts.Steady}\n")
+    assert load("default.yaml", ["--config", "mine.yaml"]).part.lr == 0.1
+
+
+def test_a_component_on_the_command_line_drops_what_a_file_gave_to_its_predecessor(folder: Path) -> None:
+    (folder / "mine.yaml").write_text("name: run\npart: {_component_: parts.Rising, growth: 0.1}\n")
+    cfg = load("default.yaml", ["--config", "mine.yaml", "part._component_=parts.Steady"])
+    assert cfg.part == {"_component_": "parts.Steady", "lr": 0.1, "name": "run"}
+
+
+def test_a_component_may_take_anything(folder: Path) -> None:
+    cfg = load("default.yaml", ["name=run", "part._component_=parts.anything", "part.new.deep=1"])
+    assert cfg.part == {"_component_": "parts.anything", "lr": 0.1, "name": "run", "new": {"deep": 1}}
+
+
+def test_a_component_may_stand_where_the_default_has_null(folder: Path) -> None:
+    cfg = load("default.yaml", ["name=run", "note._component_=parts.Writer", "note.folder=out"])
+    assert cfg.note.folder == "out"
+    assert findings("name=run", "note._component_=parts.Writer", "note.every=0", "note.fold=out") == [
+        "note.every: 0 is not a positive integer.",
+        "note.fold: Writer has no argument 'fold'. Did you mean 'folder'?",
+    ]
+
+
+def test_the_null_of_the_default_may_be_given_again() -> None:
+    arguments = ["model.path=m", "dataset.path=d", "validation_dataset.path=null", "max_steps=null"]
+    assert load("full_finetune", arguments).validation_dataset.path is None

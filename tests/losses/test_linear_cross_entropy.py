@@ -1,0 +1,58 @@
+"""Equal to torch's own cross-entropy of full logits, without the full logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from tune.losses import LinearCrossEntropy
+
+
+def make(dtype=torch.float32, tokens=50, dim=16, vocabulary=97):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, tokens // 2, dim, generator=generator).to(dtype).requires_grad_()
+    weight = (torch.randn(vocabulary, dim, generator=generator) * 0.3).to(dtype).requires_grad_()
+    labels = torch.randint(vocabulary, (2, tokens // 2), generator=generator)
+    labels[0, :7] = labels[1, -3:] = -100
+    return hidden, weight, labels
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 40, 1024])
+def test_value_and_gradients(chunk_tokens):
+    hidden, weight, labels = make()
+    expected = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
+    loss = LinearCrossEntropy(chunk_tokens)(hidden, weight, labels)
+    assert_close(loss, expected, rtol=1e-6, atol=0)
+    scale = 1 / 40  # as a recipe divides by the count of supervised tokens
+    for ours, reference in zip(
+        torch.autograd.grad(loss * scale, (hidden, weight)), torch.autograd.grad(expected * scale, (hidden, weight)), strict=True
+    ):
+        assert (ours - reference).norm() <= 1e-6 * reference.norm()
+
+
+def test_bf16_sums_in_fp32():
+    hidden, weight, labels = make(torch.bfloat16, tokens=2000)
+    loss = LinearCrossEntropy(64)(hidden, weight, labels)
+    logits = (hidden @ weight.T).float()
+    assert loss.dtype == torch.float32
+    assert_close(loss, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), rtol=1e-5, atol=0)
+    (gradient,) = torch.autograd.grad(loss, weight)
+    exact_hidden, exact_weight = hidden.detach().double(), weight.detach().double().requires_grad_()
+    exact = F.cross_entropy((exact_hidden @ exact_weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
+    (reference,) = torch.autograd.grad(exact, exact_weight)
+    assert gradient.dtype == torch.bfloat16
+    assert (gradient.double() - reference).norm() <= 0.01 * reference.norm()
+
+
+def test_frozen_weight_gets_no_gradient():
+    hidden, weight, labels = make()
+    loss = LinearCrossEntropy()(hidden, weight.detach(), labels)
+    reference = F.cross_entropy((hidden @ weight.detach().T).flatten(0, 1), labels.flatten(), reduction="sum")
+    assert_close(torch.autograd.grad(loss, hidden)[0], torch.autograd.grad(reference, hidden)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_supervised_is_zero_and_not_nan():
+    hidden, weight, labels = make()
+    loss = LinearCrossEntropy()(hidden, weight, torch.full_like(labels, -100))
+    loss.backward()
+    assert loss.item() == 0 and weight.grad.abs().max() == 0 and hidden.grad.abs().max() == 0

@@ -1,0 +1,94 @@
+"""Every family computes what transformers computes, from the same checkpoint folder."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tune.checkpointers import load_model
+from tune.generation import generate
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+VARIANTS = {
+    "llama": ("LlamaConfig", {}),
+    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama-multi-head": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "llama-multi-query": ("LlamaConfig", {"num_key_value_heads": 1}),
+    "llama-head-dim": ("LlamaConfig", {"head_dim": 24}),
+    "llama-theta": ("LlamaConfig", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}),
+    "llama-linear": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama-dynamic": ("LlamaConfig", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama-3.1": ("LlamaConfig", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 32}}),
+    "llama-yarn": ("LlamaConfig", {"rope_parameters": YARN | {"original_max_position_embeddings": 64}}),
+    "llama-yarn-mscale": (
+        "LlamaConfig",
+        {"rope_parameters": YARN | {"original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen3-tied": ("Qwen3Config", {"head_dim": 24, "tie_word_embeddings": True, "attention_bias": True}),
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def pair(request, tmp_path_factory):
+    """A tiny random model of transformers', and ours from the folder it was saved in."""
+    config_class, changes = VARIANTS[request.param]
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**SMALL | changes)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in theirs.named_parameters():  # biases and norms start at 0 and 1, which would hide mistakes
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs.save_pretrained(folder)
+    return theirs, load_model(str(folder))
+
+
+def random_tokens(rows, length):
+    return torch.randint(SMALL["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def test_logits_and_gradients(pair):
+    theirs, ours = pair
+    tokens = random_tokens(2, 200)
+    expected, logits = theirs(tokens).logits, ours(tokens)
+    assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+    expected.square().mean().backward()
+    logits.square().mean().backward()
+    gradients = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        reference = gradients[ours.disk_names[name]].grad
+        assert (parameter.grad - reference).norm() <= 1e-4 * reference.norm() + 1e-7, name
+
+
+def test_documents_in_a_row_do_not_see_each_other(pair):
+    theirs, ours = pair
+    lengths = [5, 40, 1, 19]
+    tokens = random_tokens(1, sum(lengths))
+    documents = torch.tensor([[i for i, length in enumerate(lengths) for _ in range(length)]])
+    positions = torch.tensor([[p for length in lengths for p in range(length)]])
+    alone = torch.cat([theirs(document).logits for document in tokens.split(lengths, dim=1)], dim=1)
+    assert_close(ours(tokens, positions, documents), alone, atol=1e-5, rtol=1e-5)
+
+
+def test_cached_greedy_decoding(pair):
+    theirs, ours = pair
+    prompts = [random_tokens(1, length)[0].tolist() for length in (3, 17)]
+    outputs = generate(ours, prompts, max_new_tokens=32)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)
+        assert output == expected[0, len(prompt) :].tolist()

@@ -1,0 +1,7 @@
+"""Weights in and out, and training states to continue from."""
+
+from tune.checkpointers.checkpointer import Checkpointer
+from tune.checkpointers.export import export, model_card
+from tune.checkpointers.weights import Pretrained, Random, load_model
+
+__all__ = ["Checkpointer", "Pretrained", "Random", "export", "load_model", "model_card"]

@@ -1,0 +1,153 @@
+"""Complete training states, by torch.distributed.checkpoint: written by all processes, readable by any other number."""
+
+import functools
+import json
+import shutil
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from tune.config.types import PositiveInt
+from tune.distributed import World
+from tune.errors import TuneError
+
+
+class Stateful(Protocol):
+    """What keeps a small state of plain values: a schedule, the position in the data."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+class Checkpointer:
+    """Saves and restores model, optimizer, schedule and position in the data under `folder`/step-00000500/.
+
+    A checkpoint is written under a temporary name and renamed when every process has written its part, so that a folder
+    of that name is always complete. `every` counts optimizer steps, `keep` the newest checkpoints that stay. With
+    `async_` the state is copied at the call and written in a thread while training goes on.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Stateful,
+        data: Stateful,
+        every: PositiveInt | None = 500,
+        keep: PositiveInt | None = 2,
+        async_: bool = True,
+    ):
+        self.folder, self.world = folder, world
+        self.model, self.optimizer = model, optimizer
+        self.small: dict[str, Stateful] = {"schedule": schedule, "data": data}
+        self.every, self.keep, self.asynchronous = every, keep, async_
+        # The background thread must not share a group with the collectives of the training.
+        self.group = dist.new_group(backend="gloo")
+        self.background = ThreadPoolExecutor(max_workers=1)
+        self.pending: Future[None] | None = None
+
+    def resume(self, resume: str) -> int:
+        """Restore the newest complete checkpoint (`auto`), the one at a path, or none (`never`). Returns its step, or 0."""
+        path = self.newest() if resume == "auto" else None if resume == "never" else _checkpoint_at(Path(resume))
+        if self.world.is_main and resume == "auto":
+            for unfinished in self.folder.glob(".step-*"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+        if path is None:
+            return 0
+        small = json.loads((path / "state.json").read_text())
+        for name, part in self.small.items():  # first, since it may find that this is not the same training
+            part.load_state_dict(small[name])
+        state = self._tensors()
+        try:
+            dcp.load(state, checkpoint_id=path)
+        except CheckpointException as error:
+            raise TuneError(f"resume: {path} does not fit this model and optimizer: {_cause(error)}") from error
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        return small["step"]
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint in the folder."""
+        return self.world.share(max(self.folder.glob("step-*"), default=None, key=lambda path: path.name))
+
+    def step(self, step: int, now: bool = False) -> None:
+        """To be called after each optimizer step: saves when a checkpoint is due, or `now`."""
+        if now or (self.every and step % self.every == 0):
+            self.save(step)
+
+    def save(self, step: int) -> None:
+        """Save now. All processes must call it."""
+        self.wait()
+        unfinished = self.folder / f".step-{step:08d}.{self.world.share(uuid.uuid4().hex[:8])}"
+        if self.world.is_main:
+            unfinished.mkdir(parents=True)
+            small = {name: part.state_dict() for name, part in self.small.items()}
+            (unfinished / "state.json").write_text(json.dumps({"step": step, **small}))
+        if self.asynchronous:
+            written = dcp.async_save(self._tensors(), checkpoint_id=unfinished, process_group=self.group)
+            self.pending = self.background.submit(self._finish, written.result, unfinished, step)
+        else:
+            save = functools.partial(dcp.save, self._tensors(), checkpoint_id=unfinished, process_group=self.group)
+            self._finish(save, unfinished, step)
+
+    def wait(self) -> None:
+        """Until what is being written is complete.
+
+        Raises:
+            TuneError: it could not be written; earlier checkpoints are as they were.
+        """
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending.result()
+
+    def _finish(self, write: Callable[[], Any], unfinished: Path, step: int) -> None:
+        """Rank 0 returns from `write` when it has heard from all ranks and has written the metadata: then rename."""
+        try:
+            write()
+        except (OSError, CheckpointException) as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise TuneError(
+                f"the checkpoint of step {step} could not be written: {_cause(error)}. Earlier checkpoints are intact: "
+                "make room (checkpointer.keep says how many stay) and run the same command again"
+            ) from error
+        if not self.world.is_main:
+            return
+        complete = self.folder / f"step-{step:08d}"
+        if complete.exists():  # the same step of an earlier attempt
+            shutil.rmtree(complete)
+        unfinished.rename(complete)
+        if self.keep:
+            for old in sorted(self.folder.glob("step-*"))[: -self.keep]:
+                # Renamed first: a folder that is being removed must not be taken for a complete one.
+                shutil.rmtree(old.rename(self.folder / f".{old.name}.removed"))
+
+    def _tensors(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        return "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
+    return str(error)
+
+
+def _checkpoint_at(path: Path) -> Path:
+    inside = sorted(path.glob("step-*")) or sorted(path.glob("checkpoints/step-*"))
+    found = path if path.name.startswith("step-") else inside[-1] if inside else path
+    if not (found / ".metadata").exists() or not (found / "state.json").exists():
+        raise TuneError(f"resume: {path} is neither a complete checkpoint (step-*) nor a run folder that has one")
+    return found

@@ -1,0 +1,53 @@
+"""The `tune` command: one module per verb, imported only when it is asked for."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from tune import __version__
+from tune.errors import TuneError
+
+__all__ = ["main"]
+
+VERBS = {
+    "ls": "list the recipes and presets",
+    "cp": "copy a recipe or a config to change it",
+    "cat": "print a recipe or a config",
+    "run": "run a recipe, on one process or through torchrun",
+    "download": "get a model from the Hugging Face hub",
+    "import-gguf": "turn a GGUF file into a folder in Hugging Face layout",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one verb. A mistake the user can mend ends in one line on stderr and exit code 2."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(
+        prog="tune",
+        description="Fine-tune language models with recipes to run, copy and change.",
+        usage="tune VERB ...",
+        epilog="verbs:\n"
+        + "\n".join(f"  {verb:<13} {summary}" for verb, summary in VERBS.items())
+        + "\n\n`tune VERB --help` says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("verb", choices=VERBS, metavar="VERB", help=argparse.SUPPRESS)
+    verb = parser.parse_args(arguments[:1] or ["--help"]).verb
+
+    module = importlib.import_module(f"tune.cli.{verb.replace('-', '_')}")
+    try:
+        module.main(arguments[1:])
+    except TuneError as error:
+        sys.exit(report(error))
+    except BrokenPipeError:  # `tune cat NAME | head`
+        sys.stderr.close()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def report(error: TuneError) -> int:
+    """Say on stderr what is wrong; returns the exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    return 2

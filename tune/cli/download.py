@@ -1,0 +1,64 @@
+"""`tune download`: a model from the Hugging Face hub."""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
+
+from tune.errors import TuneError
+
+SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt", ".safetensors"}
+OLD_WEIGHTS = {".bin", ".pt", ".pth"}
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="tune download",
+        description="Get a model from the Hugging Face hub. Run it again to continue an interrupted download. "
+        "For gated and private models log in first (`hf auth login`) or set HF_TOKEN.",
+    )
+    parser.add_argument("hub_id", metavar="HUB_ID", help="such as Qwen/Qwen3-0.6B")
+    parser.add_argument("--revision", help="a branch, tag or commit (default: the main branch)")
+    parser.add_argument("--out", type=Path, help="the folder to write (default: the last part of HUB_ID)")
+    options = parser.parse_args(arguments)
+    out = options.out or Path(options.hub_id.rpartition("/")[2])
+    download(options.hub_id, options.revision, out)
+    print(f"wrote {out}")
+
+
+def download(hub_id: str, revision: str | None, out: Path) -> None:
+    """Write the files of a model that training needs to `out`; those that are complete there are not fetched again."""
+    try:
+        import huggingface_hub
+        from huggingface_hub import errors
+    except ImportError as error:
+        raise TuneError("`tune download` needs the hf extra: pip install 'tune-recipes[hf]'") from error
+
+    try:
+        model = huggingface_hub.HfApi().model_info(hub_id, revision=revision)
+        for file in wanted(sibling.rfilename for sibling in model.siblings):
+            huggingface_hub.hf_hub_download(hub_id, file, revision=model.sha, local_dir=out)
+    except errors.HFValidationError as error:
+        raise TuneError(f"'{hub_id}' is not the name of a model on the hub, such as Qwen/Qwen3-0.6B.") from error
+    except errors.GatedRepoError as error:
+        raise TuneError(
+            f"{hub_id} is gated: accept its terms on its page, then log in with `hf auth login` or set HF_TOKEN."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise TuneError(f"{hub_id} has no revision '{revision}'.") from error
+    except errors.RepositoryNotFoundError as error:
+        raise TuneError(
+            f"{hub_id} is not on the hub, or is private: check the name, or log in with `hf auth login`."
+        ) from error
+    except (errors.HTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise TuneError(
+            f"the hub did not answer as it should for {hub_id} ({error}). Check the network and run the same "
+            "command again: what has arrived is kept."
+        ) from error
+
+
+def wanted(files: Iterable[str]) -> list[str]:
+    """The files at the top of a repository that training needs; weights in older formats only without safetensors."""
+    paths = [PurePosixPath(file) for file in files if "/" not in file]
+    has_safetensors = any(path.suffix == ".safetensors" for path in paths)
+    suffixes = SUFFIXES if has_safetensors else SUFFIXES | OLD_WEIGHTS
+    return [path.name for path in paths if path.suffix in suffixes]

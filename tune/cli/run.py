@@ -1,0 +1,78 @@
+"""`tune run`: a recipe in this process, or in several through torchrun."""
+
+import ast
+import logging
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tune import config
+from tune.errors import TuneError
+
+USAGE = """\
+usage: tune run [TORCHRUN OPTIONS] RECIPE [--config FILE_OR_NAME] [key=value ...]
+
+Run a recipe: one that `tune ls` lists, or a script of your own (a path that ends with .py).
+
+    tune run full_finetune model.path=./model dataset.path=./chats.jsonl
+    tune run --nproc-per-node 8 my_recipe.py --config my.yaml global_batch_size=128
+
+What stands before RECIPE goes to torchrun (`torchrun --help`), what stands after it to the recipe
+(`tune run RECIPE --help` prints its settings)."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return
+    options, recipe, settings = split(arguments)
+    sys.path.insert(0, str(recipe.resolve().parent))  # as `python` does: components beside the recipe can be named
+    if options and not {"-h", "--help"} & set(settings):
+        launch(options, recipe, settings)
+        return
+    sys.argv = [str(recipe), *settings]
+    runpy.run_path(str(recipe), run_name="__main__")
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], Path, list[str]]:
+    """The torchrun options, the recipe and the recipe's own arguments."""
+    if not arguments[0].startswith("-"):
+        return [], config.find_recipe(arguments[0]), list(arguments[1:])
+    names = config.list_recipes()
+    for position, argument in enumerate(arguments):
+        if argument in names or argument.endswith(".py"):
+            return list(arguments[:position]), config.find_recipe(argument), list(arguments[position + 1 :])
+    raise TuneError(
+        f"no recipe stands behind the torchrun options: name one of {', '.join(names)}, or a file that ends with .py."
+    )
+
+
+def launch(options: list[str], recipe: Path, settings: list[str]) -> None:
+    """Check the settings here, once and before torch is imported; then torchrun does the rest."""
+    default = default_config(recipe)
+    if default is not None:
+        config.load(default, settings)
+
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # Every process has already said what is wrong with it; the agent's account of it would only bury that.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        torchrun.run(torchrun.parse_args([*options, str(recipe), *settings]))
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)  # killed by a signal: 128 + n
+
+
+def default_config(recipe: Path) -> str | None:
+    """The default of the recipe's `entrypoint("default")`, read without running it; None for a script without one."""
+    for node in ast.walk(ast.parse(recipe.read_text(), filename=str(recipe))):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(attr="entrypoint") | ast.Name(id="entrypoint"), args=[ast.Constant(value=str(name))]
+            ):
+                beside = recipe.parent / name
+                return str(beside) if beside.is_file() else name
+    return None

@@ -1,0 +1,116 @@
+"""From a recipe's command line to its `main(cfg)`, with mistakes explained instead of traced back."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from tune.config.load import load, parse
+from tune.config.paths import find_config
+from tune.errors import TuneError
+
+Main = Callable[[DictConfig], None]
+
+# What needs less memory, in the order to try.
+LOWER = {
+    "micro_batch_size": "lower micro_batch_size",
+    "max_seq_len": "lower max_seq_len",
+    "memory.activation_checkpointing": "set memory.activation_checkpointing=full",
+    "memory.loss_chunk_tokens": "lower memory.loss_chunk_tokens",
+}
+
+
+def entrypoint(default: str) -> Callable[[Main], Callable[..., None]]:
+    """Make a recipe's `main(cfg)` callable without `cfg`: its settings then come from the command line.
+
+    `default` names the YAML with every key of the recipe: one of the library's configs, or a file next to the recipe.
+    """
+
+    def decorate(main: Main) -> Callable[..., None]:
+        @functools.wraps(main)
+        def run(cfg: DictConfig | None = None) -> None:
+            if cfg is not None:
+                return main(cfg)
+            with explained_errors():
+                cfg = _settings(main.__globals__, default)
+            with explained_errors(cfg):
+                return main(cfg)
+
+        return run
+
+    return decorate
+
+
+def check_early(module_name: str, default: str) -> None:
+    """In a recipe that runs as a script: explain wrong settings before its slow imports."""
+    if module_name == "__main__":
+        with explained_errors():
+            _settings(vars(sys.modules[module_name]), default)
+
+
+@contextmanager
+def explained_errors(cfg: DictConfig | None = None) -> Iterator[None]:
+    """Print a user's mistake, or what to do about too little memory, and exit; `--debug` shows the traceback.
+
+    Without `cfg` it is the settings that are read: every process finds the same, and only the first one tells.
+    """
+    debug = "--debug" in sys.argv[1:]
+    try:
+        yield
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        _tell("interrupted")
+        raise SystemExit(130) from None
+    except TuneError as error:
+        if debug:
+            raise
+        if cfg is not None or _is_first_process():
+            _tell(str(error))
+        raise SystemExit(2) from None
+    except (RuntimeError, MemoryError) as error:
+        if debug or not _is_out_of_memory(error):
+            raise
+        _tell(_out_of_memory(error, cfg or OmegaConf.create()))
+        raise SystemExit(2) from None
+
+
+def _settings(recipe: dict[str, Any], default: str) -> DictConfig:
+    beside = Path(recipe.get("__file__", "")).parent / default
+    default = str(beside) if beside.is_file() else default
+    if parse(sys.argv[1:]).help:
+        if _is_first_process():
+            print(recipe["__doc__"] or "", find_config(default).read_text(encoding="utf-8"), sep="\n")
+        raise SystemExit(0)
+    return _load_once(default, tuple(sys.argv[1:]))
+
+
+_load_once = functools.cache(load)  # check_early and entrypoint read the same command line
+
+
+def _is_first_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _tell(message: str) -> None:
+    """One message on stderr; of a process other than the first, one line that says whose it is."""
+    if not _is_first_process():
+        message = f"[rank {os.environ['RANK']}] {message.splitlines()[0]}"
+    red, plain = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() else ("", "")
+    print(f"{red}error:{plain} {message}", file=sys.stderr, flush=True)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    by_name = type(error).__name__ == "OutOfMemoryError"  # torch's own, without importing torch
+    return by_name or isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def _out_of_memory(error: Exception, cfg: DictConfig) -> str:
+    advice = [f"{what} (now {now})" for key, what in LOWER.items() if (now := OmegaConf.select(cfg, key)) is not None]
+    reason = (str(error).splitlines() or ["no memory left"])[0]
+    return "\n  ".join([f"out of memory: {reason}", *advice, "or use more devices"])

@@ -1,0 +1,62 @@
+"""Where the recipes and configs that travel with the library are."""
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+import tune
+from tune.errors import TuneError
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """` Did you mean 'lr'?` for the known word nearest to `word`, or nothing if none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean '{near[0]}'?" if near else ""
+
+
+def list_recipes() -> list[str]:
+    """Names of the recipes, as `tune run` takes them."""
+    return _names("recipes", ".py")
+
+
+def list_configs() -> list[str]:
+    """Names of the configs (each recipe's defaults, and presets), as `--config` takes them."""
+    return _names("configs", ".yaml")
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe, given its name or the path of a file."""
+    return _find("recipe", name, ".py")
+
+
+def find_config(name: str) -> Path:
+    """The file of a config, given its name or the path of a file."""
+    return _find("config", name, ".yaml")
+
+
+def _folder(kind: str) -> Path:
+    package = Path(tune.__file__).parent
+    in_wheel = package / f"_{kind}"
+    return in_wheel if in_wheel.is_dir() else package.parent / kind
+
+
+def _names(kind: str, suffix: str) -> list[str]:
+    return sorted(file.stem for file in _folder(kind).glob(f"*{suffix}") if not file.name.startswith("_"))
+
+
+def _find(kind: str, name: str, suffix: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    known = _names(f"{kind}s", suffix)
+    stem = name.removesuffix(suffix)
+    if stem in known:
+        return _folder(f"{kind}s") / f"{stem}{suffix}"
+    if path.is_dir():
+        raise TuneError(f"{name} is a folder, not a {kind}. Give a file or one of: {', '.join(known)}.")
+    if path.parent != Path():
+        raise TuneError(f"there is no file {name}.")
+    raise TuneError(
+        f"there is no {kind} '{name}': neither a file in {Path.cwd()} nor one of: {', '.join(known)}."
+        + did_you_mean(stem, known)
+    )

@@ -1,0 +1,10 @@
+"""Data files to tokenised, packed and counted samples, and their order in training."""
+
+from tune.collators import Sample
+from tune.datasets.accounting import Accounting
+from tune.datasets.dataset import Dataset
+from tune.datasets.load import load
+from tune.datasets.loader import DataLoader, GlobalBatch, validation_batches
+from tune.datasets.packing import pack
+
+__all__ = ["Accounting", "DataLoader", "Dataset", "GlobalBatch", "Sample", "load", "pack", "validation_batches"]

@@ -1,0 +1,17 @@
+"""One path from one process to many."""
+
+from tune.distributed.interrupt import Interrupt
+from tune.distributed.parallelize import clip_grad_norm_, parallelize, reduce_gradients
+from tune.distributed.shards import full_tensor, local_shard
+from tune.distributed.world import World, init
+
+__all__ = [
+    "Interrupt",
+    "World",
+    "clip_grad_norm_",
+    "full_tensor",
+    "init",
+    "local_shard",
+    "parallelize",
+    "reduce_gradients",
+]

@@ -1,0 +1,55 @@
+"""What of a block's forward is kept for its backward."""
+
+import functools
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+ATTENTION = [
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._flash_attention_forward.default,
+]
+MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+COMMUNICATION = [torch.ops._c10d_functional.reduce_scatter_tensor.default]
+
+
+def save_less(block: nn.Module, checkpointing: Literal["none", "selective", "full"], offload: bool) -> None:
+    """Replace `block.forward` by one that recomputes in backward (`full`: all of it; `selective`: all but attention,
+    communication and every second matrix product), and that keeps what is saved in host memory if `offload`."""
+    forward = block.forward
+    if checkpointing == "full":
+        forward = functools.partial(checkpoint, forward, use_reentrant=False)
+    elif checkpointing == "selective":
+        forward = functools.partial(checkpoint, forward, use_reentrant=False, context_fn=_save_expensive)
+    if offload:
+        forward = _offloading(forward)
+    block.forward = forward  # type: ignore[method-assign]
+
+
+def _save_expensive() -> Any:
+    products = {"forward": 0, "recompute": 0}
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        save = operation in ATTENTION + COMMUNICATION
+        if operation in MATMULS:
+            phase = "recompute" if context.is_recompute else "forward"
+            products[phase] += 1
+            save = products[phase] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _offloading(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def offloaded(*args: Any, **kwargs: Any) -> Any:
+        with save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return forward(*args, **kwargs)
+
+    return offloaded

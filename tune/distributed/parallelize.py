@@ -1,0 +1,98 @@
+"""From a model on the meta device to one whose shards lie on all devices: checkpointing -> compile -> FSDP2 -> memory."""
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from tune.distributed.activations import save_less
+from tune.distributed.shards import full_tensor
+from tune.distributed.world import World
+from tune.errors import TuneError
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def parallelize(
+    model: nn.Module,
+    world: World,
+    *,
+    dtype: Literal["bf16", "fp32"] = "bf16",
+    master_dtype: Literal["bf16", "fp32"] = "fp32",
+    activation_checkpointing: Literal["none", "selective", "full"] = "none",
+    activation_offload: bool = False,
+    cpu_offload: bool = False,
+    compile: bool = False,
+) -> None:
+    """Shard `model`, any module with repeated blocks, in place, and give it memory. Its weights are undefined after.
+
+    Parameters and optimizer states are kept in `master_dtype`, the computation runs in `dtype`, gradients are reduced in
+    fp32. Gradients are summed over processes, not averaged: divide the loss by the count of the whole step.
+    """
+    if world.device.type == "mps" and (dtype != master_dtype or cpu_offload):
+        raise TuneError("dtype: on mps there is no FSDP to keep two precisions or offload: set dtype=fp32 (or both to bf16)")
+    if activation_offload and world.device.type == "cpu":
+        raise TuneError("memory.activation_offload: activations are in host memory already when device=cpu; set it to false")
+    model.to(DTYPES[master_dtype])
+    blocks = repeated_blocks(model)
+    for block in blocks:
+        save_less(block, activation_checkpointing, activation_offload)
+        if compile:
+            block.compile(fullgraph=True)
+    if world.device.type != "mps":  # it has no collectives; alone, there is nothing to shard
+        _shard(model, blocks, world, DTYPES[dtype], cpu_offload)
+    model.to_empty(device="cpu" if cpu_offload else world.device)
+
+
+def _shard(model: nn.Module, blocks: list[nn.Module], world: World, dtype: torch.dtype, cpu_offload: bool) -> None:
+    """One FSDP unit a block, one for each untied embedding; norm, head and what is tied stay in the root's unit.
+
+    The root is gathered from the start of a forward to the end of its backward: the loss reads its head weight, and
+    backward needs it at once.
+    """
+    mesh = world.mesh if world.mesh["dp_replicate"].size() > 1 else world.mesh["dp_shard"]
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    offload = {"offload_policy": CPUOffloadPolicy(pin_memory=world.device.type == "cuda")} if cpu_offload else {}
+    heads = [child.weight for child in model.children() if isinstance(child, nn.Linear)]
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    untied = [module for module in embeddings if heads and all(module.weight is not head for head in heads)]
+    for unit in blocks + untied:
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True, **offload)
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False, **offload)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it reduces
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model: the members of its largest list of modules of one class.
+
+    Raises:
+        TuneError: there is no such list.
+    """
+    lists = [
+        list(module)
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1
+    ]
+    if not lists:
+        raise TuneError(f"{type(model).__name__} has no nn.ModuleList of equal blocks: nothing to shard by")
+    return max(lists, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))
+
+
+def reduce_gradients(model: nn.Module, now: bool) -> None:
+    """Whether the next backward reduces gradients over processes, or only adds to those it holds."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
+    """The norm of all gradients together; with `max_norm`, they are scaled down to it first."""
+    parameters = list(parameters)
+    if max_norm is None:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return full_tensor(nn.utils.get_total_norm(gradients))
+    return full_tensor(nn.utils.clip_grad_norm_(parameters, max_norm))

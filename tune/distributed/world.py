@@ -1,0 +1,115 @@
+"""The processes of a run: one on a laptop, thousands on a cluster, and the same code for both."""
+
+import atexit
+import os
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tune.errors import TuneError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The process group as a mesh of axes `dp_replicate` and `dp_shard`. One process is a mesh of one."""
+
+    mesh: DeviceMesh
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that writes what is written once."""
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of each global batch this process reads."""
+        return self.rank
+
+    @property
+    def data_size(self) -> int:
+        return self.size
+
+    def sum(self, *values: torch.Tensor | float) -> list[float]:
+        """Each value summed over all processes, in fp64, so that counts stay exact. Waits for the device."""
+        total = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        total = total.to(self.device) if self.device.type == "cuda" else total
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def share(self, value: T) -> T:
+        """Rank 0's `value`, on all ranks."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+
+def init(
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    dp_replicate: int = 1,
+    dp_shard: int | Literal["auto"] = "auto",
+) -> World:
+    """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without one, be alone.
+
+    Raises:
+        TuneError: the device is not there, or the mesh does not match the number of processes.
+    """
+    kind = _device_type(device)
+    local_rank, size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if kind == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise TuneError(
+                f"device: process {local_rank} of this machine has no GPU; {torch.cuda.device_count()} found. "
+                f"Start at most that many processes (--nproc-per-node), or set device=cpu"
+            )
+        torch.cuda.set_device(local_rank)
+    if kind == "mps" and size > 1:
+        raise TuneError(f"device: mps is one device; found {size} processes. Start one process, or set device=cpu")
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+        atexit.register(_leave)
+    size = dist.get_world_size()
+    shards = size // dp_replicate if dp_shard == "auto" else dp_shard
+    if dp_replicate * shards != size:
+        raise TuneError(
+            f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} does not make {size} processes. "
+            f"dp_replicate must divide {size}; with dp_shard=auto the rest follows"
+        )
+    axes = ("dp_replicate", "dp_shard")
+    mesh = init_device_mesh("cuda" if kind == "cuda" else "cpu", (dp_replicate, shards), mesh_dim_names=axes)
+    return World(mesh, torch.device(kind, local_rank if kind == "cuda" else None))
+
+
+def _device_type(device: str) -> str:
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if device == "auto":
+        return next(kind for kind, there in present.items() if there)
+    if not present[device]:
+        there = ", ".join(kind for kind, is_there in present.items() if is_there)
+        raise TuneError(f"device: {device} is not available on this machine; available: {there}")
+    return device
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,2 @@
+class TuneError(Exception):
+    """A mistake the user can mend. The message says what is wrong, where, what was found and what to do."""

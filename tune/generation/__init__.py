@@ -1,0 +1,5 @@
+"""Sampling from a model."""
+
+from tune.generation.generate import generate
+
+__all__ = ["generate"]

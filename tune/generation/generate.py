@@ -1,0 +1,36 @@
+from collections.abc import Collection
+
+import torch
+
+from tune.models import Decoder, KeyValueCache
+
+
+@torch.inference_mode()
+def generate(
+    model: Decoder,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
+) -> list[list[int]]:
+    """Greedy continuation of each prompt (token ids), all in one batch, up to and including a token of `stop_ids`."""
+    device = model.embedding.weight.device
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    longest = max(len(prompt) for prompt in prompts)
+    cache = KeyValueCache(model.config, len(prompts), longest + max_new_tokens, device, model.embedding.weight.dtype)
+    # Rows are padded at their ends: a padding's slot in the cache is overwritten before any position may look at it.
+    tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
+    positions = torch.arange(longest, device=device).expand_as(tokens)
+    logits = model(tokens, positions, cache=cache)
+    new = logits[torch.arange(len(prompts)), lengths - 1].argmax(dim=-1)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    running = set(range(len(prompts)))
+    for step in range(max_new_tokens):
+        for row in sorted(running):
+            outputs[row].append(int(new[row]))
+            if int(new[row]) in stop_ids:
+                running.remove(row)
+        if not running or step == max_new_tokens - 1:
+            break
+        new = model(new[:, None], (lengths + step)[:, None], cache=cache)[:, -1].argmax(dim=-1)
+    return outputs

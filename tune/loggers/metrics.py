@@ -1,0 +1,15 @@
+"""What each metric counts. These names are the same in every recipe and every logger."""
+
+METRICS = {
+    "loss": "cross-entropy in nats, mean over the supervised tokens of the global batch, before the step",
+    "validation_loss": "the same over the whole validation dataset, after the step",
+    "grad_norm": "norm of all gradients together, before clipping",
+    "lr": "learning rate of the step (first parameter group)",
+    "tokens": "non-padding tokens of the global batch",
+    "supervised_tokens": "tokens of the global batch that have a label",
+    "tokens_per_second": "non-padding tokens per second and device, over step_seconds",
+    "supervised_tokens_per_second": "supervised tokens per second and device, over step_seconds",
+    "step_seconds": "time from the end of the step before to the end of this one, data and the blocking part of checkpoints included, validation not",
+    "data_seconds": "time of it spent waiting for data",
+    "peak_memory_gib": "largest memory of this process so far: allocated on the GPU, or resident on the host",
+}

@@ -1,0 +1,135 @@
+"""A run: its folder, its metrics, and who is told about them."""
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from tune import config
+from tune.datasets import DataLoader
+from tune.distributed import World
+from tune.errors import TuneError
+from tune.loggers.memory import peak_memory_gib
+from tune.loggers.sinks import Sink, open_sinks
+
+T = TypeVar("T")
+
+
+class Run:
+    """The run folder `output_dir` (default `runs/<recipe>-<time>`): config.yaml, metrics.jsonl, log.txt.
+
+    Raises:
+        TuneError: the folder cannot be written, or holds another run's results and `resume` is `never`.
+    """
+
+    def __init__(self, cfg: DictConfig, world: World, recipe: str):
+        self.world = world
+        default = f"runs/{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+        self.path = Path(world.share(cfg.output_dir or default))
+        self.sinks: list[Sink] = []
+        if world.is_main:
+            _claim(self.path, cfg.resume)
+            config.save(cfg, self.path / "config.yaml")
+            self.sinks = open_sinks(self.path, cfg)
+        world.barrier()
+        self.last = time.perf_counter()
+        self.data_seconds = 0.0
+
+    def info(self, message: str) -> None:
+        """Tell the person who watches, and log.txt."""
+        for sink in self.sinks:
+            sink.message(message)
+
+    def describe(self, model: nn.Module, data: DataLoader) -> None:
+        """Say what will be trained on what, and keep the accounting of the data as data.json."""
+        parameters = list(model.parameters())
+        trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        accounting = data.dataset.accounting
+        self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
+        self.info(f"model: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable")
+        self.info(accounting.table())
+        self.info(f"{len(data):,} optimizer steps, {data.steps_per_epoch:,} an epoch")
+        if self.world.is_main:
+            facts = accounting.as_dict() | {"steps_per_epoch": data.steps_per_epoch}
+            (self.path / "data.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+    def track(self, data: Iterable[T], start: int, total: int) -> Iterator[T]:
+        """Iterate over optimizer steps, from the one after `start`, and time how long each waits for data."""
+        for sink in self.sinks:
+            sink.start(start, total)
+        self.last = time.perf_counter()
+        iterator = iter(data)
+        while True:
+            begin = time.perf_counter()
+            item = next(iterator, None)
+            self.data_seconds = time.perf_counter() - begin
+            if item is None:
+                return
+            yield item
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave what happens inside out of the step's time."""
+        begin = time.perf_counter()
+        yield
+        self.last += time.perf_counter() - begin
+
+    def log(self, step: int, *, tokens: int, supervised_tokens: int, **metrics: float | None) -> None:
+        """Record the metrics of an optimizer step (metrics.py says what each counts); None leaves one out."""
+        now = time.perf_counter()
+        seconds, self.last = now - self.last, now
+        values = {name: value for name, value in metrics.items() if value is not None}
+        values |= {
+            "tokens": tokens,
+            "supervised_tokens": supervised_tokens,
+            "tokens_per_second": tokens / seconds / self.world.size,
+            "supervised_tokens_per_second": supervised_tokens / seconds / self.world.size,
+            "step_seconds": seconds,
+            "data_seconds": self.data_seconds,
+            "peak_memory_gib": peak_memory_gib(self.world.device),
+        }
+        for sink in self.sinks:
+            sink.metrics(step, values)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+
+def require_finite(step: int, rows: list[int], **values: float) -> None:
+    """Stop before the optimizer takes a step that would ruin the weights.
+
+    Raises:
+        TuneError: a value is NaN or infinite; names the step and the dataset rows of its batch.
+    """
+    for name, value in values.items():
+        if not math.isfinite(value):
+            listing = ", ".join(map(str, rows[:16])) + (", ..." if len(rows) > 16 else "")
+            raise TuneError(
+                f"{name} is {value} at step {step}: stopped before the optimizer step, checkpoints are intact. The batch "
+                f"was made of dataset rows {listing}. Usual causes: a learning rate too high, damaged weights, dtype=bf16 "
+                "with a model that overflows in it"
+            )
+
+
+def _claim(path: Path, resume: str) -> None:
+    if resume == "never" and (path / "config.yaml").exists():
+        raise TuneError(f"output_dir: {path} holds a run already, and resume=never. Give another output_dir, or resume=auto")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        writable = os.access(path, os.W_OK)
+    except OSError as error:
+        raise TuneError(f"output_dir: {path} cannot be made: {error.strerror}") from error
+    if not writable:
+        raise TuneError(f"output_dir: {path} is not writable for this user")
+
+

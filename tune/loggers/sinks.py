@@ -1,0 +1,157 @@
+"""Where metrics and messages go. Only rank 0 has sinks."""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+
+class Sink:
+    """A place that metrics and messages go to; each kind overrides what it cares for."""
+
+    def start(self, step: int, total: int) -> None: ...
+    def message(self, text: str) -> None: ...
+    def metrics(self, step: int, values: dict[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+def open_sinks(folder: Path, cfg: DictConfig) -> list[Sink]:
+    """The sinks that `cfg.logger` asks for; the files in the run folder are always among them."""
+    sinks: list[Sink] = [Console(cfg.logger.console_every), LogFile(folder / "log.txt"), JsonLines(folder / "metrics.jsonl")]
+    if cfg.logger.tensorboard:
+        sinks.append(Optional("TensorBoard", lambda: TensorBoard(folder / "tensorboard")))
+    if cfg.logger.wandb.project:
+        sinks.append(Optional("Weights & Biases", lambda: WeightsAndBiases(folder, cfg)))
+    return sinks
+
+
+class JsonLines(Sink):
+    """metrics.jsonl: one object an optimizer step. A resumed run continues it after the step it resumes from."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def start(self, step: int, total: int) -> None:
+        kept = []
+        for line in self.path.read_text().splitlines() if self.path.exists() else []:
+            if line.endswith("}") and json.loads(line)["step"] <= step:  # a killed process may leave half a line
+                kept.append(line + "\n")
+        rewritten = self.path.with_suffix(".rewritten")
+        rewritten.write_text("".join(kept))
+        os.replace(rewritten, self.path)
+        self.file = self.path.open("a")
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        self.file.flush()
+
+
+class LogFile(Sink):
+    """log.txt: every message."""
+
+    def __init__(self, path: Path):
+        self.file = path.open("a")
+
+    def message(self, text: str) -> None:
+        self.file.write(text + "\n")
+        self.file.flush()
+
+
+class Console(Sink):
+    """A progress bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, every: int):
+        self.every = every
+        self.progress: Any = None
+        self.total = 0
+
+    def start(self, step: int, total: int) -> None:
+        self.total = total
+        if sys.stdout.isatty():
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self.progress = Progress(*columns)
+            self.task = self.progress.add_task("", total=total, completed=step)
+            self.progress.start()
+
+    def message(self, text: str) -> None:
+        if self.progress:
+            self.progress.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        line = f"loss {values['loss']:.4f} | lr {values['lr']:.2e} | grad_norm {values['grad_norm']:.3f}"
+        line += f" | {values['tokens_per_second']:,.0f} tokens/s | {values['peak_memory_gib']:.2f} GiB"
+        if "validation_loss" in values:
+            line += f" | validation_loss {values['validation_loss']:.4f}"
+        if self.progress:
+            self.progress.update(self.task, completed=step, description=line)
+        if (not self.progress and step % self.every == 0) or "validation_loss" in values:
+            self.message(f"step {step}/{self.total} | {line}")
+
+    def close(self) -> None:
+        if self.progress:
+            self.progress.stop()
+
+
+class TensorBoard(Sink):
+    def __init__(self, folder: Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder))
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases(Sink):
+    """A run in the project `logger.wandb.project`; a resumed run folder continues its W&B run."""
+
+    def __init__(self, folder: Path, cfg: DictConfig):
+        import wandb
+
+        settings = OmegaConf.to_container(cfg, resolve=True)
+        name = cfg.logger.wandb.name or folder.name
+        self.run = wandb.init(
+            project=cfg.logger.wandb.project, name=name, id=folder.name, resume="allow", dir=str(folder), config=settings
+        )
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        self.run.log(values, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Optional(Sink):
+    """A sink that the run can do without: when it fails, it says so once and is left out from then on."""
+
+    def __init__(self, name: str, make: Any):
+        self.name = name
+        self.sink: Sink | None = None
+        self._try(lambda: setattr(self, "sink", make()))
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        if self.sink:
+            self._try(lambda: self.sink and self.sink.metrics(step, values))
+
+    def close(self) -> None:
+        if self.sink:
+            self._try(self.sink.close)
+
+    def _try(self, action: Any) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever a third party's client raises must not end a training
+            self.sink = None
+            warnings.warn(f"{self.name} is off from here on: {error!r}", stacklevel=2)

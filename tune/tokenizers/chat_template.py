@@ -1,0 +1,116 @@
+"""Jinja chat templates, rendered as transformers' `apply_chat_template` renders them."""
+
+import json
+import re
+import secrets
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tune.errors import TuneError
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+
+# What a `{% generation %}` block renders to is put between these, and they are taken out of the text again.
+# Drawn anew in every process, so no text in a dataset can contain or forge them.
+_OPEN, _CLOSE = (f"\ufdd0{secrets.token_hex(8)}{bracket}\ufdd1" for bracket in "[]")
+_MARK = re.compile(f"({re.escape(_OPEN)}|{re.escape(_CLOSE)})")
+
+
+class ChatTemplate:
+    """A compiled, sandboxed chat template. `variables` are what every rendering sees: `bos_token`, `eos_token`, ..."""
+
+    def __init__(self, source: str, variables: dict[str, Any] | None = None, origin: str = "the chat template") -> None:
+        self.source = source
+        self.variables = variables or {}
+        self.origin = origin
+        self.marks_generation = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise TuneError(f"{origin} is not a valid Jinja template: line {error.lineno}: {error.message}") from error
+
+    def render(
+        self, messages: list[Message], add_generation_prompt: bool = False, tools: list | None = None, **variables: Any
+    ) -> str:
+        """The conversation as the text the model sees. Raises TuneError where the template refuses it."""
+        return self.render_with_spans(messages, add_generation_prompt, tools, **variables)[0]
+
+    def render_with_spans(
+        self, messages: list[Message], add_generation_prompt: bool = False, tools: list | None = None, **variables: Any
+    ) -> tuple[str, list[Span]]:
+        """The text, and the character spans that the template's `{% generation %}` blocks rendered to."""
+        try:
+            marked = self._template.render(
+                **{**self.variables, **variables},
+                messages=[_plain_message(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                documents=None,
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise TuneError(f"{self.origin} refuses the conversation: {error}") from error
+        if not self.marks_generation:
+            return marked, []
+        text, spans, start = "", [], 0
+        for piece in _MARK.split(marked):
+            if piece == _OPEN:
+                start = len(text)
+            elif piece == _CLOSE:
+                spans.append((start, len(text)))
+            else:
+                text += piece
+        return text, spans
+
+
+def _plain_message(message: Message) -> Message:
+    """Without keys that hold None (templates print them), and with reasoning under each name that templates read."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((plain[key] for key in ("reasoning_content", "thinking", "reasoning") if key in plain), None)
+    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}`: renders its body between the marks."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja's own interface)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Macro) -> str:
+        return _OPEN + caller() + _CLOSE
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return environment
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML characters and sorts keys; chat templates are written for this one."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

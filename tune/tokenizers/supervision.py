@@ -1,0 +1,99 @@
+"""Which characters of a rendered conversation are the assistant's."""
+
+import re
+import secrets
+from functools import partial
+from typing import Any
+
+from tune.errors import TuneError
+from tune.tokenizers.chat_template import ChatTemplate, Message, Span
+
+# Stands in for an assistant's content to see what the template writes around it; no dataset can contain it.
+_PROBE = f"\ufdd2{secrets.token_hex(8)}\ufdd3"
+
+
+def supervised_spans(
+    template: ChatTemplate,
+    messages: list[Message],
+    special_tokens: re.Pattern[str],
+    tools: list | None = None,
+    **variables: Any,
+) -> tuple[str, list[Span]]:
+    """The rendered conversation, and the character spans of the assistant's turns with their end-of-turn token.
+
+    The template's `{% generation %}` blocks decide where it has them, as in transformers. Otherwise the turn of
+    message i is what the rendering of `messages[:i + 1]` adds to that of `messages[:i]` with the generation prompt.
+    A message with `train: false` is left out. Raises TuneError where the template gives no such span.
+    """
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    trained = [messages[index].get("train", True) for index in turns]
+    messages = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+    text, spans = template.render_with_spans(messages, tools=tools, **variables)
+    if not template.marks_generation:
+        render = partial(template.render, tools=tools, **variables)
+        spans = [_turn_span(render, messages, index, text, special_tokens) for index in turns]
+    if all(trained):
+        return text, spans
+    if len(spans) != len(turns):
+        raise TuneError(
+            f"train: false needs one generation block per assistant message, but {template.origin} has {len(spans)} "
+            f"for {len(turns)} messages: remove `train`"
+        )
+    return text, [span for span, keep in zip(spans, trained, strict=True) if keep]
+
+
+def end_of_turn(template: ChatTemplate, special_tokens: re.Pattern[str]) -> str | None:
+    """The special token that the template writes behind an answer, if it does."""
+    try:
+        text = template.render([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _PROBE}])
+    except TuneError:  # a template for other conversations than this one
+        return None
+    match = special_tokens.search(text.partition(_PROBE)[2])
+    return match[0] if match else None
+
+
+def _turn_span(
+    render: partial[str], messages: list[Message], index: int, text: str, special_tokens: re.Pattern[str]
+) -> Span:
+    """Where the assistant's message `index` stands in `text`, the rendering of all messages."""
+    prompt = render(messages[:index], add_generation_prompt=True)
+    if not text.startswith(prompt):
+        raise _disagreement(index, "the messages before it, with the generation prompt", prompt, text)
+    up_to_here = text if index == len(messages) - 1 else render(messages[: index + 1])
+    if text.startswith(up_to_here):
+        return len(prompt), _end_of_turn(up_to_here, len(prompt), special_tokens)
+
+    # The template writes this turn differently when it is the last one (Qwen3 adds an empty <think> block). Where the
+    # turn ends then follows from the text behind its content, which must not depend on what the content is.
+    probe = {**messages[index], "content": _PROBE}
+    last = render([*messages[:index], probe])
+    inside = render([*messages[:index], probe, *messages[index + 1 :]])
+    behind = inside.rpartition(_PROBE)[2]
+    specials = list(special_tokens.finditer(behind, 0, _common_prefix(behind, last.rpartition(_PROBE)[2])))
+    end = len(text) - len(behind) + (specials[-1].end() if specials else 0)
+    once = last.count(_PROBE) == inside.count(_PROBE) == 1
+    if not (specials and once and text.endswith(behind) and end >= len(prompt)):
+        raise _disagreement(index, "the messages up to it", up_to_here, text)
+    return len(prompt), end
+
+
+def _end_of_turn(text: str, start: int, special_tokens: re.Pattern[str]) -> int:
+    """The end of `text` without the whitespace behind a special token: the model stops at the token."""
+    end = start + len(text[start:].rstrip())
+    closed = any(match.end() == end for match in special_tokens.finditer(text, start))
+    return end if closed else len(text)
+
+
+def _common_prefix(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+def _disagreement(index: int, what: str, part: str, whole: str) -> TuneError:
+    at = _common_prefix(part, whole)
+    window = slice(max(0, at - 20), at + 30)
+    return TuneError(
+        f"the chat template does not tell which text is the assistant's: message {index + 1} starts or ends elsewhere "
+        f"when {what} are rendered alone ({part[window]!r}) than in the whole conversation ({whole[window]!r}). "
+        "Mark the assistant's text in the template with {% generation %} ... {% endgeneration %}"
+    )
