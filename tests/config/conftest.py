@@ -9,7 +9,7 @@ PARTS = '''
 from dataclasses import dataclass
 from typing import Literal
 
-from tune.config.types import Fraction, PositiveInt
+from tune.types import Fraction, PositiveInt
 
 
 class Steady:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from tune.config import types
+from tune import types
 from tune.config.check import fits, mismatch
 
 RANGES = {
@@ -60,7 +60,7 @@ def test_what_fits(value: Any, kind: Any, expected: bool) -> None:
         (1, Literal["auto"], "1 is not auto."),
         ([1], tuple[int, str], "[1] is not a list of 2 (an integer, a string)."),
         (1, tuple[int, ...], "1 is not a list (each an integer)."),
-        (1, dict[str, int], "1 is not a group of keys."),
+        (1, dict[str, int], "1 is not a group of keys (each an integer)."),
         (True, str, "true is not a string. Quote it twice: '\"true\"'."),
     ],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tune.config.entry import entrypoint, explained_errors
+from tune.config.entry import check_early, entrypoint, explained_errors
 from tune.errors import TuneError
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,8 @@ def test_wrong_settings_are_explained_before_the_slow_imports(recipe: Path) -> N
     done = run(recipe, "name=run", "part.lrr=1")
     expected = "a problem in the configuration:\n  part.lrr: Steady has no argument 'lrr'. Did you mean 'lr'?\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {expected}")
-    assert (lambda done: (done.returncode, done.stderr))(run(recipe, "part.lrr=1", RANK="1")) == (2, "")
+    done = run(recipe, "name=run", "part.lrr=1", RANK="1")
+    assert (done.returncode, done.stderr) == (2, "")
 
 
 def test_help_is_the_docstring_and_the_settings(recipe: Path) -> None:
@@ -82,6 +83,11 @@ def test_main_with_settings_just_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [cfg]
 
 
+def test_an_imported_recipe_reads_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pytest", "--no-such-option"])
+    check_early("recipe", "no such default")
+
+
 def failing(error: BaseException) -> int:
     cfg = OmegaConf.create({"micro_batch_size": 4, "memory": {"loss_chunk_tokens": 1024}})
     with pytest.raises(SystemExit) as caught, explained_errors(cfg):
@@ -91,6 +97,7 @@ def failing(error: BaseException) -> int:
 
 def test_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
     assert failing(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "python"])

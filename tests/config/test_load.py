@@ -115,8 +115,11 @@ def test_secrets_are_not_saved(folder: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("recipe", ["full_finetune"])
-def test_the_defaults_of_a_recipe_are_valid_and_read_without_torch(recipe: str) -> None:
-    cfg = load(recipe, ["model.path=model", "dataset.path=data.jsonl"])
+def test_the_defaults_of_full_finetune(tmp_path: Path) -> None:
+    cfg = load(
+        "full_finetune", ["model.path=model", "dataset.path=data.jsonl", "optimizer._component_=torch.optim.SGD"]
+    )
     assert cfg.tokenizer.path == "model"
     assert cfg.loss.chunk_tokens == cfg.memory.loss_chunk_tokens
+    save(cfg, tmp_path / "config.yaml")
+    assert load("full_finetune", ["--config", str(tmp_path / "config.yaml")]) == cfg

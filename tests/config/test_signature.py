@@ -8,7 +8,7 @@ import torch
 
 from tune.config import source
 from tune.config.signature import Signature, signature_of
-from tune.config.types import Fraction, PositiveInt
+from tune.types import Fraction, PositiveInt
 from tune.errors import TuneError
 
 
@@ -28,7 +28,7 @@ COMPONENTS = [
     "torch.optim.adamw.AdamW",
     "json.JSONEncoder",
     "difflib.get_close_matches",
-    "tune.config.types.Range",
+    "tune.types.Range",
     "tune.config.load",
 ]
 
@@ -57,8 +57,8 @@ from abc import ABC
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Optional, Union
 from collections.abc import Sequence
-from tune.config import types
-from tune.config.types import Fraction, PositiveInt as Count
+from tune import types
+from tune.types import Fraction, PositiveInt as Count
 
 Mode = Literal["a", "b"]
 Either = Union[int, "str"]

@@ -80,7 +80,9 @@ def test_the_template_file_wins_over_the_config(folder):
 
 
 def test_named_templates(folder):
-    configure(folder, chat_template=[{"name": "default", "template": "chat"}, {"name": "tool_use", "template": "tools"}])
+    configure(
+        folder, chat_template=[{"name": "default", "template": "chat"}, {"name": "tool_use", "template": "tools"}]
+    )
     tokenizer, reference = Tokenizer(str(folder)), transformers.AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": "hello"}]
     for tools in (None, [{"type": "function", "function": {"name": "f"}}]):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tune.config.types import PositiveInt
+from tune.types import PositiveInt
 from tune.distributed import World
 from tune.errors import TuneError
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from tune.config import types
+from tune import types
 from tune.config.source import Definition, Dynamic, Function, Module, follow
 
 

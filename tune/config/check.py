@@ -6,7 +6,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from tune.config.types import Range
+from tune.types import Range
 
 NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", Path: "a path"}
 NAMES |= {NoneType: "null", list: "a list", dict: "a group of keys"}
@@ -65,6 +65,8 @@ def describe(kind: Any) -> str:
         if arguments[-1] is Ellipsis:
             return f"a list (each {describe(arguments[0])})"
         return f"a list of {len(arguments)} ({', '.join(map(describe, arguments))})"
+    if origin is dict:
+        return f"a group of keys (each {describe(arguments[1])})"
     return NAMES.get(origin or kind, "a list" if (origin or kind) in (tuple, Sequence) else "of the right type")
 
 

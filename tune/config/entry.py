@@ -65,7 +65,8 @@ def explained_errors(cfg: DictConfig | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         if debug:
             raise
-        _tell("interrupted")
+        if _is_first_process():
+            _tell("interrupted")
         raise SystemExit(130) from None
     except TuneError as error:
         if debug:

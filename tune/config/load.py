@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from tune.config.paths import find_config
-from tune.config.validate import Layer, Values, combine
+from tune.config.validate import Layer, Values, combine, merge
 from tune.errors import TuneError
 
 SECRET = re.compile(r"(.*_)?(api_?key|password|secret)|((hf|auth|access|api|wandb)_)?token", re.IGNORECASE)
@@ -98,15 +98,15 @@ def _read(file: Path) -> Values:
 
 
 def _overrides(parsed: Arguments) -> Values:
-    layer: Container = OmegaConf.create()
+    values: Values = {}
     for override in parsed.overrides:
         key, _, text = override.partition("=")
         try:
-            layer = OmegaConf.merge(layer, OmegaConf.from_dotlist([override]))
+            values = merge(values, cast(Values, OmegaConf.to_container(OmegaConf.from_dotlist([override]))))
         except (YAMLError, OmegaConfBaseException) as error:
             reason = getattr(error, "problem", None) or str(error).splitlines()[0]
             parsed.findings.append(f"{key}: '{text}' is not YAML ({reason}). A string is quoted so: {key}='\"...\"'")
-    return cast(Values, OmegaConf.to_container(layer))
+    return values
 
 
 def _without_secrets(node: Any) -> Any:

@@ -5,7 +5,7 @@ What a component's argument may be is said by its own annotations; here stand th
 
 from typing import Literal
 
-from tune.config.types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from tune.types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class Group:

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tune.collators import IGNORE, Batch, collate
+from tune.collators import Batch, collate
 from tune.datasets.dataset import Dataset
 from tune.errors import TuneError
 

@@ -31,7 +31,8 @@ def open_source(path: str, split: str = "train", subset: str | None = None) -> S
     """A file, a folder of files of one kind, or a dataset on the hub. Raises TuneError if it is none of them."""
     local = Path(path).expanduser()
     if not local.exists():
-        if local.suffix in READERS or local.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
+        is_path = local.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
+        if is_path or local.suffix in READERS or ("/" in path and local.parent.is_dir()):
             raise _not_found(local)
         return Source(path, _hub(path, subset, split))
     if split != "train" or subset is not None:
@@ -93,7 +94,11 @@ def _csv(file: Path) -> Rows:
     csv.field_size_limit(sys.maxsize)
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
-            for number, row in enumerate(csv.DictReader(lines, restkey="more cells than the header has"), 1):
+            for number, row in enumerate(csv.DictReader(lines, strict=True), 1):
+                if None in row:
+                    raise TuneError(
+                        f"{file}:row {number} has more cells than the header: a text with commas needs quotes"
+                    )
                 yield f"{file.name}:row {number}", row
     except (csv.Error, UnicodeDecodeError) as error:
         raise TuneError(f"{file}: malformed CSV: {error}") from error

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from tune.config.types import PositiveInt
+from tune.types import PositiveInt
 from tune.distributed import World
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tune.config.types import PositiveInt
+from tune.types import PositiveInt
 
 IGNORED = -100
 

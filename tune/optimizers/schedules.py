@@ -6,7 +6,7 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from tune.config.types import NonNegativeFloat, NonNegativeInt, UnitInterval
+from tune.types import NonNegativeFloat, NonNegativeInt, UnitInterval
 from tune.errors import TuneError
 
 

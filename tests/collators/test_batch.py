@@ -1,0 +1,42 @@
+import numpy as np
+import torch
+
+from tune.collators import Sample, collate
+
+
+def sample(*tokens: int) -> Sample:
+    return Sample(np.array(tokens, dtype=np.int32), np.array([*tokens[1:], -100], dtype=np.int32))
+
+
+def test_rows_are_joined_without_padding():
+    batch = collate([[sample(5, 6, 7)], [sample(8, 9), sample(4)]])
+    assert batch.tokens.tolist() == [[5, 6, 7, 8, 9, 4]]
+    assert batch.labels.tolist() == [[6, 7, -100, 9, -100, -100]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0]]
+    assert batch.documents.tolist() == [[0, 0, 0, 1, 1, 2]]
+    assert (batch.num_tokens, batch.num_supervised) == (6, 3)
+
+
+def test_rows_are_padded_at_the_end():
+    batch = collate([[sample(5, 6, 7)], [sample(8, 9), sample(4)]], pad_to=5)
+    assert batch.tokens.tolist() == [[5, 6, 7, 0, 0], [8, 9, 4, 0, 0]]
+    assert batch.labels.tolist() == [[6, 7, -100, -100, -100], [9, -100, -100, -100, -100]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 0, 1]]
+    assert batch.documents.tolist() == [[0, 0, 0, 1, 1], [0, 0, 1, 2, 2]]
+    assert (batch.num_tokens, batch.num_supervised) == (6, 3)
+
+
+def test_row_without_documents_is_all_padding():
+    for batch in (collate([[]]), collate([[]], pad_to=1)):
+        assert (batch.tokens.tolist(), batch.labels.tolist()) == ([[0]], [[-100]])
+        assert (batch.num_tokens, batch.num_supervised) == (0, 0)
+    assert collate([[sample(5, 6)], []]).tokens.tolist() == [[5, 6]]
+
+
+def test_tensors_move_together():
+    batch = collate([[sample(5, 6, 7)]])
+    tensors = (batch.tokens, batch.labels, batch.positions, batch.documents)
+    assert all(tensor.dtype == torch.int64 for tensor in tensors)
+    moved = batch.to("meta")
+    assert all(each.is_meta for each in (moved.tokens, moved.labels, moved.positions, moved.documents))
+    assert moved.num_tokens == 3

@@ -1,0 +1,77 @@
+import pytest
+
+from tune.datasets import Dataset
+from tune.errors import TuneError
+
+
+def test_counts_what_happened_to_the_samples(make):
+    samples = [make.sample(10, 4), make.sample(5, 4), make.sample(9, 2), make.sample(3, 0)]
+    accounting = Dataset.from_samples(samples, max_seq_len=7).accounting
+    assert accounting.as_dict() == {
+        "source": "the dataset",
+        "ignored_files": [],
+        "rows": 4,
+        "dropped": {"nothing to learn from": 2},  # the third after truncation
+        "fully_masked": 2,
+        "truncated": 2,
+        "kept": 2,
+        "tokens": 12,
+        "supervised_tokens": 5,  # of the first sample's four targets one is left
+        "supervised_share": 5 / 12,
+        "lengths": {"p50": 7, "p90": 7, "p99": 7, "max": 7},
+        "training_rows": 2,
+        "row_capacity": None,
+        "packing_efficiency": None,
+    }
+    assert accounting.steps_per_epoch(global_batch_size=4) == 1
+
+
+def test_truncated_sample_does_not_predict_what_was_cut_off(make):
+    (document,) = Dataset.from_samples([make.sample(10, 9)], max_seq_len=4).row(0)
+    assert document.tokens.tolist() == [1, 1, 1, 1]
+    assert document.labels.tolist() == [1, 1, 1, -100]
+
+
+def test_packed_rows_hold_whole_samples(make):
+    data = make.dataset([30, 40, 20, 64, 10], capacity=64, packed=True)
+    rows = [[(document.tokens[0], len(document.tokens)) for document in data.row(index)] for index in range(len(data))]
+    assert rows == [[(0, 30), (4, 10)], [(1, 40), (2, 20)], [(3, 64)]]
+    assert data.row_tokens.tolist() == [40, 60, 64]
+    assert data.row_supervised.tolist() == [38, 58, 63]
+    assert data.accounting.packing_efficiency == pytest.approx(164 / 192)
+    assert [len(each.tokens) for each in data.samples] == [30, 40, 20, 64, 10]
+
+
+def test_fingerprint_tells_data_apart(make):
+    lengths = [3, 4, 5]
+    same = make.dataset(lengths).fingerprint
+    assert make.dataset(lengths).fingerprint == same
+    others = [make.dataset([4, 3, 5]), make.dataset(lengths, packed=True), make.dataset([3, 4])]
+    relabelled = Dataset.from_samples([make.sample(3, 2, 0), make.sample(4, 3, 1), make.sample(5, 3, 2)], 64)
+    assert len({same, relabelled.fingerprint, *(other.fingerprint for other in others)}) == 5
+
+
+def test_table_is_aligned(make):
+    accounting = make.dataset([30, 40, 20], capacity=64, packed=True).accounting
+    assert accounting.table() == (
+        "the dataset\n"
+        "  rows               3\n"
+        "    kept             3\n"
+        "    truncated        0\n"
+        "  tokens             90\n"
+        "    supervised       87 (96.7%)\n"
+        "  tokens per sample  p50 30, p90 40, p99 40, max 40\n"
+        "  packed rows        2 of 64 tokens, 70.3% filled"
+    )
+
+
+def test_answers_that_are_all_cut_off(make):
+    samples = [make.sample(40, 5), make.sample(30, 5)]
+    with pytest.raises(TuneError, match=r"none of the 2 rows .* max_seq_len=16 .* shortest prompt has 25 tokens"):
+        Dataset.from_samples(samples, max_seq_len=16)
+    assert Dataset.from_samples(samples, max_seq_len=26).accounting.supervised_tokens == 1
+
+
+def test_no_samples_at_all():
+    with pytest.raises(TuneError, match="the dataset has no rows"):
+        Dataset.from_samples([], max_seq_len=16)

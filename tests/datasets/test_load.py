@@ -1,0 +1,322 @@
+"""From files to samples: what is learned, what is counted, what is refused."""
+
+import json
+
+import pytest
+
+from tune.datasets import load
+from tune.errors import TuneError
+from tune.tokenizers import Tokenizer
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hey 🦊"}]
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return Tokenizer(str(folder))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*rows, name="data.jsonl"):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        return str(file)
+
+    return write
+
+
+def learned(dataset, tokenizer):
+    """Each sample as its text and what is learned of it."""
+    return [
+        (tokenizer.decode(sample.tokens.tolist()), tokenizer.decode([each for each in sample.labels if each != -100]))
+        for sample in dataset.samples
+    ]
+
+
+# formats
+
+
+def test_conversations(tokenizer, write):
+    data = load(tokenizer, write({"messages": CHAT}), max_seq_len=100)
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHey 🦊<|im_end|>\n"
+    assert learned(data, tokenizer) == [(text, "Hey 🦊<|im_end|>")]
+
+
+def test_labels_are_the_assistant_mask_of_transformers_shifted_by_one(folder, tokenizer, write):
+    transformers = pytest.importorskip("transformers")
+    messages = [*CHAT, {"role": "user", "content": "é?"}, {"role": "assistant", "content": " 1\n\n"}]
+    reference = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        messages, return_assistant_tokens_mask=True, return_dict=True
+    )
+    (sample,) = load(tokenizer, write({"messages": messages}), max_seq_len=1000).samples
+    ids, mask = reference["input_ids"], reference["assistant_masks"]
+    assert sample.tokens.tolist() == ids
+    targets = zip(ids[1:], mask[1:], strict=True)
+    assert sample.labels.tolist() == [*(token if is_assistant else -100 for token, is_assistant in targets), -100]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "1+1=", "completion": "2"}, ("<s>1+1=2</s>", "2</s>")),
+        ({"text": "once"}, ("<s>once</s>", "once</s>")),
+        ({"text": "<s>once</s>"}, ("<s>once</s>", "once</s>")),  # never two of them
+        ({"prompt": "", "completion": "2"}, ("<s>2</s>", "2</s>")),
+    ],
+)
+def test_plain_texts_begin_with_bos_and_end_with_eos(tokenizer, write, row, expected):
+    assert learned(load(tokenizer, write(row), max_seq_len=100), tokenizer) == [expected]
+
+
+def test_prompt_and_completion_as_messages(tokenizer, write):
+    more = [{"role": "user", "content": "More"}, {"role": "assistant", "content": "No"}]
+    data = load(tokenizer, write({"prompt": [*CHAT, more[0]], "completion": more[1:]}), max_seq_len=1000)
+    assert [answer for _, answer in learned(data, tokenizer)] == ["No<|im_end|>"]
+
+
+def test_columns_of_other_names(tokenizer, write):
+    file = write({"question": "1+1=", "answer": "2", "id": 7})
+    data = load(tokenizer, file, max_seq_len=100, columns={"prompt": "question", "completion": "answer"})
+    assert learned(data, tokenizer) == [("<s>1+1=2</s>", "2</s>")]
+
+
+def test_tools_reach_the_template(folder, tokenizer, write):
+    (folder / "chat_template.jinja").write_text(
+        "{{ tools[0].name }}|{% for m in messages %}{{ m.content }}|{% endfor %}"
+    )
+    tools = [{"name": "weather"}]
+    file = write({"messages": CHAT, "tools": tools}, {"messages": CHAT, "tools": json.dumps(tools)})
+    texts = [text for text, _ in learned(load(Tokenizer(str(folder)), file, max_seq_len=100), tokenizer)]
+    assert texts == ["weather|Hi|Hey 🦊|"] * 2
+
+
+def test_the_date_in_a_template_is_the_same_on_every_day(folder, tokenizer, write):
+    (folder / "chat_template.jinja").write_text(
+        "{{ strftime_now('%d %b %Y') }}{% for m in messages %}|{{ m.content }}{% endfor %}"
+    )
+    data = load(Tokenizer(str(folder)), write({"messages": CHAT}), max_seq_len=100)
+    assert learned(data, tokenizer)[0][0] == "26 Jul 2024|Hi|Hey 🦊"
+
+
+# sources
+
+
+ROWS = [{"prompt": "NA", "completion": "007"}, {"prompt": "a\nb", "completion": "1,5"}]
+EXPECTED = [("<s>NA007</s>", "007</s>"), ("<s>a\nb1,5</s>", "1,5</s>")]
+
+
+def test_json_lines_with_blank_lines_and_a_byte_order_mark(tokenizer, write):
+    file = write("\ufeff" + json.dumps(ROWS[0]), "", ROWS[1])
+    assert learned(load(tokenizer, file, max_seq_len=100), tokenizer) == EXPECTED
+
+
+@pytest.mark.parametrize("text", [json.dumps(ROWS, indent=2), "\n".join(map(json.dumps, ROWS))], ids=["list", "lines"])
+def test_json(tokenizer, write, text):
+    assert learned(load(tokenizer, write(text, name="data.json"), max_seq_len=100), tokenizer) == EXPECTED
+
+
+def test_csv_cells_are_strings_as_they_stand(tokenizer, write):
+    file = write('prompt,completion\nNA,007\n"a\nb","1,5"', name="data.csv")
+    assert learned(load(tokenizer, file, max_seq_len=100), tokenizer) == EXPECTED
+
+
+def test_parquet_and_its_nulls(tokenizer, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    call = {"role": "assistant", "content": "Hey 🦊", "name": "fox"}  # gives every other message `name: null`
+    parquet.write_table(pyarrow.Table.from_pylist([{"messages": [CHAT[0], call]}]), tmp_path / "data.parquet")
+    data = load(tokenizer, str(tmp_path / "data.parquet"), max_seq_len=100)
+    assert [answer for _, answer in learned(data, tokenizer)] == ["Hey 🦊<|im_end|>"]
+
+
+def test_folder_of_files_in_the_order_of_their_names(tokenizer, write, tmp_path):
+    for name, row in (("b.jsonl", ROWS[1]), ("a.jsonl", ROWS[0])):
+        write(row, name=f"data/{name}")
+    write("about the data", name="data/README.md")
+    data = load(tokenizer, str(tmp_path / "data"), max_seq_len=100)
+    assert learned(data, tokenizer) == EXPECTED
+    assert data.accounting.ignored_files == ["README.md"]
+
+
+def test_dataset_of_the_hub(tokenizer, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(name, subset, split):
+        asked.append((name, subset, split))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    data = load(tokenizer, "someone/rows", "test", max_seq_len=100, subset="main")
+    assert learned(data, tokenizer) == EXPECTED
+    assert asked == [("someone/rows", "main", "test")]
+
+
+def test_hub_that_cannot_be_reached(tokenizer, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(name, subset, split):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(TuneError, match=r"dataset\.path=someone/rows is no file .*no network"):
+        load(tokenizer, "someone/rows", max_seq_len=100)
+
+
+# counting
+
+
+def test_rows_of_no_use_are_dropped_and_counted(tokenizer, write):
+    file = write(*({"prompt": "a", "completion": answer} for answer in ("", "b", "")))
+    accounting = load(tokenizer, file, max_seq_len=100).accounting
+    assert (accounting.rows, accounting.kept, dict(accounting.dropped)) == (3, 1, {"an empty completion": 2})
+    file = write({"messages": CHAT[:1]}, {"messages": CHAT})
+    assert dict(load(tokenizer, file, max_seq_len=100).accounting.dropped) == {"no message of the assistant": 1}
+
+
+def test_max_seq_len_shorter_than_every_prompt(tokenizer, write):
+    with pytest.raises(TuneError, match=r"max_seq_len=16 cuts off every answer: the shortest prompt has 21 tokens"):
+        load(tokenizer, write({"prompt": "a" * 20, "completion": "b"}), max_seq_len=16)
+
+
+def test_many_rows_keep_their_order(tokenizer, write):
+    file = write(*({"text": str(number)} for number in range(1300)))
+    assert [answer for _, answer in learned(load(tokenizer, file, max_seq_len=9), tokenizer)] == [
+        f"{number}</s>" for number in range(1300)
+    ]
+
+
+# mistakes
+
+
+MISTAKES = {
+    "role": ({"messages": [{"role": "asistant"}]}, r"messages\[0\].role is \"asistant\" \(did you mean assistant\?\)"),
+    "no role": ({"messages": [{"content": "a"}]}, r"messages\[0\].role is missing; it must be one of system, "),
+    "content": ({"messages": [{"role": "user", "content": ["a"]}]}, r"content is \[\"a\"\]; it must be a string"),
+    "no content": ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content is missing"),
+    "share gpt": ({"messages": [{"from": "human", "value": "a"}]}, "has `from` and `value`"),
+    "empty": ({"messages": []}, r"messages is \[\]; it must be a list of messages"),
+    "message": ({"messages": ["a"]}, r"messages\[0\] is \"a\"; it must be an object"),
+    "train": ({"messages": [{**CHAT[1], "train": "no"}]}, r"messages\[0\].train is \"no\"; it must be true or false"),
+    "tools": ({"messages": CHAT, "tools": "{"}, "tools is not valid JSON"),
+    "tool": ({"messages": CHAT, "tools": ["f"]}, "it must be a list of JSON schemas"),
+    "no object": (["a"], r"the row is \[\"a\"\]; it must be an object"),
+    "no column": ({"text": "a"}, "no column messages as in the rows before; it has text"),
+    "half a pair": ('{"messages": [{"role": "assistant", "content": "\\ud83d"}]}', "half of a character pair"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_in_a_row(tokenizer, write, row, message):
+    with pytest.raises(TuneError, match=rf"(?s)rows that cannot be used:\n  data\.jsonl:3: .*{message}"):
+        load(tokenizer, write({"messages": CHAT}, "", row), max_seq_len=100)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": 5}, "text is 5; it must be a string"),
+        ({"prompt": None, "completion": "a"}, "prompt is missing; prompt and completion must be two strings"),
+        ({"prompt": CHAT, "completion": "a"}, "prompt and completion must be two strings or two lists of messages"),
+    ],
+)
+def test_mistakes_in_a_plain_row(tokenizer, write, row, message):
+    with pytest.raises(TuneError, match=rf"data\.jsonl:1: .*{message}"):
+        load(tokenizer, write(row), max_seq_len=100)
+
+
+def test_up_to_five_mistakes_are_told_at_once(tokenizer, write):
+    rows = [{"text": "a"}, {"text": 1}] * 9
+    with pytest.raises(TuneError) as error:
+        load(tokenizer, write(*rows), max_seq_len=100)
+    places = [line.split(": ")[0].strip() for line in str(error.value).splitlines()[1:]]
+    assert places == [f"data.jsonl:{line}" for line in (2, 4, 6, 8, 10)]
+
+
+def test_template_that_refuses_a_row(folder, write):
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(TuneError, match=r"data\.jsonl:1: the chat template in .* refuses the conversation: roles must"):
+        load(Tokenizer(str(folder)), write({"messages": CHAT}), max_seq_len=100)
+
+
+def test_no_chat_template(folder, write):
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(TuneError, match=r"^the tokenizer in .* has no chat template"):
+        load(Tokenizer(str(folder)), write({"messages": CHAT}), max_seq_len=100)
+
+
+def test_no_eos_token(folder, write):
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(TuneError, match="names no eos_token"):
+        load(Tokenizer(str(folder)), write({"text": "a"}), max_seq_len=100)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("data.jsonl", '{"text": "a"}\n{"text": "b"', r"data\.jsonl:2: malformed JSON: .* at column 13"),
+        ("data.json", '[{"text": "a"},\n {"text" "b"}]', r"data\.json:2: malformed JSON: .* at column 10"),
+        ("data.json", '{"text":\n"a"}', r"data\.json:1: malformed JSON"),
+        ("data.csv", 'text\n"a', r"data\.csv: malformed CSV"),
+        ("data.csv", "text\na\nb, c", r"data\.csv:row 2 has more cells than the header"),
+        ("data.parquet", "PAR1", r"data\.parquet: malformed Parquet"),
+        ("data.txt", "a", r"cannot read \.txt files; known are \.json, \.jsonl, \.csv, \.parquet"),
+        ("data.jsonl", "", "has no rows"),
+        (
+            "data.jsonl",
+            '{"instruction": "a", "output": "b"}',
+            "the columns instruction, output are none of the known formats",
+        ),
+    ],
+)
+def test_mistakes_in_a_file(tokenizer, tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(TuneError, match=message):
+        load(tokenizer, str(tmp_path / name), max_seq_len=100)
+
+
+def test_text_that_is_not_utf8(tokenizer, tmp_path):
+    (tmp_path / "data.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n')
+    with pytest.raises(TuneError, match=r"data\.jsonl:2: not UTF-8 text"):
+        load(tokenizer, str(tmp_path / "data.jsonl"), max_seq_len=100)
+
+
+def test_paths_that_are_not_there(tokenizer, write, tmp_path):
+    write(*ROWS, name="chats.jsonl")
+    with pytest.raises(TuneError, match=r"chat\.jsonl does not exist; did you mean .*chats\.jsonl\?"):
+        load(tokenizer, str(tmp_path / "chat.jsonl"), max_seq_len=100)
+    with pytest.raises(TuneError, match="there is no folder"):
+        load(tokenizer, str(tmp_path / "absent" / "chat.jsonl"), max_seq_len=100)
+
+
+def test_folder_without_data_or_with_several_kinds(tokenizer, write, tmp_path):
+    (tmp_path / "data").mkdir()
+    with pytest.raises(TuneError, match=r"must hold data files of one kind .* found nothing"):
+        load(tokenizer, str(tmp_path / "data"), max_seq_len=100)
+    write("text\na", name="data/a.csv")
+    write({"text": "a"}, name="data/b.jsonl")
+    with pytest.raises(TuneError, match=r"found a\.csv, b\.jsonl"):
+        load(tokenizer, str(tmp_path / "data"), max_seq_len=100)
+
+
+def test_split_of_a_file(tokenizer, write):
+    with pytest.raises(TuneError, match="all rows are the split `train`; found split=test"):
+        load(tokenizer, write(*ROWS), "test", max_seq_len=100)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"promt": "prompt"}, r"dataset\.columns\.promt: no format has such a column \(did you mean prompt\?\)"),
+        (
+            {"prompt": "promp"},
+            r"dataset\.columns\.prompt=promp: data\.jsonl:1 has no such column \(did you mean prompt\?\)",
+        ),
+    ],
+)
+def test_columns_that_are_not_there(tokenizer, write, columns, message):
+    with pytest.raises(TuneError, match=message):
+        load(tokenizer, write(*ROWS), max_seq_len=100, columns=columns)

@@ -1,0 +1,132 @@
+"""Which rows a step has depends on the seed and the epoch, not on who reads them."""
+
+from itertools import islice
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from tune.datasets import DataLoader, validation_batches
+from tune.errors import TuneError
+
+
+def documents(batches):
+    """The first token of each document, which names its sample."""
+    starts = [batch.tokens[batch.positions == 0] for batch in batches]
+    labels = [batch.labels[batch.positions == 0] for batch in batches]
+    return [
+        int(t) for ts, ls in zip(starts, labels, strict=True) for t, label in zip(ts, ls, strict=True) if label != -100
+    ]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    lengths=st.lists(st.integers(2, 60), min_size=8, max_size=40),
+    ranks=st.sampled_from([1, 2, 3, 4, 8]),
+    micro=st.integers(1, 3),
+    accumulation=st.integers(1, 3),
+    seed=st.integers(0, 5),
+    packed=st.booleans(),
+    pad_to=st.sampled_from([None, 64]),
+)
+def test_all_layouts_read_the_same_rows(make, lengths, ranks, micro, accumulation, seed, packed, pad_to):
+    data = make.dataset(lengths, packed=packed)
+    assume(len(data) >= ranks)
+    size = ranks * micro * accumulation
+
+    def run(ranks, micro):
+        loaders = [
+            DataLoader(data, make.world(r, ranks), size, micro, epochs=2, seed=seed, pad_to=pad_to)
+            for r in range(ranks)
+        ]
+        return [[batch for _, batch in loader] for loader in loaders]
+
+    (alone,) = run(1, 1)
+    together = run(ranks, micro)
+    for step, expected in enumerate(alone):
+        parts = [loader[step] for loader in together]
+        read = [document for part in parts for document in documents(part.micro_batches)]
+        assert sorted(read) == sorted(documents(expected.micro_batches))
+        assert all(part.rows == expected.rows for part in parts)
+        assert {part.num_supervised for part in parts} == {
+            sum(batch.num_supervised for batch in expected.micro_batches)
+        }
+        assert {part.num_tokens for part in parts} == {sum(batch.num_tokens for batch in expected.micro_batches)}
+        assert len({len(part.micro_batches) for part in parts}) == 1
+    for epoch in (alone[: len(alone) // 2], alone[len(alone) // 2 :]):
+        assert sorted(row for batch in epoch for row in batch.rows) == list(range(len(data)))
+
+
+def test_order_changes_with_the_epoch_and_the_seed(make):
+    data = make.dataset([2] * 30)
+
+    def orders(seed):
+        return [batch.rows for _, batch in DataLoader(data, make.world(), 30, 1, epochs=2, seed=seed)]
+
+    first, second = orders(0)
+    assert first != second
+    assert orders(0) == [first, second]
+    assert first not in orders(1)
+
+
+def test_rows_of_a_micro_batch_are_alike(make):
+    loader = DataLoader(make.dataset(list(range(2, 34))), make.world(1, 2), 32, 4)
+    ((_, batch),) = loader
+    assert [micro_batch.num_tokens for micro_batch in batch.micro_batches] == [
+        sum(range(33, 25, -2)) - 4, sum(range(25, 17, -2)) - 4, sum(range(17, 9, -2)) - 4, sum(range(9, 1, -2)) - 4,
+    ]  # fmt: skip
+
+
+def test_steps_are_numbered_from_one_to_the_end(make):
+    data = make.dataset([4] * 10)
+    loader = DataLoader(data, make.world(), 4, 2, epochs=2)
+    assert len(loader) == 6
+    assert [step for step, _ in loader] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in DataLoader(data, make.world(), 4, 2, epochs=2, max_steps=5)] == [1, 2, 3, 4, 5]
+    assert len(DataLoader(data, make.world(), 4, 2, epochs=2, max_steps=50)) == 6
+
+
+@pytest.mark.parametrize("stop", range(6))
+def test_resumed_run_continues_behind_the_saved_step_on_any_number_of_ranks(make, stop):
+    data = make.dataset(list(range(4, 24)))
+    whole = [(step, batch.rows) for step, batch in DataLoader(data, make.world(), 8, 2, epochs=2, seed=3)]
+    stopped = DataLoader(data, make.world(), 8, 2, epochs=2, seed=3)
+    seen = [(step, batch.rows) for step, batch in islice(stopped, stop)]
+    resumed = DataLoader(data, make.world(1, 4), 8, 1, epochs=2, seed=3)
+    resumed.load_state_dict(stopped.state_dict())
+    assert seen + [(step, batch.rows) for step, batch in resumed] == whole
+
+
+def test_other_data_are_refused(make):
+    saved = DataLoader(make.dataset([4, 5, 6]), make.world(), 2, 1).state_dict()
+    changed = DataLoader(make.dataset([4, 5, 7]), make.world(), 3, 1, seed=7)
+    with pytest.raises(
+        TuneError, match=r"fingerprint was \w+ and is now \w+; seed was 0 .* 7; global_batch_size was 2 .* 3"
+    ):
+        changed.load_state_dict(saved)
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (2, 2), (3, 4)])
+def test_validation_reads_every_row_once(make, ranks, micro):
+    data = make.dataset(list(range(4, 17)))
+    parts = [list(validation_batches(data, make.world(rank, ranks), micro)) for rank in range(ranks)]
+    assert sorted(document for part in parts for document in documents(part)) == list(range(13))
+    assert len({len(part) for part in parts}) == 1
+
+
+def test_batch_sizes_that_do_not_divide(make):
+    data = make.dataset([4] * 20)
+    message = (
+        r"global_batch_size=12 is not a multiple of 8 .*Set global_batch_size to 8 or 16, or micro_batch_size to 1, 3$"
+    )
+    with pytest.raises(TuneError, match=message):
+        DataLoader(data, make.world(0, 4), 12, 2)
+    with pytest.raises(TuneError, match=r"Set global_batch_size to 4$"):
+        DataLoader(data, make.world(0, 4), 3, 1)
+
+
+def test_more_processes_than_rows(make):
+    with pytest.raises(TuneError, match=r"has 2 rows for 4 data-parallel processes: use at most 2 processes$"):
+        DataLoader(make.dataset([4, 4]), make.world(0, 4), 4, 1)
+    with pytest.raises(TuneError, match=r"has 1 packed rows .* or packed=false \(2 rows\)"):
+        DataLoader(make.dataset([4, 4], packed=True), make.world(0, 4), 4, 1)

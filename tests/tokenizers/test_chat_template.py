@@ -1,0 +1,83 @@
+"""Conversations are rendered as transformers renders them, to the byte."""
+
+import pytest
+
+from tune.errors import TuneError
+from tune.tokenizers import ChatTemplate, Tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "<b>é</b>", "parameters": {"z": 1, "a": 2}}}
+]
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Zürich"}}}]}
+CONVERSATIONS = {
+    "one turn": [{"role": "user", "content": "Hello <there>"}, {"role": "assistant", "content": "Hi, 🦊!\n"}],
+    "two turns": [
+        {"role": "user", "content": " a "},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb", "name": None},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d", "thinking": "so"},
+    ],
+    "system": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "a"}],
+    "tool": [{"role": "user", "content": "a"}, CALL, {"role": "tool", "content": "12°"}],
+    "two calls": [{"role": "user", "content": "a"}, {**CALL, "tool_calls": CALL["tool_calls"] * 2}],
+}
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
+@pytest.mark.parametrize("prompt", [False, True], ids=["whole", "prompt"])
+def test_renders_as_transformers_does(folder, any_template, messages, tools, prompt):
+    (folder / "chat_template.jinja").write_text(any_template)
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
+
+    def theirs():
+        return reference.apply_chat_template(messages, tools=tools, add_generation_prompt=prompt, tokenize=False)
+
+    def ours():
+        return Tokenizer(str(folder)).apply_chat_template(messages, add_generation_prompt=prompt, tools=tools)
+
+    try:
+        expected = theirs()
+    except Exception as refusal:
+        with pytest.raises(TuneError) as error:
+            ours()
+        assert str(refusal) in str(error.value)
+    else:
+        assert ours() == expected
+
+
+def test_variables_reach_the_template(folder):
+    (folder / "chat_template.jinja").write_text("{{ eos_token }}{{ enable_thinking }}")
+    tokenizer = Tokenizer(str(folder))
+    assert tokenizer.apply_chat_template([], enable_thinking=False) == "</s>False"
+    assert tokenizer.apply_chat_template([], eos_token="!", enable_thinking=1) == "!1"
+
+
+def test_generation_blocks_are_found_wherever_they_stand():
+    template = ChatTemplate(
+        "{% macro say(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
+        "{% for m in messages %}{{ m.role }}:{{ say(m) if m.role == 'assistant' else m.content }};{% endfor %}"
+    )
+    text, spans = template.render_with_spans(CONVERSATIONS["one turn"])
+    assert text == "user:Hello <there>;assistant:Hi, 🦊!\n;"
+    assert [text[start:end] for start, end in spans] == ["Hi, 🦊!\n"]
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__.os }}",
+    ],
+)
+def test_templates_cannot_leave_the_sandbox(attack):
+    with pytest.raises(TuneError, match=r"unsafe|undefined"):
+        ChatTemplate(attack).render([{"role": "user", "content": "a"}])
+
+
+def test_syntax_error_has_its_line():
+    with pytest.raises(TuneError, match="the template is not a valid Jinja template: line 2"):
+        ChatTemplate("{{ messages }}\n{% if %}", origin="the template")
