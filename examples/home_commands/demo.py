@@ -24,7 +24,7 @@ FOLDER = Path("examples/home_commands")
 REQUESTS = (
     "could you dim the bedroom lamp to about thirty percent?",
     "it's freezing, bring the office to 22 degrees",
-    "book me a table for two tonight",
+    "who is the president of France?",
 )
 
 

@@ -11,7 +11,7 @@ def test_counts_what_happened_to_the_samples(make):
         "source": "the dataset",
         "ignored_files": [],
         "rows": 4,
-        "dropped": {"nothing to learn from": 2},  # the third after truncation
+        "dropped": {"fully masked": 2},  # the third after truncation
         "fully_masked": 2,
         "truncated": 2,
         "kept": 2,
@@ -67,7 +67,7 @@ def test_table_is_aligned(make):
 
 def test_answers_that_are_all_cut_off(make):
     samples = [make.sample(40, 5), make.sample(30, 5)]
-    with pytest.raises(TuneError, match=r"none of the 2 rows .* max_seq_len=16 .* shortest prompt has 25 tokens"):
+    with pytest.raises(TuneError, match=r"none of the 2 rows .*: fully masked \(2\)\. max_seq_len=16 .* shortest prompt has 25 tokens"):
         Dataset.from_samples(samples, max_seq_len=16)
     assert Dataset.from_samples(samples, max_seq_len=26).accounting.supervised_tokens == 1
 

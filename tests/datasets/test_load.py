@@ -3,6 +3,9 @@
 import json
 
 import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tune.datasets import load
 from tune.errors import TuneError
@@ -55,6 +58,24 @@ def test_labels_are_the_assistant_mask_of_transformers_shifted_by_one(folder, to
     assert sample.tokens.tolist() == ids
     targets = zip(ids[1:], mask[1:], strict=True)
     assert sample.labels.tolist() == [*(token if is_assistant else -100 for token, is_assistant in targets), -100]
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.text(), st.text()), min_size=1, max_size=4))
+def test_all_answers_are_learned_and_nothing_else(tokenizer, write, turns):
+    roles = ("user", "assistant")
+    messages = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
+    data = load(tokenizer, write({"messages": messages}), max_seq_len=10_000)
+    assert [answers for _, answers in learned(data, tokenizer)] == ["".join(f"{text}<|im_end|>" for _, text in turns)]
+
+
+def test_spaces_are_learned_although_the_tokenizer_trims_its_offsets(folder, tokenizer, write):
+    file = write({"messages": [CHAT[0], {"role": "assistant", "content": "  a \n"}]})
+    trimming = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    trimming.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    trimming.save(str(folder / "tokenizer.json"))
+    data = load(Tokenizer(str(folder)), file, max_seq_len=100)
+    assert learned(data, tokenizer)[0][1] == "  a \n<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -172,9 +193,9 @@ def test_hub_that_cannot_be_reached(tokenizer, monkeypatch):
 def test_rows_of_no_use_are_dropped_and_counted(tokenizer, write):
     file = write(*({"prompt": "a", "completion": answer} for answer in ("", "b", "")))
     accounting = load(tokenizer, file, max_seq_len=100).accounting
-    assert (accounting.rows, accounting.kept, dict(accounting.dropped)) == (3, 1, {"an empty completion": 2})
+    assert (accounting.rows, accounting.kept, dict(accounting.dropped)) == (3, 1, {"empty completion": 2})
     file = write({"messages": CHAT[:1]}, {"messages": CHAT})
-    assert dict(load(tokenizer, file, max_seq_len=100).accounting.dropped) == {"no message of the assistant": 1}
+    assert dict(load(tokenizer, file, max_seq_len=100).accounting.dropped) == {"no assistant message": 1}
 
 
 def test_max_seq_len_shorter_than_every_prompt(tokenizer, write):

@@ -2,7 +2,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-FULLY_MASKED = "nothing to learn from"
+FULLY_MASKED = "fully masked"
 
 
 @dataclass

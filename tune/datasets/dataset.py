@@ -104,7 +104,7 @@ def _flattened(
 def _nothing_left(accounting: Accounting, max_seq_len: int, shortest_prompt: int | None) -> TuneError:
     if accounting.rows == 0:
         return TuneError(f"{accounting.source} has no rows")
-    reasons = ", ".join(f"{count:,} with {reason}" for reason, count in accounting.dropped.most_common())
+    reasons = ", ".join(f"{reason} ({count:,})" for reason, count in accounting.dropped.most_common())
     message = f"{accounting.source}: none of the {accounting.rows:,} rows can be learned from: {reasons}"
     if shortest_prompt is not None:
         message += (

@@ -48,7 +48,7 @@ def prompt_completion(row: Row, tokenizer: Tokenizer) -> Text | str:
                 f"{name} is {_shown(value)}; prompt and completion must be two strings or two lists of messages"
             )
     if not completion:
-        return "an empty completion"
+        return "empty completion"
     return Text(prompt + completion, [(len(prompt), len(prompt) + len(completion))], plain=True)
 
 
@@ -56,7 +56,7 @@ def text(row: Row, tokenizer: Tokenizer) -> Text | str:
     """`text`: one string, learned from beginning to end."""
     if not isinstance(row["text"], str):
         raise TuneError(f"text is {_shown(row['text'])}; it must be a string")
-    return Text(row["text"], [(0, len(row["text"]))], plain=True) if row["text"] else "an empty text"
+    return Text(row["text"], [(0, len(row["text"]))], plain=True) if row["text"] else "empty text"
 
 
 FORMATS: dict[tuple[str, ...], Format] = {
@@ -103,7 +103,7 @@ def renamed(row: Any, format: tuple[str, ...], columns: dict[str, str]) -> Row:
 
 def _conversation(messages: list[Message], row: Row, tokenizer: Tokenizer) -> Text | str:
     if not any(message["role"] == "assistant" for message in messages):
-        return "no message of the assistant"
+        return "no assistant message"
     rendered, spans = tokenizer.supervised_spans(messages, _tools(row.get("tools")), strftime_now=_fixed_date)
     return Text(rendered, spans, plain=False)
 

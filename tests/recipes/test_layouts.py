@@ -1,0 +1,99 @@
+"""One loss curve: whatever the processes, the mesh, the micro-batches, and what is done to save memory."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
+
+
+def layouts(processes):
+    """{1, 2, 4 micro-batch rows} x {FSDP, HSDP} x {unpacked, packed}."""
+    variants = {}
+    for packed in (False, True):
+        for micro in (1, 2, 4):
+            for replicas in (1, 2) if processes > 1 else (1,):
+                variants[f"micro {micro}, replicas {replicas}, packed {packed}"] = [
+                    f"micro_batch_size={micro}", f"parallel.dp_replicate={replicas}", f"packed={packed}"
+                ]  # fmt: skip
+    return variants
+
+
+WAYS = {  # one way to compute the same thing each
+    "qwen3, tied": ["model.path={tied}"],
+    "full recomputation": ["memory.activation_checkpointing=full"],
+    "selective recomputation": ["memory.activation_checkpointing=selective"],
+    "parameters on the host": ["memory.cpu_offload=true"],
+    "gradients reduced once": ["parallel.reduce_every_micro_batch=false"],
+    "small loss chunks": ["memory.loss_chunk_tokens=5"],
+    "not fused": ["optimizer.fused=false"],
+    "from random weights": ["from_scratch=true"],
+}
+
+
+def curves(folder, common, variants, processes, count):
+    processes(RUN_VARIANTS, count, str(folder), json.dumps(common), json.dumps(variants))
+    return {name: losses(folder / name) for name in variants}
+
+
+def losses(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def common(checkpoint, chats):
+    return [
+        f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "max_seq_len=128",
+        "global_batch_size=16", "micro_batch_size=2", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3", "max_steps=12",
+        "epochs=12", "checkpointer.every=null",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(common, tied_checkpoint, tmp_path_factory):
+    """The curves of one process, computed in this one."""
+    import sys
+
+    from tune import config
+
+    sys.path.insert(0, str(config.find_recipe("full_finetune").parent))
+    import full_finetune
+
+    folder = tmp_path_factory.mktemp("alone")
+    variants = layouts(1) | ways(tied_checkpoint)
+    for name, overrides in variants.items():
+        full_finetune.main(config.load("full_finetune", [*common, *overrides, f"output_dir={folder / name}"]))
+    return {name: losses(folder / name) for name in variants}
+
+
+def ways(tied_checkpoint):
+    return {name: [override.format(tied=tied_checkpoint) for override in overrides] for name, overrides in WAYS.items()}
+
+
+def assert_same_curve(curve, reference):
+    assert len(curve) == len(reference) == 12
+    assert curve == pytest.approx(reference, rel=1e-5)
+
+
+def test_one_process(alone):
+    for packed in (False, True):
+        reference = alone[f"micro 1, replicas 1, packed {packed}"]
+        assert reference[-1] < reference[0] - 0.3
+        for micro in (2, 4):
+            assert_same_curve(alone[f"micro {micro}, replicas 1, packed {packed}"], reference)
+    reference = alone["micro 1, replicas 1, packed False"]
+    for name in WAYS.keys() - {"qwen3, tied", "from random weights"}:
+        assert_same_curve(alone[name], reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_many_processes(count, alone, common, tied_checkpoint, processes, tmp_path):
+    variants = layouts(count) | (ways(tied_checkpoint) if count == 2 else {})
+    for name, curve in curves(tmp_path, common, variants, processes, count).items():
+        packed = "packed True" in name
+        reference = alone[name] if name in WAYS else alone[f"micro 1, replicas 1, packed {packed}"]
+        assert_same_curve(curve, reference)
