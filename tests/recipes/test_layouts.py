@@ -3,7 +3,11 @@
 import json
 from pathlib import Path
 
+import full_finetune
 import pytest
+from helpers import run_processes
+
+from tune import config
 
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 
@@ -32,8 +36,8 @@ WAYS = {  # one way to compute the same thing each
 }
 
 
-def curves(folder, common, variants, processes, count):
-    processes(RUN_VARIANTS, count, str(folder), json.dumps(common), json.dumps(variants))
+def curves(folder, common, variants, count):
+    run_processes(RUN_VARIANTS, count, str(folder), json.dumps(common), json.dumps(variants))
     return {name: losses(folder / name) for name in variants}
 
 
@@ -55,13 +59,6 @@ def common(checkpoint, chats):
 @pytest.fixture(scope="module")
 def alone(common, tied_checkpoint, tmp_path_factory):
     """The curves of one process, computed in this one."""
-    import sys
-
-    from tune import config
-
-    sys.path.insert(0, str(config.find_recipe("full_finetune").parent))
-    import full_finetune
-
     folder = tmp_path_factory.mktemp("alone")
     variants = layouts(1) | ways(tied_checkpoint)
     for name, overrides in variants.items():
@@ -91,9 +88,9 @@ def test_one_process(alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
-def test_many_processes(count, alone, common, tied_checkpoint, processes, tmp_path):
+def test_many_processes(count, alone, common, tied_checkpoint, tmp_path):
     variants = layouts(count) | (ways(tied_checkpoint) if count == 2 else {})
-    for name, curve in curves(tmp_path, common, variants, processes, count).items():
+    for name, curve in curves(tmp_path, common, variants, count).items():
         packed = "packed True" in name
         reference = alone[name] if name in WAYS else alone[f"micro 1, replicas 1, packed {packed}"]
         assert_same_curve(curve, reference)

@@ -72,7 +72,8 @@ class Random:
                     shard.fill_(1.0)
                 else:
                     # One full parameter at a time, from a generator of its own, so that no layout changes a number.
-                    generator = torch.Generator().manual_seed(self.seed * 2**32 + zlib.crc32(name.encode()))
+                    # (torch's CPU generator reads no more than 32 bits of its seed.)
+                    generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
                     full = torch.empty(parameter.shape).normal_(0, model.config.initializer_range, generator=generator)
                     shard.copy_(full[where])
 

@@ -1,0 +1,21 @@
+"""Prints how much this process's peak memory grew by loading the folder `sys.argv[1]`, and how much of it it holds, in MB."""
+
+import resource
+import sys
+
+import torch
+
+from tune import checkpointers, distributed, models
+
+if __name__ == "__main__":
+    world = distributed.init("cpu")
+    world.barrier()  # what the process group takes is not the loader's
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with torch.device("meta"):
+        model = models.build(sys.argv[1])
+    weights = checkpointers.Pretrained(sys.argv[1], model)
+    distributed.parallelize(model, world, dtype="fp32")
+    weights.fill(model)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
+    held = sum(distributed.local_shard(parameter)[0].nbytes for parameter in model.parameters()) / 2**20
+    print(grown, held)

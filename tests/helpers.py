@@ -1,0 +1,70 @@
+"""What many tests use: a tiny checkpoint folder as users have them, and processes that form a group."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WORDS = "the a cat dog sat ran on under mat rug and then it was very big small red blue green quick slow".split()
+
+
+def save_checkpoint(folder: Path, config_class: str = "LlamaConfig", **changes) -> Path:
+    """A random model of transformers' with weights of usual size, and a byte-level BPE tokenizer with ChatML."""
+    import transformers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 20, trainer)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>", bos_token="<|endoftext|>"
+    )
+    fast.chat_template = CHATML
+    fast.save_pretrained(folder)
+    shape = {
+        "vocab_size": len(fast),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.05,
+        "eos_token_id": fast.eos_token_id,
+        "bos_token_id": fast.bos_token_id,
+    }
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**shape | changes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def run_processes(script: Path, count: int, *arguments: str, timeout: float = 240) -> str:
+    """Run `script` in `count` processes that find each other as under torchrun; returns rank 0's output."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(count):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        env = os.environ | {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        command = [sys.executable, str(script), *arguments]
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    failed = [output for process, output in zip(processes, outputs, strict=True) if process.returncode]
+    assert not failed, "\n".join(output[-3000:] for output in failed)
+    return outputs[0]
