@@ -74,7 +74,7 @@ class Console(Sink):
         if sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            columns = BarColumn(bar_width=16), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
             self.progress = Progress(*columns)
             self.task = self.progress.add_task("", total=total, completed=step)
             self.progress.start()
@@ -86,14 +86,14 @@ class Console(Sink):
             print(text, flush=True)
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        line = f"loss {values['loss']:.4f} | lr {values['lr']:.2e} | grad_norm {values['grad_norm']:.3f}"
-        line += f" | {values['tokens_per_second']:,.0f} tokens/s | {values['peak_memory_gib']:.2f} GiB"
-        if "validation_loss" in values:
-            line += f" | validation_loss {values['validation_loss']:.4f}"
+        loss = f"loss {values['loss']:.4f}"
+        speed = f"{values['tokens_per_second']:,.0f} tokens/s | {values['peak_memory_gib']:.2f} GiB"
         if self.progress:
-            self.progress.update(self.task, completed=step, description=line)
-        if (not self.progress and step % self.every == 0) or "validation_loss" in values:
-            self.message(f"step {step}/{self.total} | {line}")
+            self.progress.update(self.task, completed=step, description=f"{loss} | {speed}")
+        validation = f" | validation_loss {values['validation_loss']:.4f}" if "validation_loss" in values else ""
+        if validation or (not self.progress and step % self.every == 0):
+            optimizer = f"lr {values['lr']:.2e} | grad_norm {values['grad_norm']:.3f}"
+            self.message(f"step {step}/{self.total} | {loss} | {optimizer} | {speed}{validation}")
 
     def close(self) -> None:
         if self.progress:

@@ -1,0 +1,287 @@
+"""The same full fine-tuning by several libraries. benchmarks/finetune.py runs each in a process of its own:
+
+    python benchmarks/finetune_variants.py VARIANT JOB.json
+
+All start from the same weights in fp32 and take the same rows in the same order, supervise the same tokens, and use AdamW
+(fused) at a constant learning rate with gradients clipped to 1. Each keeps its own way to batch, pad and attend. No
+activation checkpointing. tune reads and tokenises the data itself; the others are given its rows, already tokenised.
+"""
+
+import contextlib
+import json
+import resource
+import runpy
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+RECIPE = Path(__file__).parents[1] / "recipes/full_finetune.py"
+BETAS, EPS, MAX_GRAD_NORM = (0.9, 0.95), 1e-8, 1.0
+
+
+@dataclass
+class Job:
+    """One run. `started`: when its process was, in seconds of `time.time()`."""
+
+    folder: str
+    model: str
+    data: str
+    packed: bool
+    rows_per_step: int
+    micro_batch: int
+    max_seq_len: int
+    steps: int
+    learning_rate: float
+    threads: int
+    started: float = 0.0
+
+    @property
+    def rows_file(self):
+        return Path(self.folder).parent / "rows.json"
+
+    def rows(self):
+        """The rows of all steps in order; a row is a list of documents, each with `tokens` and unshifted `labels`."""
+        return [row for step in json.loads(self.rows_file.read_text())["steps"] for row in step]
+
+
+def prepare(job):
+    """Write the rows of each step in the order in which the recipe will take them."""
+    from types import SimpleNamespace
+
+    from tune.datasets import DataLoader, load
+    from tune.tokenizers import Tokenizer
+
+    dataset = load(Tokenizer(job.model), job.data, max_seq_len=job.max_seq_len, packed=job.packed)
+    one_process = SimpleNamespace(data_rank=0, data_size=1)
+    data = DataLoader(dataset, one_process, job.rows_per_step, job.micro_batch, max_steps=job.steps)
+    batches = [batch for _, batch in data]
+    if len(dataset) < job.steps * job.rows_per_step:
+        kind = "packed rows" if job.packed else "rows"
+        sys.exit(f"{job.data} has {len(dataset)} {kind}; {job.steps} steps of {job.rows_per_step} need more: lower --steps")
+
+    def document(sample):
+        # A label stands at the token it is, as transformers has it; tune's stand one earlier, where it is predicted.
+        labels = [-100, *sample.labels[:-1].tolist()]
+        return {"tokens": sample.tokens.tolist(), "labels": labels}
+
+    rows = {
+        "steps": [[[document(sample) for sample in dataset.row(row)] for row in batch.rows] for batch in batches],
+        "tokens": [batch.num_tokens for batch in batches],
+        "supervised_tokens": [batch.num_supervised for batch in batches],
+    }
+    job.rows_file.write_text(json.dumps(rows))
+
+
+def tune(job):
+    sys.argv = [
+        str(RECIPE), f"model.path={job.model}", f"dataset.path={job.data}", f"output_dir={job.folder}/run",
+        "device=cpu", "dtype=fp32", f"max_seq_len={job.max_seq_len}", f"packed={job.packed}", f"max_steps={job.steps}",
+        f"global_batch_size={job.rows_per_step}", f"micro_batch_size={job.micro_batch}",
+        f"optimizer.lr={job.learning_rate}", f"optimizer.betas={list(BETAS)}", f"optimizer.eps={EPS}",
+        "schedule.warmup=0", "schedule.min_ratio=1", f"max_grad_norm={MAX_GRAD_NORM}", "checkpointer.every=null",
+    ]  # fmt: skip
+    runpy.run_path(str(RECIPE), run_name="__main__")
+    return [json.loads(line)["loss"] for line in open(f"{job.folder}/run/metrics.jsonl")]
+
+
+def bare(job):
+    """A loop over transformers' model that takes one row at a time, without padding."""
+    import torch
+
+    rows = job.rows()
+    model = pretrained(job.model)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=job.learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True
+    )
+    losses = []
+    for step in range(job.steps):
+        batch = [flat(row) for row in rows[step * job.rows_per_step :][: job.rows_per_step]]
+        supervised = sum(label != -100 for row in batch for label in row["labels"])
+        losses.append(0.0)
+        for row in batch:
+            inputs = {name: torch.tensor([row[name]]) for name in ("input_ids", "labels", "position_ids")}
+            loss = model(**inputs, num_items_in_batch=supervised, use_cache=False).loss
+            loss.backward()
+            losses[-1] += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def trl(job, padding_free=False):
+    import datasets
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    datasets.disable_progress_bars()
+    columns = ("input_ids", "labels", "seq_lengths")
+    rows = datasets.Dataset.from_list([{name: row[name] for name in columns} for row in map(flat, job.rows())])
+    settings = SFTConfig(
+        output_dir=job.folder, use_cpu=True, bf16=False, max_steps=job.steps,
+        per_device_train_batch_size=job.micro_batch, gradient_accumulation_steps=job.rows_per_step // job.micro_batch,
+        packing=job.packed, padding_free=padding_free, max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True}, train_sampling_strategy="sequential",
+        optim="adamw_torch_fused", learning_rate=job.learning_rate, lr_scheduler_type="constant", weight_decay=0.0,
+        adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_epsilon=EPS, max_grad_norm=MAX_GRAD_NORM,
+        gradient_checkpointing=False, save_strategy="no", logging_steps=1, report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    trainer = SFTTrainer(pretrained(job.model), settings, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def trl_padding_free(job):
+    """TRL with the rows of a micro-batch joined into one instead of padded to the longest."""
+    return trl(job, padding_free=True)
+
+
+def torchtune(job):
+    """torchtune's full_finetune_single_device, for models of the Llama family with a tied head and plain RoPE."""
+    import yaml
+
+    shape = json.loads(Path(job.model, "config.json").read_text())
+    rope = shape.get("rope_parameters") or {"rope_theta": shape.get("rope_theta"), **(shape.get("rope_scaling") or {})}
+    plain_rope = rope.get("rope_type", "default") == "default"
+    if shape["model_type"] != "llama" or not shape["tie_word_embeddings"] or not plain_rope:
+        sys.exit("this script builds only Llama models with a tied head and plain RoPE for torchtune")
+    recipe = Path(find_spec("torchtune").origin).parents[1] / "recipes/full_finetune_single_device.py"
+    settings = {
+        "model": {
+            "_component_": "torchtune.models.llama3_2._component_builders.llama3_2",
+            "vocab_size": shape["vocab_size"],
+            "num_layers": shape["num_hidden_layers"],
+            "num_heads": shape["num_attention_heads"],
+            "num_kv_heads": shape["num_key_value_heads"],
+            "embed_dim": shape["hidden_size"],
+            "intermediate_dim": shape["intermediate_size"],
+            "max_seq_len": job.max_seq_len,
+            "rope_base": int(rope["rope_theta"]),
+            "norm_eps": shape["rms_norm_eps"],
+            "scale_factor": 1,  # Llama 3's scaling by 1 is none
+        },
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": job.model,
+            "checkpoint_files": ["model.safetensors"],
+            "output_dir": job.folder,
+            "model_type": "LLAMA3_2",
+        },
+        "tokenizer": {"_component_": "finetune_variants.PadOnly"},
+        "dataset": {"_component_": "finetune_variants.torchtune_rows", "job": asdict(job), "packed": job.packed},
+        "optimizer": {
+            "_component_": "torch.optim.AdamW",
+            "lr": job.learning_rate,
+            "betas": list(BETAS),
+            "eps": EPS,
+            "weight_decay": 0.0,
+            "fused": True,
+        },
+        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        "metric_logger": {
+            "_component_": "torchtune.training.metric_logging.DiskLogger",
+            "log_dir": job.folder,
+            "filename": "torchtune.log",
+        },
+        "output_dir": job.folder,
+        "batch_size": job.micro_batch,
+        "gradient_accumulation_steps": job.rows_per_step // job.micro_batch,
+        "clip_grad_norm": MAX_GRAD_NORM,
+        "max_steps_per_epoch": job.steps,
+        "epochs": 1,
+        "seed": 0,
+        "shuffle": False,
+        "device": "cpu",
+        "dtype": "fp32",
+        "compile": False,
+        "optimizer_in_bwd": False,
+        "enable_activation_checkpointing": False,
+        "enable_activation_offloading": False,
+        "resume_from_checkpoint": False,
+    }
+    config = Path(job.folder, "torchtune.yaml")
+    config.write_text(yaml.safe_dump(settings))
+    sys.argv = [str(recipe), "--config", str(config)]
+    with contextlib.suppress(SystemExit):  # its way to end
+        runpy.run_path(str(recipe), run_name="__main__")
+    log = Path(job.folder, "torchtune.log").read_text().splitlines()
+    return [float(line.split("loss:")[1].split()[0]) for line in log if line.startswith("Step ")]
+
+
+class PadOnly:
+    """All that torchtune asks of a tokenizer whose work is done."""
+
+    pad_id = 0
+
+
+def torchtune_rows(tokenizer, job, packed):
+    job = Job(**job)
+    rows = [flat(row) for row in job.rows()]
+    if not packed:
+        return [{"tokens": row["input_ids"], "labels": row["labels"]} for row in rows]
+    return [padded(row, job.max_seq_len) for row in rows]
+
+
+def padded(row, length):
+    """A packed row as torchtune's PackedDataset makes it: the padding is a document."""
+    import torch
+
+    missing = length - len(row["input_ids"])
+    return {
+        "tokens": torch.tensor(row["input_ids"] + [PadOnly.pad_id] * missing),
+        "labels": torch.tensor(row["labels"] + [-100] * missing),
+        "input_pos": torch.tensor(row["position_ids"] + list(range(missing))),
+        "seq_lens": torch.tensor(row["seq_lengths"] + ([missing] if missing else [])),
+    }
+
+
+def flat(row):
+    """The documents of a row behind each other."""
+    lengths = [len(document["tokens"]) for document in row]
+    return {
+        "input_ids": [token for document in row for token in document["tokens"]],
+        "labels": [label for document in row for label in document["labels"]],
+        "position_ids": [position for length in lengths for position in range(length)],
+        "seq_lengths": lengths,
+    }
+
+
+def pretrained(folder):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
+
+
+VARIANTS = {"tune": tune, "trl": trl, "trl_padding_free": trl_padding_free, "bare": bare, "torchtune": torchtune}
+
+
+def measure(variant, job):
+    """Train, and write `result.json`: when each optimizer step ended, the peak memory until then, and its loss."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    torch.set_num_threads(job.threads)
+    ends, peaks = [], []
+
+    def after_step(*_):
+        ends.append(time.time() - job.started)
+        unit = 1 if sys.platform == "darwin" else 2**10
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30)
+
+    register_optimizer_step_post_hook(after_step)
+    losses = VARIANTS[variant](job)
+    result = {"ends": ends, "peak_gib": peaks[-1], "losses": losses}
+    Path(job.folder, "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    name, path = sys.argv[1:]
+    job = Job(**json.loads(Path(path).read_text()))
+    if name == "prepare":
+        prepare(job)
+    else:
+        measure(name, job)

@@ -1,0 +1,230 @@
+"""Kills full fine-tuning at random instants, continues it with the same command, and compares the loss curves.
+
+    python benchmarks/kill_and_resume.py                            # 20 kills each: 1 process, 2 processes, and changing
+    python benchmarks/kill_and_resume.py --kills 3 --processes 2 1  # each restart has the next number of processes
+
+All processes die by SIGKILL at one instant, drawn from the time between imports and the run's end. A checkpoint is written
+after every step, so that many instants lie within a save. Exits with 1 if a curve differs or a checkpoint is incomplete.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tune import config
+
+STEPS = 20
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+PROCESSES = ([1], [2], [2, 1])
+
+
+@dataclass
+class Outcome:
+    """What a number of kills did: `difference` is the largest relative one of any loss, `exports` bitwise equal ones."""
+
+    name: str
+    kills: int = 0
+    while_saving: int = 0
+    finished: int = 0
+    exports: int = 0
+    incomplete: int = 0
+    difference: float = 0.0
+
+    def as_wanted(self, same_layout: bool) -> bool:
+        exact = self.difference == 0 and self.exports == self.finished
+        return not self.incomplete and (exact if same_layout else self.difference <= 1e-5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--processes", type=int, nargs="+", help="those of the first start, of the second, ...")
+    parser.add_argument("--saving", choices=("async", "sync"), nargs="+", default=["async", "sync"])
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+
+    print(f"{'processes':<12}{'saving':<8}{'kills':>6}{'in a save':>11}{'runs':>6}{'incomplete':>12}{'same export':>13}  loss")
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        settings = make_inputs(Path(folder))
+        references: dict[int, Reference] = {}
+        for processes, saving in itertools.product([options.processes] if options.processes else PROCESSES, options.saving):
+            if processes[0] not in references:
+                references[processes[0]] = Reference(settings, Path(folder) / f"reference-{processes[0]}", processes[0])
+            name = f"{' -> '.join(map(str, processes)):<12}{saving:<8}"
+            runs = Path(folder) / name.replace(" ", "")
+            command = [*settings, f"checkpointer.async={saving == 'async'}"]
+            draw = random.Random(f"{options.seed} {name}")
+            found = kill_and_resume(name, command, runs, references[processes[0]], processes, options.kills, draw)
+            same_layout = len(set(processes)) == 1
+            failed |= not found.as_wanted(same_layout)
+            loss = "bitwise equal" if found.difference == 0 else f"differs by {found.difference:.1e}"
+            loss += "" if found.as_wanted(same_layout) else "  WRONG"
+            print(
+                f"{name}{found.kills:>6}{found.while_saving:>11}{found.finished:>6}{found.incomplete:>12}"
+                f"{found.exports:>10}/{found.finished:<2}  {loss}",
+                flush=True,
+            )
+    sys.exit(failed)
+
+
+def make_inputs(folder: Path) -> list[str]:
+    """A model of 30,000 parameters to train from random weights, and 40 rows; returns the settings that name them."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "model" / "tokenizer.json"))
+    (folder / "model" / "tokenizer_config.json").write_text(json.dumps({"eos_token": alphabet[0]}))
+    rows = ({"prompt": f"count to {n % 9}: ", "completion": " ".join(map(str, range(n % 9)))} for n in range(1, 41))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows if row["completion"]))
+    return [
+        f"model.path={folder / 'model'}", f"dataset.path={folder / 'rows.jsonl'}", "from_scratch=true", "device=cpu",
+        "dtype=fp32", "max_seq_len=64", "global_batch_size=4", "epochs=9", f"max_steps={STEPS}", "optimizer.lr=1e-2",
+        "checkpointer.every=1",
+    ]  # fmt: skip
+
+
+class Reference:
+    """The run that nobody kills."""
+
+    def __init__(self, settings: list[str], folder: Path, processes: int):
+        launch = Launch([*settings, f"output_dir={folder}"], processes)
+        launch.wait_for_training()
+        begin = time.monotonic()
+        launch.wait()
+        self.seconds = time.monotonic() - begin
+        self.losses = losses(folder)
+        self.export = exported(folder)
+
+
+def kill_and_resume(
+    name: str, settings: list[str], folder: Path, reference: Reference, processes: Sequence[int], kills: int, draw: random.Random
+) -> Outcome:
+    """Runs, each killed and continued until it ends, until there were `kills` kills."""
+    found = Outcome(name)
+    while found.kills < kills:
+        run = folder / f"run-{found.finished}"
+        for count in itertools.cycle(processes):
+            launch = Launch([*settings, f"output_dir={run}"], count)
+            if found.kills < kills:
+                launch.wait_for_training()
+                left = 1 - newest_step(run) / STEPS
+                if launch.kill_after(draw.uniform(0, reference.seconds * left)):
+                    found.kills += 1
+                    found.while_saving += any(run.glob("checkpoints/.step-*"))
+                    found.incomplete += len(set(run.glob("checkpoints/step-*")) - set(complete_checkpoints(run)))
+                    continue
+            launch.wait()
+            break
+        found.finished += 1
+        found.exports += exported(run) == reference.export
+        curve = losses(run)
+        assert curve.keys() == reference.losses.keys(), f"steps {list(curve)} in {run}/metrics.jsonl"
+        differences = (abs(loss / reference.losses[step] - 1) for step, loss in curve.items())
+        found.difference = max(found.difference, *differences)
+    return found
+
+
+class Launch:
+    """The recipe in one or several processes that find each other as under torchrun, all in one process group."""
+
+    def __init__(self, settings: list[str], processes: int):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the processes
+        self.processes: list[subprocess.Popen[bytes]] = []
+        command = [sys.executable, str(config.find_recipe("full_finetune")), *settings]
+        for rank in map(str, range(processes)):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(processes)} if processes > 1 else {}
+            env = os.environ | {"OMP_NUM_THREADS": "1"} | address | place
+            group = self.processes[0].pid if self.processes else 0
+            self.processes.append(
+                subprocess.Popen(command, env=env, stdout=self.output, stderr=subprocess.STDOUT, process_group=group)
+            )
+
+    def wait_for_training(self) -> None:
+        """Until the recipe has imported everything and read its data."""
+        while b"optimizer steps" not in self.text() and self.is_running():
+            time.sleep(0.005)
+
+    def kill_after(self, seconds: float) -> bool:
+        """Kill all processes at one instant; False if they had ended before."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.is_running():
+            time.sleep(0.001)
+        if not self.is_running():
+            return False
+        os.killpg(self.processes[0].pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+        return True
+
+    def wait(self) -> None:
+        codes = [process.wait() for process in self.processes]
+        assert not any(codes), f"exit codes {codes}:\n{self.text().decode()}"
+
+    def is_running(self) -> bool:
+        return any(process.poll() is None for process in self.processes)
+
+    def text(self) -> bytes:
+        return os.pread(self.output.fileno(), 1 << 20, 0)
+
+
+def complete_checkpoints(run: Path) -> list[Path]:
+    """Checkpoints with all that they need: the state, the metadata, and each file that the metadata names."""
+    return [path for path in sorted(run.glob("checkpoints/step-*")) if _is_complete(path)]
+
+
+def newest_step(run: Path) -> int:
+    return max((int(path.name.removeprefix("step-")) for path in complete_checkpoints(run)), default=0)
+
+
+def _is_complete(path: Path) -> bool:
+    if not (path / "state.json").exists() or not (path / ".metadata").exists():
+        return False
+    parts = pickle.loads((path / ".metadata").read_bytes()).storage_data.values()
+    ends = ((path / part.relative_path, part.offset + part.length) for part in parts)
+    return all(file.exists() and file.stat().st_size >= end for file, end in ends)
+
+
+def losses(run: Path) -> dict[int, float]:
+    """The loss of each step; a step may stand there once."""
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    curve = {entry["step"]: entry["loss"] for entry in entries}
+    assert len(curve) == len(entries), f"{run}/metrics.jsonl has a step twice"
+    return curve
+
+
+def exported(run: Path) -> bytes:
+    return (run / "model" / "model.safetensors").read_bytes()
+
+
+if __name__ == "__main__":
+    main()

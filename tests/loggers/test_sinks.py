@@ -1,0 +1,95 @@
+import json
+import math
+
+import pytest
+
+from tune.errors import TuneError
+from tune.loggers import require_finite
+from tune.loggers.sinks import Console, JsonLines, Optional, Sink, TensorBoard
+
+VALUES = {"loss": 1 / 3, "lr": 1e-5, "grad_norm": 2.0, "tokens_per_second": 1234.5, "peak_memory_gib": 0.5}
+
+
+def written(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_metrics_keep_full_precision(tmp_path):
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink.start(0, 1)
+    sink.metrics(1, VALUES)
+    assert written(tmp_path / "metrics.jsonl") == [{"step": 1, **VALUES}]
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 6)) + '{"step": 6, "lo')
+    sink = JsonLines(path)
+    sink.start(3, 10)
+    sink.metrics(4, {"loss": 2.0})
+    assert [(line["step"], line["loss"]) for line in written(path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+
+
+def test_console_in_plain_lines(capsys):
+    console = Console(every=2)
+    console.start(0, 4)
+    for step in range(1, 5):
+        console.metrics(step, VALUES)
+    console.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines] == ["step 2/4", "step 4/4"]
+    assert "loss 0.3333" in lines[0] and "1,234 tokens/s" in lines[0] and "0.50 GiB" in lines[0]
+
+
+def test_console_on_a_terminal_has_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    console = Console(every=1)
+    console.start(1, 3)
+    console.metrics(2, VALUES)
+    console.message("[not markup]")
+    console.close()
+    output = capsys.readouterr().out
+    assert "2/3" in output and "loss 0.3333" in output and "[not markup]" in output
+
+
+class Broken(Sink):
+    calls = 0
+
+    def metrics(self, step, values):
+        Broken.calls += 1
+        raise ConnectionError("no network")
+
+
+def test_a_sink_that_fails_warns_once_and_is_left_out():
+    sink = Optional("Tracker", Broken)
+    with pytest.warns(UserWarning, match="Tracker is off from here on: ConnectionError"):
+        sink.metrics(1, VALUES)
+    sink.metrics(2, VALUES)
+    sink.close()
+    assert Broken.calls == 1
+
+
+def test_a_sink_that_cannot_be_opened_warns():
+    def unavailable():
+        raise ModuleNotFoundError("No module named 'wandb'")
+
+    with pytest.warns(UserWarning, match="Weights & Biases is off"):
+        Optional("Weights & Biases", unavailable).metrics(1, VALUES)
+
+
+def test_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoard(tmp_path)
+    sink.metrics(1, VALUES)
+    sink.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert events.Scalars("loss")[0].value == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_value_that_is_not_finite_stops_the_run(value):
+    require_finite(1, [3, 4], loss=1.0, grad_norm=2.0)
+    with pytest.raises(TuneError, match=r"grad_norm is (nan|inf) at step 7.* rows 3, 4"):
+        require_finite(7, [3, 4], loss=1.0, grad_norm=value)
