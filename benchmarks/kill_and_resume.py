@@ -3,7 +3,7 @@
     python benchmarks/kill_and_resume.py                            # 20 kills each: 1 process, 2 processes, and changing
     python benchmarks/kill_and_resume.py --kills 3 --processes 2 1  # each restart has the next number of processes
 
-All processes die by SIGKILL at one instant, drawn from the time between imports and the run's end. A checkpoint is written
+All processes die by SIGKILL at one instant, drawn from the time that a run takes after its imports. A checkpoint is written
 after every step, so that many instants lie within a save. Exits with 1 if a curve differs or a checkpoint is incomplete.
 """
 
@@ -115,10 +115,11 @@ class Reference:
 
     def __init__(self, settings: list[str], folder: Path, processes: int):
         launch = Launch([*settings, f"output_dir={folder}"], processes)
-        launch.wait_for_training()
+        launch.wait_for("optimizer steps")
         begin = time.monotonic()
-        launch.wait()
+        launch.wait_for("done:")
         self.seconds = time.monotonic() - begin
+        launch.wait()
         self.losses = losses(folder)
         self.export = exported(folder)
 
@@ -131,13 +132,13 @@ def kill_and_resume(
     while found.kills < kills:
         run = folder / f"run-{found.finished}"
         for count in itertools.cycle(processes):
+            left_over = set(run.glob("checkpoints/.step-*"))
             launch = Launch([*settings, f"output_dir={run}"], count)
             if found.kills < kills:
-                launch.wait_for_training()
-                left = 1 - newest_step(run) / STEPS
-                if launch.kill_after(draw.uniform(0, reference.seconds * left)):
+                launch.wait_for("optimizer steps")  # everything is imported, and the data are read
+                if launch.kill_after(draw.uniform(0, reference.seconds)):
                     found.kills += 1
-                    found.while_saving += any(run.glob("checkpoints/.step-*"))
+                    found.while_saving += bool(set(run.glob("checkpoints/.step-*")) - left_over)
                     found.incomplete += len(set(run.glob("checkpoints/step-*")) - set(complete_checkpoints(run)))
                     continue
             launch.wait()
@@ -169,9 +170,8 @@ class Launch:
                 subprocess.Popen(command, env=env, stdout=self.output, stderr=subprocess.STDOUT, process_group=group)
             )
 
-    def wait_for_training(self) -> None:
-        """Until the recipe has imported everything and read its data."""
-        while b"optimizer steps" not in self.text() and self.is_running():
+    def wait_for(self, message: str) -> None:
+        while message not in self.text() and self.is_running():
             time.sleep(0.005)
 
     def kill_after(self, seconds: float) -> bool:
@@ -188,22 +188,18 @@ class Launch:
 
     def wait(self) -> None:
         codes = [process.wait() for process in self.processes]
-        assert not any(codes), f"exit codes {codes}:\n{self.text().decode()}"
+        assert not any(codes), f"exit codes {codes}:\n{self.text()}"
 
     def is_running(self) -> bool:
         return any(process.poll() is None for process in self.processes)
 
-    def text(self) -> bytes:
-        return os.pread(self.output.fileno(), 1 << 20, 0)
+    def text(self) -> str:
+        return os.pread(self.output.fileno(), 1 << 20, 0).decode(errors="replace")
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
     """Checkpoints with all that they need: the state, the metadata, and each file that the metadata names."""
     return [path for path in sorted(run.glob("checkpoints/step-*")) if _is_complete(path)]
-
-
-def newest_step(run: Path) -> int:
-    return max((int(path.name.removeprefix("step-")) for path in complete_checkpoints(run)), default=0)
 
 
 def _is_complete(path: Path) -> bool:

@@ -67,7 +67,9 @@ def test_table_is_aligned(make):
 
 def test_answers_that_are_all_cut_off(make):
     samples = [make.sample(40, 5), make.sample(30, 5)]
-    with pytest.raises(TuneError, match=r"none of the 2 rows .*: fully masked \(2\)\. max_seq_len=16 .* shortest prompt has 25 tokens"):
+    with pytest.raises(
+        TuneError, match=r"none of the 2 rows .*: fully masked \(2\)\. max_seq_len=16 .* shortest prompt has 25 tokens"
+    ):
         Dataset.from_samples(samples, max_seq_len=16)
     assert Dataset.from_samples(samples, max_seq_len=26).accounting.supervised_tokens == 1
 

@@ -143,14 +143,15 @@ def test_csv_cells_are_strings_as_they_stand(tokenizer, write):
     assert learned(load(tokenizer, file, max_seq_len=100), tokenizer) == EXPECTED
 
 
-def test_parquet_and_its_nulls(tokenizer, tmp_path):
+def test_parquet_and_the_nulls_it_adds(folder, tokenizer, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
-    call = {"role": "assistant", "content": "Hey 🦊", "name": "fox"}  # gives every other message `name: null`
-    parquet.write_table(pyarrow.Table.from_pylist([{"messages": [CHAT[0], call]}]), tmp_path / "data.parquet")
-    data = load(tokenizer, str(tmp_path / "data.parquet"), max_seq_len=100)
-    assert [answer for _, answer in learned(data, tokenizer)] == ["Hey 🦊<|im_end|>"]
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m | tojson }}{% endfor %}")
+    calls = [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {name: 1}}]} for name in "ab"]
+    parquet.write_table(pyarrow.Table.from_pylist([{"messages": [CHAT[0], *calls]}]), tmp_path / "data.parquet")
+    data = load(Tokenizer(str(folder)), str(tmp_path / "data.parquet"), max_seq_len=1000)
+    assert learned(data, tokenizer)[0][0] == "".join(map(json.dumps, [CHAT[0], *calls]))
 
 
 def test_folder_of_files_in_the_order_of_their_names(tokenizer, write, tmp_path):

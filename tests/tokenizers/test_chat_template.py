@@ -15,7 +15,7 @@ CONVERSATIONS = {
     "one turn": [{"role": "user", "content": "Hello <there>"}, {"role": "assistant", "content": "Hi, 🦊!\n"}],
     "two turns": [
         {"role": "user", "content": " a "},
-        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb", "name": None},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb", "tool_calls": None},
         {"role": "user", "content": "c"},
         {"role": "assistant", "content": "d", "thinking": "so"},
     ],

@@ -75,8 +75,6 @@ def _json(file: Path) -> Rows:
 def _json_lines(file: Path) -> Rows:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.strip():
                 continue
             try:

@@ -1,0 +1,58 @@
+"""Recomputing and offloading change what is kept, never the gradients."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tune.checkpointers import load_model
+from tune.distributed.activations import save_less
+
+
+class Count(TorchDispatchMode):
+    """Counts matrix products and attentions."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name = operation.name()
+        if name in ("aten::mm", "aten::addmm"):
+            self.calls["products"] += 1
+        elif name == "aten::_scaled_dot_product_flash_attention_for_cpu":
+            self.calls["attentions"] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def backward_of(checkpoint, checkpointing="none", offload=False):
+    """Gradients, and the operations of the forward that the backward of the blocks repeated."""
+    model = load_model(str(checkpoint))
+    for block in model.blocks:
+        save_less(block, checkpointing, offload)
+    loss = model(torch.arange(40)[None]).square().mean()
+    with Count() as count:
+        loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}, count.calls
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "products", "attentions"),
+    # Of 3 blocks of 7 products and 1 attention; backward has no use for the result of the last product of a block.
+    [("none", 0, 0), ("selective", 9, 0), ("full", 18, 3)],
+)
+def test_what_is_recomputed(checkpoint, checkpointing, products, attentions):
+    expected, plain = backward_of(checkpoint)
+    gradients, counted = backward_of(checkpoint, checkpointing)
+    assert_close(gradients, expected, rtol=0, atol=0)
+    assert counted["products"] - plain["products"] == products
+    assert counted["attentions"] == attentions
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_offloaded_activations_come_back(checkpoint, checkpointing):
+    expected, _ = backward_of(checkpoint)
+    gradients, _ = backward_of(checkpoint, checkpointing, offload=True)
+    assert_close(gradients, expected, rtol=0, atol=0)

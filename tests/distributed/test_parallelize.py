@@ -1,0 +1,97 @@
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
+
+from tune import distributed
+from tune.checkpointers import Pretrained, load_model
+from tune.errors import TuneError
+from tune.losses import LinearCrossEntropy
+from tune.models import build
+
+TOKENS, LABELS = torch.arange(60).view(2, 30), torch.arange(60, 120).view(2, 30)
+
+
+def parallel_model(folder, **options):
+    with torch.device("meta"):
+        model = build(str(folder))
+    weights = Pretrained(str(folder), model)
+    distributed.parallelize(model, distributed.init("cpu"), **{"dtype": "fp32"} | options)
+    weights.fill(model)
+    return model
+
+
+def loss_and_gradients(model):
+    loss = model(TOKENS, labels=LABELS, loss_fn=LinearCrossEntropy())
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return loss, {name: distributed.full_tensor(gradient) for name, gradient in gradients.items()}
+
+
+@pytest.mark.parametrize("folder", ["checkpoint", "tied_checkpoint"])
+def test_the_sharded_model_is_the_model(folder, request):
+    folder = request.getfixturevalue(folder)
+    assert_close(loss_and_gradients(parallel_model(folder)), loss_and_gradients(load_model(str(folder))))
+
+
+def test_bf16_computes_in_bf16_and_keeps_fp32(checkpoint):
+    model = parallel_model(checkpoint, dtype="bf16")
+    loss, gradients = loss_and_gradients(model)
+    plain = load_model(str(checkpoint), dtype=torch.bfloat16)
+    reference, reference_gradients = loss_and_gradients(plain)
+    assert loss.dtype == torch.float32
+    assert_close(loss, reference)
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    for name, gradient in gradients.items():
+        assert gradient.dtype == torch.float32
+        assert_close(gradient.bfloat16(), reference_gradients[name])
+
+
+def test_compiled_blocks(checkpoint):
+    """With the graphs as they are captured: the code generated for them takes minutes on a CPU."""
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        model = parallel_model(checkpoint)
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend="aot_eager")
+        documents = torch.tensor([[0] * 10 + [1] * 20, [0] * 30])
+        loss = model(TOKENS, documents=documents, labels=LABELS, loss_fn=LinearCrossEntropy())
+    expected = load_model(str(checkpoint))(TOKENS, documents=documents, labels=LABELS, loss_fn=LinearCrossEntropy())
+    assert_close(loss, expected)
+
+
+def test_any_module_with_blocks(checkpoint):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    expected = model(TOKENS).logits
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    distributed.parallelize(model, distributed.init("cpu"), dtype="fp32")
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.to_local().copy_(state[name])
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    assert_close(model(TOKENS).logits, expected)
+
+
+def test_a_module_without_blocks_is_refused():
+    with pytest.raises(TuneError, match=r"Linear has no nn\.ModuleList of equal blocks"):
+        distributed.parallelize(nn.Linear(2, 2), distributed.init("cpu"))
+
+
+def test_offloading_activations_to_where_they_are_is_refused(checkpoint):
+    with pytest.raises(TuneError, match=r"memory\.activation_offload"):
+        parallel_model(checkpoint, activation_offload=True)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1, 1e9])
+def test_clip_grad_norm(checkpoint, max_norm):
+    model = parallel_model(checkpoint)
+    _, gradients = loss_and_gradients(model)
+    norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).double().norm().float()
+    assert_close(distributed.clip_grad_norm_(model.parameters(), max_norm), norm)
+    clipped = torch.cat([distributed.full_tensor(parameter.grad).flatten() for parameter in model.parameters()]).double().norm().float()
+    assert_close(clipped, norm if max_norm is None else norm.clamp(max=max_norm), rtol=1e-4, atol=0)

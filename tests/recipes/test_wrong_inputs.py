@@ -1,0 +1,483 @@
+"""What users get wrong: one message with the place, the cause and the way out, exit code 2, and nothing overwritten.
+
+Each function below spoils the inputs of a run that would work, or returns settings that do; `wrong` lists what the message
+must say.
+"""
+
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import full_finetune
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Copies that a case may spoil; `run` is the folder of a run of them that has ended."""
+
+    model: Path
+    rows: Path
+    run: Path
+    folder: Path
+
+    def settings(self) -> list[str]:
+        return [
+            f"model.path={self.model}", f"dataset.path={self.rows}", f"output_dir={self.run}", "max_seq_len=128",
+            "device=cpu", "dtype=fp32", "global_batch_size=4", "max_steps=2", "checkpointer.every=1",
+        ]  # fmt: skip
+
+    def change_json(self, name: str, **changes) -> None:
+        file = self.model / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    def change_tensors(self, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+        tensors = load_file(self.model / "model.safetensors")
+        change(tensors)
+        save_file(tensors, self.model / "model.safetensors")
+
+    def write_rows(self, *rows: object, name: str = "rows.jsonl") -> list[str]:
+        file = self.folder / name
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return [f"dataset.path={file}"]
+
+
+Case = Callable[[Inputs], list[str] | None]
+CASES: list = []
+
+
+def wrong(*says: str) -> Callable[[Case], Case]:
+    def register(case: Case) -> Case:
+        CASES.append(pytest.param(case, says, id=case.__name__.replace("_", " ")))
+        return case
+
+    return register
+
+
+def chat(*turns: tuple[str, str]) -> dict:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+GOOD = chat(("user", "the cat"), ("assistant", "sat on the mat"))
+
+# The settings
+
+
+@wrong("learning_rate: is not a setting", "'optimizer.lr'")
+def unknown_key(inputs):
+    return ["learning_rate=1e-5"]
+
+
+@wrong("global_batch_sise", "Did you mean 'global_batch_size'?")
+def misspelt_key(inputs):
+    return ["global_batch_sise=8"]
+
+
+@wrong("optimizer.lr: -0.1 is not a non-negative number")
+def negative_learning_rate(inputs):
+    return ["optimizer.lr=-0.1"]
+
+
+@wrong("epochs: 0 is not a positive integer", "max_seq_len: 'long' is not a positive integer", "2 problems")
+def several_mistakes_together(inputs):
+    return ["epochs=0", "max_seq_len=long"]
+
+
+@wrong("optimizer._component_", "AdamW")
+def misspelt_component(inputs):
+    return ["optimizer._component_=torch.optim.AdmW"]
+
+
+@wrong("optimizer.betta", "AdamW has no argument 'betta'", "Did you mean 'betas'?")
+def argument_that_the_component_lacks(inputs):
+    return ["optimizer.betta=[0.9,0.99]"]
+
+
+@wrong("--lr", "is not an option", "without dashes")
+def option_in_another_style(inputs):
+    return ["--lr=0.1"]
+
+
+@wrong("mine.yaml", "no")
+def config_file_that_is_not_there(inputs):
+    return ["--config", "mine.yaml"]
+
+
+@wrong("model.path: is missing", "model.path=...")
+def required_setting_left_out(inputs):
+    return ["model.path=???"]
+
+
+@wrong("device: 'gpu' is not one of auto, cpu, cuda, mps")
+def unknown_device(inputs):
+    return ["device=gpu"]
+
+
+@wrong("device: cuda is not available", "available: cpu")
+def cuda_without_a_gpu(inputs):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    return ["device=cuda"]
+
+
+@wrong("parallel: dp_replicate=2", "1 processes", "must divide 1")
+def replicas_that_do_not_divide_the_processes(inputs):
+    return ["parallel.dp_replicate=2"]
+
+
+@wrong("memory.activation_offload", "set it to false")
+def offload_from_host_to_host(inputs):
+    return ["memory.activation_offload=true"]
+
+
+@wrong("global_batch_size=4 is not a multiple of 3", "Set global_batch_size to 3 or 6", "micro_batch_size to 1, 2")
+def batch_sizes_that_do_not_divide(inputs):
+    return ["micro_batch_size=3"]
+
+
+# The model
+
+
+@wrong("model.path", "nowhere does not exist", "folder with config.json")
+def no_model_folder(inputs):
+    return [f"model.path={inputs.folder / 'nowhere'}"]
+
+
+@wrong("model.path", "is a file", "must be a folder")
+def model_path_of_a_file(inputs):
+    return [f"model.path={inputs.model / 'model.safetensors'}"]
+
+
+@wrong("model.path", "no config.json", "it is empty")
+def empty_model_folder(inputs):
+    (inputs.folder / "empty").mkdir()
+    return [f"model.path={inputs.folder / 'empty'}"]
+
+
+@wrong("no config.json", "found", "model.safetensors")
+def no_config_json(inputs):
+    (inputs.model / "config.json").unlink()
+
+
+@wrong("config.json is not valid JSON", "line 1")
+def broken_config_json(inputs):
+    (inputs.model / "config.json").write_text('{"model_type": "llama",')
+
+
+@wrong("config.json", "model_type 'mamba' is not supported", "supported: llama, qwen3")
+def unsupported_architecture(inputs):
+    inputs.change_json("config.json", model_type="mamba")
+
+
+@wrong("config.json", "logit_scale=0.5", "not supported for model_type 'llama'")
+def unsupported_field(inputs):
+    inputs.change_json("config.json", logit_scale=0.5)
+
+
+@wrong("config.json", "'hidden_size' must be a positive integer", "found '64'")
+def field_of_a_wrong_type(inputs):
+    inputs.change_json("config.json", hidden_size="64")
+
+
+@wrong("config.json", "rope", "'magic'")
+def unknown_rope_scaling(inputs):
+    inputs.change_json("config.json", rope_parameters=None, rope_scaling={"type": "magic", "factor": 2.0})
+
+
+@wrong("config.json", "quantised", "fine-tune the original")
+def quantised_checkpoint(inputs):
+    inputs.change_json("config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+
+
+@wrong("model.path", "no *.safetensors", "from_scratch=true")
+def no_weights(inputs):
+    (inputs.model / "model.safetensors").unlink()
+
+
+@wrong("no *.safetensors", "found pytorch_model.bin", "convert")
+def only_pickled_weights(inputs):
+    (inputs.model / "model.safetensors").rename(inputs.model / "pytorch_model.bin")
+
+
+@wrong("model.safetensors.index.json names files that are not in", "model-00002-of-00002.safetensors", "Download")
+def shard_missing(inputs):
+    weights = {name: "model-00001-of-00002.safetensors" for name in load_file(inputs.model / "model.safetensors")}
+    weights["model.norm.weight"] = "model-00002-of-00002.safetensors"
+    (inputs.model / "model.safetensors").rename(inputs.model / "model-00001-of-00002.safetensors")
+    (inputs.model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+
+
+@wrong("model.safetensors.index.json", "not a valid index")
+def broken_index(inputs):
+    (inputs.model / "model.safetensors.index.json").write_text('{"weight_map": ')
+
+
+@wrong("model.safetensors is damaged", "Download it again")
+def truncated_weights(inputs):
+    file = inputs.model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+@wrong("model.norm.weight has shape [32], config.json says [64]")
+def tensor_of_another_shape(inputs):
+    inputs.change_tensors(lambda tensors: tensors.update({"model.norm.weight": torch.ones(32)}))
+
+
+@wrong("missing: model.norm.weight [64]")
+def tensor_missing(inputs):
+    inputs.change_tensors(lambda tensors: tensors.pop("model.norm.weight"))
+
+
+@wrong("not known: model.extra.weight [2]")
+def tensor_too_many(inputs):
+    inputs.change_tensors(lambda tensors: tensors.update({"model.extra.weight": torch.ones(2)}))
+
+
+# The tokenizer
+
+
+@wrong("no tokenizer.json in", "save_pretrained")
+def no_tokenizer(inputs):
+    (inputs.model / "tokenizer.json").unlink()
+
+
+@wrong("tokenizer.json is not a tokenizer")
+def broken_tokenizer(inputs):
+    (inputs.model / "tokenizer.json").write_text("{}")
+
+
+@wrong("has no chat template", "chat_template.jinja", "prompt and completion")
+def no_chat_template(inputs):
+    (inputs.model / "chat_template.jinja").unlink()
+
+
+@wrong("chat template in", "line 1")
+def chat_template_that_is_not_jinja(inputs):
+    (inputs.model / "chat_template.jinja").write_text("{% for message in messages %}")
+
+
+@wrong("token", "vocab_size", "300")
+def tokenizer_of_a_larger_model(inputs):
+    file = inputs.model / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    token = dict(tokenizer["added_tokens"][0], id=300, content="cat", special=False)
+    file.write_text(json.dumps(tokenizer | {"added_tokens": [*tokenizer["added_tokens"], token]}))
+
+
+# The data
+
+
+@wrong("dataset.path=", "chat.jsonl does not exist", "did you mean", "chats.jsonl?")
+def dataset_path_wrong(inputs):
+    return [f"dataset.path={inputs.rows.with_name('chat.jsonl')}"]
+
+
+@wrong("validation_dataset.path=", "held_out.jsonl does not exist")
+def validation_path_wrong(inputs):
+    return [f"validation_dataset.path={inputs.folder / 'held_out.jsonl'}"]
+
+
+@wrong("rows.jsonl has no rows")
+def empty_file(inputs):
+    return inputs.write_rows()
+
+
+@wrong("must hold data files of one kind", "found nothing")
+def empty_folder(inputs):
+    (inputs.folder / "data").mkdir()
+    return [f"dataset.path={inputs.folder / 'data'}"]
+
+
+@wrong("notes.txt: cannot read .txt files", ".json, .jsonl, .csv, .parquet")
+def file_of_an_unknown_kind(inputs):
+    return inputs.write_rows(GOOD, name="notes.txt")
+
+
+@wrong("rows.jsonl:1", "columns question, answer", "messages; prompt + completion; text", "dataset.columns")
+def wrong_columns(inputs):
+    return inputs.write_rows({"question": "2 + 2", "answer": "4"})
+
+
+@wrong("rows.jsonl:2: malformed JSON", "column")
+def malformed_line(inputs):
+    settings = inputs.write_rows(GOOD)
+    with (inputs.folder / "rows.jsonl").open("a") as lines:
+        lines.write('{"messages": [{"role": "user"\n')
+    return settings
+
+
+@wrong("rows.parquet: malformed Parquet")
+def damaged_parquet(inputs):
+    return inputs.write_rows(GOOD, name="rows.parquet")
+
+
+@wrong("rows.jsonl:2: messages[1].role is 'asistant'", "did you mean 'assistant'", "system, developer, user, assistant, tool")
+def bad_role(inputs):
+    return inputs.write_rows(GOOD, chat(("user", "the dog"), ("asistant", "ran")))
+
+
+@wrong("rows.jsonl:1: messages[1].content is", "must be a string")
+def content_that_is_no_text(inputs):
+    return inputs.write_rows({"messages": [GOOD["messages"][0], {"role": "assistant", "content": 4}]})
+
+
+@wrong("max_seq_len=8 cuts off every answer", "shortest prompt has", "Set max_seq_len to more")
+def rows_longer_than_max_seq_len(inputs):
+    return ["max_seq_len=8"]
+
+
+@wrong("none of the 2 rows can be learned from", "2 with no message of the assistant")
+def nothing_supervised(inputs):
+    return inputs.write_rows(chat(("user", "the cat")), chat(("user", "the dog")))
+
+
+@wrong("split=test", "on disk", "`train`", "remove it")
+def split_of_a_file(inputs):
+    return ["dataset.split=test"]
+
+
+# The run folder, and what a run continues from
+
+
+@wrong("output_dir", "cannot be made", "File exists")
+def output_dir_is_a_file(inputs):
+    return [f"output_dir={inputs.rows}"]
+
+
+@wrong("output_dir", "cannot be made", "Not a directory")
+def output_dir_below_a_file(inputs):
+    return [f"output_dir={inputs.rows / 'run'}"]
+
+
+@wrong("output_dir", "/proc/run cannot be made")
+def output_dir_where_nobody_may_write(inputs):
+    if sys.platform != "linux":
+        pytest.skip("needs /proc")
+    return ["output_dir=/proc/run"]
+
+
+@wrong("output_dir", "holds a run already", "resume=never", "another output_dir")
+def output_dir_of_another_run(inputs):
+    return ["resume=never"]
+
+
+@wrong("resume", "nowhere", "neither a complete checkpoint")
+def resume_from_nowhere(inputs):
+    return [f"resume={inputs.folder / 'nowhere'}"]
+
+
+@wrong("resume", "step-00000002", "neither a complete checkpoint")
+def resume_from_an_incomplete_checkpoint(inputs):
+    path = inputs.run / "checkpoints" / "step-00000002"
+    (path / ".metadata").unlink()
+    return [f"resume={path}"]
+
+
+@wrong("resume", "step-00000002", "damaged")
+def resume_from_a_damaged_checkpoint(inputs):
+    path = inputs.run / "checkpoints" / "step-00000002" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:100])
+
+
+@wrong("made with other data", "fingerprint", "resume=never and another output_dir")
+def resume_with_other_data(inputs):
+    return inputs.write_rows(*[GOOD] * 9)
+
+
+@wrong("made with other data", "seed was 0 and is now 1")
+def resume_with_another_seed(inputs):
+    return ["seed=1"]
+
+
+@wrong("made with other data", "global_batch_size was 4 and is now 8")
+def resume_with_another_batch_size(inputs):
+    return ["global_batch_size=8"]
+
+
+@wrong("resume", "step-00000002 does not fit this model and optimizer", "blocks.")
+def resume_with_another_model(inputs):
+    inputs.change_json("config.json", num_hidden_layers=4)
+    return ["from_scratch=true"]
+
+
+@wrong("resume", "step-00000002 does not fit this model and optimizer", "blocks.0.mlp.down.weight")
+def resume_with_a_wider_model(inputs):
+    inputs.change_json("config.json", intermediate_size=160)
+    return ["from_scratch=true"]
+
+
+@wrong("resume", "step-00000002 does not fit this model and optimizer", "momentum_buffer")
+def resume_with_another_optimizer(inputs):
+    return ["optimizer._component_=torch.optim.SGD", "optimizer.momentum=0.9"]
+
+
+# The training
+
+
+@wrong("loss is nan at step 1", "stopped before the optimizer step", "dataset rows")
+def weights_that_are_not_finite(inputs):
+    inputs.change_tensors(lambda tensors: tensors["model.norm.weight"].fill_(float("inf")))
+    return [f"output_dir={inputs.folder / 'new'}"]
+
+
+@wrong("at step", "checkpoints are intact", "learning rate too high")
+def learning_rate_that_destroys_the_model(inputs):
+    return ["optimizer.lr=1e30", "schedule.warmup=0", "max_steps=9", f"output_dir={inputs.folder / 'new'}"]
+
+
+@pytest.fixture(scope="module")
+def finished(checkpoint, chats, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    inputs = Inputs(checkpoint, chats, folder, folder)
+    code, _ = run(inputs.settings())
+    assert code == 0
+    return folder
+
+
+@pytest.fixture
+def inputs(checkpoint, chats, finished, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "model")
+    shutil.copyfile(chats, tmp_path / "chats.jsonl")
+    shutil.copytree(finished, tmp_path / "run")
+    return Inputs(tmp_path / "model", tmp_path / "chats.jsonl", tmp_path / "run", tmp_path)
+
+
+def run(settings: list[str]) -> tuple[int, str]:
+    """The recipe with a command line, in this process: its exit code."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["full_finetune.py", *settings])
+        try:
+            full_finetune.main()
+        except SystemExit as end:
+            return end.code, ""
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    return 0, ""
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize(("spoil", "says"), CASES)
+def test_wrong_input(spoil, says, inputs, capfd):
+    settings = inputs.settings() + (spoil(inputs) or [])
+    before = contents(inputs.folder)
+    code, _ = run(settings)
+    message = capfd.readouterr().err
+    print(message)
+    assert code == 2
+    assert message.startswith("error: ")
+    assert "Traceback" not in message
+    for part in says:
+        assert part in message
+    after = contents(inputs.folder)
+    assert {file.relative_to(inputs.folder) for file in before if after.get(file) != before[file]} == set()
