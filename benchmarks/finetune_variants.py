@@ -2,7 +2,7 @@
 
     python benchmarks/finetune_variants.py VARIANT JOB.json
 
-All start from the same weights in fp32 and take the same rows in the same order, supervise the same tokens, and use AdamW
+All start from the same weights in fp32, take the same rows in the same order, supervise the same tokens, and use AdamW
 (fused) at a constant learning rate with gradients clipped to 1. Each keeps its own way to batch, pad and attend. No
 activation checkpointing. tune reads and tokenises the data itself; the others are given its rows, already tokenised.
 """
@@ -14,7 +14,6 @@ import runpy
 import sys
 import time
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 RECIPE = Path(__file__).parents[1] / "recipes/full_finetune.py"
@@ -38,15 +37,15 @@ class Job:
     started: float = 0.0
 
     @property
-    def rows_file(self):
+    def rows_file(self) -> Path:
         return Path(self.folder).parent / "rows.json"
 
-    def rows(self):
+    def rows(self) -> list[list[dict]]:
         """The rows of all steps in order; a row is a list of documents, each with `tokens` and unshifted `labels`."""
         return [row for step in json.loads(self.rows_file.read_text())["steps"] for row in step]
 
 
-def prepare(job):
+def prepare(job: Job) -> None:
     """Write the rows of each step in the order in which the recipe will take them."""
     from types import SimpleNamespace
 
@@ -59,9 +58,11 @@ def prepare(job):
     batches = [batch for _, batch in data]
     if len(dataset) < job.steps * job.rows_per_step:
         kind = "packed rows" if job.packed else "rows"
-        sys.exit(f"{job.data} has {len(dataset)} {kind}; {job.steps} steps of {job.rows_per_step} need more: lower --steps")
+        sys.exit(
+            f"{job.data} has {len(dataset)} {kind}; {job.steps} steps of {job.rows_per_step} need more: lower --steps"
+        )
 
-    def document(sample):
+    def document(sample) -> dict[str, list[int]]:
         # A label stands at the token it is, as transformers has it; tune's stand one earlier, where it is predicted.
         labels = [-100, *sample.labels[:-1].tolist()]
         return {"tokens": sample.tokens.tolist(), "labels": labels}
@@ -74,7 +75,7 @@ def prepare(job):
     job.rows_file.write_text(json.dumps(rows))
 
 
-def tune(job):
+def tune(job: Job) -> list[float]:
     sys.argv = [
         str(RECIPE), f"model.path={job.model}", f"dataset.path={job.data}", f"output_dir={job.folder}/run",
         "device=cpu", "dtype=fp32", f"max_seq_len={job.max_seq_len}", f"packed={job.packed}", f"max_steps={job.steps}",
@@ -86,7 +87,7 @@ def tune(job):
     return [json.loads(line)["loss"] for line in open(f"{job.folder}/run/metrics.jsonl")]
 
 
-def bare(job):
+def bare(job: Job) -> list[float]:
     """A loop over transformers' model that takes one row at a time, without padding."""
     import torch
 
@@ -111,7 +112,7 @@ def bare(job):
     return losses
 
 
-def trl(job, padding_free=False):
+def trl(job: Job, padding_free: bool = False) -> list[float]:
     import datasets
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
@@ -134,13 +135,14 @@ def trl(job, padding_free=False):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def trl_padding_free(job):
+def trl_padding_free(job: Job) -> list[float]:
     """TRL with the rows of a micro-batch joined into one instead of padded to the longest."""
     return trl(job, padding_free=True)
 
 
-def torchtune(job):
+def torchtune(job: Job) -> list[float]:
     """torchtune's full_finetune_single_device, for models of the Llama family with a tied head and plain RoPE."""
+    import torchtune as library
     import yaml
 
     shape = json.loads(Path(job.model, "config.json").read_text())
@@ -148,7 +150,7 @@ def torchtune(job):
     plain_rope = rope.get("rope_type", "default") == "default"
     if shape["model_type"] != "llama" or not shape["tie_word_embeddings"] or not plain_rope:
         sys.exit("this script builds only Llama models with a tied head and plain RoPE for torchtune")
-    recipe = Path(find_spec("torchtune").origin).parents[1] / "recipes/full_finetune_single_device.py"
+    recipe = Path(library.__file__).parents[1] / "recipes/full_finetune_single_device.py"
     settings = {
         "model": {
             "_component_": "torchtune.models.llama3_2._component_builders.llama3_2",
@@ -217,15 +219,14 @@ class PadOnly:
     pad_id = 0
 
 
-def torchtune_rows(tokenizer, job, packed):
-    job = Job(**job)
-    rows = [flat(row) for row in job.rows()]
+def torchtune_rows(tokenizer: PadOnly, job: dict, packed: bool) -> list[dict]:
+    rows = [flat(row) for row in Job(**job).rows()]
     if not packed:
         return [{"tokens": row["input_ids"], "labels": row["labels"]} for row in rows]
-    return [padded(row, job.max_seq_len) for row in rows]
+    return [padded(row, job["max_seq_len"]) for row in rows]
 
 
-def padded(row, length):
+def padded(row: dict[str, list[int]], length: int) -> dict:
     """A packed row as torchtune's PackedDataset makes it: the padding is a document."""
     import torch
 
@@ -238,7 +239,7 @@ def padded(row, length):
     }
 
 
-def flat(row):
+def flat(row: list[dict]) -> dict[str, list[int]]:
     """The documents of a row behind each other."""
     lengths = [len(document["tokens"]) for document in row]
     return {
@@ -249,7 +250,7 @@ def flat(row):
     }
 
 
-def pretrained(folder):
+def pretrained(folder: str):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -259,7 +260,7 @@ def pretrained(folder):
 VARIANTS = {"tune": tune, "trl": trl, "trl_padding_free": trl_padding_free, "bare": bare, "torchtune": torchtune}
 
 
-def measure(variant, job):
+def measure(variant: str, job: Job) -> None:
     """Train, and write `result.json`: when each optimizer step ended, the peak memory until then, and its loss."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -267,7 +268,7 @@ def measure(variant, job):
     torch.set_num_threads(job.threads)
     ends, peaks = [], []
 
-    def after_step(*_):
+    def after_step(*_) -> None:
         ends.append(time.time() - job.started)
         unit = 1 if sys.platform == "darwin" else 2**10
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30)

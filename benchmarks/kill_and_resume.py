@@ -66,12 +66,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
-    print(f"{'processes':<12}{'saving':<8}{'kills':>6}{'in a save':>11}{'runs':>6}{'incomplete':>12}{'same export':>13}  loss")
+    print(
+        f"{'processes':<12}{'saving':<8}{'kills':>6}{'in a save':>11}{'runs':>6}{'incomplete':>12}{'same export':>13}  loss"
+    )
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         settings = make_inputs(Path(folder))
         references: dict[int, Reference] = {}
-        for processes, saving in itertools.product([options.processes] if options.processes else PROCESSES, options.saving):
+        for processes, saving in itertools.product(
+            [options.processes] if options.processes else PROCESSES, options.saving
+        ):
             if processes[0] not in references:
                 references[processes[0]] = Reference(settings, Path(folder) / f"reference-{processes[0]}", processes[0])
             name = f"{' -> '.join(map(str, processes)):<12}{saving:<8}"
@@ -125,7 +129,13 @@ class Reference:
 
 
 def kill_and_resume(
-    name: str, settings: list[str], folder: Path, reference: Reference, processes: Sequence[int], kills: int, draw: random.Random
+    name: str,
+    settings: list[str],
+    folder: Path,
+    reference: Reference,
+    processes: Sequence[int],
+    kills: int,
+    draw: random.Random,
 ) -> Outcome:
     """Runs, each killed and continued until it ends, until there were `kills` kills."""
     found = Outcome(name)

@@ -2,8 +2,8 @@
 
     python benchmarks/linear_cross_entropy.py [--tokens 4096 --dim 512 --vocabulary 128256 --chunk 1024 --device cpu]
 
-Each variant runs in a process of its own, so that the peak of one does not hide in that of another; rounds alternate and
-the median is reported.
+Each variant runs in a process of its own, so that the peak of one does not hide in that of another; rounds alternate
+and the median is reported.
 """
 
 import argparse
@@ -28,11 +28,7 @@ def tune(hidden, weight, labels, chunk):
 
 
 def upstream(hidden, weight, labels, chunk):
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk) if hasattr(torch.nn, "LinearCrossEntropyOptions") else None
-    if options is None:
-        from torch.nn.functional import LinearCrossEntropyOptions
-
-        options = LinearCrossEntropyOptions(batch_chunk_size=chunk)
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
     return F.linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options)
 
 
@@ -72,7 +68,9 @@ def main():
     results = {variant: [] for variant in VARIANTS if variant != "upstream" or hasattr(F, "linear_cross_entropy")}
     for _ in range(args.rounds):
         for variant, rounds in results.items():
-            run = subprocess.run([sys.executable, *sys.argv, "--variant", variant], capture_output=True, text=True, check=True)
+            run = subprocess.run(
+                [sys.executable, *sys.argv, "--variant", variant], capture_output=True, text=True, check=True
+            )
             rounds.append([float(word) for word in run.stdout.split()])
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args}")
     base = [statistics.median(column) for column in zip(*results["naive"], strict=True)]

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 recipes/full_finetune.py --config my.yaml global_batch_size=128
     tune run --nproc-per-node 8 full_finetune --config my.yaml global_batch_size=128
 
-Every setting is in configs/full_finetune.yaml. This file is meant to be copied (`tune cp full_finetune my.py`) and changed.
+Every setting is in configs/full_finetune.yaml. Copy this file (`tune cp full_finetune my.py`) and change it.
 """
 
 from tune import config
@@ -32,6 +32,7 @@ def main(cfg):
     rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed}
     dataset = instantiate(cfg.dataset, tokenizer, **rows)
     validation = instantiate(cfg.validation_dataset, tokenizer, **rows) if cfg.validation_dataset.path else None
+    pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
     data = datasets.DataLoader(
         dataset,
         world,
@@ -40,6 +41,7 @@ def main(cfg):
         epochs=cfg.epochs,
         max_steps=cfg.max_steps,
         seed=cfg.seed,
+        pad_to=pad_to,
     )
     run.describe(model, data)
 
@@ -55,7 +57,13 @@ def main(cfg):
     optimizer = instantiate(cfg.optimizer, model.parameters())
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
     checkpointer = instantiate(
-        cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule, data=data
+        cfg.checkpointer,
+        run.path / "checkpoints",
+        world,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        data=data,
     )
     start = checkpointer.resume(cfg.resume)
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end
@@ -83,7 +91,8 @@ def main(cfg):
             validation_loss = None
             if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
                 with run.pause():
-                    validation_loss = evaluate(model, validation, loss_fn, world, cfg.micro_batch_size)
+                    batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
+                    validation_loss = evaluate(model, batches, loss_fn, world)
             run.log(
                 step, loss=loss, validation_loss=validation_loss, grad_norm=grad_norm, lr=lr,
                 tokens=batch.num_tokens, supervised_tokens=batch.num_supervised,
@@ -109,10 +118,10 @@ def forward(model, batch, loss_fn):
 
 
 @torch.no_grad()
-def evaluate(model, dataset, loss_fn, world, micro_batch_size):
-    """Mean loss over all supervised tokens of `dataset`."""
+def evaluate(model, batches, loss_fn, world):
+    """Mean loss over all supervised tokens of the `batches` of all processes."""
     loss_sum, count = 0.0, 0
-    for batch in datasets.validation_batches(dataset, world, micro_batch_size):
+    for batch in batches:
         loss_sum += forward(model, batch.to(world.device), loss_fn)
         count += batch.num_supervised
     loss_sum, count = world.sum(loss_sum, count)

@@ -13,7 +13,30 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WORDS = "the a cat dog sat ran on under mat rug and then it was very big small red blue green quick slow".split()
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "sat",
+    "ran",
+    "on",
+    "under",
+    "mat",
+    "rug",
+    "and",
+    "then",
+    "it",
+    "was",
+    "very",
+    "big",
+    "small",
+    "red",
+    "blue",
+    "green",
+    "quick",
+    "slow",
+]
 
 
 def save_checkpoint(folder: Path, config_class: str = "LlamaConfig", **changes) -> Path:
@@ -24,7 +47,9 @@ def save_checkpoint(folder: Path, config_class: str = "LlamaConfig", **changes) 
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
     tokenizer.train_from_iterator([" ".join(WORDS)] * 20, trainer)
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>", bos_token="<|endoftext|>"
@@ -59,7 +84,9 @@ def run_processes(script: Path, count: int, *arguments: str, timeout: float = 24
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
         env = os.environ | {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
         command = [sys.executable, str(script), *arguments]
-        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        processes.append(
+            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
     try:
         outputs = [process.communicate(timeout=timeout)[0] for process in processes]
     finally:

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tune import models
+from tune.checkpointers import load_model
 from tune.generation import generate
 from tune.tokenizers import Tokenizer
 
@@ -77,7 +77,7 @@ def answers(folder: Path, system: str, requests: list[str]) -> list[str]:
     for request in requests:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": request}]
         prompts.append(tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True)))
-    replies = generate(models.load(str(folder)), prompts, max_new_tokens=32, stop_ids=tokenizer.stop_ids)
+    replies = generate(load_model(str(folder)), prompts, max_new_tokens=32, stop_ids=tokenizer.stop_ids)
     return [tokenizer.decode(reply, skip_special_tokens=True) for reply in replies]
 
 

@@ -1,4 +1,4 @@
-"""Prints how much this process's peak memory grew by loading the folder `sys.argv[1]`, and how much of it it holds, in MB."""
+"""Prints how much this process's peak memory grew by loading the folder `sys.argv[1]`, and what it then holds, in MB."""
 
 import resource
 import sys

@@ -99,6 +99,8 @@ def test_random_weights_depend_on_the_seed_alone(checkpoint):
 def test_a_rank_loads_its_own_part_only(tmp_path):
     """Well below the 470 MB of the whole: the half it holds, and a buffer."""
     save_checkpoint(tmp_path, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16)
-    grown, held = map(float, run_processes(Path(__file__).with_name("measure_loading.py"), 2, str(tmp_path)).split()[-2:])
+    grown, held = map(
+        float, run_processes(Path(__file__).with_name("measure_loading.py"), 2, str(tmp_path)).split()[-2:]
+    )
     assert held > 200
     assert grown < held + 80

@@ -8,8 +8,8 @@ import torch
 
 from tune.config import source
 from tune.config.signature import Signature, signature_of
-from tune.types import Fraction, PositiveInt
 from tune.errors import TuneError
+from tune.types import Fraction, PositiveInt
 
 
 def by_name(component: Any) -> dict[str, bool]:

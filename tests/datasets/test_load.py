@@ -287,6 +287,8 @@ def test_no_eos_token(folder, write):
         ("data.parquet", "PAR1", r"data\.parquet: malformed Parquet"),
         ("data.txt", "a", r"cannot read \.txt files; known are \.json, \.jsonl, \.csv, \.parquet"),
         ("data.jsonl", "", "has no rows"),
+        ("data.json", "[[1], {}]", r"data\.json:row 2: the columns \(none\) are none of the known formats"),
+        ("data.json", "[[1]]", r"data\.json:row 1: the row is \[1\]; it must be an object"),
         (
             "data.jsonl",
             '{"instruction": "a", "output": "b"}',

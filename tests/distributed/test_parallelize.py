@@ -93,5 +93,10 @@ def test_clip_grad_norm(checkpoint, max_norm):
     _, gradients = loss_and_gradients(model)
     norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).double().norm().float()
     assert_close(distributed.clip_grad_norm_(model.parameters(), max_norm), norm)
-    clipped = torch.cat([distributed.full_tensor(parameter.grad).flatten() for parameter in model.parameters()]).double().norm().float()
+    clipped = (
+        torch.cat([distributed.full_tensor(parameter.grad).flatten() for parameter in model.parameters()])
+        .double()
+        .norm()
+        .float()
+    )
     assert_close(clipped, norm if max_norm is None else norm.clamp(max=max_norm), rtol=1e-4, atol=0)

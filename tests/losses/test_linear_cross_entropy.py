@@ -25,7 +25,9 @@ def test_value_and_gradients(chunk_tokens):
     assert_close(loss, expected, rtol=1e-6, atol=0)
     scale = 1 / 40  # as a recipe divides by the count of supervised tokens
     for ours, reference in zip(
-        torch.autograd.grad(loss * scale, (hidden, weight)), torch.autograd.grad(expected * scale, (hidden, weight)), strict=True
+        torch.autograd.grad(loss * scale, (hidden, weight)),
+        torch.autograd.grad(expected * scale, (hidden, weight)),
+        strict=True,
     ):
         assert (ours - reference).norm() <= 1e-6 * reference.norm()
 

@@ -32,7 +32,10 @@ def build_from(tmp_path, fields):
         (LLAMA | {"vocab_size": "64"}, "field 'vocab_size' must be a positive integer; found '64'"),
         (LLAMA | {"num_experts": 8}, "not supported for model_type 'llama': num_experts=8"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "the weights are quantised"),
-        (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported; supported: default"),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "longrope"}},
+            "rope type 'longrope' is not supported; supported: default",
+        ),
         (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "rope scaling 'linear' has no 'factor'"),
         (LLAMA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         (QWEN3 | {"use_sliding_window": True}, "use_sliding_window=True is not supported"),

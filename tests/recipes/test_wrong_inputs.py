@@ -317,7 +317,11 @@ def damaged_parquet(inputs):
     return inputs.write_rows(GOOD, name="rows.parquet")
 
 
-@wrong("rows.jsonl:2: messages[1].role is 'asistant'", "did you mean 'assistant'", "system, developer, user, assistant, tool")
+@wrong(
+    "rows.jsonl:2: messages[1].role is 'asistant'",
+    "did you mean 'assistant'",
+    "system, developer, user, assistant, tool",
+)
 def bad_role(inputs):
     return inputs.write_rows(GOOD, chat(("user", "the dog"), ("asistant", "ran")))
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tune.types import PositiveInt
 from tune.distributed import World
 from tune.errors import TuneError
+from tune.types import PositiveInt
 
 
 class Stateful(Protocol):
@@ -59,7 +59,11 @@ class Checkpointer:
         self.pending: Future[None] | None = None
 
     def resume(self, resume: str) -> int:
-        """Restore the newest complete checkpoint (`auto`), the one at a path, or none (`never`). Returns its step, or 0."""
+        """Restore the newest complete checkpoint (`auto`), the one at a path, or none (`never`). Returns its step, or 0.
+
+        Raises:
+            TuneError: there is none at the path, it is of another training, or what follows it would replace later ones.
+        """
         path = self.newest() if resume == "auto" else None if resume == "never" else _checkpoint_at(Path(resume))
         if self.world.is_main and resume == "auto":
             for unfinished in self.folder.glob(".step-*"):
@@ -69,14 +73,21 @@ class Checkpointer:
         small = json.loads((path / "state.json").read_text())
         for name, part in self.small.items():  # first, since it may find that this is not the same training
             part.load_state_dict(small[name])
+        if (newest := self.newest()) and newest.name > f"step-{small['step']:08d}":
+            raise TuneError(
+                f"resume: continuing after step {small['step']} would replace {newest} of another attempt. Give another "
+                "output_dir, or resume=auto to continue that one"
+            )
         state = self._tensors()
         try:
             dcp.load(state, checkpoint_id=path)
         except CheckpointException as error:
-            raise TuneError(f"resume: {path} does not fit this model and optimizer: {_cause(error)}") from error
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+            raise TuneError(
+                f"resume: {path} cannot be read into this model and optimizer: {_cause(error)}. Restore their settings; "
+                "or, if the files are damaged, remove that folder and continue from the checkpoint before it"
+            ) from error
+        _require_same_parameters(path, state["model"])
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         return small["step"]
 
     def newest(self) -> Path | None:
@@ -98,6 +109,7 @@ class Checkpointer:
             (unfinished / "state.json").write_text(json.dumps({"step": step, **small}))
         if self.asynchronous:
             written = dcp.async_save(self._tensors(), checkpoint_id=unfinished, process_group=self.group)
+            assert isinstance(written, Future)  # the other kind of response belongs to another kind of stager
             self.pending = self.background.submit(self._finish, written.result, unfinished, step)
         else:
             save = functools.partial(dcp.save, self._tensors(), checkpoint_id=unfinished, process_group=self.group)
@@ -126,8 +138,6 @@ class Checkpointer:
         if not self.world.is_main:
             return
         complete = self.folder / f"step-{step:08d}"
-        if complete.exists():  # the same step of an earlier attempt
-            shutil.rmtree(complete)
         unfinished.rename(complete)
         if self.keep:
             for old in sorted(self.folder.glob("step-*"))[: -self.keep]:
@@ -139,9 +149,18 @@ class Checkpointer:
         return {"model": model, "optimizer": optimizer}
 
 
+def _require_same_parameters(path: Path, model: dict[str, Any]) -> None:
+    """DCP finds what is missing in a checkpoint, but not what is left over."""
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    unknown = sorted({name.removeprefix("model.") for name in saved if name.startswith("model.")} - model.keys())
+    if unknown:
+        names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+        raise TuneError(f"resume: {path} is of another model, it has {names}. Restore the settings of that run")
+
+
 def _cause(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
-        return "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
+        return "; ".join(sorted({str(failure[0]) or repr(failure[0]) for failure in error.failures.values()}))
     return str(error)
 
 

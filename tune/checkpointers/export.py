@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
 from tune.distributed import World, full_tensor
+from tune.errors import TuneError
 
 SHARD_BYTES = 5 * 10**9
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -52,7 +54,7 @@ def export(
             if world.is_main:
                 gathered[names.get(name, name)] = tensor.to("cpu", target).contiguous()
         if world.is_main:
-            save_file(gathered, unfinished / file, metadata={"format": "pt"})
+            _save(gathered, unfinished / file)
     if world.is_main:
         if len(plan) > 1:
             size = sum(parameter.numel() for parameter in parameters.values()) * target.itemsize
@@ -67,6 +69,17 @@ def export(
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     world.barrier()
+
+
+def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        shutil.rmtree(file.parent)
+        raise TuneError(
+            f"the trained model could not be written: {error}. The last checkpoint is complete: make room and run the "
+            "same command again, which then only writes the model"
+        ) from error
 
 
 def _files(sizes: dict[str, int]) -> dict[str, list[str]]:

@@ -18,11 +18,11 @@ INDEX = "model.safetensors.index.json"
 class Pretrained:
     """The *.safetensors of a Hugging Face checkpoint folder, for `model`.
 
-    Names and shapes are compared when this is made, on the meta device too, and nothing is read before `fill`. The model's
-    `disk_names` say how its parameters are called on disk; without them the names are the same.
+    Names and shapes are compared when this is made, on the meta device too, and nothing is read before `fill`. The
+    model's `disk_names` say how its parameters are called on disk; without them the names are the same.
 
     Raises:
-        TuneError: files that are absent or unreadable; tensors that are missing, not known or of another shape, all named.
+        TuneError: files that are absent or unreadable; tensors missing, not known or of another shape, all named.
     """
 
     def __init__(self, path: str, model: nn.Module):
@@ -32,7 +32,9 @@ class Pretrained:
         ignored = getattr(model, "not_weights", ())
         found = _shapes(self.files)
         problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
-        problems += [f"not known: {name} {found[name]}" for name in found.keys() - wanted.keys() if not name.endswith(ignored)]
+        problems += [
+            f"not known: {name} {found[name]}" for name in found.keys() - wanted.keys() if not name.endswith(ignored)
+        ]
         problems += [
             f"{name} has shape {found[name]}, config.json says {shape}"
             for name, shape in wanted.items()
@@ -40,7 +42,9 @@ class Pretrained:
         ]
         if problems:
             more = f"\n  and {len(problems) - 12} more" if len(problems) > 12 else ""
-            raise TuneError(f"model.path: the tensors in {path} do not fit its config.json:\n  " + "\n  ".join(problems[:12]) + more)
+            raise TuneError(
+                f"model.path: the tensors in {path} do not fit its config.json:\n  " + "\n  ".join(problems[:12]) + more
+            )
 
     def fill(self, model: nn.Module) -> None:
         """Copy each process's own slices into `model`, converting to its types."""
@@ -97,13 +101,21 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             raise TuneError(f"{folder / INDEX} is not a valid index of tensors: {error!r}") from error
         missing = sorted({file for file in weight_map.values() if not (folder / file).exists()})
         if missing:
-            raise TuneError(f"model.path: {INDEX} names files that are not in {folder}: {', '.join(missing)}. Download them again")
+            raise TuneError(
+                f"model.path: {INDEX} names files that are not in {folder}: {', '.join(missing)}. Download them again"
+            )
         return {name: folder / file for name, file in weight_map.items()}
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         others = sorted(child.name for child in folder.glob("*") if child.suffix in (".bin", ".pt", ".pth", ".gguf"))
-        hint = f"; found {', '.join(others)}: convert them to safetensors (a .gguf with `tune import-gguf`)" if others else ""
-        raise TuneError(f"model.path: no *.safetensors in {folder}{hint}. To train from random weights set from_scratch=true")
+        hint = (
+            f"; found {', '.join(others)}: convert them to safetensors (a .gguf with `tune import-gguf`)"
+            if others
+            else ""
+        )
+        raise TuneError(
+            f"model.path: no *.safetensors in {folder}{hint}. To train from random weights set from_scratch=true"
+        )
     return {name: file for file in files for name in _shapes({"": file})}
 
 
@@ -115,5 +127,7 @@ def _shapes(files: dict[str, Path]) -> dict[str, list[int]]:
             with safe_open(file, framework="pt") as tensors:
                 shapes.update({name: tensors.get_slice(name).get_shape() for name in tensors.keys()})  # noqa: SIM118
         except SafetensorError as error:
-            raise TuneError(f"model.path: {file} is damaged or not a safetensors file ({error}). Download it again") from error
+            raise TuneError(
+                f"model.path: {file} is damaged or not a safetensors file ({error}). Download it again"
+            ) from error
     return shapes

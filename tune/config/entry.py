@@ -1,5 +1,6 @@
 """From a recipe's command line to its `main(cfg)`, with mistakes explained instead of traced back."""
 
+import errno
 import functools
 import os
 import sys
@@ -14,6 +15,7 @@ from tune.config.load import load, parse
 from tune.config.paths import find_config
 from tune.errors import TuneError
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Main = Callable[[DictConfig], None]
 
 # What needs less memory, in the order to try.
@@ -73,6 +75,13 @@ def explained_errors(cfg: DictConfig | None = None) -> Iterator[None]:
             raise
         if cfg is not None or _is_first_process():
             _tell(str(error))
+        raise SystemExit(2) from None
+    except OSError as error:
+        if debug or error.errno not in NO_ROOM:
+            raise
+        _tell(
+            f"the disk is full ({error.strerror}): make room and run the same command again, it continues where it can"
+        )
         raise SystemExit(2) from None
     except (RuntimeError, MemoryError) as error:
         if debug or not _is_out_of_memory(error):

@@ -48,7 +48,8 @@ def _texts(source: Source, tokenizer: Tokenizer, columns: dict[str, str], accoun
             if format == ("messages",):
                 tokenizer.require_chat_template()
         try:
-            text = read(renamed(row, format or (), columns), tokenizer)
+            row = renamed(row, format or (), columns)
+            text = read(row, tokenizer)
             if isinstance(text, Text):
                 text.text.encode()
         except TuneError as error:

@@ -29,7 +29,7 @@ def save_less(block: nn.Module, checkpointing: Literal["none", "selective", "ful
         forward = functools.partial(checkpoint, forward, use_reentrant=False, context_fn=_save_expensive)
     if offload:
         forward = _offloading(forward)
-    block.forward = forward  # type: ignore[method-assign]
+    block.forward = forward
 
 
 def _save_expensive() -> Any:

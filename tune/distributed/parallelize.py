@@ -1,11 +1,11 @@
-"""From a model on the meta device to one whose shards lie on all devices: checkpointing -> compile -> FSDP2 -> memory."""
+"""From a model on the meta device to shards on all devices: checkpointing -> compile -> FSDP2 -> memory."""
 
 from collections.abc import Iterable
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from tune.distributed.activations import save_less
 from tune.distributed.shards import full_tensor
@@ -28,13 +28,17 @@ def parallelize(
 ) -> None:
     """Shard `model`, any module with repeated blocks, in place, and give it memory. Its weights are undefined after.
 
-    Parameters and optimizer states are kept in `master_dtype`, the computation runs in `dtype`, gradients are reduced in
-    fp32. Gradients are summed over processes, not averaged: divide the loss by the count of the whole step.
+    Parameters and optimizer states are kept in `master_dtype`, the computation runs in `dtype`, gradients are reduced
+    in fp32. They are summed over processes, not averaged: divide the loss by the count of the whole step.
     """
     if world.device.type == "mps" and (dtype != master_dtype or cpu_offload):
-        raise TuneError("dtype: on mps there is no FSDP to keep two precisions or offload: set dtype=fp32 (or both to bf16)")
+        raise TuneError(
+            "dtype: on mps there is no FSDP to keep two precisions or offload: set dtype=fp32 (or both to bf16)"
+        )
     if activation_offload and world.device.type == "cpu":
-        raise TuneError("memory.activation_offload: activations are in host memory already when device=cpu; set it to false")
+        raise TuneError(
+            "memory.activation_offload: activations are in host memory already when device=cpu; set it to false"
+        )
     model.to(DTYPES[master_dtype])
     blocks = repeated_blocks(model)
     for block in blocks:
@@ -54,15 +58,15 @@ def _shard(model: nn.Module, blocks: list[nn.Module], world: World, dtype: torch
     """
     mesh = world.mesh if world.mesh["dp_replicate"].size() > 1 else world.mesh["dp_shard"]
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    offload = {"offload_policy": CPUOffloadPolicy(pin_memory=world.device.type == "cuda")} if cpu_offload else {}
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy()
     heads = [child.weight for child in model.children() if isinstance(child, nn.Linear)]
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     untied = [module for module in embeddings if heads and all(module.weight is not head for head in heads)]
     for unit in blocks + untied:
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True, **offload)
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False, **offload)
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False, offload_policy=offload)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and world.size > 1:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it reduces
 

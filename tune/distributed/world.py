@@ -97,7 +97,7 @@ def init(
         )
     axes = ("dp_replicate", "dp_shard")
     mesh = init_device_mesh("cuda" if kind == "cuda" else "cpu", (dp_replicate, shards), mesh_dim_names=axes)
-    return World(mesh, torch.device(kind, local_rank if kind == "cuda" else None))
+    return World(mesh, torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind))
 
 
 def _device_type(device: str) -> str:

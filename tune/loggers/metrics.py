@@ -9,7 +9,8 @@ METRICS = {
     "supervised_tokens": "tokens of the global batch that have a label",
     "tokens_per_second": "non-padding tokens per second and device, over step_seconds",
     "supervised_tokens_per_second": "supervised tokens per second and device, over step_seconds",
-    "step_seconds": "time from the end of the step before to the end of this one, data and the blocking part of checkpoints included, validation not",
+    "step_seconds": "time from the end of the step before to the end of this one; validation is left out, waiting for "
+    "data and the blocking part of a checkpoint are not",
     "data_seconds": "time of it spent waiting for data",
     "peak_memory_gib": "largest memory of this process so far: allocated on the GPU, or resident on the host",
 }

@@ -4,15 +4,17 @@ from pathlib import Path
 
 import torch
 
-from tune.types import PositiveInt
 from tune.distributed import World
+from tune.types import PositiveInt
 
 
 @contextlib.contextmanager
-def profile(folder: Path, world: World, start: PositiveInt | None = None, steps: PositiveInt = 3) -> Iterator[Callable[[int], None]]:
+def profile(
+    folder: Path, world: World, start: PositiveInt | None = None, steps: PositiveInt = 3
+) -> Iterator[Callable[[int], None]]:
     """Trace optimizer steps `start` to `start + steps - 1` of rank 0 into `folder` (open it in Perfetto or TensorBoard).
 
-    Yields a function to call with the number of the step that comes next; `start=None` makes it do nothing.
+    Yields a function to call with the number of each step before it; `start=None` makes it do nothing.
     """
     if start is None or not world.is_main:
         yield lambda step: None

@@ -1,6 +1,7 @@
 """A run: its folder, its metrics, and who is told about them."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -8,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig
@@ -19,38 +20,40 @@ from tune.datasets import DataLoader
 from tune.distributed import World
 from tune.errors import TuneError
 from tune.loggers.memory import peak_memory_gib
-from tune.loggers.sinks import Sink, open_sinks
+from tune.loggers.sinks import Console, Sink, open_sinks
 
 T = TypeVar("T")
 
 
 class Run:
-    """The run folder `output_dir` (default `runs/<recipe>-<time>`): config.yaml, metrics.jsonl, log.txt.
+    """The run folder `output_dir` (default `runs/<recipe>-<time>`): config.yaml, data.json, metrics.jsonl, log.txt.
+
+    Nothing is written into it before the training begins: a wrong input leaves an earlier run there as it was.
 
     Raises:
         TuneError: the folder cannot be written, or holds another run's results and `resume` is `never`.
     """
 
     def __init__(self, cfg: DictConfig, world: World, recipe: str):
-        self.world = world
+        self.cfg, self.world = cfg, world
         default = f"runs/{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
         self.path = Path(world.share(cfg.output_dir or default))
-        self.sinks: list[Sink] = []
-        if world.is_main:
-            _claim(self.path, cfg.resume)
-            config.save(cfg, self.path / "config.yaml")
-            self.sinks = open_sinks(self.path, cfg)
-        world.barrier()
+        if refusal := world.share(_claim(self.path, cfg.resume) if world.is_main else ""):
+            raise TuneError(refusal)
+        self.sinks: list[Sink] = [Console(cfg.logger.console_every)] if world.is_main else []
+        self.messages: list[str] = []
+        self.data: dict[str, Any] = {}
         self.last = time.perf_counter()
         self.data_seconds = 0.0
 
     def info(self, message: str) -> None:
         """Tell the person who watches, and log.txt."""
+        self.messages.append(message)
         for sink in self.sinks:
             sink.message(message)
 
     def describe(self, model: nn.Module, data: DataLoader) -> None:
-        """Say what will be trained on what, and keep the accounting of the data as data.json."""
+        """Say what will be trained on what; the accounting of the data becomes data.json."""
         parameters = list(model.parameters())
         trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         accounting = data.dataset.accounting
@@ -58,12 +61,17 @@ class Run:
         self.info(f"model: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable")
         self.info(accounting.table())
         self.info(f"{len(data):,} optimizer steps, {data.steps_per_epoch:,} an epoch")
-        if self.world.is_main:
-            facts = accounting.as_dict() | {"steps_per_epoch": data.steps_per_epoch}
-            (self.path / "data.json").write_text(json.dumps(facts, indent=2) + "\n")
+        self.data = accounting.as_dict() | {"steps_per_epoch": data.steps_per_epoch}
 
     def track(self, data: Iterable[T], start: int, total: int) -> Iterator[T]:
         """Iterate over optimizer steps, from the one after `start`, and time how long each waits for data."""
+        if self.world.is_main:
+            config.save(self.cfg, self.path / "config.yaml")
+            (self.path / "data.json").write_text(json.dumps(self.data, indent=2) + "\n")
+            sinks = open_sinks(self.path, self.cfg)
+            for sink, message in itertools.product(sinks, self.messages):
+                sink.message(message)
+            self.sinks += sinks
         for sink in self.sinks:
             sink.start(start, total)
         self.last = time.perf_counter()
@@ -121,15 +129,14 @@ def require_finite(step: int, rows: list[int], **values: float) -> None:
             )
 
 
-def _claim(path: Path, resume: str) -> None:
+def _claim(path: Path, resume: str) -> str:
+    """Make the folder; why it cannot be the run's, or nothing."""
     if resume == "never" and (path / "config.yaml").exists():
-        raise TuneError(f"output_dir: {path} holds a run already, and resume=never. Give another output_dir, or resume=auto")
+        return f"output_dir: {path} holds a run already, and resume=never. Give another output_dir, or resume=auto"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        writable = os.access(path, os.W_OK)
     except OSError as error:
-        raise TuneError(f"output_dir: {path} cannot be made: {error.strerror}") from error
-    if not writable:
-        raise TuneError(f"output_dir: {path} is not writable for this user")
-
-
+        return f"output_dir: {path} cannot be made ({error.strerror}). Give an output_dir in a folder that you may write to"
+    if not os.access(path, os.W_OK):
+        return f"output_dir: {path} is not writable for this user. Give another output_dir"
+    return ""

@@ -1,11 +1,13 @@
 """Where metrics and messages go. Only rank 0 has sinks."""
 
+import contextlib
 import json
 import os
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -20,8 +22,8 @@ class Sink:
 
 
 def open_sinks(folder: Path, cfg: DictConfig) -> list[Sink]:
-    """The sinks that `cfg.logger` asks for; the files in the run folder are always among them."""
-    sinks: list[Sink] = [Console(cfg.logger.console_every), LogFile(folder / "log.txt"), JsonLines(folder / "metrics.jsonl")]
+    """The sinks that `cfg.logger` asks for besides the console; the files in the run folder are always among them."""
+    sinks: list[Sink] = [LogFile(folder / "log.txt"), JsonLines(folder / "metrics.jsonl")]
     if cfg.logger.tensorboard:
         sinks.append(Optional("TensorBoard", lambda: TensorBoard(folder / "tensorboard")))
     if cfg.logger.wandb.project:
@@ -74,7 +76,12 @@ class Console(Sink):
         if sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = BarColumn(bar_width=16), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+            columns = (
+                BarColumn(bar_width=16),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+            )
             self.progress = Progress(*columns)
             self.task = self.progress.add_task("", total=total, completed=step)
             self.progress.start()
@@ -120,10 +127,15 @@ class WeightsAndBiases(Sink):
     def __init__(self, folder: Path, cfg: DictConfig):
         import wandb
 
-        settings = OmegaConf.to_container(cfg, resolve=True)
+        settings = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
         name = cfg.logger.wandb.name or folder.name
         self.run = wandb.init(
-            project=cfg.logger.wandb.project, name=name, id=folder.name, resume="allow", dir=str(folder), config=settings
+            project=cfg.logger.wandb.project,
+            name=name,
+            id=folder.name,
+            resume="allow",
+            dir=str(folder),
+            config=settings,
         )
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
@@ -136,22 +148,26 @@ class WeightsAndBiases(Sink):
 class Optional(Sink):
     """A sink that the run can do without: when it fails, it says so once and is left out from then on."""
 
-    def __init__(self, name: str, make: Any):
+    def __init__(self, name: str, make: Callable[[], Sink]):
         self.name = name
         self.sink: Sink | None = None
-        self._try(lambda: setattr(self, "sink", make()))
+        with self._left_out_on_failure():
+            self.sink = make()
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         if self.sink:
-            self._try(lambda: self.sink and self.sink.metrics(step, values))
+            with self._left_out_on_failure():
+                self.sink.metrics(step, values)
 
     def close(self) -> None:
         if self.sink:
-            self._try(self.sink.close)
+            with self._left_out_on_failure():
+                self.sink.close()
 
-    def _try(self, action: Any) -> None:
+    @contextlib.contextmanager
+    def _left_out_on_failure(self) -> Iterator[None]:
         try:
-            action()
+            yield
         except Exception as error:  # whatever a third party's client raises must not end a training
             self.sink = None
-            warnings.warn(f"{self.name} is off from here on: {error!r}", stacklevel=2)
+            warnings.warn(f"{self.name} is off from here on: {error!r}", stacklevel=3)

@@ -76,6 +76,15 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Ten
 
     groups = query.shape[2] // key.shape[2]
     key, value = (heads.repeat_interleave(groups, dim=2) if groups > 1 else heads for heads in (key, value))
-    flat = (heads.flatten(0, 1) for heads in (query, key, value))
-    bounds, longest = segments.boundaries, segments.longest
-    return varlen_attn(*flat, bounds, bounds, longest, longest, window_size=(-1, 0)).view_as(query)
+    output = varlen_attn(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        cu_seq_q=segments.boundaries,
+        cu_seq_k=segments.boundaries,
+        max_q=segments.longest,
+        max_k=segments.longest,
+        window_size=(-1, 0),
+    )
+    assert isinstance(output, Tensor)  # and not a tuple: no further results were asked for
+    return output.view_as(query)

@@ -93,6 +93,6 @@ class ConfigFile:
         if unread:
             listing = ", ".join(f"{name}={value!r}" for name, value in unread.items())
             raise TuneError(
-                f"{self.path}: not supported for model_type '{self.fields.get('model_type')}': {listing}. Supported are "
+                f"{self.path}: not supported for model_type '{self.fields.get('model_type')}': {listing}. Supported: "
                 f"{', '.join(sorted(self._read))}. If a field has no effect on this model, remove it from the file."
             )

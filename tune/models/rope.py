@@ -27,11 +27,13 @@ class RopeConfig:
 
 
 class Rope:
-    """Rotation angles as (cos, sin) of `[batch, seq, 1, head_dim]`. Not a module: it has neither weights nor buffers."""
+    """Rotation angles as (cos, sin) of `[batch, seq, 1, head_dim]`. Not a module: it has no weights and no buffers."""
 
     def __init__(self, config: RopeConfig):
         if config.kind not in SCALINGS:
-            raise TuneError(f"config.json: rope type '{config.kind}' is not supported; supported: {', '.join(SCALINGS)}")
+            raise TuneError(
+                f"config.json: rope type '{config.kind}' is not supported; supported: {', '.join(SCALINGS)}"
+            )
         self.config = config
         self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from tune.types import NonNegativeFloat, NonNegativeInt, UnitInterval
 from tune.errors import TuneError
+from tune.types import NonNegativeFloat, NonNegativeInt, UnitInterval
 
 
 def constant(optimizer: Optimizer, total_steps: int, warmup: NonNegativeInt | NonNegativeFloat = 0) -> LambdaLR:
@@ -33,12 +33,15 @@ def cosine(
 ) -> LambdaLR:
     """Half a cosine down to `min_ratio` (Loshchilov and Hutter, 2017, without restarts)."""
     return _schedule(
-        optimizer, total_steps, warmup, lambda progress: min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2
+        optimizer,
+        total_steps,
+        warmup,
+        lambda progress: min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2,
     )
 
 
 def _schedule(optimizer: Optimizer, total_steps: int, warmup: float, shape: Callable[[float], float]) -> LambdaLR:
-    """`warmup` is a number of optimizer steps or, below 1, a fraction of `total_steps`. The first step is never at zero."""
+    """`warmup` is a number of optimizer steps or, below 1, a fraction of `total_steps`. No step is at zero."""
     steps = round(warmup * total_steps) if warmup < 1 else int(warmup)
     if steps > total_steps:
         raise TuneError(f"schedule.warmup: {steps} steps of warm-up do not fit into {total_steps} optimizer steps")

@@ -43,5 +43,5 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     )
 
 
-# Old checkpoints carry the rotary frequencies; some carry a copy of the embedding as the head of a model that ties them.
+# Old checkpoints carry the rotary frequencies, and some of tied models a copy of the embedding as the head.
 FAMILY = Family(read_config, NAMES, not_weights=("rotary_emb.inv_freq", "lm_head.weight"))
