@@ -1,6 +1,6 @@
 """Full fine-tuning side by side: tune, TRL, torchtune, and a bare loop over transformers' model.
 
-    python benchmarks/finetune.py --model FOLDER [--data chats.jsonl --rows-per-step 4 --micro-batch 4 --max-seq-len 512]
+    python benchmarks/finetune.py --model FOLDER [--data chats.jsonl --rows-per-step 4 --micro-batch 4 --threads 2]
 
 The same weights, rows, order, supervised tokens, precision (fp32) and optimizer for all (finetune_variants.py), on CPU.
 Each run is a process of its own, rounds alternate, and medians are reported. Wants a quiet machine.

@@ -15,7 +15,9 @@ from tune.config.load import load, parse
 from tune.config.paths import find_config
 from tune.errors import TuneError
 
+PATIENCE = 10.0  # seconds
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 Main = Callable[[DictConfig], None]
 
 # What needs less memory, in the order to try.
@@ -57,7 +59,7 @@ def check_early(module_name: str, default: str) -> None:
 
 @contextmanager
 def explained_errors(cfg: DictConfig | None = None) -> Iterator[None]:
-    """Print a user's mistake, or what to do about too little memory, and exit; `--debug` shows the traceback.
+    """Print a user's mistake, or what to do about a full disk or memory, and exit; `--debug` shows the traceback.
 
     Without `cfg` it is the settings that are read: every process finds the same, and only the first one tells.
     """
@@ -84,6 +86,8 @@ def explained_errors(cfg: DictConfig | None = None) -> Iterator[None]:
         )
         raise SystemExit(2) from None
     except (RuntimeError, MemoryError) as error:
+        if not debug and _is_of_a_lost_process(error):
+            _let_torchrun_end_this()
         if debug or not _is_out_of_memory(error):
             raise
         _tell(_out_of_memory(error, cfg or OmegaConf.create()))
@@ -110,9 +114,21 @@ def _is_first_process() -> bool:
 def _tell(message: str) -> None:
     """One message on stderr; of a process other than the first, one line that says whose it is."""
     if not _is_first_process():
+        _let_torchrun_end_this()
         message = f"[rank {os.environ['RANK']}] {message.splitlines()[0]}"
     red, plain = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() else ("", "")
     print(f"{red}error:{plain} {message}", file=sys.stderr, flush=True)
+
+
+def _let_torchrun_end_this() -> None:
+    """Where one process has told what is wrong, the others have nothing to add: torchrun ends them once it has left."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(PATIENCE)
+
+
+def _is_of_a_lost_process(error: Exception) -> bool:
+    return type(error).__name__ in ("DistBackendError", "DistNetworkError") or "gloo/transport" in str(error)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -18,7 +18,7 @@ COMPONENT = "_component_"
 def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Call `node._component_` with `args`, the other keys of `node` (as plain lists and dicts), and `kwargs`.
 
-    A key that is a Python keyword goes to the parameter with an underscore behind it: `async` to `async_`.
+    What is wrong is said with the place of `node` in the settings. A key that is a Python keyword goes to the parameter with an underscore behind it: `async` to `async_`.
     """
     values: dict[str, Any] = dict(node)
     if isinstance(node, DictConfig):
@@ -34,7 +34,13 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
         inspect.signature(component).bind(*args, **given, **kwargs)
     except TypeError as error:
         raise TuneError(f"{path} cannot be called so: {error}") from error
-    return component(*args, **given, **kwargs)
+    try:
+        return component(*args, **given, **kwargs)
+    except TuneError as error:
+        key = node._get_full_key(None) if isinstance(node, DictConfig) else ""
+        if not key or str(error).startswith(key):
+            raise
+        raise TuneError(f"{key}: {error}") from error
 
 
 def locate(path: str) -> Callable[..., Any]:

@@ -131,7 +131,7 @@ def require_finite(step: int, rows: list[int], **values: float) -> None:
 
 def _claim(path: Path, resume: str) -> str:
     """Make the folder; why it cannot be the run's, or nothing."""
-    if resume == "never" and (path / "config.yaml").exists():
+    if resume == "never" and ((path / "config.yaml").exists() or (path / "checkpoints").exists()):
         return f"output_dir: {path} holds a run already, and resume=never. Give another output_dir, or resume=auto"
     try:
         path.mkdir(parents=True, exist_ok=True)
