@@ -84,10 +84,13 @@ def compare(options: argparse.Namespace, layout: str, folder: Path) -> None:
             of_variant = replace(job, folder=str(folder / name))
             finished = run(name, of_variant, options.torchtune_path if name == "torchtune" else None)
             if finished.returncode:
-                reasons[name] = (finished.stderr.strip().splitlines() or [f"exit code {finished.returncode}"])[-1]
+                outcome = reasons[name] = (finished.stderr.strip().splitlines() or [f"exit {finished.returncode}"])[-1]
             else:
-                results[name].append(json.loads(Path(of_variant.folder, "result.json").read_text()))
-            print(f"{layout}, round {turn + 1}: {name} {reasons.get(name, 'done')}", file=sys.stderr)
+                result = json.loads(Path(of_variant.folder, "result.json").read_text())
+                results[name].append(result)
+                speed = sum(rows["tokens"][1:]) / (result["ends"][-1] - result["ends"][0])
+                outcome = f"{speed:.1f} tokens/s, {result['peak_gib']:.2f} GiB"
+            print(f"{layout}, round {turn + 1}: {name} {outcome}", file=sys.stderr)
     print(
         f"\n{layout}: {options.rows_per_step} rows of at most {options.max_seq_len} tokens a step, "
         f"{options.micro_batch} in a forward; {options.steps} steps with {sum(rows['tokens'])} tokens, "

@@ -29,10 +29,13 @@ def loss_and_gradients(model):
     return loss, {name: distributed.full_tensor(gradient) for name, gradient in gradients.items()}
 
 
+@pytest.mark.parametrize("cpu_offload", [True, False])  # with FSDP, and without it
 @pytest.mark.parametrize("folder", ["checkpoint", "tied_checkpoint"])
-def test_the_sharded_model_is_the_model(folder, request):
+def test_the_sharded_model_is_the_model(folder, cpu_offload, request):
     folder = request.getfixturevalue(folder)
-    assert_close(loss_and_gradients(parallel_model(folder)), loss_and_gradients(load_model(str(folder))))
+    model = parallel_model(folder, cpu_offload=cpu_offload)
+    assert isinstance(next(model.parameters()), DTensor) == cpu_offload
+    assert_close(loss_and_gradients(model), loss_and_gradients(load_model(str(folder))))
 
 
 def test_bf16_computes_in_bf16_and_keeps_fp32(checkpoint):
@@ -67,7 +70,7 @@ def test_any_module_with_blocks(checkpoint):
     expected = model(TOKENS).logits
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    distributed.parallelize(model, distributed.init("cpu"), dtype="fp32")
+    distributed.parallelize(model, distributed.init("cpu"), dtype="fp32", cpu_offload=True)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():

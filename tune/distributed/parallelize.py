@@ -31,9 +31,13 @@ def parallelize(
     Parameters and optimizer states are kept in `master_dtype`, the computation runs in `dtype`, gradients are reduced
     in fp32. They are summed over processes, not averaged: divide the loss by the count of the whole step.
     """
-    if world.device.type == "mps" and (dtype != master_dtype or cpu_offload):
+    # One process with one type and one place for its parameters has nothing to gather, cast or move. FSDP would compute
+    # the same, and copy every parameter and gradient once more for each micro-batch.
+    plain = world.size == 1 and dtype == master_dtype and not cpu_offload
+    if world.device.type == "mps" and not plain:
         raise TuneError(
-            "dtype: on mps there is no FSDP to keep two precisions or offload: set dtype=fp32 (or both to bf16)"
+            "dtype: FSDP, which keeps two precisions and offloads, does not run on mps: set dtype and master_dtype to one "
+            "type, and memory.cpu_offload=false"
         )
     if activation_offload and world.device.type == "cpu":
         raise TuneError(
@@ -45,7 +49,7 @@ def parallelize(
         save_less(block, activation_checkpointing, activation_offload)
         if compile:
             block.compile(fullgraph=True)
-    if world.device.type != "mps":  # it has no collectives; alone, there is nothing to shard
+    if not plain:
         _shard(model, blocks, world, DTYPES[dtype], cpu_offload)
     model.to_empty(device="cpu" if cpu_offload else world.device)
 
@@ -66,7 +70,7 @@ def _shard(model: nn.Module, blocks: list[nn.Module], world: World, dtype: torch
         fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True, offload_policy=offload)
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False, offload_policy=offload)
     for module in model.modules():
-        if isinstance(module, FSDPModule) and world.size > 1:
+        if isinstance(module, FSDPModule) and world.size > 1:  # alone it divides by one anyway, into a third copy
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it reduces
 
