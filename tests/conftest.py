@@ -38,3 +38,9 @@ def chats(tmp_path_factory) -> Path:
             user, assistant = {"role": "user", "content": text(1, 30)}, {"role": "assistant", "content": text(1, 20)}
             lines.write(json.dumps({"messages": [user, assistant]}) + "\n")
     return file
+
+
+@pytest.fixture(scope="session")
+def biased_checkpoint(tmp_path_factory) -> Path:
+    """A Llama with biases everywhere."""
+    return save_checkpoint(tmp_path_factory.mktemp("biased"), attention_bias=True, mlp_bias=True)

@@ -26,9 +26,9 @@ class Pretrained:
     """
 
     def __init__(self, path: str, model: nn.Module):
-        self.files = _tensor_files(Path(path))
+        self.files = tensor_files(Path(path))
         self.names: dict[str, str] = getattr(model, "disk_names", {name: name for name, _ in model.named_parameters()})
-        wanted = {self.names[name]: list(parameter.shape) for name, parameter in model.named_parameters()}
+        wanted = {disk_name: list(model.get_parameter(name).shape) for name, disk_name in self.names.items()}
         ignored = getattr(model, "not_weights", ())
         found = _shapes(self.files)
         problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
@@ -47,11 +47,11 @@ class Pretrained:
             )
 
     def fill(self, model: nn.Module) -> None:
-        """Copy each process's own slices into `model`, converting to its types."""
+        """Copy each process's own slices into `model`, converting to its types. What it got since is left alone."""
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                shard, where = local_shard(parameter)
-                file, disk_name = self.files[self.names[name]], self.names[name]
+            for name, disk_name in self.names.items():
+                shard, where = local_shard(model.get_parameter(name))
+                file = self.files[disk_name]
                 # Opened anew for each tensor: a file that stays open keeps all its pages that were read in memory.
                 with safe_open(file, framework="pt") as tensors:
                     shard.copy_(tensors.get_slice(disk_name)[where])
@@ -92,7 +92,7 @@ def load_model(path: str, device: str = "cpu", dtype: torch.dtype = torch.float3
     return model.eval()
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
+def tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> its file."""
     if (folder / INDEX).exists():
         try:

@@ -1,0 +1,148 @@
+"""Adapters are PEFT's: same values, same gradients, same files."""
+
+import json
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tune import distributed
+from tune.checkpointers import load_model
+from tune.errors import TuneError
+from tune.peft import LoRA, add_adapters, export_adapter, load_adapter, merge, read_adapter
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.arange(80).view(2, 40)
+KINDS = {
+    "all linear": LoRA(rank=4, alpha=8),
+    "names on disk": LoRA(rank=4, alpha=8, target_modules=["q_proj", "v_proj"]),
+    "our names": LoRA(rank=4, alpha=8, target_modules=["query", "down"]),
+    "regular expression": LoRA(rank=4, alpha=8, target_modules=r".*layers\.[02]\..*(gate|o)_proj"),
+    "rank-stabilised": LoRA(rank=4, alpha=8, rank_stabilized=True),
+    "patterns": LoRA(rank=4, alpha=8, rank_pattern={"q_proj": 2, "down": 8}, alpha_pattern={"layers.1.mlp.up_proj": 32}),
+    "dora": LoRA(rank=4, alpha=8, dora=True),
+}
+
+
+@pytest.fixture(params=KINDS)
+def lora(request):
+    return KINDS[request.param]
+
+
+def randomized(model):
+    """Adapters far from their start, where they do nothing."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def exported(model, lora, folder, base):
+    export_adapter(model, lora, folder, distributed.init("cpu"), base=str(base))
+    return folder
+
+
+def test_a_new_adapter_changes_nothing(checkpoint, lora):
+    model = load_model(str(checkpoint))
+    before = model(TOKENS)
+    add_adapters(model, lora)
+    assert_close(model(TOKENS), before, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("folder", ["checkpoint", "tied_checkpoint", "biased_checkpoint"])
+def test_peft_loads_it_and_computes_the_same(folder, lora, tmp_path, request):
+    folder = request.getfixturevalue(folder)
+    ours = load_model(str(folder))
+    base_logits = ours(TOKENS)
+    add_adapters(ours, lora)
+    logits = randomized(ours)(TOKENS)
+    exported(ours, lora, tmp_path / "adapter", folder)
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
+    assert_close(theirs(TOKENS).logits, logits, atol=1e-5, rtol=1e-5)
+    assert (logits - base_logits).abs().max() > 0.01
+
+    logits.square().mean().backward()
+    theirs(TOKENS).logits.square().mean().backward()
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    ours_gradients = [p.grad.norm() for p in ours.parameters() if p.requires_grad]
+    assert len(gradients) == len(ours_gradients)
+    assert_close(
+        torch.stack(sorted(ours_gradients)), torch.stack(sorted(g.norm() for g in gradients.values())), atol=1e-7, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_peft_writes_it_and_ours_computes_the_same(checkpoint, tmp_path, use_dora):
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=["k_proj", "up_proj"], rank_pattern={"up_proj": 2}, use_dora=use_dora
+    )
+    theirs = randomized(peft.get_peft_model(base, config))
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(str(checkpoint))
+    lora = read_adapter(str(tmp_path))
+    add_adapters(ours, lora)
+    load_adapter(ours, str(tmp_path))
+    assert_close(ours(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_merged_is_unmerged(checkpoint, lora, tmp_path):
+    model = load_model(str(checkpoint))
+    add_adapters(model, lora)
+    logits = randomized(model)(TOKENS)
+    exported(model, lora, tmp_path / "adapter", checkpoint)
+    merge(str(checkpoint), str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert_close(merged(TOKENS).logits, logits, atol=1e-5, rtol=1e-5)
+    assert (tmp_path / "merged" / "tokenizer.json").exists()
+
+
+def test_any_module(checkpoint):
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    before = base(TOKENS).logits
+    adapted = add_adapters(base, LoRA(rank=2, target_modules=["q_proj"]))
+    assert list(adapted.layers) == [f"model.layers.{i}.self_attn.q_proj" for i in range(3)]
+    assert_close(base(TOKENS).logits, before)
+    assert {name.rpartition(".")[2] for name, p in base.named_parameters() if p.requires_grad} == {"lora_a", "lora_b"}
+
+
+def test_counts(checkpoint):
+    adapted = add_adapters(load_model(str(checkpoint)), LoRA(rank=4, target_modules=["q_proj"]))
+    assert adapted.trainable == 3 * 4 * (64 + 64)
+    assert "blocks.*.attention.query  x 3    rank 4" in adapted.table()
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (LoRA(target_modules=["q_prj"]), "'q_prj' matches no layer. Did you mean 'q_proj'?"),
+        (LoRA(target_modules=r".*\.nothing"), "matches no layer"),
+        (LoRA(target_modules=["input_layernorm"]), "which is not a linear layer"),
+        (LoRA(target_modules=["lm_head"]), "head is the output head"),
+        (LoRA(rank=65), "65 is more than"),
+    ],
+)
+def test_refused(checkpoint, lora, message):
+    with pytest.raises(TuneError, match=".*".join(map(str, [message.replace("?", r"\?").replace(".", r"\.")]))):
+        add_adapters(load_model(str(checkpoint)), lora)
+
+
+def test_an_adapter_for_another_model_is_refused(checkpoint, tied_checkpoint, tmp_path):
+    model, lora = load_model(str(checkpoint)), LoRA(rank=4)
+    add_adapters(model, lora)
+    exported(model, lora, tmp_path / "adapter", checkpoint)
+    other = load_model(str(tied_checkpoint))
+    add_adapters(other, LoRA(rank=2))
+    with pytest.raises(TuneError, match="is for another model:\n.*has shape"):
+        load_adapter(other, str(tmp_path / "adapter"))
+    fields = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(fields | {"bias": "all"}))
+    with pytest.raises(TuneError, match="bias='all' is not supported"):
+        read_adapter(str(tmp_path / "adapter"))
+
+

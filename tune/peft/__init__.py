@@ -1,0 +1,21 @@
+"""Adapters: small trainable additions to the linear layers of any frozen `nn.Module`."""
+
+from tune.peft.adapters import Adapted, adapted_modules, add_adapters, initialize
+from tune.peft.dropout import set_dropout_keys
+from tune.peft.files import export_adapter, load_adapter, read_adapter
+from tune.peft.lora import LoRA, LoRALinear
+from tune.peft.merge import merge
+
+__all__ = [
+    "Adapted",
+    "LoRA",
+    "LoRALinear",
+    "adapted_modules",
+    "add_adapters",
+    "export_adapter",
+    "initialize",
+    "load_adapter",
+    "merge",
+    "read_adapter",
+    "set_dropout_keys",
+]

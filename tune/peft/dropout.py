@@ -1,0 +1,41 @@
+"""Dropout whose mask is a function of (seed, step, sample, position), so that no layout of the training changes it."""
+
+import zlib
+
+import torch
+from torch import Tensor, nn
+
+# Multipliers of 32-bit mixing functions with low bias (C. Wellons, hash-prospector); as signed numbers.
+FIRST, SECOND, THIRD = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
+
+
+def dropout(input: Tensor, probability: float, keys: Tensor, name: str) -> Tensor:
+    """Zeros elements of `input` `[..., dim]` with `probability` and scales up the rest. `keys` `[...]` are random bits
+    for each token; `name` tells apart the places where a token is dropped."""
+    features = torch.arange(input.shape[-1], dtype=torch.int32, device=input.device) * THIRD
+    bits = mix(keys[..., None] ^ mix(features + _signed(zlib.crc32(name.encode()))))
+    keep = bits >= _signed(round(probability * 2**32) - 2**31 + 2**32 & 0xFFFFFFFF)
+    return input * keep / (1 - probability)
+
+
+def set_dropout_keys(model: nn.Module, seed: int, step: int, samples: Tensor, positions: Tensor) -> None:
+    """Give the adapters of `model` the random bits for the next forward, from the indices of the `samples` that the
+    tokens belong to and their `positions` in them, both `[rows, seq]`."""
+    start = _signed(zlib.crc32(f"{seed} {step}".encode()))
+    keys = mix(mix(samples.int() + start) ^ (positions.int() * THIRD))
+    for module in model.modules():
+        if hasattr(module, "dropout_keys"):
+            module.dropout_keys = keys
+
+
+def mix(bits: Tensor) -> Tensor:
+    """int32 to int32, each output bit depending on all input bits."""
+    bits = bits ^ (bits >> 16 & 0xFFFF)
+    bits = bits * FIRST
+    bits = bits ^ (bits >> 15 & 0x1FFFF)
+    bits = bits * SECOND
+    return bits ^ (bits >> 16 & 0xFFFF)
+
+
+def _signed(bits: int) -> int:
+    return bits - 2**32 if bits >= 2**31 else bits
