@@ -54,7 +54,7 @@ def main(cfg):
     weights.fill(model)
 
     loss_fn = instantiate(cfg.loss)
-    optimizer = instantiate(cfg.optimizer, model.parameters())
+    optimizer = instantiate(cfg.optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad])
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
     checkpointer = instantiate(
         cfg.checkpointer,

@@ -70,7 +70,11 @@ def save_checkpoint(folder: Path, config_class: str = "LlamaConfig", **changes) 
     }
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**shape | changes)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # these start at zero, which hides mistakes
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
     return folder
 
 

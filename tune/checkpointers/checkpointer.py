@@ -14,11 +14,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from tune.distributed import World
 from tune.errors import TuneError
 from tune.types import PositiveInt
+
+# Frozen parameters are as the checkpoint has them that the model was built from.
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 class Stateful(Protocol):
@@ -87,7 +90,13 @@ class Checkpointer:
                 "or, if the files are damaged, remove that folder and continue from the checkpoint before it"
             ) from error
         _require_same_parameters(path, state["model"])
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=TRAINED,
+        )
         return small["step"]
 
     def newest(self) -> Path | None:
@@ -145,7 +154,7 @@ class Checkpointer:
                 shutil.rmtree(old.rename(self.folder / f".{old.name}.removed"))
 
     def _tensors(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
         return {"model": model, "optimizer": optimizer}
 
 

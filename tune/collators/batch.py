@@ -12,6 +12,7 @@ class Sample:
 
     tokens: np.ndarray
     labels: np.ndarray
+    index: int = 0  # which sample of its dataset it is
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,11 +23,13 @@ class Batch:
     labels: torch.Tensor
     positions: torch.Tensor  # from 0 in each document
     documents: torch.Tensor  # which document of its row a token belongs to, from 0; attention stays inside
+    samples: torch.Tensor  # which sample of the dataset that document is
     num_tokens: int  # without padding
     num_supervised: int
 
     def to(self, device: torch.device | str) -> "Batch":
-        tensors = {name: getattr(self, name).to(device) for name in ("tokens", "labels", "positions", "documents")}
+        names = ("tokens", "labels", "positions", "documents", "samples")
+        tensors = {name: getattr(self, name).to(device) for name in names}
         return replace(self, **tensors)
 
 
@@ -39,7 +42,7 @@ def collate(rows: list[list[Sample]], pad_to: int | None = None) -> Batch:
     if pad_to is None:
         rows = [[document for row in rows for document in row]]
         pad_to = max(1, sum(len(document.tokens) for document in rows[0]))
-    tokens, labels, positions, documents = np.zeros((4, len(rows), pad_to), dtype=np.int64)
+    tokens, labels, positions, documents, samples = np.zeros((5, len(rows), pad_to), dtype=np.int64)
     labels.fill(IGNORE)
     num_tokens = 0
     for index, row in enumerate(rows):
@@ -50,6 +53,7 @@ def collate(rows: list[list[Sample]], pad_to: int | None = None) -> Batch:
             labels[index, start:end] = document.labels
             positions[index, start:end] = np.arange(end - start)
             documents[index, start:end] = number
+            samples[index, start:end] = document.index
         positions[index, end:] = np.arange(pad_to - end)
         documents[index, end:] = len(row)
         num_tokens += end
@@ -58,6 +62,7 @@ def collate(rows: list[list[Sample]], pad_to: int | None = None) -> Batch:
         torch.from_numpy(labels),
         torch.from_numpy(positions),
         torch.from_numpy(documents),
+        torch.from_numpy(samples),
         num_tokens=num_tokens,
         num_supervised=int((labels != IGNORE).sum()),
     )

@@ -72,7 +72,7 @@ class Dataset:
 
     def _sample(self, index: int) -> Sample:
         span = slice(self._starts[index], self._starts[index + 1])
-        return Sample(self._tokens[span], self._labels[span])
+        return Sample(self._tokens[span], self._labels[span], index)
 
 
 def _flattened(

@@ -28,8 +28,8 @@ def parallelize(
 ) -> None:
     """Shard `model`, any module with repeated blocks, in place, and give it memory. Its weights are undefined after.
 
-    Parameters and optimizer states are kept in `master_dtype`, the computation runs in `dtype`, gradients are reduced
-    in fp32. They are summed over processes, not averaged: divide the loss by the count of the whole step.
+    Trained parameters and optimizer states are kept in `master_dtype`, frozen parameters in `dtype`, in which all is
+    computed; gradients are reduced in fp32. They are summed over processes, not averaged: divide the loss by the count of the whole step.
     """
     # One process with one type and one place for its parameters has nothing to gather, cast or move. FSDP would compute
     # the same, and copy every parameter and gradient once more for each micro-batch.
@@ -44,6 +44,9 @@ def parallelize(
             "memory.activation_offload: activations are in host memory already when device=cpu; set it to false"
         )
     model.to(DTYPES[master_dtype])
+    for parameter in model.parameters():
+        if not parameter.requires_grad:  # nothing is added up in it, so the type it is used in is enough
+            parameter.data = parameter.data.to(DTYPES[dtype])
     blocks = repeated_blocks(model)
     for block in blocks:
         save_less(block, activation_checkpointing, activation_offload)

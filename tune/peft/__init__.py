@@ -2,7 +2,7 @@
 
 from tune.peft.adapters import Adapted, adapted_modules, add_adapters, initialize
 from tune.peft.dropout import set_dropout_keys
-from tune.peft.files import export_adapter, load_adapter, read_adapter
+from tune.peft.files import adapter, export_adapter, load_adapter, read_adapter
 from tune.peft.lora import LoRA, LoRALinear
 from tune.peft.merge import merge
 
@@ -11,6 +11,7 @@ __all__ = [
     "LoRA",
     "LoRALinear",
     "adapted_modules",
+    "adapter",
     "add_adapters",
     "export_adapter",
     "initialize",

@@ -21,11 +21,12 @@ def dropout(input: Tensor, probability: float, keys: Tensor, name: str) -> Tenso
 def set_dropout_keys(model: nn.Module, seed: int, step: int, samples: Tensor, positions: Tensor) -> None:
     """Give the adapters of `model` the random bits for the next forward, from the indices of the `samples` that the
     tokens belong to and their `positions` in them, both `[rows, seq]`."""
-    start = _signed(zlib.crc32(f"{seed} {step}".encode()))
-    keys = mix(mix(samples.int() + start) ^ (positions.int() * THIRD))
-    for module in model.modules():
-        if hasattr(module, "dropout_keys"):
-            module.dropout_keys = keys
+    layers = [module for module in model.modules() if getattr(module, "dropout", 0) and hasattr(module, "dropout_keys")]
+    if layers:
+        start = _signed(zlib.crc32(f"{seed} {step}".encode()))
+        keys = mix(mix(samples.int() + start) ^ (positions.int() * THIRD))
+        for layer in layers:
+            layer.dropout_keys = keys
 
 
 def mix(bits: Tensor) -> Tensor:

@@ -14,9 +14,28 @@ from tune.distributed import World, full_tensor, local_shard
 from tune.errors import TuneError
 from tune.peft.adapters import adapted_modules, disk_module_name
 from tune.peft.lora import LoRA
+from tune.types import Fraction, PositiveFloat, PositiveInt
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KINDS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+
+
+def adapter(
+    path: str | None = None,
+    rank: PositiveInt = 16,
+    alpha: PositiveFloat = 32.0,
+    dropout: Fraction = 0.0,
+    target_modules: list[str] | str = "all-linear",
+    rank_pattern: dict[str, int] | None = None,
+    alpha_pattern: dict[str, float] | None = None,
+    rank_stabilized: bool = False,
+    dora: bool = False,
+) -> LoRA:
+    """The adapter in the folder `path`, or without one a new adapter as the other arguments say."""
+    if path is not None:
+        return read_adapter(path)
+    ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
+    return LoRA(rank, alpha, dropout, target_modules, ranks, alphas, rank_stabilized, dora)
 
 
 def read_adapter(path: str) -> LoRA:

@@ -15,7 +15,7 @@ from tune.peft.files import CONFIG, KINDS, WEIGHTS, read_adapter
 from tune.peft.lora import LoRA
 
 
-def merge(base: str, adapter: str, out: str) -> None:
+def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
     """Write to `out` the model that `base` with `adapter` is: same files, names and types, adapted weights changed.
 
     Never holds more than one file of the base in memory. Products are computed in fp32.
@@ -26,7 +26,7 @@ def merge(base: str, adapter: str, out: str) -> None:
     source, target = Path(base), Path(out)
     if target.exists() and any(target.iterdir()):
         raise TuneError(f"{target} is not empty; give a folder that does not exist yet")
-    lora, layers = read_adapter(adapter), _layers(Path(adapter))
+    lora, layers = read_adapter(str(adapter)), _layers(Path(adapter))
     files = tensor_files(source)
     unknown = [name for name in layers if f"{name}.weight" not in files]
     if unknown:

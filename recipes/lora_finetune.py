@@ -1,0 +1,138 @@
+"""Supervised fine-tuning of LoRA adapters, on one device or many.
+
+    python recipes/lora_finetune.py model.path=./SmolLM2-135M dataset.path=./chats.jsonl adapter.rank=32
+    torchrun --nproc-per-node 8 recipes/lora_finetune.py --config my.yaml global_batch_size=128
+    tune run --nproc-per-node 8 lora_finetune --config my.yaml global_batch_size=128
+
+Every setting is in configs/lora_finetune.yaml. Copy this file (`tune cp lora_finetune my.py`) and change it.
+"""
+
+from tune import config
+
+config.check_early(__name__, "lora_finetune")  # explain wrong settings before the imports that take seconds
+
+import sys  # noqa: E402
+
+import torch  # noqa: E402
+
+from tune import checkpointers, datasets, distributed, loggers, peft  # noqa: E402
+from tune.config import instantiate  # noqa: E402
+
+
+@config.entrypoint("lora_finetune")
+def main(cfg):
+    world = distributed.init(cfg.device, cfg.parallel.dp_replicate, cfg.parallel.dp_shard)
+    run = loggers.Run(cfg, world, "lora_finetune")
+
+    with torch.device("meta"):
+        model = instantiate(cfg.model)  # its shape only: no memory yet
+    weights = checkpointers.Pretrained(cfg.model.path, model)
+    lora = instantiate(cfg.adapter)
+    adapted = peft.add_adapters(model, lora)
+
+    tokenizer = instantiate(cfg.tokenizer)
+    rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed}
+    dataset = instantiate(cfg.dataset, tokenizer, **rows)
+    validation = instantiate(cfg.validation_dataset, tokenizer, **rows) if cfg.validation_dataset.path else None
+    pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
+    data = datasets.DataLoader(
+        dataset,
+        world,
+        cfg.global_batch_size,
+        cfg.micro_batch_size,
+        epochs=cfg.epochs,
+        max_steps=cfg.max_steps,
+        seed=cfg.seed,
+        pad_to=pad_to,
+    )
+    run.describe(model, data)
+    run.info(adapted.table())
+
+    distributed.parallelize(
+        model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
+        activation_checkpointing=cfg.memory.activation_checkpointing,
+        activation_offload=cfg.memory.activation_offload,
+        cpu_offload=cfg.memory.cpu_offload,
+    )  # fmt: skip
+    weights.fill(model)
+    peft.load_adapter(model, cfg.adapter.path) if cfg.adapter.path else peft.initialize(model, cfg.seed)
+
+    loss_fn = instantiate(cfg.loss)
+    optimizer = instantiate(cfg.optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad])
+    schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
+    checkpointer = instantiate(
+        cfg.checkpointer,
+        run.path / "checkpoints",
+        world,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        data=data,
+    )
+    start = checkpointer.resume(cfg.resume)
+    interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end
+
+    with loggers.profile(run.path / "profile", world, **cfg.profiler) as profile:
+        for step, batch in run.track(data, start, total=len(data)):
+            profile(step)
+            total_loss = torch.zeros((), device=world.device)
+            for index, micro_batch in enumerate(batch.micro_batches, 1):
+                is_last = index == len(batch.micro_batches)
+                peft.set_dropout_keys(model, cfg.seed, step, micro_batch.samples, micro_batch.positions)
+                distributed.reduce_gradients(model, now=is_last or cfg.parallel.reduce_every_micro_batch)
+                loss = forward(model, micro_batch.to(world.device), loss_fn) / max(1, batch.num_supervised)
+                loss.backward()
+                total_loss += loss.detach()
+
+            grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
+            loss, interrupted = world.sum(total_loss, interrupt.requested)
+            loggers.require_finite(step, batch.rows, loss=loss, grad_norm=grad_norm)
+            lr = schedule.get_last_lr()[0]
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+            is_end = step == len(data) or interrupted
+            validation_loss = None
+            if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
+                with run.pause():
+                    batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
+                    validation_loss = evaluate(model, batches, loss_fn, world)
+            run.log(
+                step, loss=loss, validation_loss=validation_loss, grad_norm=grad_norm, lr=lr,
+                tokens=batch.num_tokens, supervised_tokens=batch.num_supervised,
+            )  # fmt: skip
+            checkpointer.step(step, now=is_end)
+            if interrupted:
+                checkpointer.wait()
+                run.info(f"interrupted: step {step} is saved, the same command continues after it")
+                sys.exit(130)
+
+    checkpointer.wait()
+    card = checkpointers.model_card("lora_finetune", cfg.model.path, cfg.dataset.path)
+    peft.export_adapter(model, lora, run.path / "adapter", world, base=cfg.model.path, card=card)
+    run.info(f"done: the adapter is in {run.path / 'adapter'}")
+    if cfg.export.merge and world.is_main:
+        peft.merge(cfg.model.path, run.path / "adapter", run.path / "model")
+        run.info(f"the base with the adapter merged in is in {run.path / 'model'}")
+    run.close()
+
+
+def forward(model, batch, loss_fn):
+    """Sum of the loss over the supervised tokens of `batch`."""
+    return model(batch.tokens, batch.positions, batch.documents, labels=batch.labels, loss_fn=loss_fn)
+
+
+@torch.no_grad()
+def evaluate(model, batches, loss_fn, world):
+    """Mean loss over all supervised tokens of the `batches` of all processes."""
+    loss_sum, count = 0.0, 0
+    for batch in batches:
+        loss_sum += forward(model, batch.to(world.device), loss_fn)
+        count += batch.num_supervised
+    loss_sum, count = world.sum(loss_sum, count)
+    return loss_sum / count
+
+
+if __name__ == "__main__":
+    main()
