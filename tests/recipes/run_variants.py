@@ -1,16 +1,20 @@
-"""Runs full_finetune several times in one process group: `run_variants.py OUTPUT COMMON_JSON VARIANTS_JSON`."""
+"""Runs a recipe several times in one process group: `run_variants.py RECIPE OUTPUT COMMON_JSON VARIANTS_JSON`."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
 
 from tune import config
 
-sys.path.insert(0, str(config.find_recipe("full_finetune").parent))
-import full_finetune
+
+def run_variants(recipe: str, output: Path, common: list[str], variants: dict[str, list[str]]) -> None:
+    """Each variant's overrides come on top of the common ones; its run folder is `output`/name."""
+    sys.path.insert(0, str(config.find_recipe(recipe).parent))
+    main = importlib.import_module(recipe).main
+    for name, overrides in variants.items():
+        main(config.load(recipe, [*common, *overrides, f"output_dir={output / name}"]))
+
 
 if __name__ == "__main__":
-    output, common, variants = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
-    for name, overrides in variants.items():
-        cfg = config.load("full_finetune", [*common, *overrides, f"output_dir={output / name}"])
-        full_finetune.main(cfg)
+    run_variants(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), json.loads(sys.argv[4]))

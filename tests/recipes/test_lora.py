@@ -1,0 +1,122 @@
+"""lora_finetune trains what PEFT trains, on any layout, and leaves the base alone."""
+
+import json
+from pathlib import Path
+
+import lora_finetune
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import run_processes
+
+from tune import config
+from tune.datasets import DataLoader, load
+from tune.tokenizers import Tokenizer
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
+KINDS = {
+    "lora": {"target_modules": "all-linear"},
+    "rslora": {"target_modules": ["q_proj", "down_proj"], "use_rslora": True},
+    "dora": {"target_modules": r".*(k|up)_proj", "use_dora": True},
+}
+VARIANTS = {
+    "lora": [],
+    "micro-batches of 4": ["micro_batch_size=4"],
+    "packed": ["packed=true"],
+    "dropout": ["adapter.dropout=0.3"],
+    "dropout, micro-batches of 1, recomputed": [
+        "adapter.dropout=0.3", "micro_batch_size=1", "memory.activation_checkpointing=full"
+    ],
+    "dora with dropout": ["adapter.dropout=0.2", "adapter.dora=true"],
+}  # fmt: skip
+
+
+class Alone:
+    data_rank, data_size = 0, 1
+
+
+def losses(run):
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def train(folder, *overrides):
+    lora_finetune.main(config.load("lora_finetune", [*overrides, f"output_dir={folder}"]))
+    return losses(folder)
+
+
+@pytest.fixture
+def common(checkpoint, chats):
+    return [
+        f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=128", "global_batch_size=8", "dtype=fp32",
+        "device=cpu", "optimizer.lr=5e-3", "max_steps=12", "epochs=12", "adapter.rank=8", "checkpointer.every=null",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_curve_is_that_of_peft(kind, checkpoint, chats, common, tmp_path):
+    """20 steps from one adapter, against a loop written with peft and transformers."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    settings = peft.LoraConfig(r=8, lora_alpha=16, init_lora_weights=False, task_type="CAUSAL_LM", **KINDS[kind])
+    model = peft.get_peft_model(base, settings)
+    model.save_pretrained(tmp_path / "start")
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=5e-3, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    dataset = load(Tokenizer(str(checkpoint)), str(chats), max_seq_len=128)
+    expected = []
+    for _, batch in DataLoader(dataset, Alone(), 8, 1, epochs=12, max_steps=20, seed=0):
+        total = 0.0
+        for row in batch.micro_batches:
+            loss = F.cross_entropy(model(row.tokens).logits[0], row.labels[0], reduction="sum") / batch.num_supervised
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(total)
+
+    schedule = ["schedule._component_=tune.optimizers.constant", "schedule.warmup=0"]
+    start = [f"adapter.path={tmp_path / 'start'}", "max_steps=20"]
+    assert train(tmp_path / "run", *common, *schedule, *start) == pytest.approx(expected, rel=1e-4)
+    assert expected[-1] < expected[0] - 0.5
+
+
+@pytest.mark.slow
+def test_layouts(common, tmp_path):
+    alone = {name: train(tmp_path / name, *common, *overrides) for name, overrides in VARIANTS.items()}
+    assert alone["micro-batches of 4"] == pytest.approx(alone["lora"], rel=1e-5)
+    assert alone["dropout"] == pytest.approx(alone["dropout, micro-batches of 1, recomputed"], rel=1e-5)
+    assert alone["dropout"] != pytest.approx(alone["lora"], rel=1e-3)
+    for count in (2, 4):
+        folder = tmp_path / str(count)
+        variants = VARIANTS if count == 2 else {name: VARIANTS[name] for name in ("lora", "dropout")}
+        run_processes(RUN_VARIANTS, count, "lora_finetune", str(folder), json.dumps(common), json.dumps(variants))
+        for name in variants:
+            assert losses(folder / name) == pytest.approx(alone[name], rel=1e-5), (count, name)
+
+
+def test_base_and_checkpoint(checkpoint, common, tmp_path):
+    """The base is bitwise what it was, a checkpoint holds adapters and their optimizer states and nothing else."""
+    run = tmp_path / "run"
+    train(run, *common, "export.merge=true")
+    adapter = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(checkpoint), run / "adapter")
+    trained = [p for name, p in adapter.named_parameters() if "lora" in name]
+    stored = sum(file.stat().st_size for file in (run / "checkpoints" / "step-00000012").iterdir())
+    # Each weight with its two moments; and for each tensor up to 3 kB of headers, much for tensors as small as these.
+    assert stored <= 3 * (4 * sum(p.numel() for p in trained) + 3000 * len(trained))
+    tokens = torch.arange(50)[None]
+    merged = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
+    torch.testing.assert_close(merged(tokens).logits, adapter(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_resume_is_exact(common, tmp_path):
+    whole = train(tmp_path / "whole", *common, "adapter.dropout=0.2")
+    first = [*common, "adapter.dropout=0.2", "checkpointer.every=5", "checkpointer.keep=null"]
+    train(tmp_path / "run", *first)
+    resumed = train(
+        tmp_path / "resumed", *first, f"resume={tmp_path / 'run' / 'checkpoints' / 'step-00000005'}"
+    )
+    assert resumed == whole[5:]
