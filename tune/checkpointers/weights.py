@@ -1,6 +1,7 @@
 """The weights a training starts from, put into a model whose shards lie anywhere."""
 
 import json
+import operator
 import zlib
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import nn
 from tune.distributed import local_shard
 from tune.errors import TuneError
 from tune.models import Decoder, build
+from tune.quantization import NF4Weight
 
 INDEX = "model.safetensors.index.json"
 
@@ -50,11 +52,14 @@ class Pretrained:
         """Copy each process's own slices into `model`, converting to its types. What it got since is left alone."""
         with torch.no_grad():
             for name, disk_name in self.names.items():
-                shard, where = local_shard(model.get_parameter(name))
-                file = self.files[disk_name]
+                target = operator.attrgetter(name)(model)
                 # Opened anew for each tensor: a file that stays open keeps all its pages that were read in memory.
-                with safe_open(file, framework="pt") as tensors:
-                    shard.copy_(tensors.get_slice(disk_name)[where])
+                with safe_open(self.files[disk_name], framework="pt") as tensors:
+                    if isinstance(target, NF4Weight):
+                        target.fill(tensors.get_slice(disk_name)[target.held_rows()])
+                    else:
+                        shard, where = local_shard(target)
+                        shard.copy_(tensors.get_slice(disk_name)[where])
 
 
 class Random:

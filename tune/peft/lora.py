@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tune.peft.dropout import dropout
+from tune.quantization import NF4Weight
 from tune.types import Fraction, PositiveFloat, PositiveInt
 
 T = TypeVar("T")
@@ -63,7 +64,11 @@ class LoRALinear(nn.Linear):
     def adapt(cls, linear: nn.Linear, name: str, rank: int, alpha: float, lora: LoRA) -> None:
         linear.__class__ = cls
         assert isinstance(linear, LoRALinear)
-        like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
+        quantized = isinstance(linear.weight, NF4Weight)
+        like = {
+            "device": linear.weight.codes.device if quantized else linear.weight.device,
+            "dtype": torch.float32 if quantized else linear.weight.dtype,
+        }
         linear.lora_a = nn.Parameter(torch.empty(rank, linear.in_features, **like))
         linear.lora_b = nn.Parameter(torch.empty(linear.out_features, rank, **like))
         linear.magnitude = nn.Parameter(torch.empty(linear.out_features, **like)) if lora.dora else None
@@ -72,7 +77,7 @@ class LoRALinear(nn.Linear):
         linear.name, linear.dropout_keys = name, None
 
     def forward(self, input: Tensor) -> Tensor:
-        base = F.linear(input, self.weight, self.bias)
+        base = self._base(input)
         dropped = input
         if self.dropout and self.training:
             assert self.dropout_keys is not None, "set_dropout_keys must come before a forward in training"
@@ -82,20 +87,21 @@ class LoRALinear(nn.Linear):
             return base + low_rank
         # The norm counts as a constant in backward (section 4.3 of the paper).
         with torch.no_grad():
-            norm = (self.weight + self.scaling * self.lora_b @ self.lora_a).norm(dim=1)
+            norm = (self._base_weight() + self.scaling * self.lora_b @ self.lora_a).norm(dim=1)
         ratio = self.magnitude / norm
         if dropped is input:
             direction = base if self.bias is None else base - self.bias
         else:
-            direction = F.linear(dropped, self.weight)
+            direction = self._base(dropped) if self.bias is None else self._base(dropped) - self.bias
         return base + (ratio - 1) * direction + ratio * low_rank
 
-    def merged_weight(self) -> Tensor:
-        """The weight of the plain linear layer that computes the same."""
-        merged = self.weight + self.scaling * self.lora_b @ self.lora_a
-        if self.magnitude is not None:
-            merged = merged * (self.magnitude / merged.norm(dim=1))[:, None]
-        return merged
+    def _base(self, input: Tensor) -> Tensor:
+        if not isinstance(self.weight, NF4Weight):
+            return F.linear(input, self.weight, self.bias)
+        return self.weight.linear(input) if self.bias is None else self.weight.linear(input) + self.bias
+
+    def _base_weight(self) -> Tensor:
+        return self.weight.dequantize(self.lora_a.dtype) if isinstance(self.weight, NF4Weight) else self.weight
 
 
 def _by_pattern(patterns: Mapping[str, T], names: tuple[str, ...], default: T) -> T:

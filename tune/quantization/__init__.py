@@ -1,0 +1,5 @@
+"""Weights in few bits."""
+
+from tune.quantization.nf4 import NF4Weight, dequantize, quantize, quantize_linears
+
+__all__ = ["NF4Weight", "dequantize", "quantize", "quantize_linears"]

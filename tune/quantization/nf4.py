@@ -1,0 +1,128 @@
+"""NF4 (Dettmers et al., QLoRA, 2023): 4-bit codes of normal quantiles, a scale for every 64 weights.
+
+The codes are those of torchao and bitsandbytes. The layout is our own: blocks lie within a row of the weight, so that any
+slice of rows is quantised as the whole is, and FSDP shards codes and scales as the plain tensors they are. torchao's
+NF4Tensor wants multiples of 16,384 elements and takes the mean of its scales over what it is given, so that a sharded
+weight differs from the whole one.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tune.distributed import local_shard
+from tune.errors import TuneError
+
+BLOCK = 64
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+class NF4Weight(nn.Module):
+    """A frozen `[rows, columns]` weight: `codes` uint8 `[rows, columns / 2]`, `scales` `[rows, columns / 64]`.
+
+    `double` keeps the scales in 8 bits too, with their mean and range in each row (`ranges` `[rows, 2]`): 0.52 and not
+    0.56 bytes a weight. fp32 numbers are stored as the int32 of the same bits, which mixed precision leaves alone.
+    """
+
+    def __init__(self, rows: int, columns: int, double: bool, device: torch.device):
+        super().__init__()
+        if columns % BLOCK:
+            raise TuneError(f"quantization: a weight with {columns} columns cannot be cut into blocks of {BLOCK}")
+        self.codes = _frozen(torch.empty(rows, columns // 2, dtype=torch.uint8, device=device))
+        scale_type = torch.int8 if double else torch.int32
+        self.scales = _frozen(torch.empty(rows, columns // BLOCK, dtype=scale_type, device=device))
+        self.ranges = _frozen(torch.empty(rows, 2, dtype=torch.int32, device=device)) if double else None
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        return dequantize(self.codes, self.scales, self.ranges, dtype)
+
+    def linear(self, input: Tensor) -> Tensor:
+        """`input @ weight.T`; the full weight exists only within the call, in forward and again in backward."""
+        return _Linear.apply(input, self.codes, self.scales, self.ranges)
+
+    def held_rows(self) -> slice:
+        """Which rows of the weight this process holds."""
+        return local_shard(self.codes)[1][0]
+
+    def fill(self, weight: Tensor) -> None:
+        """Quantise the rows that this process holds."""
+        parts = quantize(weight, double=self.ranges is not None)
+        for parameter, part in zip((self.codes, self.scales, self.ranges), parts, strict=True):
+            if parameter is not None:
+                local_shard(parameter)[0].copy_(part)
+
+
+def quantize(weight: Tensor, double: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, scales and, with `double`, ranges of a `[rows, columns]` weight."""
+    blocks = weight.float().unflatten(1, (-1, BLOCK))
+    scales = blocks.abs().amax(dim=2)
+    levels = torch.tensor(LEVELS, device=weight.device)
+    boundaries = (levels[1:] + levels[:-1]) / 2
+    codes = torch.bucketize(blocks / scales.clamp(min=1e-30)[..., None], boundaries, out_int32=True)
+    codes = codes.flatten(1).to(torch.uint8)
+    packed = codes[:, 0::2] << 4 | codes[:, 1::2]
+    if not double:
+        return packed, scales.view(torch.int32), None
+    mean = scales.mean(dim=1, keepdim=True)
+    reach = (scales - mean).abs().amax(dim=1, keepdim=True)
+    small = ((scales - mean) / reach.clamp(min=1e-30) * 127).round().to(torch.int8)
+    return packed, small, torch.cat([mean, reach], dim=1).view(torch.int32)
+
+
+def dequantize(codes: Tensor, scales: Tensor, ranges: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The weight `[rows, columns]` that the codes stand for."""
+    if ranges is None:
+        scales = scales.view(torch.float32)
+    else:
+        mean, reach = ranges.view(torch.float32).split(1, dim=1)
+        scales = scales.float() / 127 * reach + mean
+    levels = torch.tensor(LEVELS, device=codes.device, dtype=torch.float32)
+    pairs = torch.stack([codes >> 4, codes & 15], dim=-1).flatten(1)
+    blocks = levels[pairs.int()].unflatten(1, (-1, BLOCK)) * scales[..., None]
+    return blocks.flatten(1).to(dtype)
+
+
+def quantize_linears(model: nn.Module, *, double: bool = False) -> int:
+    """Let the linear layers inside the blocks of `model`, on the meta device, hold their weights in NF4.
+
+    Their `weight` becomes an `NF4Weight`, to be filled from a checkpoint; embeddings, norms and head stay as they are.
+    Returns the number of weights.
+    """
+    count = 0
+    for name, linear in model.named_modules():
+        if isinstance(linear, nn.Linear) and "." in name:
+            rows, columns = linear.weight.shape
+            device = linear.weight.device
+            del linear.weight
+            linear.weight = NF4Weight(rows, columns, double, device)  # type: ignore[assignment]
+            linear.__class__ = NF4Linear
+            count += rows * columns
+    return count
+
+
+class NF4Linear(nn.Linear):
+    """A linear layer with a quantised weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = self.weight.linear(input)  # type: ignore[operator]
+        return output if self.bias is None else output + self.bias
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, codes: Tensor, scales: Tensor, ranges: Tensor | None) -> Tensor:
+        ctx.save_for_backward(codes, scales, ranges)
+        return input @ dequantize(codes, scales, ranges, input.dtype).T
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad_output @ dequantize(*ctx.saved_tensors, grad_output.dtype), None, None, None
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
