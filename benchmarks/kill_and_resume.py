@@ -1,10 +1,11 @@
 """Kills full fine-tuning at random instants, continues it with the same command, and compares the loss curves.
 
-    python benchmarks/kill_and_resume.py                            # 20 kills each: 1 process, 2 processes, and changing
+    python benchmarks/kill_and_resume.py                            # 20 kills each: 1 process, 2, and changing
     python benchmarks/kill_and_resume.py --kills 3 --processes 2 1  # each restart has the next number of processes
 
-All processes die by SIGKILL at one instant, drawn from the time that a run takes after its imports. A checkpoint is written
-after every step, so that many instants lie within a save. Exits with 1 if a curve differs or a checkpoint is incomplete.
+All processes die by SIGKILL at one instant, drawn from the time that a run takes after its imports. A checkpoint is
+written after every step, so that many instants lie within a save. Exits with 1 if a curve differs or a checkpoint is
+incomplete.
 """
 
 import argparse
@@ -43,7 +44,7 @@ PROCESSES = ([1], [2], [2, 1])
 
 @dataclass
 class Outcome:
-    """What a number of kills did: `difference` is the largest relative one of any loss, `exports` bitwise equal ones."""
+    """What a number of kills did: `difference` is the largest relative one of any loss, `exports` equal ones."""
 
     name: str
     kills: int = 0
@@ -67,7 +68,8 @@ def main() -> None:
     options = parser.parse_args()
 
     print(
-        f"{'processes':<12}{'saving':<8}{'kills':>6}{'in a save':>11}{'runs':>6}{'incomplete':>12}{'same export':>13}  loss"
+        f"{'processes':<12}{'saving':<8}{'kills':>6}{'in a save':>11}{'runs':>6}{'incomplete':>12}{'same export':>13}"
+        "  loss"
     )
     failed = False
     with tempfile.TemporaryDirectory() as folder:

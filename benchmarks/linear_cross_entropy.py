@@ -77,8 +77,8 @@ def main():
     for variant, rounds in results.items():
         seconds, extra, loss, norm = (statistics.median(column) for column in zip(*rounds, strict=True))
         print(
-            f"{variant:9} {seconds:7.2f} s ({seconds / base[0]:.2f}x)   extra peak {extra:6.2f} GiB ({extra / base[1]:.3f}x)   "
-            f"loss {loss:.6f}   gradient norm {norm:.8f}"
+            f"{variant:9} {seconds:7.2f} s ({seconds / base[0]:.2f}x)   "
+            f"extra peak {extra:6.2f} GiB ({extra / base[1]:.3f}x)   loss {loss:.6f}   gradient norm {norm:.8f}"
         )
 
 

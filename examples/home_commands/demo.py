@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="answer only this many of the held-out rows")
     parser.add_argument("--out", type=Path, default=Path(".demo/run"), help="the run folder, made anew")
     options = parser.parse_args()
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)  # replies are shown as they are
 
     conversations = [json.loads(line)["messages"] for line in (FOLDER / "validation.jsonl").open()][: options.rows]
     system = conversations[0][0]["content"]
@@ -51,16 +51,18 @@ def main() -> None:
     command = ["run", "full_finetune", "--config", f"{FOLDER}/demo.yaml"]
     command += [f"model.path={options.model}", f"output_dir={options.out}"]
     command += [f"max_steps={options.steps}"] if options.steps else []
-    console.print("$ tune", *command)
+    console.print("$ tune", *command, soft_wrap=True)
     start = time.monotonic()
     subprocess.run([sys.executable, "-m", "tune.cli", *command], check=True)
     seconds = time.monotonic() - start
 
     console.rule("After")
     after = answers(options.out / "model", system, requests)
-    table = Table("Request", "Before", "After", show_lines=True)
+    table = Table(show_lines=True)
+    for title in ("Request", "Before", "After"):
+        table.add_column(title, overflow="fold")
     for row in list(zip(requests, before, after, strict=True))[: len(REQUESTS)]:
-        table.add_row(*row)
+        table.add_row(*(" ".join(text.split()) for text in row))
     console.print(table)
     losses = [json.loads(line)["loss"] for line in (options.out / "metrics.jsonl").open()]
     console.print(f"Training: {len(losses)} steps in {seconds:.0f} s, loss {losses[0]:.2f} -> {losses[-1]:.2f}")

@@ -1,4 +1,4 @@
-"""Prints how much this process's peak memory grew by loading the folder `sys.argv[1]`, and what it then holds, in MB."""
+"""Prints how much the peak memory of this process grew by loading the folder `sys.argv[1]`, and what it holds: MB."""
 
 import resource
 import sys

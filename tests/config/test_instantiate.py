@@ -58,3 +58,9 @@ def test_errors_inside_a_component_are_its_own(folder: Path) -> None:
         instantiate({"_component_": "failing.fail"})
     with pytest.raises(ModuleNotFoundError):
         instantiate({"_component_": "failing.lack"})
+
+
+def test_what_a_component_finds_wrong_is_said_with_its_place() -> None:
+    cfg = OmegaConf.create({"part": {"_component_": "tune.config.find_config", "name": "zzz"}})
+    with pytest.raises(TuneError, match=r"^part: .*zzz"):
+        instantiate(cfg.part)

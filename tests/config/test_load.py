@@ -68,7 +68,7 @@ def test_an_argument_that_is_none(folder: Path, argument: str, message: str) -> 
         ("name: x\nname: y\n", "mine.yaml:2: this is not YAML: found duplicate key name"),
         ("- a\n- b\n", "mine.yaml: must have `key: value` lines at its top level, not a list."),
         ("12", "mine.yaml: cannot be read: Invalid loaded object type: int."),
-        ("just words", "just words: is not a setting. (mine.yaml)"),
+        ("just words", "just words: is not a setting. --help lists all of them. (mine.yaml)"),
         ("# nothing yet\n", "mine.yaml: is empty."),
         ("", "mine.yaml: is empty."),
         ("name: ${", "mine.yaml: cannot be read: "),

@@ -1,54 +1,19 @@
 """What users get wrong: one message with the place, the cause and the way out, exit code 2, and nothing overwritten.
 
-Each function below spoils the inputs of a run that would work, or returns settings that do; `wrong` lists what the message
-must say.
+Each function below spoils the inputs of a run that would work, or returns settings that do; `wrong` lists what the
+message must say.
 """
 
 import json
-import shutil
-import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
-import full_finetune
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
-
-@dataclass(frozen=True)
-class Inputs:
-    """Copies that a case may spoil; `run` is the folder of a run of them that has ended."""
-
-    model: Path
-    rows: Path
-    run: Path
-    folder: Path
-
-    def settings(self) -> list[str]:
-        return [
-            f"model.path={self.model}", f"dataset.path={self.rows}", f"output_dir={self.run}", "max_seq_len=128",
-            "device=cpu", "dtype=fp32", "global_batch_size=4", "max_steps=2", "checkpointer.every=1",
-        ]  # fmt: skip
-
-    def change_json(self, name: str, **changes) -> None:
-        file = self.model / name
-        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-    def change_tensors(self, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-        tensors = load_file(self.model / "model.safetensors")
-        change(tensors)
-        save_file(tensors, self.model / "model.safetensors")
-
-    def write_rows(self, *rows: object, name: str = "rows.jsonl") -> list[str]:
-        file = self.folder / name
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return [f"dataset.path={file}"]
-
-
-Case = Callable[[Inputs], list[str] | None]
+Case = Callable[..., list[str] | None]
 CASES: list = []
 
 
@@ -69,7 +34,7 @@ GOOD = chat(("user", "the cat"), ("assistant", "sat on the mat"))
 # The settings
 
 
-@wrong("learning_rate: is not a setting", "'optimizer.lr'")
+@wrong("learning_rate: is not a setting", "--help lists all")
 def unknown_key(inputs):
     return ["learning_rate=1e-5"]
 
@@ -262,23 +227,23 @@ def chat_template_that_is_not_jinja(inputs):
     (inputs.model / "chat_template.jinja").write_text("{% for message in messages %}")
 
 
-@wrong("token", "vocab_size", "300")
+@wrong("rows.jsonl: the tokenizer made token 300", "vocab_size is 300", "same checkpoint")
 def tokenizer_of_a_larger_model(inputs):
-    file = inputs.model / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
-    token = dict(tokenizer["added_tokens"][0], id=300, content="cat", special=False)
-    file.write_text(json.dumps(tokenizer | {"added_tokens": [*tokenizer["added_tokens"], token]}))
+    tokenizer = Tokenizer.from_file(str(inputs.model / "tokenizer.json"))
+    tokenizer.add_tokens(["catamaran"])
+    tokenizer.save(str(inputs.model / "tokenizer.json"))
+    return inputs.write_rows(chat(("user", "the catamaran"), ("assistant", "ran")))
 
 
 # The data
 
 
-@wrong("dataset.path=", "chat.jsonl does not exist", "did you mean", "chats.jsonl?")
+@wrong("dataset: ", "chat.jsonl does not exist", "did you mean", "chats.jsonl?")
 def dataset_path_wrong(inputs):
     return [f"dataset.path={inputs.rows.with_name('chat.jsonl')}"]
 
 
-@wrong("validation_dataset.path=", "held_out.jsonl does not exist")
+@wrong("validation_dataset: ", "held_out.jsonl does not exist")
 def validation_path_wrong(inputs):
     return [f"validation_dataset.path={inputs.folder / 'held_out.jsonl'}"]
 
@@ -318,8 +283,8 @@ def damaged_parquet(inputs):
 
 
 @wrong(
-    "rows.jsonl:2: messages[1].role is 'asistant'",
-    "did you mean 'assistant'",
+    'rows.jsonl:2: messages[1].role is "asistant"',
+    "did you mean assistant?",
     "system, developer, user, assistant, tool",
 )
 def bad_role(inputs):
@@ -336,7 +301,7 @@ def rows_longer_than_max_seq_len(inputs):
     return ["max_seq_len=8"]
 
 
-@wrong("none of the 2 rows can be learned from", "2 with no message of the assistant")
+@wrong("none of the 2 rows can be learned from", "no assistant message (2)")
 def nothing_supervised(inputs):
     return inputs.write_rows(chat(("user", "the cat")), chat(("user", "the dog")))
 
@@ -383,7 +348,7 @@ def resume_from_an_incomplete_checkpoint(inputs):
     return [f"resume={path}"]
 
 
-@wrong("resume", "step-00000002", "damaged")
+@wrong("resume", "step-00000002 cannot be read", "damaged, remove that folder")
 def resume_from_a_damaged_checkpoint(inputs):
     path = inputs.run / "checkpoints" / "step-00000002" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:100])
@@ -404,21 +369,36 @@ def resume_with_another_batch_size(inputs):
     return ["global_batch_size=8"]
 
 
-@wrong("resume", "step-00000002 does not fit this model and optimizer", "blocks.")
-def resume_with_another_model(inputs):
+@wrong("resume", "step-00000002 cannot be read into this model and optimizer", "blocks.3")
+def resume_with_more_layers(inputs):
     inputs.change_json("config.json", num_hidden_layers=4)
     return ["from_scratch=true"]
 
 
-@wrong("resume", "step-00000002 does not fit this model and optimizer", "blocks.0.mlp.down.weight")
+@wrong("resume", "step-00000002 is of another model, it has blocks.2.", "Restore the settings")
+def resume_with_fewer_layers(inputs):
+    inputs.change_json("config.json", num_hidden_layers=2)
+    return ["from_scratch=true"]
+
+
+@wrong(
+    "resume",
+    "step-00000002 cannot be read into this model",
+    "saved torch.Size([128, 64]) and current: torch.Size([160, 64])",
+)
 def resume_with_a_wider_model(inputs):
     inputs.change_json("config.json", intermediate_size=160)
     return ["from_scratch=true"]
 
 
-@wrong("resume", "step-00000002 does not fit this model and optimizer", "momentum_buffer")
+@wrong("resume", "step-00000002 cannot be read into this model and optimizer", "momentum_buffer")
 def resume_with_another_optimizer(inputs):
-    return ["optimizer._component_=torch.optim.SGD", "optimizer.momentum=0.9"]
+    return ["optimizer._component_=torch.optim.SGD", "optimizer.momentum=0.9", "optimizer.fused=false"]
+
+
+@wrong("resume", "continuing after step 1 would replace", "step-00000002", "another output_dir")
+def resume_from_an_earlier_step_in_place(inputs):
+    return [f"resume={inputs.run / 'checkpoints' / 'step-00000001'}"]
 
 
 # The training
@@ -435,53 +415,16 @@ def learning_rate_that_destroys_the_model(inputs):
     return ["optimizer.lr=1e30", "schedule.warmup=0", "max_steps=9", f"output_dir={inputs.folder / 'new'}"]
 
 
-@pytest.fixture(scope="module")
-def finished(checkpoint, chats, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished")
-    inputs = Inputs(checkpoint, chats, folder, folder)
-    code, _ = run(inputs.settings())
-    assert code == 0
-    return folder
-
-
-@pytest.fixture
-def inputs(checkpoint, chats, finished, tmp_path):
-    shutil.copytree(checkpoint, tmp_path / "model")
-    shutil.copyfile(chats, tmp_path / "chats.jsonl")
-    shutil.copytree(finished, tmp_path / "run")
-    return Inputs(tmp_path / "model", tmp_path / "chats.jsonl", tmp_path / "run", tmp_path)
-
-
-def run(settings: list[str]) -> tuple[int, str]:
-    """The recipe with a command line, in this process: its exit code."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["full_finetune.py", *settings])
-        try:
-            full_finetune.main()
-        except SystemExit as end:
-            return end.code, ""
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-    return 0, ""
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-
-
 @pytest.mark.parametrize(("spoil", "says"), CASES)
-def test_wrong_input(spoil, says, inputs, capfd):
-    settings = inputs.settings() + (spoil(inputs) or [])
+def test_wrong_input(spoil, says, inputs, run_recipe, contents, capfd):
+    settings = inputs.settings(*(spoil(inputs) or []))
     before = contents(inputs.folder)
-    code, _ = run(settings)
+    code = run_recipe(settings)
     message = capfd.readouterr().err
-    print(message)
-    assert code == 2
+    assert code == 2, message
     assert message.startswith("error: ")
     assert "Traceback" not in message
     for part in says:
         assert part in message
     after = contents(inputs.folder)
-    assert {file.relative_to(inputs.folder) for file in before if after.get(file) != before[file]} == set()
+    assert [file for file in before if after.get(file) != before[file]] == []

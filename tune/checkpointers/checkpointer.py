@@ -62,10 +62,10 @@ class Checkpointer:
         self.pending: Future[None] | None = None
 
     def resume(self, resume: str) -> int:
-        """Restore the newest complete checkpoint (`auto`), the one at a path, or none (`never`). Returns its step, or 0.
+        """Restore the newest complete checkpoint (`auto`), the one at a path, or none (`never`); returns its step.
 
         Raises:
-            TuneError: there is none at the path, it is of another training, or what follows it would replace later ones.
+            TuneError: there is none at the path, it is of another training, or later ones would be replaced.
         """
         path = self.newest() if resume == "auto" else None if resume == "never" else _checkpoint_at(Path(resume))
         if self.world.is_main and resume == "auto":
@@ -78,16 +78,16 @@ class Checkpointer:
             part.load_state_dict(small[name])
         if (newest := self.newest()) and newest.name > f"step-{small['step']:08d}":
             raise TuneError(
-                f"resume: continuing after step {small['step']} would replace {newest} of another attempt. Give another "
-                "output_dir, or resume=auto to continue that one"
+                f"resume: continuing after step {small['step']} would replace {newest} of another attempt. Give "
+                "another output_dir, or resume=auto to continue that one"
             )
         state = self._tensors()
         try:
             dcp.load(state, checkpoint_id=path)
         except CheckpointException as error:
             raise TuneError(
-                f"resume: {path} cannot be read into this model and optimizer: {_cause(error)}. Restore their settings; "
-                "or, if the files are damaged, remove that folder and continue from the checkpoint before it"
+                f"resume: {path} cannot be read into this model and optimizer: {_cause(error)}. Restore their "
+                "settings; or, if the files are damaged, remove that folder and continue from the checkpoint before it"
             ) from error
         _require_same_parameters(path, state["model"])
         set_state_dict(
@@ -168,9 +168,11 @@ def _require_same_parameters(path: Path, model: dict[str, Any]) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        return "; ".join(sorted({str(failure[0]) or repr(failure[0]) for failure in error.failures.values()}))
-    return str(error)
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    causes = {str(failure[0]) or repr(failure[0]) for failure in error.failures.values()}
+    # The second is how torch's writer says it when a file takes only a part of what it is given.
+    return "; ".join(sorted("No space left on device" if "unexpected pos" in cause else cause for cause in causes))
 
 
 def _checkpoint_at(path: Path) -> Path:

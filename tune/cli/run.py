@@ -55,15 +55,23 @@ def launch(options: list[str], recipe: Path, settings: list[str]) -> None:
         config.load(default, settings)
 
     from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     # Every process has already said what is wrong with it; the agent's account of it would only bury that.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         torchrun.run(torchrun.parse_args([*options, str(recipe), *settings]))
+    except SignalException:  # passed on to the processes, which have saved a checkpoint
+        sys.exit(130)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)  # killed by a signal: 128 + n
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            sys.exit(failure.exitcode)
+        raise TuneError(
+            f"process {rank} was ended by signal {-failure.exitcode}, not by itself; if nobody did that, the machine "
+            "ran out of memory. The same command with the same output_dir continues after the last checkpoint."
+        ) from error
 
 
 def default_config(recipe: Path) -> str | None:

@@ -3,7 +3,9 @@
 import errno
 import functools
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +22,12 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Main = Callable[[DictConfig], None]
 
-# What needs less memory, in the order to try.
-LOWER = {
-    "micro_batch_size": "lower micro_batch_size",
-    "max_seq_len": "lower max_seq_len",
-    "memory.activation_checkpointing": "set memory.activation_checkpointing=full",
-    "memory.loss_chunk_tokens": "lower memory.loss_chunk_tokens",
+# What needs less memory, in the order to try, and where no less is possible.
+LOWER: dict[str, tuple[str, Any]] = {
+    "micro_batch_size": ("lower micro_batch_size", 1),
+    "max_seq_len": ("lower max_seq_len", 1),
+    "memory.activation_checkpointing": ("set memory.activation_checkpointing=full", "full"),
+    "memory.loss_chunk_tokens": ("lower memory.loss_chunk_tokens", 1),
 }
 
 
@@ -41,6 +43,7 @@ def entrypoint(default: str) -> Callable[[Main], Callable[..., None]]:
             if cfg is not None:
                 return main(cfg)
             with explained_errors():
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # see check_early
                 cfg = _settings(main.__globals__, default)
             with explained_errors(cfg):
                 return main(cfg)
@@ -55,6 +58,7 @@ def check_early(module_name: str, default: str) -> None:
     if module_name == "__main__":
         with explained_errors():
             _settings(vars(sys.modules[module_name]), default)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main: Ctrl-C in the midst of an import shows no traceback
 
 
 @contextmanager
@@ -137,6 +141,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _out_of_memory(error: Exception, cfg: DictConfig) -> str:
-    advice = [f"{what} (now {now})" for key, what in LOWER.items() if (now := OmegaConf.select(cfg, key)) is not None]
-    reason = (str(error).splitlines() or ["no memory left"])[0]
+    settings = ((what, OmegaConf.select(cfg, key), least) for key, (what, least) in LOWER.items())
+    advice = [f"{what} (now {now})" for what, now, least in settings if now not in (None, least)]
+    reason = (str(error).splitlines() or ["no memory left"])[0].rpartition("DefaultCPUAllocator: ")[2]
     return "\n  ".join([f"out of memory: {reason}", *advice, "or use more devices"])

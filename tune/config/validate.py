@@ -16,6 +16,9 @@ from tune.errors import TuneError
 
 Values = dict[str, Any]
 
+# How an optimizer is computed: what one has for sharded parameters another lacks, and each knows its own best.
+KERNELS = ("fused", "foreach")
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -66,7 +69,8 @@ class _Combination:
             key = f"{prefix}{name}"
             place: Any = default.get(name)
             if name not in default:
-                problem = f"is not a setting.{self._place_of(str(name), default, prefix)}"
+                hint = self._place_of(str(name), default, prefix) or " --help lists all of them."
+                problem = f"is not a setting.{hint}"
             elif _is_group(place) and not isinstance(value, dict):
                 problem = f"is a group of keys, not the single value {show(value)}. Its keys: {', '.join(place)}."
             elif isinstance(value, dict) and not isinstance(place, dict) and place is not None:
@@ -99,7 +103,7 @@ class _Combination:
             elif _is_group(group):
                 named_in = self.given_in[f"{key}.{COMPONENT}"]
                 for argument in [each for each in group if self.given_in[f"{key}.{each}"] < named_in]:
-                    if not self._takes(str(group[COMPONENT]), argument, group[argument]):
+                    if argument in KERNELS or not self._takes(str(group[COMPONENT]), argument, group[argument]):
                         del group[argument]
 
     def check(self, node: DictConfig, default: dict[Any, Any], options: type[Group], prefix: str = "") -> None:

@@ -61,6 +61,14 @@ class Dataset:
         """All samples in the order of the source, as views."""
         return [self._sample(index) for index in range(self.accounting.kept)]
 
+    def require_vocabulary(self, size: int) -> None:
+        """Raises TuneError if a token is not one of a model's `size`."""
+        if (largest := int(self._tokens.max())) >= size:
+            raise TuneError(
+                f"{self.accounting.source}: the tokenizer made token {largest}, but the model's vocab_size is {size}: "
+                "take the tokenizer and the model from the same checkpoint"
+            )
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all tokens, labels and rows: equal for equal training data."""

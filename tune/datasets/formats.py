@@ -72,12 +72,12 @@ def recognise(row: Row, columns: dict[str, str], place: str) -> tuple[tuple[str,
     for ours, theirs in columns.items():
         if ours not in known:
             raise TuneError(
-                f"dataset.columns.{ours}: no format has such a column{_did_you_mean(ours, known)}; "
+                f"columns.{ours}: no format has such a column{_did_you_mean(ours, known)}; "
                 f"the formats' columns are {', '.join(known)}"
             )
         if theirs not in row:
             raise TuneError(
-                f"dataset.columns.{ours}={theirs}: {place} has no such column{_did_you_mean(theirs, row)}; "
+                f"columns.{ours}={theirs}: {place} has no such column{_did_you_mean(theirs, row)}; "
                 f"it has {', '.join(row)}"
             )
     for format, function in FORMATS.items():

@@ -37,9 +37,7 @@ def open_source(path: str, split: str = "train", subset: str | None = None) -> S
         return Source(path, _hub(path, subset, split))
     if split != "train" or subset is not None:
         asked = f"split={split}" + (f", subset={subset}" if subset else "")
-        raise TuneError(
-            f"dataset.path={path} is on disk, where all rows are the split `train`; found {asked}: remove it"
-        )
+        raise TuneError(f"{path} is on disk, where all rows are the split `train`; found {asked}: remove it")
     if local.is_file():
         files, ignored = [local], []
         if local.suffix not in READERS:
@@ -125,7 +123,7 @@ def _hub(name: str, subset: str | None, split: str) -> Rows:
         rows = datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise TuneError(
-            f"dataset.path={name} is no file or folder here, and it cannot be loaded from the Hugging Face hub "
+            f"{name} is no file or folder here, and it cannot be loaded from the Hugging Face hub "
             f"(subset={subset}, split={split}): {error}"
         ) from error
     yield from ((f"{name}:row {number}", _pruned(row)) for number, row in enumerate(rows, 1))
@@ -151,4 +149,4 @@ def _not_found(path: Path) -> TuneError:
     close = get_close_matches(path.name, siblings, n=1)
     hint = f"; did you mean {path.with_name(close[0])}?" if close else ""
     folder = "" if path.parent.is_dir() else f" (there is no folder {path.parent} either)"
-    return TuneError(f"dataset.path={path} does not exist{folder}{hint}")
+    return TuneError(f"{path} does not exist{folder}{hint}")

@@ -36,8 +36,8 @@ def parallelize(
     plain = world.size == 1 and dtype == master_dtype and not cpu_offload
     if world.device.type == "mps" and not plain:
         raise TuneError(
-            "dtype: FSDP, which keeps two precisions and offloads, does not run on mps: set dtype and master_dtype to one "
-            "type, and memory.cpu_offload=false"
+            "dtype: FSDP, which keeps two precisions and offloads, does not run on mps: set dtype and master_dtype to "
+            "one type, and memory.cpu_offload=false"
         )
     if activation_offload and world.device.type == "cpu":
         raise TuneError(

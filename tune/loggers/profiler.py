@@ -12,7 +12,7 @@ from tune.types import PositiveInt
 def profile(
     folder: Path, world: World, start: PositiveInt | None = None, steps: PositiveInt = 3
 ) -> Iterator[Callable[[int], None]]:
-    """Trace optimizer steps `start` to `start + steps - 1` of rank 0 into `folder` (open it in Perfetto or TensorBoard).
+    """Trace optimizer steps `start` to `start + steps - 1` of rank 0 into `folder` (for Perfetto or TensorBoard).
 
     Yields a function to call with the number of each step before it; `start=None` makes it do nothing.
     """

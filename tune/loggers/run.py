@@ -123,9 +123,9 @@ def require_finite(step: int, rows: list[int], **values: float) -> None:
         if not math.isfinite(value):
             listing = ", ".join(map(str, rows[:16])) + (", ..." if len(rows) > 16 else "")
             raise TuneError(
-                f"{name} is {value} at step {step}: stopped before the optimizer step, checkpoints are intact. The batch "
-                f"was made of dataset rows {listing}. Usual causes: a learning rate too high, damaged weights, dtype=bf16 "
-                "with a model that overflows in it"
+                f"{name} is {value} at step {step}: stopped before the optimizer step, checkpoints are intact. The "
+                f"batch was made of dataset rows {listing}. Usual causes: a learning rate too high, damaged weights, "
+                "dtype=bf16 with a model that overflows in it"
             )
 
 
@@ -136,7 +136,7 @@ def _claim(path: Path, resume: str) -> str:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return f"output_dir: {path} cannot be made ({error.strerror}). Give an output_dir in a folder that you may write to"
+        return f"output_dir: {path} cannot be made ({error.strerror}). Give one in a folder that you may write to"
     if not os.access(path, os.W_OK):
         return f"output_dir: {path} is not writable for this user. Give another output_dir"
     return ""

@@ -120,9 +120,9 @@ class Decoder(nn.Module):
     """A causal language model.
 
     Rows of `tokens` `[batch, seq]` may hold several documents: `documents` tells them apart, `positions` restart at
-    each. Without them a row is one document. Returns logits `[batch, seq, vocab]`, or, given `loss_fn`, the loss of `labels`
-    `[batch, seq]` (already shifted): it is computed in here, from hidden states and the output weight, so that full
-    logits never exist and FSDP has the weight gathered.
+    each. Without them a row is one document. Returns logits `[batch, seq, vocab]`, or, given `loss_fn`, the loss of
+    `labels` `[batch, seq]` (already shifted): it is computed in here, from hidden states and the output weight, so that
+    full logits never exist and FSDP has the weight gathered.
     """
 
     # How a checkpoint names the parameters, and endings of tensors in it that are not among them; set by `build`.

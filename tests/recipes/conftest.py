@@ -1,0 +1,105 @@
+import importlib.util
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import full_finetune
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Copies of a model and rows that a test may spoil; `run` is the folder of a run of them that has ended."""
+
+    folder: Path
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def rows(self) -> Path:
+        return self.folder / "chats.jsonl"
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    def settings(self, *overrides: str) -> list[str]:
+        return [
+            f"model.path={self.model}", f"dataset.path={self.rows}", f"output_dir={self.run}", "max_seq_len=128",
+            "device=cpu", "dtype=fp32", "global_batch_size=4", "max_steps=2", "checkpointer.every=1", *overrides,
+        ]  # fmt: skip
+
+    def change_json(self, name: str, **changes) -> None:
+        file = self.model / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    def change_tensors(self, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+        tensors = load_file(self.model / "model.safetensors")
+        change(tensors)
+        save_file(tensors, self.model / "model.safetensors")
+
+    def write_rows(self, *rows: object, name: str = "rows.jsonl") -> list[str]:
+        file = self.folder / name
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return [f"dataset.path={file}"]
+
+
+@pytest.fixture(scope="session")
+def run_recipe():
+    """The recipe with a command line, in this process; returns its exit code."""
+
+    def run(settings: list[str]) -> int:
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["full_finetune.py", *settings])
+            try:
+                full_finetune.main()
+            except SystemExit as end:
+                return end.code
+            finally:
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+        return 0
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def contents():
+    def read(folder: Path) -> dict[Path, bytes]:
+        return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def killing():
+    """benchmarks/kill_and_resume.py as a module."""
+    script = Path(__file__).parents[2] / "benchmarks" / "kill_and_resume.py"
+    spec = importlib.util.spec_from_file_location("kill_and_resume", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def finished(checkpoint, chats, run_recipe, tmp_path_factory):
+    """A folder with all that `Inputs` names, the run included."""
+    inputs = Inputs(tmp_path_factory.mktemp("finished"))
+    shutil.copytree(checkpoint, inputs.model)
+    shutil.copyfile(chats, inputs.rows)
+    assert run_recipe(inputs.settings()) == 0
+    return inputs.folder
+
+
+@pytest.fixture
+def inputs(finished, tmp_path):
+    return Inputs(shutil.copytree(finished, tmp_path / "inputs"))

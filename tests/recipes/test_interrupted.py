@@ -1,0 +1,139 @@
+"""What ends a run from outside: a person, a scheduler, a full disk. The run says so, and nothing is lost."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tune import config
+
+LIMITS = {"file": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS}
+CONSTANT = "schedule._component_=tune.optimizers.constant"  # does not depend on how long the run is
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sends signals and sets limits as on Linux")
+
+
+def limited(settings, **limits):
+    """The recipe in a process that may not write files, or use memory, of more than a number of bytes."""
+
+    def limit():
+        for name, size in limits.items():
+            resource.setrlimit(LIMITS[name], (size, size))
+
+    command = [sys.executable, str(config.find_recipe("full_finetune")), *settings]
+    return subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=300)
+
+
+def explained(done):
+    """The one message of a process that knew what was wrong."""
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.fixture
+def short(inputs, run_recipe):
+    """A run of one step, and the settings of the same with three."""
+    settings = inputs.settings(CONSTANT, f"output_dir={inputs.folder / 'short'}")
+    assert run_recipe([*settings, "max_steps=1"]) == 0
+    return inputs.folder / "short", [*settings, "max_steps=3"]
+
+
+@pytest.mark.parametrize("saving", ["async", "sync"])
+def test_disk_full_while_saving(saving, short, run_recipe, contents):
+    run, settings = short
+    before = contents(run / "checkpoints")
+    message = explained(limited([*settings, f"checkpointer.async={saving == 'async'}"], file=100_000))
+    assert "the checkpoint of step 2 could not be written" in message
+    assert "No space left on device" in message and "make room" in message
+    assert contents(run / "checkpoints") == before
+    assert run_recipe(settings) == 0
+    assert [line.split(",")[0] for line in (run / "metrics.jsonl").read_text().splitlines()] == [
+        f'{{"step": {step}' for step in (1, 2, 3)
+    ]
+
+
+def test_disk_full_while_the_model_is_written(short, contents):
+    run, settings = short
+    before = contents(run / "model")
+    message = explained(limited([*settings, "max_steps=1"], file=100_000))
+    assert "the trained model could not be written" in message and "make room" in message
+    assert contents(run / "model") == before
+    assert not list(run.glob(".model*"))
+
+
+def test_disk_full_while_logging(short):
+    run, settings = short
+    (run / "log.txt").unlink()
+    (run / "log.txt").symlink_to("/dev/full")
+    message = explained(limited(settings))
+    assert "No space left on device" in message and "make room" in message
+
+
+def test_out_of_memory(inputs):
+    inputs.change_json("config.json", hidden_size=65536, intermediate_size=65536, head_dim=16)
+    new = f"output_dir={inputs.folder / 'new'}"
+    message = explained(limited(inputs.settings("from_scratch=true", new), memory=8 << 30))
+    assert message.startswith("error: out of memory: can't allocate memory: you tried to allocate 17179869184 bytes")
+    assert "lower max_seq_len (now 128)" in message
+    assert "lower micro_batch_size" not in message  # it is 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)])
+def test_interrupted_runs_save_and_are_continued(number, processes, killing, tmp_path):
+    settings = [*killing.make_inputs(tmp_path), "checkpointer.every=null"]
+    reference = killing.Reference(settings, tmp_path / "reference", processes)
+    settings.append(f"output_dir={tmp_path / 'run'}")
+    launch = killing.Launch(settings, processes)
+    launch.wait_for("step 2/")
+    launch.processes[-1].send_signal(number)  # if only one of them is told, all stop after the same step
+    assert [process.wait() for process in launch.processes] == [130] * processes
+    assert "is saved, the same command continues after it" in launch.text()
+    assert "Traceback" not in launch.text()
+    interrupted = killing.losses(tmp_path / "run")
+    assert 2 <= len(interrupted) < killing.STEPS
+    killing.Launch(settings, processes).wait()
+    assert killing.losses(tmp_path / "run") == reference.losses
+    assert killing.exported(tmp_path / "run") == reference.export
+
+
+def test_interrupted_before_the_training(inputs, contents):
+    command = [sys.executable, str(config.find_recipe("full_finetune")), *inputs.settings()]
+    before = contents(inputs.folder)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():  # in the midst of the imports
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode in (-signal.SIGINT, 130)
+    assert "Traceback" not in output
+    assert contents(inputs.folder) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("dataset.path=nowhere.jsonl", "dataset: nowhere.jsonl does not exist"),
+        ("output_dir=/proc/run", "output_dir: /proc/run cannot be made"),
+        ("optimizer.lr=1e30", "loss is nan at step"),
+        ("{one_row}", "has 1 rows for 2 data-parallel processes: use at most 1 processes"),
+    ],
+)
+def test_two_processes_say_it_once(override, says, inputs, contents):
+    one_row = inputs.write_rows({"prompt": "the cat", "completion": " sat"})[0]
+    settings = inputs.settings(f"output_dir={inputs.folder / 'new'}", "max_steps=9", override.format(one_row=one_row))
+    before = contents(inputs.folder)
+    command = [sys.executable, "-m", "tune.cli", "run", "--nproc-per-node", "2", "full_finetune", *settings]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert says in explained(done)
+    assert done.stderr.count("error: ") == 1
+    assert before.items() <= contents(inputs.folder).items()

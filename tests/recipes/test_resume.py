@@ -1,0 +1,126 @@
+"""Whatever ends a run, the same command continues it as if nothing had happened."""
+
+import functools
+import json
+import random
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+STEPS = 6  # of 3 steps an epoch
+
+
+def curve(run):
+    """What does not depend on the clock, of each step."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [tuple(line[name] for name in ("step", "loss", "grad_norm", "lr", "tokens")) for line in lines]
+
+
+def checkpoints(run):
+    return sorted((run / "checkpoints").iterdir())
+
+
+def state(checkpoint, folder):
+    """A checkpoint as anyone can read it."""
+    dcp_to_torch_save(checkpoint, folder / "state.pt")
+    tensors = torch.load(folder / "state.pt", weights_only=True)
+    return tensors, tensors["optimizer"].pop("param_groups"), json.loads((checkpoint / "state.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def settings(finished):
+    return [
+        f"model.path={finished / 'model'}", f"dataset.path={finished / 'chats.jsonl'}", "max_seq_len=128", "device=cpu",
+        "dtype=fp32", "global_batch_size=16", "epochs=2", "optimizer.lr=1e-3", "checkpointer.every=1",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(settings, run_recipe, tmp_path_factory):
+    run = tmp_path_factory.mktemp("uninterrupted") / "run"
+    assert run_recipe([*settings, f"output_dir={run}", "checkpointer.keep=null"]) == 0
+    assert [path.name for path in checkpoints(run)] == [f"step-{step:08d}" for step in range(1, STEPS + 1)]
+    return run
+
+
+def stopped_after(step, uninterrupted, folder):
+    """What a process leaves that dies while it saves the step after this one."""
+    run = shutil.copytree(uninterrupted, folder / "stopped")
+    shutil.rmtree(run / "model")
+    for path in checkpoints(run)[step + 1 :]:
+        shutil.rmtree(path)
+    (run / "checkpoints" / f"step-{step + 1:08d}").rename(run / "checkpoints" / f".step-{step + 1:08d}.0123abcd")
+    metrics = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(metrics[: step + 1]) + '{"step": ')
+    return run
+
+
+@pytest.mark.parametrize("saving", ["async", "sync"])
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_a_continued_run_equals_the_uninterrupted_one(step, saving, uninterrupted, settings, run_recipe, tmp_path):
+    run = stopped_after(step, uninterrupted, tmp_path)
+    assert run_recipe([*settings, f"output_dir={run}", f"checkpointer.async={saving == 'async'}"]) == 0
+    assert curve(run) == curve(uninterrupted)
+    ours, theirs = (load_file(each / "model" / "model.safetensors") for each in (run, uninterrupted))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    ours, theirs = (state(checkpoints(each)[-1], tmp_path) for each in (run, uninterrupted))
+    torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=0)
+    assert ours[1:] == theirs[1:]
+
+
+def test_only_the_newest_checkpoints_are_kept(uninterrupted, settings, run_recipe, tmp_path):
+    run = stopped_after(4, uninterrupted, tmp_path)
+    assert run_recipe([*settings, f"output_dir={run}", "checkpointer.keep=2"]) == 0
+    assert [path.name for path in checkpoints(run)] == ["step-00000005", "step-00000006"]
+
+
+@pytest.mark.parametrize("where", ["step-00000003", "run"])
+def test_a_run_continues_from_another_ones_checkpoint(where, uninterrupted, settings, run_recipe, contents, tmp_path):
+    source = stopped_after(3, uninterrupted, tmp_path)
+    before = contents(source)
+    path = source if where == "run" else source / "checkpoints" / where
+    assert run_recipe([*settings, f"output_dir={tmp_path / 'new'}", f"resume={path}"]) == 0
+    assert curve(tmp_path / "new") == curve(uninterrupted)[3:]
+    assert contents(source) == before
+
+
+def test_a_finished_run_only_exports_again(uninterrupted, settings, run_recipe, contents, tmp_path):
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
+    shutil.rmtree(run / "model")
+    assert run_recipe([*settings, f"output_dir={run}", "checkpointer.keep=null"]) == 0
+    ours, theirs = contents(run), contents(uninterrupted)
+    assert ours.keys() == theirs.keys()
+    changed = {str(file) for file in ours if ours[file] != theirs[file]}
+    assert changed == {"config.yaml", "log.txt"}  # the first names its output_dir
+
+
+def test_a_longer_run_continues_a_shorter_one(uninterrupted, settings, run_recipe, tmp_path):
+    """Possible where the learning rate does not depend on the number of steps."""
+    constant = ["schedule._component_=tune.optimizers.constant", f"output_dir={tmp_path}"]
+    assert run_recipe([*settings, *constant, "epochs=1"]) == 0
+    assert run_recipe([*settings, *constant, "epochs=2"]) == 0
+    assert [step for step, *_ in curve(tmp_path)] == list(range(1, STEPS + 1))
+
+
+@pytest.fixture(scope="module")
+def killed(killing, tmp_path_factory):
+    """The settings of the runs to kill, and for a number of processes the run that is not killed."""
+    folder = tmp_path_factory.mktemp("killed")
+    settings = killing.make_inputs(folder)
+    return settings, functools.cache(lambda count: killing.Reference(settings, folder / f"reference-{count}", count))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "saving", "kills"),
+    [([1], "async", 2), ([1], "sync", 1), ([2], "async", 1), ([2], "sync", 1), ([2, 1], "async", 1)],
+)
+def test_a_killed_run_is_continued(processes, saving, kills, killing, killed, tmp_path):
+    settings, reference = killed
+    command = [*settings, f"checkpointer.async={saving == 'async'}"]
+    found = killing.kill_and_resume("", command, tmp_path, reference(processes[0]), processes, kills, random.Random(0))
+    assert found.kills == kills
+    assert found.as_wanted(same_layout=len(processes) == 1), found
