@@ -15,7 +15,7 @@ import sys  # noqa: E402
 
 import torch  # noqa: E402
 
-from tune import checkpointers, datasets, distributed, loggers  # noqa: E402
+from tune import checkpointers, datasets, distributed, loggers, optimizers  # noqa: E402
 from tune.config import instantiate  # noqa: E402
 
 
@@ -56,7 +56,8 @@ def main(cfg):
     weights.fill(model)
 
     loss_fn = instantiate(cfg.loss)
-    optimizer = instantiate(cfg.optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad])
+    groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
+    optimizer = instantiate(cfg.optimizer, groups)
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
     checkpointer = instantiate(
         cfg.checkpointer,

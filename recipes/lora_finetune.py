@@ -15,7 +15,7 @@ import sys  # noqa: E402
 
 import torch  # noqa: E402
 
-from tune import checkpointers, datasets, distributed, loggers, peft  # noqa: E402
+from tune import checkpointers, datasets, distributed, loggers, optimizers, peft, quantization  # noqa: E402
 from tune.config import instantiate  # noqa: E402
 
 
@@ -27,6 +27,8 @@ def main(cfg):
     with torch.device("meta"):
         model = instantiate(cfg.model)  # its shape only: no memory yet
     weights = checkpointers.Pretrained(cfg.model.path, model)
+    if cfg.quantization.weights:
+        quantization.quantize_linears(model, double=cfg.quantization.double)
     lora = instantiate(cfg.adapter)
     adapted = peft.add_adapters(model, lora)
 
@@ -34,6 +36,8 @@ def main(cfg):
     rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed}
     dataset = instantiate(cfg.dataset, tokenizer, **rows)
     validation = instantiate(cfg.validation_dataset, tokenizer, **rows) if cfg.validation_dataset.path else None
+    for part in filter(None, (dataset, validation)):
+        part.require_vocabulary(model.config.vocab_size)
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
     data = datasets.DataLoader(
         dataset,
@@ -58,7 +62,8 @@ def main(cfg):
     peft.load_adapter(model, cfg.adapter.path) if cfg.adapter.path else peft.initialize(model, cfg.seed)
 
     loss_fn = instantiate(cfg.loss)
-    optimizer = instantiate(cfg.optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad])
+    groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
+    optimizer = instantiate(cfg.optimizer, groups)
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
     checkpointer = instantiate(
         cfg.checkpointer,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tune.errors import TuneError
-from tune.optimizers import constant, cosine, linear
+from tune.optimizers import constant, cosine, inverse_square_root, linear, warmup_stable_decay
 
 
 def rates(make, steps, **arguments):
@@ -42,6 +42,16 @@ def test_min_ratio_is_where_the_shape_ends():
             optimizer.step()
             schedule.step()
         assert schedule.get_last_lr() == pytest.approx([0.5])
+
+
+def test_warmup_stable_decay():
+    values = rates(warmup_stable_decay, 10, decay=0.4, min_ratio=0.5)
+    assert values == pytest.approx([2.0] * 7 + [1.75, 1.5, 1.25])
+
+
+def test_inverse_square_root():
+    values = rates(inverse_square_root, 100, warmup=4)
+    assert values[4:] == pytest.approx([2.0 * (4 / step) ** 0.5 for step in range(4, 100)])
 
 
 def test_more_warmup_than_steps_is_refused():

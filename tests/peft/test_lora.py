@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from helpers import save_checkpoint
 from torch.testing import assert_close
 
 from tune import distributed
@@ -21,7 +22,9 @@ KINDS = {
     "our names": LoRA(rank=4, alpha=8, target_modules=["query", "down"]),
     "regular expression": LoRA(rank=4, alpha=8, target_modules=r".*layers\.[02]\..*(gate|o)_proj"),
     "rank-stabilised": LoRA(rank=4, alpha=8, rank_stabilized=True),
-    "patterns": LoRA(rank=4, alpha=8, rank_pattern={"q_proj": 2, "down": 8}, alpha_pattern={"layers.1.mlp.up_proj": 32}),
+    "patterns": LoRA(
+        rank=4, alpha=8, rank_pattern={"q_proj": 2, "down": 8}, alpha_pattern={"layers.1.mlp.up_proj": 32}
+    ),
     "dora": LoRA(rank=4, alpha=8, dora=True),
 }
 
@@ -71,9 +74,8 @@ def test_peft_loads_it_and_computes_the_same(folder, lora, tmp_path, request):
     gradients = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad}
     ours_gradients = [p.grad.norm() for p in ours.parameters() if p.requires_grad]
     assert len(gradients) == len(ours_gradients)
-    assert_close(
-        torch.stack(sorted(ours_gradients)), torch.stack(sorted(g.norm() for g in gradients.values())), atol=1e-7, rtol=1e-4
-    )
+    expected = sorted(gradient.norm() for gradient in gradients.values())
+    assert_close(torch.stack(sorted(ours_gradients)), torch.stack(expected), atol=1e-7, rtol=1e-4)
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
@@ -100,6 +102,19 @@ def test_merged_is_unmerged(checkpoint, lora, tmp_path):
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert_close(merged(TOKENS).logits, logits, atol=1e-5, rtol=1e-5)
     assert (tmp_path / "merged" / "tokenizer.json").exists()
+
+
+def test_merging_into_another_base_is_refused(checkpoint, tmp_path):
+    model, lora = load_model(str(checkpoint)), LoRA(rank=4)
+    add_adapters(model, lora)
+    adapter = str(exported(model, lora, tmp_path / "adapter", checkpoint))
+    save_checkpoint(tmp_path / "wider", hidden_size=96)
+    with pytest.raises(TuneError, match=r"is for another base: .*q_proj is for a weight of \[64, 64\], the base has"):
+        merge(str(tmp_path / "wider"), adapter, str(tmp_path / "out"))
+    save_checkpoint(tmp_path / "shallower", num_hidden_layers=2)
+    with pytest.raises(TuneError, match=r"is for another base: .* has no model\.layers\.2\."):
+        merge(str(tmp_path / "shallower"), adapter, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_any_module(checkpoint):
@@ -138,11 +153,9 @@ def test_an_adapter_for_another_model_is_refused(checkpoint, tied_checkpoint, tm
     exported(model, lora, tmp_path / "adapter", checkpoint)
     other = load_model(str(tied_checkpoint))
     add_adapters(other, LoRA(rank=2))
-    with pytest.raises(TuneError, match="is for another model:\n.*has shape"):
+    with pytest.raises(TuneError, match=r"is for another model:\n.*has shape"):
         load_adapter(other, str(tmp_path / "adapter"))
     fields = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(fields | {"bias": "all"}))
     with pytest.raises(TuneError, match="bias='all' is not supported"):
         read_adapter(str(tmp_path / "adapter"))
-
-

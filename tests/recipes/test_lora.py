@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from helpers import run_processes
 
 from tune import config
+from tune.checkpointers import load_model
 from tune.datasets import DataLoader, load
 from tune.tokenizers import Tokenizer
 
@@ -98,11 +99,22 @@ def test_layouts(common, tmp_path):
             assert losses(folder / name) == pytest.approx(alone[name], rel=1e-5), (count, name)
 
 
-def test_base_and_checkpoint(checkpoint, common, tmp_path):
+def test_base_and_checkpoint(checkpoint, common, tmp_path, monkeypatch):
     """The base is bitwise what it was, a checkpoint holds adapters and their optimizer states and nothing else."""
-    run = tmp_path / "run"
+    run, models = tmp_path / "run", []
+    export = lora_finetune.peft.export_adapter
+
+    def keep_model(model, *args, **kwargs):
+        models.append(model)
+        export(model, *args, **kwargs)
+
+    monkeypatch.setattr(lora_finetune.peft, "export_adapter", keep_model)
     train(run, *common, "export.merge=true")
-    adapter = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(checkpoint), run / "adapter")
+    for name, parameter in load_model(str(checkpoint)).named_parameters():
+        assert torch.equal(models[0].get_parameter(name), parameter)
+    adapter = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(checkpoint), run / "adapter"
+    )
     trained = [p for name, p in adapter.named_parameters() if "lora" in name]
     stored = sum(file.stat().st_size for file in (run / "checkpoints" / "step-00000012").iterdir())
     # Each weight with its two moments; and for each tensor up to 3 kB of headers, much for tensors as small as these.
@@ -116,7 +128,5 @@ def test_resume_is_exact(common, tmp_path):
     whole = train(tmp_path / "whole", *common, "adapter.dropout=0.2")
     first = [*common, "adapter.dropout=0.2", "checkpointer.every=5", "checkpointer.keep=null"]
     train(tmp_path / "run", *first)
-    resumed = train(
-        tmp_path / "resumed", *first, f"resume={tmp_path / 'run' / 'checkpoints' / 'step-00000005'}"
-    )
+    resumed = train(tmp_path / "resumed", *first, f"resume={tmp_path / 'run' / 'checkpoints' / 'step-00000005'}")
     assert resumed == whole[5:]

@@ -32,7 +32,7 @@ class Pretrained:
         self.names: dict[str, str] = getattr(model, "disk_names", {name: name for name, _ in model.named_parameters()})
         wanted = {disk_name: list(model.get_parameter(name).shape) for name, disk_name in self.names.items()}
         ignored = getattr(model, "not_weights", ())
-        found = _shapes(self.files)
+        found = tensor_shapes(self.files)
         problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
         problems += [
             f"not known: {name} {found[name]}" for name in found.keys() - wanted.keys() if not name.endswith(ignored)
@@ -121,10 +121,10 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         raise TuneError(
             f"model.path: no *.safetensors in {folder}{hint}. To train from random weights set from_scratch=true"
         )
-    return {name: file for file in files for name in _shapes({"": file})}
+    return {name: file for file in files for name in tensor_shapes({"": file})}
 
 
-def _shapes(files: dict[str, Path]) -> dict[str, list[int]]:
+def tensor_shapes(files: dict[str, Path]) -> dict[str, list[int]]:
     """The shape of every tensor in `files`, from their headers."""
     shapes = {}
     for file in sorted(set(files.values())):

@@ -16,6 +16,7 @@ VERBS = {
     "cat": "print a recipe or a config",
     "run": "run a recipe, on one process or through torchrun",
     "download": "get a model from the Hugging Face hub",
+    "merge": "merge an adapter into its base",
     "import-gguf": "turn a GGUF file into a folder in Hugging Face layout",
 }
 

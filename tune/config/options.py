@@ -33,8 +33,19 @@ class Memory(Group):
     loss_chunk_tokens: PositiveInt
 
 
+class ParameterGroups(Group):
+    decay_vectors: bool
+    lr_ratios: dict[str, PositiveFloat]
+
+
+class Quantization(Group):
+    weights: Literal["nf4"] | None
+    double: bool
+
+
 class Export(Group):
     dtype: Literal["bf16", "fp32"] | None
+    merge: bool
 
 
 class WeightsAndBiases(Group):
@@ -66,6 +77,8 @@ class Options(Group):
     micro_batch_size: PositiveInt
     validate_every: PositiveInt | None
     optimizer: Optimizer
+    parameter_groups: ParameterGroups
+    quantization: Quantization
     max_grad_norm: PositiveFloat | None
     device: Literal["auto", "cpu", "cuda", "mps"]
     dtype: Literal["bf16", "fp32"]

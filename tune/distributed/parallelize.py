@@ -29,7 +29,8 @@ def parallelize(
     """Shard `model`, any module with repeated blocks, in place, and give it memory. Its weights are undefined after.
 
     Trained parameters and optimizer states are kept in `master_dtype`, frozen parameters in `dtype`, in which all is
-    computed; gradients are reduced in fp32. They are summed over processes, not averaged: divide the loss by the count of the whole step.
+    computed; gradients are reduced in fp32. They are summed over processes, not averaged: divide the loss by the count
+    of the whole step.
     """
     # One process with one type and one place for its parameters has nothing to gather, cast or move. FSDP would compute
     # the same, and copy every parameter and gradient once more for each micro-batch.
@@ -45,7 +46,7 @@ def parallelize(
         )
     model.to(DTYPES[master_dtype])
     for parameter in model.parameters():
-        if not parameter.requires_grad:  # nothing is added up in it, so the type it is used in is enough
+        if not parameter.requires_grad and parameter.is_floating_point():  # the type it is used in is enough for it
             parameter.data = parameter.data.to(DTYPES[dtype])
     blocks = repeated_blocks(model)
     for block in blocks:

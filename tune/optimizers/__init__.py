@@ -1,5 +1,6 @@
-"""Learning rate schedules. Optimizers are torch's and torchao's, named in the config as they are."""
+"""Parameter groups and schedules. Optimizers are torch's and torchao's, named in the config as they are."""
 
-from tune.optimizers.schedules import constant, cosine, linear
+from tune.optimizers.groups import parameter_groups
+from tune.optimizers.schedules import constant, cosine, inverse_square_root, linear, warmup_stable_decay
 
-__all__ = ["constant", "cosine", "linear"]
+__all__ = ["constant", "cosine", "inverse_square_root", "linear", "parameter_groups", "warmup_stable_decay"]

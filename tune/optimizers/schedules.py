@@ -40,11 +40,44 @@ def cosine(
     )
 
 
-def _schedule(optimizer: Optimizer, total_steps: int, warmup: float, shape: Callable[[float], float]) -> LambdaLR:
-    """`warmup` is a number of optimizer steps or, below 1, a fraction of `total_steps`. No step is at zero."""
+def warmup_stable_decay(
+    optimizer: Optimizer,
+    total_steps: int,
+    warmup: NonNegativeInt | NonNegativeFloat = 0,
+    decay: UnitInterval = 0.2,
+    min_ratio: UnitInterval = 0.0,
+) -> LambdaLR:
+    """Constant, then a line down over the last fraction `decay` of the steps (Hu et al., MiniCPM, 2024)."""
+
+    def shape(progress: float) -> float:
+        return 1 - (1 - min_ratio) * max(0.0, progress - (1 - decay)) / max(decay, 1e-12)
+
+    return _schedule(optimizer, total_steps, warmup, shape)
+
+
+def inverse_square_root(
+    optimizer: Optimizer, total_steps: int, warmup: NonNegativeInt | NonNegativeFloat = 0.03
+) -> LambdaLR:
+    """Falls with the square root of the step after warm-up (Vaswani et al., 2017)."""
+    steps = max(1, _warmup_steps(warmup, total_steps))
+
+    def shape(progress: float) -> float:
+        return (steps / (steps + progress * max(1, total_steps - steps))) ** 0.5
+
+    return _schedule(optimizer, total_steps, warmup, shape)
+
+
+def _warmup_steps(warmup: float, total_steps: int) -> int:
+    """`warmup` is a number of optimizer steps or, below 1, a fraction of `total_steps`."""
     steps = round(warmup * total_steps) if warmup < 1 else int(warmup)
     if steps > total_steps:
         raise TuneError(f"schedule.warmup: {steps} steps of warm-up do not fit into {total_steps} optimizer steps")
+    return steps
+
+
+def _schedule(optimizer: Optimizer, total_steps: int, warmup: float, shape: Callable[[float], float]) -> LambdaLR:
+    """`shape` says the factor at each share of the steps after warm-up. No step is at zero."""
+    steps = _warmup_steps(warmup, total_steps)
 
     def factor(step: int) -> float:
         if step < steps:

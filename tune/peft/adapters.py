@@ -13,6 +13,7 @@ from torch import nn
 from tune.distributed import full_tensor, local_shard
 from tune.errors import TuneError
 from tune.peft.lora import LoRA, LoRALinear
+from tune.quantization import NF4Weight, dequantize
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,9 @@ class Adapted:
         kinds: dict[str, list[LoRALinear]] = {}
         for name, layer in self.layers.items():
             kinds.setdefault(re.sub(r"\d+", "*", name), []).append(layer)
-        lines = [f"adapters: {self.trainable:,} of {self.total:,} parameters are trained ({self.trainable / self.total:.2%})"]
+        lines = [
+            f"adapters: {self.trainable:,} of {self.total:,} parameters are trained ({self.trainable / self.total:.2%})"
+        ]
         width = max(map(len, kinds)) + 2
         for kind, layers in kinds.items():
             ranks = ", ".join(map(str, sorted({layer.rank for layer in layers})))
@@ -50,8 +53,8 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
         parameter.requires_grad_(False)
     for name, layer in targets.items():
         rank, alpha = lora.at(*_names(model, name))
-        if rank > min(layer.weight.shape):
-            raise TuneError(f"adapter.rank: {rank} is more than {name} has dimensions ({min(layer.weight.shape)}); lower it")
+        if rank > (smallest := min(layer.in_features, layer.out_features)):
+            raise TuneError(f"adapter.rank: {rank} is more than {name} has dimensions ({smallest}); lower it")
         LoRALinear.adapt(layer, name, rank, alpha, lora)
     if not next(model.parameters()).is_meta:
         initialize(model, seed=0)
@@ -71,7 +74,7 @@ def disk_module_name(model: nn.Module, name: str) -> str:
 
 
 def initialize(model: nn.Module, seed: int) -> None:
-    """Weights of new adapters, the same on any layout: A uniform as in `nn.Linear`, B zero, magnitudes the base's norms."""
+    """Weights of new adapters, the same on any layout: A uniform as in `nn.Linear`, B zero, magnitudes the base's."""
     with torch.no_grad():
         for name, layer in adapted_modules(model).items():
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
@@ -79,7 +82,14 @@ def initialize(model: nn.Module, seed: int) -> None:
             _fill(layer.lora_a, torch.empty(layer.lora_a.shape).uniform_(-bound, bound, generator=generator))
             _fill(layer.lora_b, torch.zeros(layer.lora_b.shape))
             if layer.magnitude is not None:
-                _fill(layer.magnitude, full_tensor(layer.weight).float().norm(dim=1))
+                _fill(layer.magnitude, _full_weight(layer).norm(dim=1))
+
+
+def _full_weight(layer: LoRALinear) -> torch.Tensor:
+    if not isinstance(layer.weight, NF4Weight):
+        return full_tensor(layer.weight).float()
+    parts = (layer.weight.codes, layer.weight.scales, layer.weight.ranges)
+    return dequantize(*(None if part is None else full_tensor(part) for part in parts), torch.float32)
 
 
 def _fill(parameter: nn.Parameter, full: torch.Tensor) -> None:
@@ -97,13 +107,17 @@ def _targets(model: nn.Module, lora: LoRA) -> dict[str, nn.Linear]:
         chosen = [name for name in linears if any(re.fullmatch(wanted, known) for known in _names(model, name))]
     else:
         chosen = [name for name in linears if any(_ends_with(known, wanted) for known in _names(model, name))]
-        unmatched = [each for each in wanted if not any(_ends_with(k, [each]) for n in linears for k in _names(model, n))]
+        unmatched = [
+            each for each in wanted if not any(_ends_with(k, [each]) for n in linears for k in _names(model, n))
+        ]
         if unmatched:
             raise _no_match(model, unmatched[0], linears)
     if not chosen:
         raise _no_match(model, str(wanted), linears)
     if refused := heads & set(chosen):
-        raise TuneError(f"adapter.target_modules: {', '.join(refused)} is the output head, which is not adapted; leave it out")
+        raise TuneError(
+            f"adapter.target_modules: {', '.join(refused)} is the output head, which is not adapted; leave it out"
+        )
     return {name: linears[name] for name in chosen}
 
 
@@ -119,8 +133,12 @@ def _no_match(model: nn.Module, wanted: str, linears: Mapping[str, nn.Linear]) -
     modules = [known for name, _ in model.named_modules() for known in _names(model, name)]
     others = [name for name in modules if _ends_with(name, [wanted])]
     if others:
-        return TuneError(f"adapter.target_modules: '{wanted}' is {others[0]}, which is not a linear layer; only those are adapted")
+        return TuneError(
+            f"adapter.target_modules: '{wanted}' is {others[0]}, which is not a linear layer; only those are adapted"
+        )
     known = sorted({name.rpartition(".")[2] for linear in linears for name in _names(model, linear)})
     close = get_close_matches(wanted, known, n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""
-    return TuneError(f"adapter.target_modules: '{wanted}' matches no layer.{hint} The linear layers are {', '.join(known)}")
+    return TuneError(
+        f"adapter.target_modules: '{wanted}' matches no layer.{hint} The linear layers are {', '.join(known)}"
+    )

@@ -1,36 +1,39 @@
 """Adapter into base, on disk, a file at a time."""
 
-import json
 import shutil
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tune.checkpointers.weights import tensor_files
+from tune.checkpointers.weights import tensor_files, tensor_shapes
 from tune.errors import TuneError
-from tune.peft.files import CONFIG, KINDS, WEIGHTS, read_adapter
+from tune.models.config_file import ConfigFile
+from tune.peft.files import KINDS, WEIGHTS, read_adapter
 from tune.peft.lora import LoRA
 
 
 def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
-    """Write to `out` the model that `base` with `adapter` is: same files, names and types, adapted weights changed.
+    """Make `out` the model that `base` with `adapter` is: same files, names and types, adapted weights changed.
 
-    Never holds more than one file of the base in memory. Products are computed in fp32.
+    Never holds more than one file of the base in memory. Products are computed in fp32. `out` appears, or is replaced,
+    when it is complete.
 
     Raises:
-        TuneError: `out` has files already; the adapter has layers, or shapes, that the base has not.
+        TuneError: the adapter has layers, or shapes, that the base has not; the base is quantised.
     """
     source, target = Path(base), Path(out)
-    if target.exists() and any(target.iterdir()):
-        raise TuneError(f"{target} is not empty; give a folder that does not exist yet")
+    config = ConfigFile(source)
+    if config.get("quantization_config"):
+        raise TuneError(
+            f"{source} has quantised weights, which cannot take an adapter in; give the original checkpoint"
+        )
     lora, layers = read_adapter(str(adapter)), _layers(Path(adapter))
     files = tensor_files(source)
-    unknown = [name for name in layers if f"{name}.weight" not in files]
-    if unknown:
+    if unknown := [name for name in layers if f"{name}.weight" not in files]:
         raise TuneError(f"{adapter} is for another base: {source} has no {', '.join(unknown[:5])}")
+    _require_shapes(layers, tensor_shapes(files))
     unfinished = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     ignore = shutil.ignore_patterns("*.safetensors", "*.bin", "*.gguf", "*.pth")
@@ -40,11 +43,10 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
             metadata = tensors.metadata()
             merged = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
         for name, parts in layers.items():
-            if f"{name}.weight" in merged:
-                merged[f"{name}.weight"] = _merged(merged[f"{name}.weight"], name, parts, lora)
+            if (weight := f"{name}.weight") in merged:
+                merged[weight] = _merged(merged[weight], name, parts, lora)
         save_file(merged, unfinished / file.name, metadata=metadata)
-    if target.exists():
-        target.rmdir()
+    shutil.rmtree(target, ignore_errors=True)
     unfinished.rename(target)
 
 
@@ -61,10 +63,17 @@ def _layers(adapter: Path) -> dict[str, dict[str, Tensor]]:
     return layers
 
 
+def _require_shapes(layers: dict[str, dict[str, Tensor]], shapes: dict[str, list[int]]) -> None:
+    for name, parts in layers.items():
+        needed = [parts["lora_b"].shape[0], parts["lora_a"].shape[1]]
+        if needed != (found := shapes[f"{name}.weight"]):
+            raise TuneError(
+                f"the adapter is for another base: {name} is for a weight of {needed}, the base has {found}"
+            )
+
+
 def _merged(weight: Tensor, name: str, parts: dict[str, Tensor], lora: LoRA) -> Tensor:
     a, b = parts["lora_a"].float(), parts["lora_b"].float()
-    if weight.shape != (b.shape[0], a.shape[1]):
-        raise TuneError(f"{name}: the adapter is for a weight of {[b.shape[0], a.shape[1]]}, the base has {list(weight.shape)}")
     merged = weight.float() + lora.scaling(*lora.at(name)) * b @ a
     if "magnitude" in parts:
         merged *= (parts["magnitude"].float() / merged.norm(dim=1))[:, None]

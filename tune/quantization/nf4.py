@@ -1,9 +1,9 @@
 """NF4 (Dettmers et al., QLoRA, 2023): 4-bit codes of normal quantiles, a scale for every 64 weights.
 
-The codes are those of torchao and bitsandbytes. The layout is our own: blocks lie within a row of the weight, so that any
-slice of rows is quantised as the whole is, and FSDP shards codes and scales as the plain tensors they are. torchao's
-NF4Tensor wants multiples of 16,384 elements and takes the mean of its scales over what it is given, so that a sharded
-weight differs from the whole one.
+The codes are those of torchao and bitsandbytes. The layout is our own: blocks lie within a row of the weight, so that
+any slice of rows is quantised as the whole is, and FSDP shards codes and scales as the plain tensors they are.
+torchao's NF4Tensor wants multiples of 16,384 elements and takes the mean of its scales over what it is given, so that a
+sharded weight differs from the whole one.
 """
 
 from typing import Any

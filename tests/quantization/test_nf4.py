@@ -1,0 +1,80 @@
+"""NF4 is the reference's, whatever slice of a weight it is made of, and however the model is sharded."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tune import distributed
+from tune.checkpointers import Pretrained, load_model
+from tune.errors import TuneError
+from tune.models import build
+from tune.quantization import NF4Weight, dequantize, quantize, quantize_linears
+
+
+def make_weight(rows=96, columns=256):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)) * 0.02
+
+
+def back(weight, double=False):
+    return dequantize(*quantize(weight, double), torch.float32)
+
+
+def test_equal_to_torchao():
+    """torchao rounds its scales to 8 bits always; against its codes with exact scales there is no difference."""
+    nf4 = pytest.importorskip("torchao.quantization").to_nf4
+    weight = make_weight(128, 256)
+    theirs = nf4(weight, block_size=64, scaler_block_size=256)
+    codes, _, _ = quantize(weight)
+    assert torch.equal(codes.flatten(), theirs.quantized_data)
+    error, reference = (back(weight, double=True) - weight).norm(), (theirs.get_original_weight() - weight).norm()
+    assert error <= 1.01 * reference
+    assert (back(weight) - weight).norm() <= reference
+
+
+def test_a_slice_of_rows_is_quantised_as_in_the_whole():
+    weight = make_weight()
+    for double in (False, True):
+        assert torch.equal(back(weight[10:30], double), back(weight, double)[10:30])
+
+
+def test_levels_come_back_exactly():
+    weight = torch.tensor([-1.0, 0.0, 1.0, 0.7229568362236023] * 16).repeat(3, 2) * 0.5
+    assert_close(back(weight), weight)
+    assert (back(torch.zeros(2, 64)) == 0).all()
+
+
+def test_product_and_gradient():
+    weight = NF4Weight(96, 256, double=True, device=torch.device("cpu"))
+    weight.fill(make_weight())
+    input = torch.randn(5, 256, requires_grad=True)
+    full = weight.dequantize(torch.float32)
+    assert_close(weight.linear(input), input @ full.T)
+    (gradient,) = torch.autograd.grad(weight.linear(input).sum(), input)
+    assert_close(gradient, full.sum(dim=0).expand_as(input))
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("cpu_offload", [False, True])  # without FSDP, and with it
+def test_a_quantised_model(checkpoint, double, cpu_offload):
+    with torch.device("meta"):
+        model = build(str(checkpoint))
+    weights = Pretrained(str(checkpoint), model)
+    quantize_linears(model, double=double)
+    distributed.parallelize(model, distributed.init("cpu"), dtype="fp32", cpu_offload=cpu_offload)
+    weights.fill(model)
+    plain = load_model(str(checkpoint))
+    with torch.no_grad():
+        for block in plain.blocks:
+            for parameter in block.parameters():
+                if parameter.ndim == 2:
+                    parameter.copy_(back(parameter, double))
+    tokens = torch.arange(50)[None]
+    assert_close(model(tokens), plain(tokens), atol=1e-5, rtol=1e-5)
+    held = sum(p.nbytes for block in model.blocks for n, p in block.named_parameters() if "weight." in n)
+    count = sum(p.numel() for block in plain.blocks for p in block.parameters() if p.ndim == 2)
+    assert held / count <= 0.6 + (8 / 64 if double else 0)  # rows of 64 are short for a range each
+
+
+def test_columns_that_make_no_blocks():
+    with pytest.raises(TuneError, match="48 columns cannot be cut into blocks of 64"):
+        NF4Weight(4, 48, double=False, device=torch.device("meta"))

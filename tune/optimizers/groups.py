@@ -1,0 +1,41 @@
+"""Which parameters learn how."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from tune.errors import TuneError
+
+
+def parameter_groups(
+    model: nn.Module, lr: float, *, decay_vectors: bool = False, lr_ratios: Mapping[str, float] | None = None
+) -> list[dict[str, Any]]:
+    """The trained parameters of `model`, grouped for an optimizer whose learning rate is `lr`.
+
+    Norms and biases, the parameters of one dimension, get no weight decay unless `decay_vectors`. `lr_ratios` multiply
+    the learning rate of the parameters in whose name a pattern is found: {"lora_b": 16} is LoRA+ (Hayou et al., 2024).
+
+    Raises:
+        TuneError: a pattern is found in no name.
+    """
+    ratios = dict(lr_ratios or {})
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for pattern in ratios:
+        if not any(re.search(pattern, name) for name in trained):
+            raise TuneError(
+                f"parameter_groups.lr_ratios: '{pattern}' is in the name of no trained parameter; they are called like "
+                f"{', '.join(sorted({re.sub(r'[0-9]+', '*', name) for name in trained})[:12])}"
+            )
+    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    for name, parameter in trained.items():
+        ratio = next((ratio for pattern, ratio in ratios.items() if re.search(pattern, name)), 1.0)
+        decayed = decay_vectors or parameter.ndim > 1
+        group = groups.setdefault((ratio, decayed), {"params": []})
+        group["params"].append(parameter)
+        if ratio != 1.0:
+            group["lr"] = lr * ratio
+        if not decayed:
+            group["weight_decay"] = 0.0
+    return list(groups.values())
