@@ -1,6 +1,6 @@
 """Memory and time of output projection + cross-entropy, forward and backward: naive, tune, and torch's own.
 
-    python benchmarks/linear_cross_entropy.py [--tokens 4096 --dim 512 --vocabulary 128256 --chunk 1024 --device cpu]
+    python benchmarks/linear_cross_entropy.py [--tokens 4096 --dim 512 --vocabulary 128256 --chunk 512 --device cpu]
 
 Each variant runs in a process of its own, so that the peak of one does not hide in that of another; rounds alternate
 and the median is reported.
@@ -57,7 +57,7 @@ def peak(device):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"tokens": 4096, "dim": 512, "vocabulary": 128256, "chunk": 1024, "rounds": 3}.items():
+    for name, default in {"tokens": 4096, "dim": 512, "vocabulary": 128256, "chunk": 512, "rounds": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--variant", choices=VARIANTS, help="measure this one, in this process")

@@ -2,10 +2,11 @@ import json
 import math
 
 import pytest
+from omegaconf import OmegaConf
 
 from tune.errors import TuneError
 from tune.loggers import require_finite
-from tune.loggers.sinks import Console, JsonLines, Optional, Sink, TensorBoard
+from tune.loggers.sinks import Console, JsonLines, Optional, Sink, TensorBoard, WeightsAndBiases
 
 VALUES = {"loss": 1 / 3, "lr": 1e-5, "grad_norm": 2.0, "tokens_per_second": 1234.5, "peak_memory_gib": 0.5}
 
@@ -93,3 +94,16 @@ def test_a_value_that_is_not_finite_stops_the_run(value):
     require_finite(1, [3, 4], loss=1.0, grad_norm=2.0)
     with pytest.raises(TuneError, match=r"grad_norm is (nan|inf) at step 7.* rows 3, 4"):
         require_finite(7, [3, 4], loss=1.0, grad_norm=value)
+
+
+def test_weights_and_biases(tmp_path, monkeypatch):
+    """Offline: what would be sent is written into the run folder."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    cfg = OmegaConf.create({"logger": {"wandb": {"project": "tests", "name": None}}, "seed": 3})
+    sink = WeightsAndBiases(tmp_path, cfg)
+    sink.metrics(1, VALUES)
+    assert sink.run.name == tmp_path.name
+    assert sink.run.config["seed"] == 3
+    sink.close()
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))

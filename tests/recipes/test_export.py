@@ -63,3 +63,16 @@ def test_tokenizer_and_template(run, source):
     assert after.apply_chat_template(messages, tokenize=False) == before.apply_chat_template(messages, tokenize=False)
     assert after("the cat sat")["input_ids"] == before("the cat sat")["input_ids"]
     assert "Fine-tuned from" in (run / "model" / "README.md").read_text()
+
+
+def test_trace_events_and_another_type(checkpoint, chats, tmp_path):
+    overrides = [
+        f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", "max_steps=3", f"output_dir={tmp_path}",
+        "dtype=bf16", "export.dtype=bf16", "profiler.start=2", "profiler.steps=1", "logger.tensorboard=true",
+    ]  # fmt: skip
+    full_finetune.main(config.load("full_finetune", overrides))
+    trace = json.loads((tmp_path / "profile" / "steps-2-to-2.json").read_text())
+    assert any("_LinearCrossEntropy" in event["name"] for event in trace["traceEvents"])
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert exported.dtype == torch.bfloat16

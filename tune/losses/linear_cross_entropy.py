@@ -15,11 +15,11 @@ class LinearCrossEntropy:
 
     Equals `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`, but the logits of at most `chunk_tokens`
     tokens exist at one time: their gradient is taken at once and folded into those of `hidden` and `weight`. Tokens
-    labelled -100 are not projected at all. (torch's own `linear_cross_entropy` is not in 2.11, is slower on CPUs and
-    rounds the loss to bf16 with bf16 inputs; see benchmarks/linear_cross_entropy.py.)
+    labelled -100 are not projected at all. (torch's own `linear_cross_entropy` is not in 2.11 and rounds the loss to bf16
+    with bf16 inputs; in fp32 on a CPU the two are about equal: benchmarks/linear_cross_entropy.py.)
     """
 
-    def __init__(self, chunk_tokens: PositiveInt = 1024):
+    def __init__(self, chunk_tokens: PositiveInt = 512):
         self.chunk_tokens = chunk_tokens
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -38,13 +38,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             rows, targets = hidden[chunk], labels[chunk][:, None]
+            # In place from here on: this matrix is what takes the memory.
             logits = (rows @ weight.T).float()
-            normalizer = logits.logsumexp(dim=1, keepdim=True)
-            loss += (normalizer - logits.gather(1, targets)).sum()
+            logits -= logits.amax(dim=1, keepdim=True)
+            target_logits = logits.gather(1, targets)
+            exponentials = logits.exp_()
+            normalizer = exponentials.sum(dim=1, keepdim=True)
+            loss += (normalizer.log() - target_logits).sum()
             if grad_hidden is None and grad_weight is None:
                 continue
-            # In place from here on: this matrix is what takes the memory.
-            probabilities = logits.sub_(normalizer).exp_()
+            probabilities = exponentials.div_(normalizer)
             probabilities.scatter_add_(1, targets, probabilities.new_full(targets.shape, -1.0))
             grad_logits = probabilities.to(weight.dtype)
             if grad_hidden is not None:
