@@ -37,6 +37,14 @@ def test_a_slice_of_rows_is_quantised_as_in_the_whole():
         assert torch.equal(back(weight[10:30], double), back(weight, double)[10:30])
 
 
+@pytest.mark.parametrize("double", [False, True])
+def test_bytes_survive_a_cast_to_bf16(double):
+    """FSDP of torch 2.11 casts every parameter to the type of the computation."""
+    parts = quantize(make_weight(), double)
+    cast = [None if part is None else part.bfloat16() for part in parts]
+    assert torch.equal(dequantize(*cast, torch.float32), back(make_weight(), double))
+
+
 def test_levels_come_back_exactly():
     weight = torch.tensor([-1.0, 0.0, 1.0, 0.7229568362236023] * 16).repeat(3, 2) * 0.5
     assert_close(back(weight), weight)

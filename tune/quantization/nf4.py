@@ -23,10 +23,11 @@ LEVELS = (
 
 
 class NF4Weight(nn.Module):
-    """A frozen `[rows, columns]` weight: `codes` uint8 `[rows, columns / 2]`, `scales` `[rows, columns / 64]`.
+    """A frozen `[rows, columns]` weight: two `codes` a byte, and `scales`, one for 64 weights.
 
-    `double` keeps the scales in 8 bits too, with their mean and range in each row (`ranges` `[rows, 2]`): 0.52 and not
-    0.56 bytes a weight. fp32 numbers are stored as the int32 of the same bits, which mixed precision leaves alone.
+    `double` keeps the scales in 8 bits too, with their mean and range in each row (`ranges`): 0.52 and not 0.56 bytes a
+    weight. All are stored as bytes: FSDP's mixed precision leaves them alone, or (in torch 2.11) casts them to bf16,
+    which holds every byte exactly.
     """
 
     def __init__(self, rows: int, columns: int, double: bool, device: torch.device):
@@ -34,9 +35,9 @@ class NF4Weight(nn.Module):
         if columns % BLOCK:
             raise TuneError(f"quantization: a weight with {columns} columns cannot be cut into blocks of {BLOCK}")
         self.codes = _frozen(torch.empty(rows, columns // 2, dtype=torch.uint8, device=device))
-        scale_type = torch.int8 if double else torch.int32
-        self.scales = _frozen(torch.empty(rows, columns // BLOCK, dtype=scale_type, device=device))
-        self.ranges = _frozen(torch.empty(rows, 2, dtype=torch.int32, device=device)) if double else None
+        scale_bytes = columns // BLOCK * (1 if double else 4)
+        self.scales = _frozen(torch.empty(rows, scale_bytes, dtype=torch.uint8, device=device))
+        self.ranges = _frozen(torch.empty(rows, 8, dtype=torch.uint8, device=device)) if double else None
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return dequantize(self.codes, self.scales, self.ranges, dtype)
@@ -58,7 +59,7 @@ class NF4Weight(nn.Module):
 
 
 def quantize(weight: Tensor, double: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes, scales and, with `double`, ranges of a `[rows, columns]` weight."""
+    """Codes, scales and, with `double`, ranges of a `[rows, columns]` weight, as bytes."""
     blocks = weight.float().unflatten(1, (-1, BLOCK))
     scales = blocks.abs().amax(dim=2)
     levels = torch.tensor(LEVELS, device=weight.device)
@@ -67,20 +68,21 @@ def quantize(weight: Tensor, double: bool = False) -> tuple[Tensor, Tensor, Tens
     codes = codes.flatten(1).to(torch.uint8)
     packed = codes[:, 0::2] << 4 | codes[:, 1::2]
     if not double:
-        return packed, scales.view(torch.int32), None
+        return packed, scales.view(torch.uint8), None
     mean = scales.mean(dim=1, keepdim=True)
     reach = (scales - mean).abs().amax(dim=1, keepdim=True)
     small = ((scales - mean) / reach.clamp(min=1e-30) * 127).round().to(torch.int8)
-    return packed, small, torch.cat([mean, reach], dim=1).view(torch.int32)
+    return packed, small.view(torch.uint8), torch.cat([mean, reach], dim=1).view(torch.uint8)
 
 
 def dequantize(codes: Tensor, scales: Tensor, ranges: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The weight `[rows, columns]` that the codes stand for."""
+    codes, scales = codes.to(torch.uint8), scales.to(torch.uint8)
     if ranges is None:
         scales = scales.view(torch.float32)
     else:
-        mean, reach = ranges.view(torch.float32).split(1, dim=1)
-        scales = scales.float() / 127 * reach + mean
+        mean, reach = ranges.to(torch.uint8).view(torch.float32).split(1, dim=1)
+        scales = scales.view(torch.int8).float() / 127 * reach + mean
     levels = torch.tensor(LEVELS, device=codes.device, dtype=torch.float32)
     pairs = torch.stack([codes >> 4, codes & 15], dim=-1).flatten(1)
     blocks = levels[pairs.int()].unflatten(1, (-1, BLOCK)) * scales[..., None]
