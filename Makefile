@@ -7,10 +7,12 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 MODEL := .demo/smollm2-135m
 
-.PHONY: demo test lint format
+.PHONY: demo model test lint format
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	$(BIN)/python examples/home_commands/demo.py $(MODEL) $(if $(strip $(STEPS)),--steps $(STEPS)) $(if $(strip $(ROWS)),--rows $(ROWS))
+
+model: $(MODEL)/config.json
 
 test: lint
 	$(BIN)/pytest $(PYTEST_ARGS)

@@ -1,0 +1,46 @@
+"""SmolLM2-135M-Instruct, as `make model` gets it: what transformers computes, to the logits and the tokens."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tune.checkpointers import load_model
+from tune.generation import generate
+from tune.tokenizers import Tokenizer
+
+FOLDER = Path(__file__).parents[2] / ".demo" / "smollm2-135m"
+
+pytestmark = pytest.mark.skipif(not (FOLDER / "config.json").exists(), reason="the model is not there: make model")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(FOLDER).eval(), load_model(str(FOLDER))
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    tokenizer = Tokenizer(str(FOLDER))
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    return tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+
+def test_logits(pair, prompt):
+    theirs, ours = pair
+    tokens = torch.tensor([prompt * 4])
+    with torch.no_grad():
+        assert (theirs(tokens).logits - ours(tokens)).abs().max() <= 2e-4
+
+
+def test_greedy_continuation(pair, prompt):
+    theirs, ours = pair
+    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)
+    assert generate(ours, [prompt], max_new_tokens=32)[0] == expected[0, len(prompt) :].tolist()
+
+
+def test_it_answers(pair, prompt):
+    tokenizer = Tokenizer(str(FOLDER))
+    answer = generate(pair[1], [prompt], max_new_tokens=32, stop_ids=tokenizer.stop_ids)[0]
+    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
