@@ -109,7 +109,9 @@ def test_merging_into_another_base_is_refused(checkpoint, tmp_path):
     add_adapters(model, lora)
     adapter = str(exported(model, lora, tmp_path / "adapter", checkpoint))
     save_checkpoint(tmp_path / "wider", hidden_size=96)
-    with pytest.raises(TuneError, match=r"is for another base: .*q_proj is for a weight of \[64, 64\], the base has"):
+    with pytest.raises(
+        TuneError, match=r"is for another base: .*_proj is for a weight of \[64, \d+\], the base has \["
+    ):
         merge(str(tmp_path / "wider"), adapter, str(tmp_path / "out"))
     save_checkpoint(tmp_path / "shallower", num_hidden_layers=2)
     with pytest.raises(TuneError, match=r"is for another base: .* has no model\.layers\.2\."):

@@ -130,3 +130,16 @@ def test_resume_is_exact(common, tmp_path):
     train(tmp_path / "run", *first)
     resumed = train(tmp_path / "resumed", *first, f"resume={tmp_path / 'run' / 'checkpoints' / 'step-00000005'}")
     assert resumed == whole[5:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("double", ["true", "false"])
+def test_qlora(common, tmp_path, double):
+    """One curve for the quantised base on 1 and 2 processes; close to that of the base it stands for."""
+    overrides = ["quantization.weights=nf4", f"quantization.double={double}", "export.merge=true"]
+    alone = train(tmp_path / "alone", *common, *overrides)
+    variants = {"quantised": overrides}
+    run_processes(RUN_VARIANTS, 2, "lora_finetune", str(tmp_path), json.dumps(common), json.dumps(variants))
+    assert losses(tmp_path / "quantised") == pytest.approx(alone, rel=1e-5)
+    plain = train(tmp_path / "plain", *common)
+    assert alone == pytest.approx(plain, rel=0.05) and alone != plain

@@ -15,8 +15,8 @@ class LinearCrossEntropy:
 
     Equals `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`, but the logits of at most `chunk_tokens`
     tokens exist at one time: their gradient is taken at once and folded into those of `hidden` and `weight`. Tokens
-    labelled -100 are not projected at all. (torch's own `linear_cross_entropy` is not in 2.11 and rounds the loss to bf16
-    with bf16 inputs; in fp32 on a CPU the two are about equal: benchmarks/linear_cross_entropy.py.)
+    labelled -100 are not projected at all. (torch's own `linear_cross_entropy` is not in 2.11 and rounds the loss to
+    bf16 with bf16 inputs; in fp32 on a CPU the two are about equal: benchmarks/linear_cross_entropy.py.)
     """
 
     def __init__(self, chunk_tokens: PositiveInt = 512):

@@ -88,8 +88,9 @@ def initialize(model: nn.Module, seed: int) -> None:
 def _full_weight(layer: LoRALinear) -> torch.Tensor:
     if not isinstance(layer.weight, NF4Weight):
         return full_tensor(layer.weight).float()
-    parts = (layer.weight.codes, layer.weight.scales, layer.weight.ranges)
-    return dequantize(*(None if part is None else full_tensor(part) for part in parts), torch.float32)
+    codes, scales, ranges = layer.weight.codes, layer.weight.scales, layer.weight.ranges
+    full_ranges = None if ranges is None else full_tensor(ranges)
+    return dequantize(full_tensor(codes), full_tensor(scales), full_ranges, torch.float32)
 
 
 def _fill(parameter: nn.Parameter, full: torch.Tensor) -> None:

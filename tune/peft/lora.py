@@ -50,6 +50,7 @@ class LoRALinear(nn.Linear):
     keeps its name, its weight and its place in the model.
     """
 
+    weight: nn.Parameter | NF4Weight  # type: ignore[assignment]
     lora_a: nn.Parameter
     lora_b: nn.Parameter
     magnitude: nn.Parameter | None
@@ -64,14 +65,15 @@ class LoRALinear(nn.Linear):
     def adapt(cls, linear: nn.Linear, name: str, rank: int, alpha: float, lora: LoRA) -> None:
         linear.__class__ = cls
         assert isinstance(linear, LoRALinear)
-        quantized = isinstance(linear.weight, NF4Weight)
-        like = {
-            "device": linear.weight.codes.device if quantized else linear.weight.device,
-            "dtype": torch.float32 if quantized else linear.weight.dtype,
-        }
-        linear.lora_a = nn.Parameter(torch.empty(rank, linear.in_features, **like))
-        linear.lora_b = nn.Parameter(torch.empty(linear.out_features, rank, **like))
-        linear.magnitude = nn.Parameter(torch.empty(linear.out_features, **like)) if lora.dora else None
+        if isinstance(linear.weight, NF4Weight):
+            device, dtype = linear.weight.codes.device, torch.float32
+        else:
+            device, dtype = linear.weight.device, linear.weight.dtype
+        linear.lora_a = nn.Parameter(torch.empty(rank, linear.in_features, device=device, dtype=dtype))
+        linear.lora_b = nn.Parameter(torch.empty(linear.out_features, rank, device=device, dtype=dtype))
+        linear.magnitude = None
+        if lora.dora:
+            linear.magnitude = nn.Parameter(torch.empty(linear.out_features, device=device, dtype=dtype))
         linear.rank, linear.alpha = rank, alpha
         linear.scaling, linear.dropout = lora.scaling(rank, alpha), lora.dropout
         linear.name, linear.dropout_keys = name, None

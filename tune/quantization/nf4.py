@@ -52,10 +52,11 @@ class NF4Weight(nn.Module):
 
     def fill(self, weight: Tensor) -> None:
         """Quantise the rows that this process holds."""
-        parts = quantize(weight, double=self.ranges is not None)
-        for parameter, part in zip((self.codes, self.scales, self.ranges), parts, strict=True):
-            if parameter is not None:
-                local_shard(parameter)[0].copy_(part)
+        codes, scales, ranges = quantize(weight, double=self.ranges is not None)
+        local_shard(self.codes)[0].copy_(codes)
+        local_shard(self.scales)[0].copy_(scales)
+        if self.ranges is not None and ranges is not None:
+            local_shard(self.ranges)[0].copy_(ranges)
 
 
 def quantize(weight: Tensor, double: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -110,8 +111,10 @@ def quantize_linears(model: nn.Module, *, double: bool = False) -> int:
 class NF4Linear(nn.Linear):
     """A linear layer with a quantised weight."""
 
+    weight: NF4Weight  # type: ignore[assignment]
+
     def forward(self, input: Tensor) -> Tensor:
-        output = self.weight.linear(input)  # type: ignore[operator]
+        output = self.weight.linear(input)
         return output if self.bias is None else output + self.bias
 
 
@@ -123,7 +126,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad_output @ dequantize(*ctx.saved_tensors, grad_output.dtype), None, None, None
+        codes, scales, ranges = ctx.saved_tensors
+        return grad_output @ dequantize(codes, scales, ranges, grad_output.dtype), None, None, None
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
