@@ -37,7 +37,7 @@ WAYS = {  # one way to compute the same thing each
 
 
 def curves(folder, common, variants, count):
-    run_processes(RUN_VARIANTS, count, str(folder), json.dumps(common), json.dumps(variants))
+    run_processes(RUN_VARIANTS, count, "full_finetune", str(folder), json.dumps(common), json.dumps(variants))
     return {name: losses(folder / name) for name in variants}
 
 
