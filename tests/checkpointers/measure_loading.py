@@ -1,11 +1,14 @@
-"""Prints how much the peak memory of this process grew by loading the folder `sys.argv[1]`, and what it holds: MB."""
+"""Prints how much the peak memory of this process grew by loading the folder `sys.argv[1]`, and what it holds: MB.
+
+With a second argument the linear layers are quantised to NF4 while they are read.
+"""
 
 import resource
 import sys
 
 import torch
 
-from tune import checkpointers, distributed, models
+from tune import checkpointers, distributed, models, quantization
 
 if __name__ == "__main__":
     world = distributed.init("cpu")
@@ -14,6 +17,8 @@ if __name__ == "__main__":
     with torch.device("meta"):
         model = models.build(sys.argv[1])
     weights = checkpointers.Pretrained(sys.argv[1], model)
+    if len(sys.argv) > 2:
+        quantization.quantize_linears(model.requires_grad_(False), double=True)
     distributed.parallelize(model, world, dtype="fp32")
     weights.fill(model)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10

@@ -96,6 +96,16 @@ def test_random_weights_depend_on_the_seed_alone(checkpoint):
 
 
 @pytest.mark.slow
+def test_a_quantised_model_never_exists_in_full_precision(tmp_path):
+    """Well below the 470 MB of fp32: 1.5 times what is held, and one block of 59 MB."""
+    save_checkpoint(tmp_path, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16)
+    script = Path(__file__).with_name("measure_loading.py")
+    grown, held = map(float, run_processes(script, 1, str(tmp_path), "nf4").split()[-2:])
+    assert held < 470 / 4 * 0.6
+    assert grown < 1.5 * held + 59 + 80  # and what torch takes for its first operations
+
+
+@pytest.mark.slow
 def test_a_rank_loads_its_own_part_only(tmp_path):
     """Well below the 470 MB of the whole: the half it holds, and a buffer."""
     save_checkpoint(tmp_path, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16)

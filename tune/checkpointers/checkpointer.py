@@ -113,7 +113,7 @@ class Checkpointer:
         self.wait()
         unfinished = self.folder / f".step-{step:08d}.{self.world.share(uuid.uuid4().hex[:8])}"
         if self.world.is_main:
-            unfinished.mkdir(parents=True)
+            unfinished.mkdir(parents=True, exist_ok=True)  # the writer of another rank may have been faster
             small = {name: part.state_dict() for name, part in self.small.items()}
             (unfinished / "state.json").write_text(json.dumps({"step": step, **small}))
         if self.asynchronous:
