@@ -58,6 +58,8 @@ class Run:
         trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         accounting = data.dataset.accounting
         self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
+        if self.world.device.type == "cpu" and self.cfg.dtype == "bf16":
+            self.info("dtype=bf16 is slow on most CPUs: dtype=fp32 is usually several times faster, and exact")
         self.info(f"model: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable")
         self.info(accounting.table())
         self.info(f"{len(data):,} optimizer steps, {data.steps_per_epoch:,} an epoch")
