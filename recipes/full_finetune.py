@@ -123,10 +123,12 @@ def forward(model, batch, loss_fn):
 @torch.no_grad()
 def evaluate(model, batches, loss_fn, world):
     """Mean loss over all supervised tokens of the `batches` of all processes."""
+    model.eval()  # no dropout
     loss_sum, count = 0.0, 0
     for batch in batches:
         loss_sum += forward(model, batch.to(world.device), loss_fn)
         count += batch.num_supervised
+    model.train()
     loss_sum, count = world.sum(loss_sum, count)
     return loss_sum / count
 

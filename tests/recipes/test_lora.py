@@ -124,6 +124,22 @@ def test_base_and_checkpoint(checkpoint, common, tmp_path, monkeypatch):
     torch.testing.assert_close(merged(tokens).logits, adapter(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
+def test_validation_is_without_dropout(checkpoint, chats, common, tmp_path):
+    """The loss of the trained adapter as PEFT computes it in evaluation."""
+    train(tmp_path, *common, "adapter.dropout=0.3", "max_steps=3", "validate_every=1", f"validation_dataset.path={chats}")
+    reported = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"]
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    loss_sum, count = 0.0, 0
+    for sample in load(Tokenizer(str(checkpoint)), str(chats), max_seq_len=128).samples:
+        labels = torch.from_numpy(sample.labels).long()
+        with torch.no_grad():
+            logits = model(torch.from_numpy(sample.tokens).long()[None]).logits[0]
+        loss_sum += F.cross_entropy(logits, labels, reduction="sum").item()
+        count += int((labels != -100).sum())
+    assert reported == pytest.approx(loss_sum / count, rel=1e-5)
+
+
 def test_resume_is_exact(common, tmp_path):
     whole = train(tmp_path / "whole", *common, "adapter.dropout=0.2")
     first = [*common, "adapter.dropout=0.2", "checkpointer.every=5", "checkpointer.keep=null"]
