@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from tune import distributed
 from tune.checkpointers import load_model
 from tune.errors import TuneError
-from tune.peft import LoRA, add_adapters, export_adapter, load_adapter, merge, read_adapter
+from tune.peft import LoRA, adapter, add_adapters, export_adapter, load_adapter, merge, read_adapter
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -91,6 +91,15 @@ def test_peft_writes_it_and_ours_computes_the_same(checkpoint, tmp_path, use_dor
     add_adapters(ours, lora)
     load_adapter(ours, str(tmp_path))
     assert_close(ours(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_settings_beside_an_adapter_that_exists_are_not_ignored(checkpoint, tmp_path):
+    model, lora = load_model(str(checkpoint)), LoRA(rank=4)
+    add_adapters(model, lora)
+    folder = str(exported(model, lora, tmp_path / "adapter", checkpoint))
+    assert adapter(folder).rank == adapter(folder, rank=4).rank == 4
+    with pytest.raises(TuneError, match=r"leave out rank=8 \(there it is 4\), dora=True"):
+        adapter(folder, rank=8, dora=True)
 
 
 def test_merged_is_unmerged(checkpoint, lora, tmp_path):

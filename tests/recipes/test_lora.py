@@ -126,7 +126,9 @@ def test_base_and_checkpoint(checkpoint, common, tmp_path, monkeypatch):
 
 def test_validation_is_without_dropout(checkpoint, chats, common, tmp_path):
     """The loss of the trained adapter as PEFT computes it in evaluation."""
-    train(tmp_path, *common, "adapter.dropout=0.3", "max_steps=3", "validate_every=1", f"validation_dataset.path={chats}")
+    train(
+        tmp_path, *common, "adapter.dropout=0.3", "max_steps=3", "validate_every=1", f"validation_dataset.path={chats}"
+    )
     reported = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"]
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()

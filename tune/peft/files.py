@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,25 @@ def adapter(
     rank_stabilized: bool = False,
     dora: bool = False,
 ) -> LoRA:
-    """The adapter in the folder `path`, or without one a new adapter as the other arguments say."""
-    if path is not None:
-        return read_adapter(path)
+    """The adapter in the folder `path`, or without one a new adapter as the other arguments say.
+
+    Raises:
+        TuneError: both: an adapter that exists has its own rank, targets and kind.
+    """
     ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
-    return LoRA(rank, alpha, dropout, target_modules, ranks, alphas, rank_stabilized, dora)
+    new = LoRA(rank, alpha, dropout, target_modules, ranks, alphas, rank_stabilized, dora)
+    if path is None:
+        return new
+    existing = read_adapter(path)
+    names = [field.name for field in fields(LoRA)]
+    clashes = [
+        f"{name}={getattr(new, name)!r} (there it is {getattr(existing, name)!r})"
+        for name in names
+        if getattr(new, name) not in (getattr(LoRA(), name), getattr(existing, name))
+    ]
+    if clashes:
+        raise TuneError(f"adapter.path: {path} decides what adapter it is; leave out {', '.join(clashes)}")
+    return existing
 
 
 def read_adapter(path: str) -> LoRA:
@@ -48,26 +63,26 @@ def read_adapter(path: str) -> LoRA:
     if not file.exists():
         found = ", ".join(sorted(child.name for child in Path(path).glob("*"))[:8]) or "nothing"
         raise TuneError(f"adapter.path: {path} has no {CONFIG}; found {found}")
-    fields = json.loads(file.read_text())
-    if fields.get("peft_type") != "LORA":
-        raise TuneError(f"{file}: peft_type is {fields.get('peft_type')!r}; only LORA is supported")
+    settings = json.loads(file.read_text())
+    if settings.get("peft_type") != "LORA":
+        raise TuneError(f"{file}: peft_type is {settings.get('peft_type')!r}; only LORA is supported")
     unsupported = {
         "bias": "none", "fan_in_fan_out": False, "modules_to_save": None, "layers_to_transform": None,
         "layer_replication": None, "target_parameters": None, "trainable_token_indices": None, "lora_bias": False,
         "use_qalora": False,
     }  # fmt: skip
     for name, supported in unsupported.items():
-        if fields.get(name, supported) not in (supported, None, [], {}):
-            raise TuneError(f"{file}: {name}={fields[name]!r} is not supported; supported: {supported!r}")
+        if settings.get(name, supported) not in (supported, None, [], {}):
+            raise TuneError(f"{file}: {name}={settings[name]!r} is not supported; supported: {supported!r}")
     return LoRA(
-        rank=fields["r"],
-        alpha=fields["lora_alpha"],
-        dropout=fields.get("lora_dropout", 0.0),
-        target_modules=fields["target_modules"],
-        rank_pattern=fields.get("rank_pattern") or {},
-        alpha_pattern=fields.get("alpha_pattern") or {},
-        rank_stabilized=fields.get("use_rslora", False),
-        dora=fields.get("use_dora", False),
+        rank=settings["r"],
+        alpha=settings["lora_alpha"],
+        dropout=settings.get("lora_dropout", 0.0),
+        target_modules=settings["target_modules"],
+        rank_pattern=settings.get("rank_pattern") or {},
+        alpha_pattern=settings.get("alpha_pattern") or {},
+        rank_stabilized=settings.get("use_rslora", False),
+        dora=settings.get("use_dora", False),
     )
 
 
