@@ -159,7 +159,7 @@ class Decoder(nn.Module):
         for block in self.blocks:
             hidden = block(hidden, context)
         hidden = self.norm(hidden)
-        weight = self.embedding.weight if self.head is None else self.head.weight
+        hidden, weight = _operands(self.embedding if self.head is None else self.head, hidden)
         if loss_fn is None:
             return F.linear(hidden, weight)
         assert labels is not None, "loss_fn needs labels"
@@ -173,3 +173,9 @@ class Decoder(nn.Module):
                 "this model was trained for, and its 'dynamic' rope scaling would make the loss depend on what else is "
                 "in the batch. Lower max_seq_len, or set rope_scaling in config.json to 'linear' or 'yarn'."
             )
+
+
+def _operands(head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs and weight whose product is the logits: an adapted head makes both wider."""
+    operands = getattr(head, "operands", None)
+    return (hidden, head.weight) if operands is None else operands(hidden)  # type: ignore[return-value]
