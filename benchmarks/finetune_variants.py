@@ -4,7 +4,7 @@
 
 All start from the same weights in fp32, take the same rows in the same order, supervise the same tokens, and use AdamW
 (fused) at a constant learning rate with gradients clipped to 1. With `lora_rank` they train LoRA adapters of all linear
-layers but the head, those of others by PEFT; B starts at zero everywhere, A at each one's own random numbers. Each keeps
+layers but the head, the others by PEFT; B starts at zero everywhere, A at each one's own random numbers. Each keeps
 its own way to batch, pad and attend. No activation checkpointing. tune reads and tokenises the data itself; the others
 are given its rows, already tokenised.
 """

@@ -59,12 +59,8 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
         parameter.requires_grad_(False)
     for name, layer in targets.items():
         rank, alpha = lora.at(*_names(model, name))
-        if rank > (smallest := min(layer.weight.shape)):
-            raise TuneError(f"adapter.rank: {rank} is more than {name} has dimensions ({smallest}); lower it")
-        if isinstance(layer, nn.Linear):
-            LoRALinear.adapt(layer, name, rank, alpha, lora)
-        else:
-            LoRAEmbedding.adapt(layer, rank, alpha, lora)
+        kind = LoRALinear if isinstance(layer, nn.Linear) else LoRAEmbedding
+        kind.adapt(layer, name, rank, alpha, lora)
     for embedding, head in heads:
         tied_to = TokenEmbedding.adapt(embedding, lora.trainable_tokens)
         if head is not None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tune.distributed import full_tensor
+from tune.errors import TuneError
 from tune.peft.dropout import dropout
 from tune.quantization import NF4Weight
 from tune.types import Fraction, PositiveFloat, PositiveInt
@@ -79,6 +80,7 @@ class LoRALinear(nn.Linear):
 
     @classmethod
     def adapt(cls, linear: nn.Linear, name: str, rank: int, alpha: float, lora: LoRA) -> None:
+        _require_rank(name, rank, linear.in_features, linear.out_features)
         linear.__class__ = cls
         assert isinstance(linear, LoRALinear)
         if isinstance(linear.weight, NF4Weight):
@@ -182,7 +184,8 @@ class LoRAEmbedding(nn.Embedding):
     scaling: float
 
     @classmethod
-    def adapt(cls, embedding: nn.Embedding, rank: int, alpha: float, lora: LoRA) -> None:
+    def adapt(cls, embedding: nn.Embedding, name: str, rank: int, alpha: float, lora: LoRA) -> None:
+        _require_rank(name, rank, embedding.num_embeddings, embedding.embedding_dim)
         embedding.__class__ = cls
         assert isinstance(embedding, LoRAEmbedding)
         weight = embedding.weight
@@ -200,6 +203,11 @@ class LoRAEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         low_rank = F.linear(F.embedding(input, self.lora_a.T), self.lora_b)
         return super().forward(input) + low_rank * self.scaling
+
+
+def _require_rank(name: str, rank: int, *dimensions: int) -> None:
+    if rank > min(dimensions):
+        raise TuneError(f"adapter.rank: {rank} is more than {name} has dimensions ({min(dimensions)}); lower it")
 
 
 def _pissa(weight: Tensor, rank: int, scaling: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
