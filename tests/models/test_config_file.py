@@ -24,22 +24,25 @@ def build_from(tmp_path, fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (LLAMA | {"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: llama, qwen3"),
+        (LLAMA | {"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: .*llama.*qwen3"),
         ({"vocab_size": 3}, r"model_type '\(none\)' is not supported"),
-        (LLAMA | {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
-        (LLAMA | {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported"),
+        (LLAMA | {"hidden_act": "tanh"}, "hidden_act='tanh' is not supported; supported: silu, "),
         (LLAMA | {"hidden_size": None}, "field 'hidden_size' is missing"),
         (LLAMA | {"vocab_size": "64"}, "field 'vocab_size' must be a positive integer; found '64'"),
         (LLAMA | {"num_experts": 8}, "not supported for model_type 'llama': num_experts=8"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "the weights are quantised"),
-        (
-            LLAMA | {"rope_scaling": {"rope_type": "longrope"}},
-            "rope type 'longrope' is not supported; supported: default",
-        ),
+        (LLAMA | {"rope_scaling": {"rope_type": "ntk"}}, "rope type 'ntk' is not supported; supported: default"),
+        (LLAMA | {"rope_scaling": {"type": "longrope", "short_factor": [1] * 4}}, "'longrope' has no 'long_factor'"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0, "mrope": 1}}, "unknown fields: mrope"),
         (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "rope scaling 'linear' has no 'factor'"),
         (LLAMA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        (QWEN3 | {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
-        (QWEN3 | {"layer_types": ["sliding_attention"]}, r"layer_types has \['sliding_attention'\]"),
+        (LLAMA | {"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
+        (LLAMA | {"tie_word_embeddings": "yes"}, "field 'tie_word_embeddings' must be true or false; found 'yes'"),
+        (LLAMA | {"rms_norm_eps": "small"}, "field 'rms_norm_eps' must be a positive number; found 'small'"),
+        (LLAMA | {"rope_interleaved": True}, "not supported for model_type 'llama': rope_interleaved=True"),
+        (QWEN3 | {"layer_types": ["linear_attention"]}, r"layer_types has \['linear_attention'\]"),
+        (QWEN3 | {"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for num_hidden_layers=1"),
+        (QWEN3 | {"use_sliding_window": True, "sliding_window": 0}, "sliding_window must be a positive integer"),
         ([1], "must hold a mapping; found list"),
     ],
 )
@@ -66,12 +69,18 @@ def test_older_and_newer_rope_fields_mean_the_same(tmp_path):
     older = build_from(tmp_path, LLAMA | {"rope_theta": 5e5, "rope_scaling": scaling})
     newer = build_from(tmp_path, LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}})
     assert older.config == newer.config
-    assert older.config.rope.theta == 5e5 and older.config.rope.kind == "linear"
+    rope = older.config.layers[0].attention.rope
+    assert rope.theta == 5e5 and rope.kind == "linear"
 
 
 def test_fields_without_effect_are_no_obstacle(tmp_path):
     extra = {"_name_or_path": "x", "use_cache": True, "pretraining_tp": 2, "sliding_window": None, "is_decoder": False}
     assert build_from(tmp_path, LLAMA | extra).config == build_from(tmp_path, LLAMA).config
+
+
+def test_dropout_of_the_original_training_is_said_to_be_left_out(tmp_path):
+    with pytest.warns(UserWarning, match=r"attention_dropout=0\.1 is not applied"):
+        build_from(tmp_path, LLAMA | {"attention_dropout": 0.1})
 
 
 def test_dynamic_rope_is_refused_beyond_the_trained_length(tmp_path):

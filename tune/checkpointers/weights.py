@@ -82,7 +82,7 @@ def disk_names(model: nn.Module) -> dict[str, str | list[str]]:
 class Random:
     """Initial weights for training from scratch: those of one device, however the model is sharded.
 
-    Matrices are normal with the standard deviation that config.json names, norms one, biases zero.
+    Weights are normal with the standard deviation that config.json names, norms scale by one, biases are zero.
     """
 
     def __init__(self, seed: int):
@@ -94,8 +94,8 @@ class Random:
                 shard, where = local_shard(parameter)
                 if name.endswith("bias"):
                     shard.zero_()
-                elif parameter.ndim == 1:
-                    shard.fill_(1.0)
+                elif isinstance(module := model.get_submodule(name.rpartition(".")[0]), nn.RMSNorm | nn.LayerNorm):
+                    shard.fill_(getattr(module, "initial_weight", 1.0))
                 else:
                     # One full parameter at a time, from a generator of its own, so that no layout changes a number.
                     # (torch's CPU generator reads no more than 32 bits of its seed.)

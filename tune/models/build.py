@@ -18,6 +18,8 @@ def build(path: str) -> Decoder:
     config = architecture.read_config(file)
     file.finish()
     model = Decoder(config)
-    model.disk_names = {name: architecture.disk_name(name) for name, _ in model.named_parameters()}
+    model.disk_names = {
+        name: architecture.disk_name(name, len(parameter)) for name, parameter in model.named_parameters()
+    }
     model.not_weights = architecture.not_weights
     return model

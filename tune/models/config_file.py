@@ -1,17 +1,23 @@
 """Reading a checkpoint's config.json such that nothing in it that matters is overlooked."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 from tune.errors import TuneError
 from tune.models.rope import RopeConfig
 
+ROPE_FIELDS = {
+    "factor", "original_max_position_embeddings", "attention_factor", "low_freq_factor", "high_freq_factor",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor", "finetuned",
+}  # fmt: skip
+
 # Fields that say nothing about the mathematics of the model in training.
 HARMLESS = {
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "output_attentions", "output_hidden_states",
-    "return_dict", "torchscript", "id2label", "label2id", "problem_type", "is_llama_config", "rope_interleaved",
+    "return_dict", "torchscript", "id2label", "label2id", "problem_type", "is_llama_config",
     "transformers.js_config", "task_specific_params", "chunk_size_feed_forward",
 }  # fmt: skip
 
@@ -49,34 +55,70 @@ class ConfigFile:
             raise TuneError(f"{self.path}: field '{name}' must be a positive integer; found {value!r}")
         return value
 
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.get(name, default)
+        if value is None:
+            raise TuneError(f"{self.path}: field '{name}' is missing")
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise TuneError(f"{self.path}: field '{name}' must be a positive number; found {value!r}")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise TuneError(f"{self.path}: field '{name}' must be true or false; found {value!r}")
+        return value
+
     def expect(self, name: str, supported: Any) -> None:
         """Refuse any other value than the one that is implemented."""
         value = self.get(name, supported)
         if value != supported:
             raise TuneError(f"{self.path}: {name}={value!r} is not supported; supported: {supported!r}")
 
-    def expect_all(self, name: str, supported: Any) -> None:
-        """The same for a list with an entry per layer."""
-        others = set(self.get(name, [])) - {supported}
-        if others:
-            raise TuneError(f"{self.path}: {name} has {sorted(others)}; supported: {supported!r} in every layer")
+    def without_dropout(self, name: str) -> None:
+        """A dropout of the original training. No part of the model, and not applied here: that is said."""
+        if rate := self.get(name, 0):
+            warnings.warn(f"{self.path}: {name}={rate} is not applied: tune trains without it", stacklevel=2)
 
-    def rope(self, head_dim: int, default_theta: float, default_positions: int) -> RopeConfig:
-        """The rotary embedding, as older (`rope_theta`, `rope_scaling`) or newer (`rope_parameters`) files have it."""
-        fields = dict(self.get("rope_scaling", {})) | dict(self.get("rope_parameters", {}))
-        theta = self.get("rope_theta", default_theta)
+    def rope(
+        self,
+        head_dim: int,
+        *,
+        theta: float = 10000.0,
+        positions: int = 2048,
+        partial: float | None = None,
+        interleaved: bool = False,
+        fields: dict[str, Any] | None = None,
+    ) -> RopeConfig:
+        """The rotary embedding, as older (`rope_theta`, `rope_scaling`) or newer (`rope_parameters`) files have it.
+
+        The arguments are what a file means that does not say. `partial` is the rotated share of a head, None where a
+        family has no such thing; `fields` are the file's if it has several sets of them.
+        """
+        theta = self.number("rope_theta", theta)
+        if fields is None:
+            fields = dict(self.get("rope_scaling", {})) | dict(self.get("rope_parameters", {}))
+        fields = {name: value for name, value in fields.items() if value is not None}
         kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
         fields.pop("type", None)
-        max_positions = self.integer("max_position_embeddings", default_positions)
-        if fields.pop("partial_rotary_factor", 1.0) != 1.0:
-            raise TuneError(f"{self.path}: a partial_rotary_factor is not supported in this family")
         theta = fields.pop("rope_theta", theta)
-        # Written as null by some exporters, and meant as the trained length.
-        if kind in ("llama3", "yarn") and not fields.get("original_max_position_embeddings"):
-            fields["original_max_position_embeddings"] = max_positions
-        if kind in ("linear", "llama3") and "factor" not in fields:
-            raise TuneError(f"{self.path}: rope scaling '{kind}' has no 'factor'")
-        return RopeConfig(head_dim, max_positions, theta, kind, fields)
+        share = fields.pop("partial_rotary_factor", self.get("partial_rotary_factor", partial or 1.0))
+        if partial is None and share != 1.0:
+            raise TuneError(f"{self.path}: a partial_rotary_factor is not supported in this family")
+        max_positions = self.integer("max_position_embeddings", positions)
+        if original := self.get("original_max_position_embeddings"):
+            fields["original_max_position_embeddings"] = original
+        # Left out by some exporters, and meant as the trained length.
+        if kind in ("llama3", "yarn", "longrope"):
+            fields.setdefault("original_max_position_embeddings", max_positions)
+        needed = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"],
+                  "longrope": ["short_factor", "long_factor"]}  # fmt: skip
+        for name in needed.get(kind, []):
+            if name not in fields:
+                raise TuneError(f"{self.path}: rope scaling '{kind}' has no '{name}'")
+        if unknown := fields.keys() - ROPE_FIELDS:
+            raise TuneError(f"{self.path}: rope scaling '{kind}' has unknown fields: {', '.join(sorted(unknown))}")
+        return RopeConfig(int(head_dim * share), max_positions, theta, kind, fields, interleaved)
 
     def finish(self) -> None:
         """Refuse fields that nobody read, unless they are known to be harmless or switched off."""

@@ -9,12 +9,13 @@ from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig
 
-SUPPORTED = ("llama", "qwen3")
+SUPPORTED = ("llama", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
 class Family:
-    """`names` pairs module names on disk with ours; `{}` stands for the number of a layer.
+    """`names` pairs modules, or parameters that no module of their own holds, on disk with ours; `{}` stands for a
+    number. A `{}` on disk that ours has not numbers the tensors whose stack is our parameter.
 
     `not_weights` are endings of tensors that a checkpoint may carry and the model may do without.
     """
@@ -23,12 +24,19 @@ class Family:
     names: dict[str, str]
     not_weights: tuple[str, ...] = ()
 
-    def disk_name(self, name: str) -> str:
-        """The name on disk of our parameter `name`."""
-        module, _, kind = name.rpartition(".")
-        layers = re.findall(r"\d+", module)
-        on_disk = {ours: theirs for theirs, ours in self.names.items()}[re.sub(r"\d+", "{}", module)]
-        return f"{on_disk.format(*layers)}.{kind}"
+    def disk_name(self, name: str, rows: int) -> str | list[str]:
+        """The name on disk of our parameter `name`, or those of its `rows` if each is a tensor there."""
+        on_disk = {ours: theirs for theirs, ours in self.names.items()}
+        numbers = re.findall(r"(?<=\.)\d+(?=\.)", name)
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "{}", name)
+        if pattern in on_disk:
+            template = on_disk[pattern]
+        else:
+            module, _, kind = pattern.rpartition(".")
+            template = f"{on_disk[module]}.{kind}"
+        if template.count("{}") == len(numbers):
+            return template.format(*numbers)
+        return [template.format(*numbers, row) for row in range(rows)]
 
 
 def family(model_type: str) -> Family:
