@@ -21,13 +21,13 @@ class Family:
     """`names` pairs modules, or parameters that no module of their own holds, on disk with ours; `{}` stands for a
     number. A `{}` on disk that ours has not numbers the tensors whose stack is our parameter.
 
-    `not_weights` are endings of tensors that a checkpoint may carry and the model may do without: old checkpoints have
-    the rotary frequencies, and some of tied models a copy of the embedding as the head.
+    `not_weights` are patterns of tensors that a checkpoint may carry and the model does without: old ones have the
+    rotary frequencies.
     """
 
     read_config: Callable[[ConfigFile], DecoderConfig]
     names: dict[str, str]
-    not_weights: tuple[str, ...] = ("rotary_emb.inv_freq", "lm_head.weight")
+    not_weights: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
 
     def disk_name(self, name: str, rows: int) -> str | list[str]:
         """The name on disk of our parameter `name`, or those of its `rows` if each is a tensor there."""
