@@ -87,14 +87,16 @@ class Decoder(nn.Module):
     full logits never exist and FSDP has the weight gathered.
     """
 
-    # How a checkpoint names the parameters (a list: ours is the stack of these), and endings of tensors in it that are
-    # not among them; set by `build`.
+    # How a checkpoint names the parameters (a list: ours is the stack of these), what in it repeats one of them, and
+    # patterns of tensors that are neither; set by `build`.
     disk_names: dict[str, str | list[str]]
+    disk_copies: dict[str, str]
     not_weights: tuple[str, ...] = ()
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.config = config
+        self.disk_copies = {}
         self.ropes = {rope: Rope(rope) for layer in config.layers if (rope := layer.attention.rope)}
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(layer, config.norm, config.hidden_size) for layer in config.layers)

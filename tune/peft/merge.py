@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tune.checkpointers.weights import tensor_files, tensor_shapes
+from tune.checkpointers.disk import disk_tensors
+from tune.checkpointers.export import TensorFiles
 from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.peft.files import BASE_COPY, CONFIG, HEAD, PREFIX, WEIGHTS, read_adapter
@@ -21,9 +21,9 @@ ENDINGS = [*LINEAR.values(), *EMBEDDING.values(), ROWS]
 
 
 def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
-    """Make `out` the model that `base` with `adapter` is: same files, names and types, adapted weights changed.
+    """Make `out` the model that `base` with `adapter` is: same names and types, adapted weights changed.
 
-    Never holds more than one file of the base in memory. Products are computed in fp32. `out` appears, or is replaced,
+    Never holds more than a file of 5 GB in memory. Products are computed in fp32. `out` appears, or is replaced,
     when it is complete.
 
     Raises:
@@ -35,24 +35,21 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
         raise TuneError(
             f"{source} has quantised weights, which cannot take an adapter in; give the original checkpoint"
         )
-    lora, changes = read_adapter(str(adapter)), _changes(Path(adapter))
-    files = tensor_files(source)
+    lora, changes, tensors = read_adapter(str(adapter)), _changes(Path(adapter)), disk_tensors(source)
     if config.get("tie_word_embeddings"):
-        _follow_ties(changes, files, Path(adapter))
-    if unknown := [name for name in changes if name not in files]:
+        _follow_ties(changes, HEAD in tensors, Path(adapter))
+    if unknown := [name for name in changes if name not in tensors]:
         raise TuneError(f"{adapter} is for another base: {source} has no {', '.join(unknown[:5])}")
-    _require_shapes(changes, tensor_shapes(files))
+    _require_shapes(changes, {name: tensor.shape for name, tensor in tensors.items()})
     unfinished = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    ignore = shutil.ignore_patterns("*.safetensors", "*.bin", "*.gguf", "*.pth")
+    ignore = shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", "*.gguf", "*.pth")
     shutil.copytree(source, unfinished, ignore=ignore)
-    for file in sorted(set(files.values())):
-        with safe_open(file, framework="pt") as tensors:
-            metadata = tensors.metadata()
-            merged = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-        for name in merged.keys() & changes.keys():
-            merged[name] = _merged(merged[name], name, changes[name], lora).to(merged[name].dtype).contiguous()
-        save_file(merged, unfinished / file.name, metadata=metadata)
+    files = TensorFiles(unfinished)
+    for name, tensor in tensors.items():
+        weight = tensor.read()
+        files.add(name, _merged(weight, name, changes[name], lora).to(weight.dtype) if name in changes else weight)
+    files.close()
     shutil.rmtree(target, ignore_errors=True)
     unfinished.rename(target)
 
@@ -87,7 +84,7 @@ def _require_shapes(changes: dict[str, dict[str, Tensor]], shapes: dict[str, lis
             )
 
 
-def _follow_ties(changes: dict[str, dict[str, Tensor]], files: dict[str, Path], adapter: Path) -> None:
+def _follow_ties(changes: dict[str, dict[str, Tensor]], has_head: bool, adapter: Path) -> None:
     """A tied head changes as the embedding does. Some checkpoints, and adapters, hold a copy of it."""
     changes.pop(HEAD, None)
     for name in [name for name in changes if name.endswith("embed_tokens.weight")]:
@@ -97,7 +94,7 @@ def _follow_ties(changes: dict[str, dict[str, Tensor]], files: dict[str, Path], 
                 f"{adapter} changes the embedding apart from the output head, but in this base they are tied, and a "
                 "merged model cannot hold both"
             )
-        if HEAD in files:
+        if has_head:
             changes[HEAD] = changes[name]
 
 
