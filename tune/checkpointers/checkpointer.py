@@ -116,12 +116,11 @@ class Checkpointer:
             unfinished.mkdir(parents=True, exist_ok=True)  # the writer of another rank may have been faster
             small = {name: part.state_dict() for name, part in self.small.items()}
             (unfinished / "state.json").write_text(json.dumps({"step": step, **small}))
+        tensors = _on_host(self._tensors()) if self.asynchronous else self._tensors()
+        save = functools.partial(dcp.save, tensors, checkpoint_id=unfinished, process_group=self.group)
         if self.asynchronous:
-            written = dcp.async_save(self._tensors(), checkpoint_id=unfinished, process_group=self.group)
-            assert isinstance(written, Future)  # the other kind of response belongs to another kind of stager
-            self.pending = self.background.submit(self._finish, written.result, unfinished, step)
+            self.pending = self.background.submit(self._finish, save, unfinished, step)
         else:
-            save = functools.partial(dcp.save, self._tensors(), checkpoint_id=unfinished, process_group=self.group)
             self._finish(save, unfinished, step)
 
     def wait(self) -> None:
@@ -156,6 +155,22 @@ class Checkpointer:
     def _tensors(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
         return {"model": model, "optimizer": optimizer}
+
+
+def _on_host(value: Any) -> Any:
+    """A copy in host memory of all that a state holds; also of tensors made of others, as sharded and quantised ones
+    are (dcp.async_save cannot copy the latter)."""
+    if isinstance(value, dict):
+        return {key: _on_host(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_on_host(each) for each in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not hasattr(value, "__tensor_flatten__"):
+        return value.detach().to("cpu", copy=True)
+    names, context = value.__tensor_flatten__()
+    parts = {name: _on_host(getattr(value, name)) for name in names}
+    return type(value).__tensor_unflatten__(parts, context, value.size(), value.stride())
 
 
 def _require_same_parameters(path: Path, model: dict[str, Any]) -> None:
