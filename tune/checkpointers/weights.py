@@ -1,9 +1,11 @@
 """The weights a training starts from, put into a model whose shards lie anywhere."""
 
+import hashlib
 import json
 import operator
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,7 +30,7 @@ class Pretrained:
     """
 
     def __init__(self, path: str, model: nn.Module):
-        self.files = tensor_files(Path(path))
+        self.path, self.files = path, tensor_files(Path(path))
         self.names: dict[str, str] = getattr(model, "disk_names", {name: name for name, _ in model.named_parameters()})
         wanted = {disk_name: list(model.get_parameter(name).shape) for name, disk_name in self.names.items()}
         ignored = getattr(model, "not_weights", ())
@@ -46,6 +48,27 @@ class Pretrained:
             more = f"\n  and {len(problems) - 12} more" if len(problems) > 12 else ""
             raise TuneError(
                 f"model.path: the tensors in {path} do not fit its config.json:\n  " + "\n  ".join(problems[:12]) + more
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What tells these weights from others: sizes and headers of the files, and a sample of their numbers."""
+        digest = hashlib.sha256()
+        for file in sorted(set(self.files.values())):
+            size = file.stat().st_size
+            with file.open("rb") as content:
+                header = content.read(int.from_bytes(content.read(8), "little"))
+                digest.update(size.to_bytes(8) + header)
+                for sample in range(16):
+                    content.seek(8 + len(header) + (size - 8 - len(header)) * sample // 16)
+                    digest.update(content.read(4096))
+        return {"sha256": digest.hexdigest()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore. Raises TuneError if the state is that of other weights."""
+        if state != self.state_dict():
+            raise TuneError(
+                f"resume: the checkpoint was made on another base than {self.path}, and holds only what was trained on "
+                "top. Give model.path the base it was made on, or start anew with resume=never and another output_dir"
             )
 
     def fill(self, model: nn.Module) -> None:

@@ -9,8 +9,8 @@ from tune.distributed import full_tensor, local_shard
 
 
 class Adafactor(torch.optim.Adafactor):
-    """torch's Adafactor (Shazeer and Stern, 2018), which does not take DTensors: a sharded parameter is gathered for its
-    update, one at a time, and all processes compute the same."""
+    """torch's Adafactor (Shazeer and Stern, 2018), which does not take DTensors: here a sharded parameter is gathered
+    for its update, one at a time, and all processes compute the same."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -11,10 +11,10 @@ from tune.distributed import World, local_shard
 
 
 class InBackward:
-    """From its creation on, `optimizer` updates each parameter in backward, as soon as its gradient is complete, and the
+    """From its creation on, `optimizer` updates each parameter during backward, when its gradient is complete, and the
     gradient is freed. `optimizer.step()` then finds nothing to do; learning rates and state stay where they were.
 
-    There must be one backward per optimizer step: gradients cannot accumulate, and nothing can be scaled by their norm.
+    There must be one backward per optimizer step, and gradients cannot be clipped by their norm: they are gone by then.
     """
 
     def __init__(self, optimizer: Optimizer, world: World):

@@ -29,13 +29,13 @@ class Muon(Optimizer):
         eps: float = 1e-8,
     ):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "in_blocks": False})
-        muon = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": "match_rms_adamw"}
-        adamw = {"betas": betas, "eps": eps}
         self.parts: dict[bool, Optimizer] = {}
         if groups := self._groups(in_blocks=True):
-            self.parts[True] = torch.optim.Muon(groups, **muon)
+            self.parts[True] = torch.optim.Muon(
+                groups, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw"
+            )
         if groups := self._groups(in_blocks=False):
-            self.parts[False] = torch.optim.AdamW(groups, **adamw)
+            self.parts[False] = torch.optim.AdamW(groups, betas=betas, eps=eps)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for in_blocks, part in self.parts.items():

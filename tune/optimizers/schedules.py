@@ -34,6 +34,8 @@ class Schedule(LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_epoch = state_dict["step"]
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = rate
 
 
 def constant(optimizer: Optimizer, total_steps: int, warmup: NonNegativeInt | NonNegativeFloat = 0) -> Schedule:
