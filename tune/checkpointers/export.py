@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
+from tune.checkpointers.weights import disk_names
 from tune.distributed import World, full_tensor
 from tune.errors import TuneError
 
@@ -40,7 +41,7 @@ def export(
     key = "torch_dtype" if "torch_dtype" in fields else "dtype"
     fields[key] = DTYPE_NAMES[dtype] if dtype else fields.get(key) or "float32"
     target = getattr(torch, fields[key])
-    names = getattr(model, "disk_names", {})
+    names = disk_names(model)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     if world.is_main:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -48,17 +49,18 @@ def export(
     plan = _files({name: parameter.numel() * target.itemsize for name, parameter in model.named_parameters()})
     parameters = dict(model.named_parameters())
     for file, members in plan.items():
-        gathered = {}
+        gathered: dict[str, torch.Tensor] = {}
         for name in members:
             tensor = full_tensor(parameters[name].detach())
             if world.is_main:
-                gathered[names.get(name, name)] = tensor.to("cpu", target).contiguous()
+                gathered |= _on_disk(names[name], tensor.to("cpu", target))
         if world.is_main:
             _save(gathered, unfinished / file)
     if world.is_main:
         if len(plan) > 1:
             size = sum(parameter.numel() for parameter in parameters.values()) * target.itemsize
-            weight_map = {names.get(name, name): file for file, members in plan.items() for name in members}
+            on_disk = {name: [each] if isinstance(each, str) else each for name, each in names.items()}
+            weight_map = {each: file for file, members in plan.items() for name in members for each in on_disk[name]}
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
@@ -69,6 +71,13 @@ def export(
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     world.barrier()
+
+
+def _on_disk(names: str | list[str], tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    if isinstance(names, str):
+        return {names: tensor.contiguous()}
+    # Cloned: safetensors refuses parts of one memory.
+    return {name: part.clone() for name, part in zip(names, tensor.unbind(), strict=True)}
 
 
 def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:

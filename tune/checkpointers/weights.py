@@ -21,7 +21,8 @@ class Pretrained:
     """The *.safetensors of a Hugging Face checkpoint folder, for `model`.
 
     Names and shapes are compared when this is made, on the meta device too, and nothing is read before `fill`. The
-    model's `disk_names` say how its parameters are called on disk; without them the names are the same.
+    model's `disk_names` say how its parameters are called on disk; without them the names are the same. Where they give
+    a list, the parameter is the stack of those tensors along a new first dimension.
 
     Raises:
         TuneError: files that are absent or unreadable; tensors missing, not known or of another shape, all named.
@@ -29,8 +30,11 @@ class Pretrained:
 
     def __init__(self, path: str, model: nn.Module):
         self.files = tensor_files(Path(path))
-        self.names: dict[str, str] = getattr(model, "disk_names", {name: name for name, _ in model.named_parameters()})
-        wanted = {disk_name: list(model.get_parameter(name).shape) for name, disk_name in self.names.items()}
+        self.names = disk_names(model)
+        wanted: dict[str, list[int]] = {}
+        for name, on_disk in self.names.items():
+            shape = list(model.get_parameter(name).shape)
+            wanted |= {on_disk: shape} if isinstance(on_disk, str) else dict.fromkeys(on_disk, shape[1:])
         ignored = getattr(model, "not_weights", ())
         found = tensor_shapes(self.files)
         problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
@@ -51,15 +55,28 @@ class Pretrained:
     def fill(self, model: nn.Module) -> None:
         """Copy each process's own slices into `model`, converting to its types. What it got since is left alone."""
         with torch.no_grad():
-            for name, disk_name in self.names.items():
+            for name, on_disk in self.names.items():
                 target = operator.attrgetter(name)(model)
-                # Opened anew for each tensor: a file that stays open keeps all its pages that were read in memory.
-                with safe_open(self.files[disk_name], framework="pt") as tensors:
-                    if isinstance(target, NF4Weight):
-                        target.fill(tensors.get_slice(disk_name)[target.held_rows()])
-                    else:
-                        shard, where = local_shard(target)
-                        shard.copy_(tensors.get_slice(disk_name)[where])
+                if isinstance(target, NF4Weight):
+                    assert isinstance(on_disk, str)  # only linear layers are quantised
+                    target.fill(self._read(on_disk, (target.held_rows(),)))
+                    continue
+                shard, where = local_shard(target)
+                if isinstance(on_disk, str):
+                    shard.copy_(self._read(on_disk, where))
+                else:
+                    for part, disk_name in zip(shard, on_disk[where[0]], strict=True):
+                        part.copy_(self._read(disk_name, where[1:]))
+
+    def _read(self, disk_name: str, where: tuple[slice, ...]) -> torch.Tensor:
+        # Opened anew for each tensor: a file that stays open keeps all its pages that were read in memory.
+        with safe_open(self.files[disk_name], framework="pt") as tensors:
+            return tensors.get_slice(disk_name)[where]
+
+
+def disk_names(model: nn.Module) -> dict[str, str | list[str]]:
+    """How a checkpoint names each parameter of `model`, or the tensors that a parameter is the stack of."""
+    return getattr(model, "disk_names", {name: name for name, _ in model.named_parameters()})
 
 
 class Random:
