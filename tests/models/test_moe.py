@@ -45,6 +45,4 @@ def test_grouped_product_compiles(dtype, shape):
         ends = torch.tensor(counts).cumsum(0).int()
         output, expected = compiled(rows, weight, ends), loop(rows, weight, ends)
         assert_close(output, expected)
-        assert_close(
-            torch.autograd.grad(output.sum(), weight)[0], torch.autograd.grad(expected.sum(), weight)[0]
-        )
+        assert_close(torch.autograd.grad(output.sum(), weight)[0], torch.autograd.grad(expected.sum(), weight)[0])

@@ -134,8 +134,9 @@ class Decoder(nn.Module):
         rotations = {
             config: rope(positions, segments, cache is not None, hidden.dtype) for config, rope in self.ropes.items()
         }
-        watched = self.routing is not None and self.training and labels is not None
-        supervision = Supervision.of(labels, segments) if watched else None
+        supervision = None
+        if self.routing is not None and self.training and labels is not None:
+            supervision = Supervision.of(labels, segments)
         figures = []
         for index, (block, layer) in enumerate(zip(self.blocks, self.config.layers, strict=True)):
             rotation = rotations[layer.attention.rope] if layer.attention.rope else None
@@ -149,13 +150,9 @@ class Decoder(nn.Module):
         if loss_fn is not None:
             assert labels is not None, "loss_fn needs labels"
             loss = loss_fn(hidden, weight, labels, **{"softcap": softcap} if softcap else {})
-            return self._balanced(loss, figures, supervision) if figures else loss
+            if self.routing is not None and supervision is not None:
+                balance = self.routing.add(figures, supervision) * self.config.router_loss
+                loss = loss + (balance - balance.detach())
+            return loss
         logits = F.linear(hidden, weight)
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
-
-    def _balanced(self, loss: Tensor, figures: list[RoutingFigures], supervision: Supervision) -> Tensor:
-        self.routing.add(figures, supervision)
-        if not self.config.router_loss:
-            return loss
-        balance = self.config.router_loss * torch.stack([each.balance for each in figures]).mean()
-        return loss + (balance - balance.detach())

@@ -60,8 +60,8 @@ class MixtureOfExperts(nn.Module):
 class Dispatch(NamedTuple):
     """Which rows the experts work on: the choices `[tokens * chosen]` of all tokens, sorted by expert.
 
-    Row i is choice `order[i]`; choice j is row `places[j]`; choice j is of token j // `chosen`. The rows of expert e end
-    before `ends[e]`.
+    Row i is choice `order[i]`; choice j is row `places[j]`, and of token j // `chosen`. The rows of expert e end before
+    `ends[e]`.
     """
 
     order: Tensor

@@ -16,9 +16,9 @@ class RouterConfig:
     """How `chosen` of `num_experts` are found for a token, and with what weights.
 
     `scores` are the softmax or the sigmoid of the logits, or the softmax over the `chosen` alone. `normalized` weights
-    of the chosen sum to one; then all are multiplied by `scale`. The choice, but not the weights, is made by scores plus
-    a `correction` that is no trained parameter, within the `kept_groups` of the `num_groups` groups of experts with the
-    largest sum of their two best (DeepSeek-V3).
+    of the chosen sum to one; then all are multiplied by `scale`. The choice alone is made by scores plus `correction`,
+    which is no trained parameter, and within the `kept_groups` of the `num_groups` groups of experts whose two best
+    have the largest sum (DeepSeek-V3).
     """
 
     num_experts: int
@@ -84,7 +84,7 @@ class Router(nn.Module):
         """What `to` and `to_empty` do. The correction stays in fp32: rounded, it would choose other experts."""
         correction = self.correction
         super()._apply(fn, recurse)
-        if correction is not None:
+        if correction is not None and self.correction is not None:
             self.correction = torch.empty_like(self.correction, dtype=torch.float32)
             if not correction.is_meta:
                 self.correction.copy_(correction)
@@ -149,11 +149,13 @@ class RoutingSums:
     def __init__(self) -> None:
         self.rows: Tensor | None = None
 
-    def add(self, layers: list[RoutingFigures], supervision: Supervision) -> None:
+    def add(self, layers: list[RoutingFigures], supervision: Supervision) -> Tensor:
+        """The load-balancing loss, averaged over layers."""
         trained = supervision.lengths @ (supervision.supervised > 0).float()
         common = torch.stack([trained, supervision.supervised.sum()])
-        rows = [torch.cat([load, entropy[None], balance.detach()[None], common]) for load, entropy, balance in layers]
+        rows = [torch.cat([load, entropy[None], balance[None], common]).detach() for load, entropy, balance in layers]
         self.rows = torch.stack(rows) if self.rows is None else self.rows + torch.stack(rows)
+        return torch.stack([figures.balance for figures in layers]).mean()
 
     def take(self) -> Tensor:
         """A row a layer: choices of each expert; entropy and load-balancing loss, tokens and supervised tokens."""
