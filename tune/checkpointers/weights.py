@@ -1,46 +1,47 @@
 """The weights a training starts from, put into a model whose shards lie anywhere."""
 
-import json
 import operator
+import re
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
+from tune.checkpointers.disk import disk_tensors
 from tune.distributed import local_shard
 from tune.errors import TuneError
 from tune.models import Decoder, build
 from tune.quantization import NF4Weight
 
-INDEX = "model.safetensors.index.json"
-
 
 class Pretrained:
-    """The *.safetensors of a Hugging Face checkpoint folder, for `model`.
+    """The weights of a checkpoint folder, for `model`.
 
-    Names and shapes are compared when this is made, on the meta device too, and nothing is read before `fill`. The
-    model's `disk_names` say how its parameters are called on disk; without them the names are the same. Where they give
-    a list, the parameter is the stack of those tensors along a new first dimension.
+    Names and shapes are compared when this is made, on the meta device too, and nothing is read before `fill`.
 
     Raises:
         TuneError: files that are absent or unreadable; tensors missing, not known or of another shape, all named.
     """
 
     def __init__(self, path: str, model: nn.Module):
-        self.files = tensor_files(Path(path))
-        self.names = disk_names(model)
+        self.tensors = disk_tensors(Path(path))
+        self.names = disk_names(model, self.tensors)
+        stored = stored_tensors(model)
         wanted: dict[str, list[int]] = {}
         for name, on_disk in self.names.items():
-            shape = list(model.get_parameter(name).shape)
+            shape = list(stored[name].shape)
             wanted |= {on_disk: shape} if isinstance(on_disk, str) else dict.fromkeys(on_disk, shape[1:])
-        ignored = getattr(model, "not_weights", ())
-        found = tensor_shapes(self.files)
+        found = {name: tensor.shape for name, tensor in self.tensors.items()}
+        copies = disk_copies(model)
         problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
         problems += [
-            f"not known: {name} {found[name]}" for name in found.keys() - wanted.keys() if not name.endswith(ignored)
+            f"not known: {name} {found[name]}"
+            for name in found.keys() - wanted.keys() - copies.keys()
+            if not any(re.search(pattern, name) for pattern in getattr(model, "not_weights", ()))
         ]
+        wanted |= {copy: list(stored[name].shape) for copy, name in copies.items()}
         problems += [
             f"{name} has shape {found[name]}, config.json says {shape}"
             for name, shape in wanted.items()
@@ -59,24 +60,43 @@ class Pretrained:
                 target = operator.attrgetter(name)(model)
                 if isinstance(target, NF4Weight):
                     assert isinstance(on_disk, str)  # only linear layers are quantised
-                    target.fill(self._read(on_disk, (target.held_rows(),)))
+                    target.fill(self.tensors[on_disk].read((target.held_rows(),)))
                     continue
                 shard, where = local_shard(target)
                 if isinstance(on_disk, str):
-                    shard.copy_(self._read(on_disk, where))
+                    shard.copy_(self.tensors[on_disk].read(where))
                 else:
                     for part, disk_name in zip(shard, on_disk[where[0]], strict=True):
-                        part.copy_(self._read(disk_name, where[1:]))
-
-    def _read(self, disk_name: str, where: tuple[slice, ...]) -> torch.Tensor:
-        # Opened anew for each tensor: a file that stays open keeps all its pages that were read in memory.
-        with safe_open(self.files[disk_name], framework="pt") as tensors:
-            return tensors.get_slice(disk_name)[where]
+                        part.copy_(self.tensors[disk_name].read(where[1:]))
 
 
-def disk_names(model: nn.Module) -> dict[str, str | list[str]]:
-    """How a checkpoint names each parameter of `model`, or the tensors that a parameter is the stack of."""
-    return getattr(model, "disk_names", {name: name for name, _ in model.named_parameters()})
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What of `model` belongs into a checkpoint: parameters, tied ones once, and persistent buffers."""
+    persistent = model.state_dict().keys()
+    return dict(model.named_parameters()) | {
+        name: buffer for name, buffer in model.named_buffers() if name in persistent
+    }
+
+
+def disk_names(model: nn.Module, found: Collection[str]) -> dict[str, str | list[str]]:
+    """How a checkpoint with the tensors `found` names those of `model`.
+
+    That is what `model.disk_names` says, and without it, the same. A list means that ours is the stack of those along a
+    new first dimension. Checkpoints may leave out `model.disk_prefix` from all of their names.
+    """
+    names = getattr(model, "disk_names", None) or {name: name for name in stored_tensors(model)}
+    prefix = getattr(model, "disk_prefix", "")
+    if not prefix or not found or any(name.startswith(prefix) for name in found):
+        return names
+    return {
+        ours: theirs.removeprefix(prefix) if isinstance(theirs, str) else [each.removeprefix(prefix) for each in theirs]
+        for ours, theirs in names.items()
+    }
+
+
+def disk_copies(model: nn.Module) -> dict[str, str]:
+    """Tensors that a checkpoint may have and that repeat one of the model's: a tied head. Name on disk -> ours."""
+    return getattr(model, "disk_copies", {})
 
 
 class Random:
@@ -112,44 +132,3 @@ def load_model(path: str, device: str = "cpu", dtype: torch.dtype = torch.float3
     model.to(dtype).to_empty(device=device)
     weights.fill(model)
     return model.eval()
-
-
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> its file."""
-    if (folder / INDEX).exists():
-        try:
-            weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError) as error:
-            raise TuneError(f"{folder / INDEX} is not a valid index of tensors: {error!r}") from error
-        missing = sorted({file for file in weight_map.values() if not (folder / file).exists()})
-        if missing:
-            raise TuneError(
-                f"model.path: {INDEX} names files that are not in {folder}: {', '.join(missing)}. Download them again"
-            )
-        return {name: folder / file for name, file in weight_map.items()}
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        others = sorted(child.name for child in folder.glob("*") if child.suffix in (".bin", ".pt", ".pth", ".gguf"))
-        hint = (
-            f"; found {', '.join(others)}: convert them to safetensors (a .gguf with `tune import-gguf`)"
-            if others
-            else ""
-        )
-        raise TuneError(
-            f"model.path: no *.safetensors in {folder}{hint}. To train from random weights set from_scratch=true"
-        )
-    return {name: file for file in files for name in tensor_shapes({"": file})}
-
-
-def tensor_shapes(files: dict[str, Path]) -> dict[str, list[int]]:
-    """The shape of every tensor in `files`, from their headers."""
-    shapes = {}
-    for file in sorted(set(files.values())):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                shapes.update({name: tensors.get_slice(name).get_shape() for name in tensors.keys()})  # noqa: SIM118
-        except SafetensorError as error:
-            raise TuneError(
-                f"model.path: {file} is damaged or not a safetensors file ({error}). Download it again"
-            ) from error
-    return shapes

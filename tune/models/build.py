@@ -21,5 +21,7 @@ def build(path: str) -> Decoder:
     model.disk_names = {
         name: architecture.disk_name(name, len(parameter)) for name, parameter in model.named_parameters()
     }
+    if config.tied_head and isinstance(head := architecture.disk_name("head.weight", 0), str):
+        model.disk_copies = {head: "embedding.weight"}
     model.not_weights = architecture.not_weights
     return model

@@ -97,9 +97,10 @@ class Decoder(nn.Module):
     gradient to that of the loss, and nothing to its value.
     """
 
-    # How a checkpoint names the parameters (a list: ours is the stack of these), and endings of tensors in it that are
-    # not among them; set by `build`.
+    # How a checkpoint names the parameters (a list: ours is the stack of these), what in it repeats one of them, and
+    # patterns of tensors that are neither; set by `build`.
     disk_names: dict[str, str | list[str]]
+    disk_copies: dict[str, str]
     not_weights: tuple[str, ...] = ()
     # What routers did in training; none without experts.
     routing: RoutingSums | None
@@ -107,6 +108,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.config = config
+        self.disk_copies = {}
         self.routing = RoutingSums() if any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers) else None
         self.ropes = {rope: Rope(rope) for layer in config.layers if (rope := layer.attention.rope)}
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)

@@ -3,11 +3,11 @@
 import shutil
 from pathlib import Path
 
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tune.checkpointers.weights import tensor_files, tensor_shapes
+from tune.checkpointers.disk import disk_tensors
+from tune.checkpointers.export import TensorFiles
 from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.peft.files import KINDS, WEIGHTS, read_adapter
@@ -15,9 +15,9 @@ from tune.peft.lora import LoRA
 
 
 def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
-    """Make `out` the model that `base` with `adapter` is: same files, names and types, adapted weights changed.
+    """Make `out` the model that `base` with `adapter` is: same names and types, adapted weights changed.
 
-    Never holds more than one file of the base in memory. Products are computed in fp32. `out` appears, or is replaced,
+    Never holds more than a file of 5 GB in memory. Products are computed in fp32. `out` appears, or is replaced,
     when it is complete.
 
     Raises:
@@ -30,22 +30,20 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
             f"{source} has quantised weights, which cannot take an adapter in; give the original checkpoint"
         )
     lora, layers = read_adapter(str(adapter)), _layers(Path(adapter))
-    files = tensor_files(source)
-    if unknown := [name for name in layers if f"{name}.weight" not in files]:
+    tensors = disk_tensors(source)
+    if unknown := [name for name in layers if f"{name}.weight" not in tensors]:
         raise TuneError(f"{adapter} is for another base: {source} has no {', '.join(unknown[:5])}")
-    _require_shapes(layers, tensor_shapes(files))
+    _require_shapes(layers, {name: tensor.shape for name, tensor in tensors.items()})
     unfinished = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    ignore = shutil.ignore_patterns("*.safetensors", "*.bin", "*.gguf", "*.pth")
+    ignore = shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", "*.gguf", "*.pth")
     shutil.copytree(source, unfinished, ignore=ignore)
-    for file in sorted(set(files.values())):
-        with safe_open(file, framework="pt") as tensors:
-            metadata = tensors.metadata()
-            merged = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-        for name, parts in layers.items():
-            if (weight := f"{name}.weight") in merged:
-                merged[weight] = _merged(merged[weight], name, parts, lora)
-        save_file(merged, unfinished / file.name, metadata=metadata)
+    files = TensorFiles(unfinished)
+    for name, tensor in tensors.items():
+        layer = name.removesuffix(".weight")
+        weight = tensor.read()
+        files.add(name, _merged(weight, layer, layers[layer], lora) if layer in layers else weight)
+    files.close()
     shutil.rmtree(target, ignore_errors=True)
     unfinished.rename(target)
 

@@ -17,7 +17,7 @@ class Family:
     """`names` pairs modules, or parameters that no module of their own holds, on disk with ours; `{}` stands for a
     number. A `{}` on disk that ours has not numbers the tensors whose stack is our parameter.
 
-    `not_weights` are endings of tensors that a checkpoint may carry and the model may do without.
+    `not_weights` are patterns of tensors that a checkpoint may carry and the model does without.
     """
 
     read_config: Callable[[ConfigFile], DecoderConfig]

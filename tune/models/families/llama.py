@@ -29,5 +29,5 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     return read_decoder(file, [layer] * file.integer("num_hidden_layers"), read_rms_norm(file))
 
 
-# Old checkpoints carry the rotary frequencies, and some of tied models a copy of the embedding as the head.
-FAMILY = Family(read_config, NAMES, not_weights=("rotary_emb.inv_freq", "lm_head.weight"))
+# Old checkpoints carry the rotary frequencies.
+FAMILY = Family(read_config, NAMES, not_weights=(r"rotary_emb\.inv_freq$",))

@@ -31,4 +31,4 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     return read_decoder(file, layers, read_rms_norm(file))
 
 
-FAMILY = Family(read_config, NAMES, not_weights=("lm_head.weight",))
+FAMILY = Family(read_config, NAMES)

@@ -24,4 +24,4 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     return read_decoder(file, layers, norm)
 
 
-FAMILY = Family(read_config, NAMES, not_weights=("lm_head.weight",))
+FAMILY = Family(read_config, NAMES)
