@@ -18,27 +18,76 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "initializer_range": 0.1,
+    "eos_token_id": 1,
+    "pad_token_id": None,  # its embedding would get no gradient in transformers
 }
+WINDOW = 16
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [1.0, 2.0, 3.0, 5.0, 9.0, 16.0], "partial_rotary_factor": 0.75,
+}  # fmt: skip
+TWO_ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 VARIANTS = {
     "llama": ("LlamaConfig", {}),
-    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama-tied": ("LlamaConfig", TIED),
     "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
     "llama-multi-head": ("LlamaConfig", {"num_key_value_heads": 4}),
     "llama-multi-query": ("LlamaConfig", {"num_key_value_heads": 1}),
     "llama-head-dim": ("LlamaConfig", {"head_dim": 24}),
+    "llama-gelu": ("LlamaConfig", {"hidden_act": "gelu"}),
     "llama-theta": ("LlamaConfig", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}),
-    "llama-linear": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
-    "llama-dynamic": ("LlamaConfig", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama-linear": ("LlamaConfig", {"rope_parameters": LINEAR}),
+    "llama-dynamic": ("LlamaConfig", {"rope_parameters": LINEAR | {"rope_type": "dynamic"}}),
     "llama-3.1": ("LlamaConfig", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 32}}),
-    "llama-yarn": ("LlamaConfig", {"rope_parameters": YARN | {"original_max_position_embeddings": 64}}),
-    "llama-yarn-mscale": (
-        "LlamaConfig",
-        {"rope_parameters": YARN | {"original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.7}},
-    ),
+    "llama-yarn": ("LlamaConfig", {"rope_parameters": YARN}),
+    "llama-yarn-mscale": ("LlamaConfig", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mistral-window": ("MistralConfig", {"sliding_window": WINDOW, "head_dim": 24}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2-windows": ("Qwen2Config", TIED | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
-    "qwen3-tied": ("Qwen3Config", {"head_dim": 24, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3-tied": ("Qwen3Config", TIED | {"head_dim": 24, "attention_bias": True}),
+    "qwen3-windows": ("Qwen3Config", {"head_dim": 16, "use_sliding_window": True} | MIXED),
+    "gemma": ("GemmaConfig", {"head_dim": 32, "num_key_value_heads": 1}),
+    "gemma2": ("Gemma2Config", {"head_dim": 32, "sliding_window": WINDOW, "query_pre_attn_scalar": 24}),
+    "gemma2-no-caps": (
+        "Gemma2Config",
+        {"head_dim": 16, "attn_logit_softcapping": None, "final_logit_softcapping": None, "layer_types": None} | UNTIED,
+    ),
+    "gemma3_text": ("Gemma3TextConfig", {"head_dim": 24, "query_pre_attn_scalar": 24} | MIXED),
+    "gemma3_text-scaled": (
+        "Gemma3TextConfig",
+        {"head_dim": 32, "rope_parameters": TWO_ROPES | {"full_attention": LINEAR}, "final_logit_softcapping": 8.0}
+        | MIXED,
+    ),
+    "phi3": ("Phi3Config", {"sliding_window": WINDOW}),
+    "phi3-longrope": (
+        "Phi3Config",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 60} | TIED,
+    ),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo2-multi-head": ("Olmo2Config", {"num_key_value_heads": 4, "attention_bias": True}),
+    "olmo3": ("Olmo3Config", MIXED),
+    "olmo3-yarn": ("Olmo3Config", {"rope_parameters": TWO_ROPES} | MIXED),
+    "granite": (
+        "GraniteConfig",
+        {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 3.0},
+    ),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
+    "smollm3-windows": (
+        "SmolLM3Config",
+        {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": WINDOW} | UNTIED,
+    ),
+    "starcoder2": ("Starcoder2Config", {}),
+    "starcoder2-window": ("Starcoder2Config", {"sliding_window": WINDOW, "use_bias": False} | UNTIED),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "cohere2": ("Cohere2Config", MIXED),
+    "cohere2-biases": ("Cohere2Config", UNTIED | {"attention_bias": True, "sliding_window": WINDOW}),
 }
 
 

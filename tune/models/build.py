@@ -18,9 +18,8 @@ def build(path: str) -> Decoder:
     config = architecture.read_config(file)
     file.finish()
     model = Decoder(config)
-    model.disk_names = {
-        name: architecture.disk_name(name, len(parameter)) for name, parameter in model.named_parameters()
-    }
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    model.disk_names = {name: architecture.disk_name(name, len(tensor)) for name, tensor in tensors}
     if config.tied_head and isinstance(head := architecture.disk_name("head.weight", 0), str):
         model.disk_copies = {head: "embedding.weight"}
     model.not_weights = architecture.not_weights
