@@ -112,15 +112,16 @@ class ConfigFile:
 
         `partial`: the family may rotate a part of each head. `fields` are the file's where it has several sets of them.
         """
-        theta, share = self.number("rope_theta", 10000.0), 1.0
+        theta = self.number("rope_theta", 10000.0)
         if fields is None:
             fields = dict(self.get("rope_scaling", {})) | dict(self.get("rope_parameters", {}))
         fields = {name: value for name, value in fields.items() if value is not None}
         kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
         fields.pop("type", None)
         theta = fields.pop("rope_theta", theta)
-        if partial:
-            share = fields.pop("partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
+        share = fields.pop("partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
+        if share != 1 and not partial:
+            raise TuneError(f"{self.path}: partial_rotary_factor={share} is not supported in this family")
         max_positions = self.integer("max_position_embeddings", 2048)
         if original := self.get("original_max_position_embeddings"):
             fields["original_max_position_embeddings"] = original
@@ -154,5 +155,6 @@ class ConfigFile:
             listing = ", ".join(f"{name}={value!r}" for name, value in unread.items())
             raise TuneError(
                 f"{self.path}: not supported for model_type '{self.fields.get('model_type')}': {listing}. Supported: "
-                f"{', '.join(sorted(self._read))}. If a field has no effect on this model, remove it from the file."
+                f"{', '.join(sorted(self._read))}. If a field has no effect on this model, remove it from the file; "
+                "otherwise model._component_=tune.models.hf trains what transformers makes of it"
             )

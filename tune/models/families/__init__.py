@@ -21,8 +21,8 @@ class Family:
     """`names` pairs modules, or parameters that no module of their own holds, on disk with ours; `{}` stands for a
     number. A `{}` on disk that ours has not numbers the tensors whose stack is our parameter.
 
-    `not_weights` are patterns of tensors that a checkpoint may carry and the model does without: old checkpoints have
-    the rotary frequencies. `{num_layers}` in them is the number of layers.
+    `not_weights` are patterns of tensors that a checkpoint may carry and the model does without: old ones have the
+    rotary frequencies. `{num_layers}` in them is the number of layers.
     """
 
     read_config: Callable[[ConfigFile], DecoderConfig]
