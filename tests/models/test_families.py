@@ -1,5 +1,6 @@
 """Every family computes what transformers computes, from the same checkpoint folder."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +40,12 @@ LONGROPE = {
 TWO_ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+    "n_group": 4, "topk_group": 2, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20, "kv_lora_rank": 32,
+    "q_lora_rank": 28, "num_key_value_heads": 4,
+}  # fmt: skip
 VARIANTS = {
     "llama": ("LlamaConfig", {}),
     "llama-tied": ("LlamaConfig", TIED),
@@ -111,6 +118,38 @@ VARIANTS = {
             "attention_multiplier": 0.1, "logits_scaling": 3.0,
         },
     ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "mixtral-window": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW, "num_experts_per_tok": 3}),
+    "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [1]}),
+    "qwen2_moe-windows": (
+        "Qwen2MoeConfig",
+        EXPERTS
+        | {"shared_expert_intermediate_size": 20, "decoder_sparse_step": 2, "qkv_bias": False, "norm_topk_prob": True}
+        | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 24, "norm_topk_prob": True}),
+    "qwen3_moe-window": (
+        "Qwen3MoeConfig",
+        EXPERTS | {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": WINDOW},
+    ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe-normalized": ("OlmoeConfig", {"num_experts": 9, "norm_topk_prob": True, "num_key_value_heads": 4}),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 24, "sliding_window": WINDOW}),
+    "gpt_oss-no-biases": (
+        "GptOssConfig",
+        {"num_local_experts": 4, "attention_bias": False, "swiglu_limit": 0.5, "rope_parameters": YARN},
+    ),
+    "deepseek_v3": ("DeepseekV3Config", LATENT),
+    "deepseek_v3-yarn": (
+        "DeepseekV3Config",
+        LATENT | {"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
+    ),
+    "deepseek_v3-plain": (
+        "DeepseekV3Config",
+        LATENT
+        | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False}
+        | {"attention_bias": True, "n_shared_experts": 2},
+    ),
 }  # fmt: skip
 
 
@@ -124,9 +163,9 @@ def pair(request, tmp_path_factory):
 def make_pair(config, folder, auto=transformers.AutoModelForCausalLM):
     torch.manual_seed(0)
     theirs = auto.from_config(config, attn_implementation="eager").eval()
-    for parameter in theirs.parameters():  # biases and norms start at 0 and 1, which would hide mistakes
-        if parameter.ndim == 1:
-            parameter.data += torch.randn_like(parameter) * 0.3
+    for tensor in theirs.state_dict().values():  # biases and norms start at 0 and 1, which would hide mistakes
+        if tensor.std() == 0:
+            tensor += torch.randn_like(tensor) * 0.3
     theirs.save_pretrained(folder)
     theirs.saved_in = folder
     return theirs, load_model(str(folder))
@@ -136,7 +175,22 @@ def random_tokens(rows, length):
     return torch.randint(SMALL["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-def test_logits_loss_and_gradients(pair):
+def as_on_disk(theirs, tensors, folder):
+    """`tensors` in place of the parameters of `theirs`, as transformers would write them."""
+    holder = copy.deepcopy(theirs)
+    for parameter, tensor in zip(holder.parameters(), tensors, strict=True):
+        parameter.data = tensor
+    holder.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def parts_on_disk(ours, name, tensor):
+    """The tensors that our parameter `name` is on disk: one, or one for each expert."""
+    names = ours.disk_names[name]
+    return [(names, tensor)] if isinstance(names, str) else zip(names, tensor, strict=True)
+
+
+def test_logits_loss_and_gradients(pair, tmp_path):
     theirs, ours = pair
     tokens = random_tokens(2, 201)
     tokens, labels = tokens[:, :-1], tokens[:, 1:]
@@ -148,10 +202,10 @@ def test_logits_loss_and_gradients(pair):
     assert_close(loss, expected_loss, atol=0, rtol=1e-6)
     expected_loss.backward()
     loss.backward()
-    gradients = dict(theirs.named_parameters())
+    references = as_on_disk(theirs, [parameter.grad for parameter in theirs.parameters()], tmp_path)
     for name, parameter in ours.named_parameters():
-        reference = gradients[ours.disk_names[name]].grad
-        assert (parameter.grad - reference).norm() <= 1e-4 * reference.norm(), name
+        for on_disk, gradient in parts_on_disk(ours, name, parameter.grad):
+            assert (gradient - references[on_disk]).norm() <= 1e-4 * references[on_disk].norm(), on_disk
 
 
 def test_documents_in_a_row_do_not_see_each_other(pair):
@@ -189,18 +243,20 @@ def test_export_is_the_source(pair, tmp_path):
     assert torch.equal(again(tokens).logits, theirs(tokens).logits)
 
 
-def test_initial_weights_are_those_of_transformers(pair):
+def test_initial_weights_are_those_of_transformers(pair, tmp_path):
     theirs, _ = pair
     with torch.device("meta"):
         ours = build(str(theirs.saved_in))
     Random(seed=0).fill(ours.to_empty(device="cpu"))
-    fresh = dict(type(theirs)(theirs.config).named_parameters())
-    for name, parameter in ours.named_parameters():
-        reference = fresh[ours.disk_names[name]]
-        if reference.std() == 0:
-            assert torch.equal(parameter, reference), name
-        elif parameter.numel() > 1000:
-            assert_close(parameter.std(), reference.std(), rtol=0.1, atol=0)
+    fresh = type(theirs)(theirs.config)
+    references = as_on_disk(fresh, fresh.parameters(), tmp_path)
+    for name, tensor in ours.state_dict().items():
+        for on_disk, part in parts_on_disk(ours, name, tensor):
+            reference = references[on_disk]
+            if reference.std() == 0:
+                assert torch.equal(part, reference), on_disk
+            elif part.numel() > 1000:
+                assert_close(part.std(), reference.std(), rtol=0.1, atol=0)
 
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}

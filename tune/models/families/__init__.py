@@ -22,7 +22,7 @@ class Family:
     number. A `{}` on disk that ours has not numbers the tensors whose stack is our parameter.
 
     `not_weights` are patterns of tensors that a checkpoint may carry and the model does without: old ones have the
-    rotary frequencies.
+    rotary frequencies. `{num_layers}` in them is the number of layers.
     """
 
     read_config: Callable[[ConfigFile], DecoderConfig]

@@ -8,7 +8,9 @@ from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
 from tune.models.layers import AttentionConfig, MLPConfig, NormConfig
+from tune.models.moe import ExpertsConfig
 from tune.models.rope import RopeConfig
+from tune.models.routing import RouterConfig
 
 ACTIVATION_NAMES = {
     "silu": "silu",
@@ -143,3 +145,35 @@ def two_ropes(file: ConfigFile, sliding_theta: float) -> tuple[RopeConfig, RopeC
     full = file.get("rope_scaling", {}) | (types.get("full_attention") or {})
     sliding = {"rope_theta": sliding_theta} | (types.get("sliding_attention") or {})
     return rope(file, fields=full), rope(file, fields=sliding)
+
+
+EXPERT_NAMES = {
+    "model.layers.{}.mlp.gate": "blocks.{}.mlp.router",
+    "model.layers.{}.mlp.experts.{}.gate_proj": "blocks.{}.mlp.experts.gate",
+    "model.layers.{}.mlp.experts.{}.up_proj": "blocks.{}.mlp.experts.up",
+    "model.layers.{}.mlp.experts.{}.down_proj": "blocks.{}.mlp.experts.down",
+}
+
+
+def num_experts(file: ConfigFile, default: int) -> int:
+    """Under either of the names that exporters have given it."""
+    older, newer = file.get("num_experts"), file.get("num_local_experts")
+    if older is not None and newer is not None:
+        file.expect(num_local_experts=older)
+    return file.integer("num_local_experts" if older is None else "num_experts", default)
+
+
+def experts(
+    file: ConfigFile, count: int, size: str = "moe_intermediate_size", *, router: dict[str, Any], **special: Any
+) -> ExpertsConfig:
+    """`size` is the name of its field; `router` is what is special about that."""
+    config = RouterConfig(count, file.integer("num_experts_per_tok"), **router)
+    if config.chosen > count:
+        raise TuneError(f"{file.path}: num_experts_per_tok={config.chosen}, but there are {count} experts")
+    return ExpertsConfig(config, file.integer(size), mlp(file).activation, **special)
+
+
+def router_loss(file: ConfigFile) -> float:
+    """The weight of the load-balancing loss, where the model is to be trained with it."""
+    trained, coefficient = file.flag("output_router_logits"), file.get("router_aux_loss_coef", 0.001)
+    return file.number("router_aux_loss_coef", 0.001) if trained and coefficient else 0.0
