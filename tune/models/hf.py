@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 import operator
 import re
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tune.models.attention import Segments
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import LossFunction
 
+OnDisk = str | list[str] | list[list[str]]
 # Documents are put below each other, padded to the longest, where that costs at most this many times their tokens:
 # then attention is plainly causal, which has the faster kernels.
 FEW_PADDINGS = 1.25
@@ -88,7 +90,7 @@ class HuggingFaceModel(nn.Module):
         self.head = None if self.tied else head
         ours = body | ({} if self.tied else {id(each): f"head.{kind}" for kind, each in head.named_parameters()})
         ours |= {id(buffer): f"body.{each}" for each, buffer in model.named_buffers()}
-        self.disk_names: dict[str, str | list[str]] = {}
+        self.disk_names: dict[str, OnDisk] = {}
         self.disk_copies: dict[str, str] = {}
         for identity, names in on_disk:
             if ours[identity] not in self.disk_names:
@@ -236,32 +238,46 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     return found.shape == expected.shape and bool(difference <= tolerance * expected.float().norm())
 
 
-def _disk_names(model: Any) -> list[tuple[int, str | list[str]]]:
-    """(identity, name or names on disk) of every tensor that transformers saves of a model.
-
-    transformers may hold under other names, or stacked, what a checkpoint has; how, it says only as what it would save.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    names: list[tuple[int, str | list[str]]] = []
+def _disk_names(model: Any) -> list[tuple[int, OnDisk]]:
+    """(identity, name or names on disk) of every tensor that transformers saves of a model."""
+    names = []
     for name, tensor in model.state_dict(keep_vars=True).items():
-        saved: dict[str, Tensor] = revert_weight_conversion(model, {name: (plain := tensor.detach())})
-        first = next(iter(saved))
-        if len(saved) == 1 and saved[first] is plain:
-            names.append((id(tensor), first))
-        elif len(saved) == len(tensor) and all(_is_part(each, plain, i) for i, each in enumerate(saved.values())):
-            names.append((id(tensor), list(saved)))
-        else:
+        on_disk = _parts(model, name, tensor.detach())
+        if on_disk is None:
             raise TuneError(
-                f"model: {type(model).__name__} is not in memory as it is on disk ({name} is made of {first}, ...), "
-                "and how is not known here. Take tune.models.build if it has this architecture"
+                f"model: {type(model).__name__} is not in memory as it is on disk, and how {name} is made is not known "
+                "here. Take tune.models.build if it has this architecture"
             )
+        names.append((id(tensor), on_disk))
     return names
 
 
-def _is_part(part: Tensor, whole: Tensor, index: int) -> bool:
-    same_layout = part.shape == whole.shape[1:] and part.stride() == whole.stride()[1:]
-    return same_layout and part._base is not None and part.storage_offset() == index * whole.stride(0)
+def _parts(model: Any, name: str, whole: Tensor) -> OnDisk | None:
+    """What is on disk for a tensor: its name; those of its members along the first dimension; or for each member those
+    of its equal parts. None if it is anything else.
+
+    transformers says it only by what it would save of given values. So it is given a small tensor of different ones.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    saved: dict[str, Tensor] = revert_weight_conversion(model, {name: whole})
+    first = next(iter(saved))
+    if len(saved) == 1 and saved[first] is whole:
+        return first
+    parts, rest = divmod(len(saved), len(whole))
+    if rest or not parts or whole.ndim < 2 or whole.shape[1] % parts:
+        return None
+    small = (*whole.shape[:2], *(min(size, 4) for size in whole.shape[2:]))
+    values = torch.arange(math.prod(small), device="cpu").view(small)
+    try:
+        found: dict[str, Tensor] = revert_weight_conversion(model, {name: values})
+    except (RuntimeError, ValueError):
+        return None
+    ordered = sorted(found, key=lambda each: int(found[each].min()))
+    expected = [part for member in values for part in member.chunk(parts)]
+    if not all(torch.equal(found[each], part) for each, part in zip(ordered, expected, strict=True)):
+        return None
+    return ordered if parts == 1 else [ordered[start : start + parts] for start in range(0, len(ordered), parts)]
 
 
 @contextlib.contextmanager
@@ -274,8 +290,8 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module.register_parameter = register  # type: ignore
