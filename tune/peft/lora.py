@@ -83,7 +83,8 @@ class LoRALinear(nn.Linear):
         dropped = input
         if self.dropout and self.training:
             assert self.dropout_keys is not None, "set_dropout_keys must come before a forward in training"
-            dropped = dropout(input, self.dropout, self.dropout_keys, self.name)
+            keys = self.dropout_keys.view(input.shape[:-1])  # some models flatten rows before their linear layers
+            dropped = dropout(input, self.dropout, keys, self.name)
         low_rank = F.linear(F.linear(dropped, self.lora_a), self.lora_b) * self.scaling
         if self.magnitude is None:
             return base + low_rank
