@@ -1,5 +1,6 @@
 """Reading a checkpoint's config.json such that nothing in it that matters is overlooked."""
 
+import copy
 import json
 import warnings
 from pathlib import Path
@@ -18,7 +19,7 @@ HARMLESS = {
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "output_attentions", "output_hidden_states",
     "return_dict", "torchscript", "id2label", "label2id", "problem_type", "is_llama_config",
-    "transformers.js_config", "task_specific_params", "chunk_size_feed_forward",
+    "transformers.js_config", "cache_implementation", "auto_map", "task_specific_params", "chunk_size_feed_forward",
 }  # fmt: skip
 
 
@@ -40,6 +41,21 @@ class ConfigFile:
         if not isinstance(self.fields, dict):
             raise TuneError(f"{self.path} must hold a mapping; found {type(self.fields).__name__}")
         self._read: set[str] = set()
+        self._sections: list[ConfigFile] = []
+
+    def assume(self, **fields: Any) -> None:
+        """What the fields mean that the file leaves out. One that is there and null stays null."""
+        self.fields = fields | self.fields
+
+    def section(self, name: str) -> "ConfigFile":
+        """The mapping under a field, read and finished like a file of its own."""
+        value = self.get(name)
+        if not isinstance(value, dict):
+            raise TuneError(f"{self.path}: field '{name}' must be a mapping; found {value!r}")
+        section = copy.copy(self)
+        section.fields, section._read, section._sections = value, set(), []
+        self._sections.append(section)
+        return section
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field; null counts as absent."""
@@ -63,49 +79,50 @@ class ConfigFile:
             raise TuneError(f"{self.path}: field '{name}' must be a positive number; found {value!r}")
         return value
 
+    def number_or_none(self, name: str) -> float | None:
+        return None if self.get(name) is None else self.number(name)
+
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise TuneError(f"{self.path}: field '{name}' must be true or false; found {value!r}")
         return value
 
-    def expect(self, name: str, supported: Any) -> None:
-        """Refuse any other value than the one that is implemented."""
-        value = self.get(name, supported)
-        if value != supported:
-            raise TuneError(f"{self.path}: {name}={value!r} is not supported; supported: {supported!r}")
+    def expect(self, **supported: Any) -> None:
+        """Refuse any other value of these fields than the one that is implemented."""
+        for name, only in supported.items():
+            value = self.get(name, only)
+            if value != only:
+                raise TuneError(f"{self.path}: {name}={value!r} is not supported; supported: {only!r}")
 
-    def without_dropout(self, name: str) -> None:
-        """A dropout of the original training. No part of the model, and not applied here: that is said."""
-        if rate := self.get(name, 0):
-            warnings.warn(f"{self.path}: {name}={rate} is not applied: tune trains without it", stacklevel=2)
+    def ignore(self, *names: str) -> None:
+        """Fields without effect on what the model computes."""
+        self._read.update(names)
+
+    def without_dropout(self, *names: str) -> None:
+        """Dropouts of the original training. They are no part of the model, and not applied here: that is said."""
+        for name in names:
+            if rate := self.get(name, 0):
+                warnings.warn(f"{self.path}: {name}={rate} is not applied: tune trains without it", stacklevel=2)
 
     def rope(
-        self,
-        head_dim: int,
-        *,
-        theta: float = 10000.0,
-        positions: int = 2048,
-        partial: float | None = None,
-        interleaved: bool = False,
-        fields: dict[str, Any] | None = None,
+        self, head_dim: int, *, partial: bool = False, interleaved: bool = False, fields: dict[str, Any] | None = None
     ) -> RopeConfig:
         """The rotary embedding, as older (`rope_theta`, `rope_scaling`) or newer (`rope_parameters`) files have it.
 
-        The arguments are what a file means that does not say. `partial` is the rotated share of a head, None where a
-        family has no such thing; `fields` are the file's if it has several sets of them.
+        `partial`: the family may rotate a part of each head. `fields` are the file's where it has several sets of them.
         """
-        theta = self.number("rope_theta", theta)
+        theta = self.number("rope_theta", 10000.0)
         if fields is None:
             fields = dict(self.get("rope_scaling", {})) | dict(self.get("rope_parameters", {}))
         fields = {name: value for name, value in fields.items() if value is not None}
         kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
         fields.pop("type", None)
         theta = fields.pop("rope_theta", theta)
-        share = fields.pop("partial_rotary_factor", self.get("partial_rotary_factor", partial or 1.0))
-        if partial is None and share != 1.0:
-            raise TuneError(f"{self.path}: a partial_rotary_factor is not supported in this family")
-        max_positions = self.integer("max_position_embeddings", positions)
+        share = fields.pop("partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
+        if share != 1 and not partial:
+            raise TuneError(f"{self.path}: partial_rotary_factor={share} is not supported in this family")
+        max_positions = self.integer("max_position_embeddings", 2048)
         if original := self.get("original_max_position_embeddings"):
             fields["original_max_position_embeddings"] = original
         # Left out by some exporters, and meant as the trained length.
@@ -122,6 +139,8 @@ class ConfigFile:
 
     def finish(self) -> None:
         """Refuse fields that nobody read, unless they are known to be harmless or switched off."""
+        for section in self._sections:
+            section.finish()
         unread = {
             name: value
             for name, value in self.fields.items()
@@ -136,5 +155,6 @@ class ConfigFile:
             listing = ", ".join(f"{name}={value!r}" for name, value in unread.items())
             raise TuneError(
                 f"{self.path}: not supported for model_type '{self.fields.get('model_type')}': {listing}. Supported: "
-                f"{', '.join(sorted(self._read))}. If a field has no effect on this model, remove it from the file."
+                f"{', '.join(sorted(self._read))}. If a field has no effect on this model, remove it from the file; "
+                "otherwise model._component_=tune.models.hf trains what transformers makes of it"
             )

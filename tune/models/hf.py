@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import math
-import operator
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from tune.errors import TuneError
 from tune.models.attention import Segments
 from tune.models.config_file import ConfigFile
-from tune.models.decoder import LossFunction
+from tune.models.decoder import LossFunction, head_operands
 
 OnDisk = str | list[str] | list[list[str]]
 # Documents are put below each other, padded to the longest, where that costs at most this many times their tokens:
@@ -84,7 +83,7 @@ class HuggingFaceModel(nn.Module):
         self.caught = _Caught(self)
         model.set_submodule(head_name, self.caught)
         body = {id(parameter): f"body.{each}" for each, parameter in model.named_parameters()}
-        self.tied = body.get(id(head.weight))
+        self.tied = body.get(id(head.weight), "")
         if self.tied and head.bias is not None:
             raise TuneError(f"model: {name} has an output bias beside tied weights: it cannot be trained here")
         self.head = None if self.tied else head
@@ -111,7 +110,7 @@ class HuggingFaceModel(nn.Module):
         hidden = self._run(tokens) if documents is None else self._run_documents(tokens, documents)
         if self.scale != 1:
             hidden = hidden * self.scale
-        weight = self.caught.weight
+        hidden, weight = head_operands(self.head_module, hidden)
         bias = None if self.head is None else self.head.bias
         if loss_fn is not None:
             assert labels is not None, "loss_fn needs labels"
@@ -136,6 +135,11 @@ class HuggingFaceModel(nn.Module):
                 )
             self.knows_logits = True
         return hidden
+
+    @property
+    def head_module(self) -> nn.Module:
+        """The head, or the embedding whose weight it shares."""
+        return self.get_submodule(self.tied.rpartition(".")[0]) if self.head is None else self.head
 
     def _bounded(self, logits: Tensor) -> Tensor:
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
@@ -202,8 +206,7 @@ class _Caught(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Some models look at its type."""
-        owner = self.owner[0]
-        return operator.attrgetter(owner.tied)(owner) if owner.head is None else owner.head.weight
+        return self.owner[0].head_module.weight  # type: ignore[return-value]
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.hidden = hidden

@@ -1,6 +1,10 @@
-"""A family is what shares a Hugging Face `model_type`: how its config.json is read and how its parameters are named."""
+"""A family is what shares a Hugging Face `model_type`: how its config.json is read and how its parameters are named.
+
+Each is a file in this folder, named for its model_type. `register` adds one from elsewhere.
+"""
 
 import importlib
+import pkgutil
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +13,7 @@ from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig
 
-SUPPORTED = ("llama", "qwen2", "qwen3")
+REGISTERED: dict[str, "Family"] = {}
 
 
 @dataclass(frozen=True)
@@ -17,12 +21,13 @@ class Family:
     """`names` pairs modules, or parameters that no module of their own holds, on disk with ours; `{}` stands for a
     number. A `{}` on disk that ours has not numbers the tensors whose stack is our parameter.
 
-    `not_weights` are patterns of tensors that a checkpoint may carry and the model does without.
+    `not_weights` are patterns of tensors that a checkpoint may carry and the model does without: old ones have the
+    rotary frequencies.
     """
 
     read_config: Callable[[ConfigFile], DecoderConfig]
     names: dict[str, str]
-    not_weights: tuple[str, ...] = ()
+    not_weights: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
 
     def disk_name(self, name: str, rows: int) -> str | list[str]:
         """The name on disk of our parameter `name`, or those of its `rows` if each is a tensor there."""
@@ -39,12 +44,27 @@ class Family:
         return [template.format(*numbers, row) for row in range(rows)]
 
 
+def register(model_type: str, family: Family) -> None:
+    """Make `build` read checkpoints of another `model_type`, or read one of ours in another way."""
+    REGISTERED[model_type] = family
+
+
+def supported() -> list[str]:
+    ours = {module.name for module in pkgutil.iter_modules(__path__)} - {"common"}
+    return sorted(ours | REGISTERED.keys())
+
+
 def family(model_type: str) -> Family:
     """The family of a `model_type`.
 
     Raises:
         TuneError: it is not supported; the message lists those that are.
     """
-    if model_type not in SUPPORTED:
-        raise TuneError(f"config.json: model_type '{model_type}' is not supported; supported: {', '.join(SUPPORTED)}")
+    if model_type in REGISTERED:
+        return REGISTERED[model_type]
+    if model_type not in supported():
+        raise TuneError(
+            f"config.json: model_type '{model_type}' has no family here; there are {', '.join(supported())}. Any "
+            "other model of transformers is trained by model._component_=tune.models.hf"
+        )
     return importlib.import_module(f"tune.models.families.{model_type}").FAMILY

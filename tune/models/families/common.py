@@ -1,6 +1,7 @@
 """Reading what most families' config.json has alike, so that a family's file says what is special about it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tune.errors import TuneError
@@ -18,26 +19,27 @@ ACTIVATION_NAMES = {
 }
 
 
-def read_decoder(
-    file: ConfigFile, layers: Sequence[LayerConfig], norm: NormConfig, *, tied: bool = False, **special: Any
-) -> DecoderConfig:
-    """`tied` is what files mean that do not say whether the head is the embedding."""
+def read_decoder(file: ConfigFile, layers: Sequence[LayerConfig], norm: NormConfig, **special: Any) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=file.integer("vocab_size"),
         hidden_size=file.integer("hidden_size"),
         layers=tuple(layers),
         norm=norm,
-        tied_head=file.flag("tie_word_embeddings", tied),
+        tied_head=file.flag("tie_word_embeddings"),
         initializer_range=file.number("initializer_range", 0.02),
         **special,
     )
 
 
-def read_head_dim(file: ConfigFile, default: int | None = None) -> int:
-    return file.integer("head_dim", default or file.integer("hidden_size") // file.integer("num_attention_heads"))
+def read_num_layers(file: ConfigFile) -> int:
+    return file.integer("num_hidden_layers")
 
 
-def read_attention(file: ConfigFile, rope: RopeConfig | None, head_dim: int, **special: Any) -> AttentionConfig:
+def read_head_dim(file: ConfigFile) -> int:
+    return file.integer("head_dim", file.integer("hidden_size") // file.integer("num_attention_heads"))
+
+
+def read_attention(file: ConfigFile, rope: RopeConfig | None, **special: Any) -> AttentionConfig:
     file.without_dropout("attention_dropout")
     num_heads = file.integer("num_attention_heads")
     num_kv_heads = file.integer("num_key_value_heads", num_heads)
@@ -45,12 +47,12 @@ def read_attention(file: ConfigFile, rope: RopeConfig | None, head_dim: int, **s
         raise TuneError(
             f"{file.path}: num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}"
         )
-    return AttentionConfig(num_heads, num_kv_heads, head_dim, rope, **special)
+    return AttentionConfig(num_heads, num_kv_heads, read_head_dim(file), rope, **special)
 
 
-def read_mlp(file: ConfigFile, activation: str = "hidden_act", default: str = "silu", **special: Any) -> MLPConfig:
+def read_mlp(file: ConfigFile, activation: str = "hidden_act", **special: Any) -> MLPConfig:
     """`activation` is the name of its field."""
-    name = file.get(activation, default)
+    name = file.get(activation, "silu")
     if name not in ACTIVATION_NAMES:
         raise TuneError(
             f"{file.path}: {activation}={name!r} is not supported; supported: {', '.join(ACTIVATION_NAMES)}"
@@ -58,19 +60,43 @@ def read_mlp(file: ConfigFile, activation: str = "hidden_act", default: str = "s
     return MLPConfig(file.integer("intermediate_size"), ACTIVATION_NAMES[name], **special)
 
 
-def read_rms_norm(file: ConfigFile, default_eps: float = 1e-6) -> NormConfig:
-    return NormConfig("rms", file.number("rms_norm_eps", default_eps))
+def read_rms_norm(file: ConfigFile) -> NormConfig:
+    return NormConfig("rms", file.number("rms_norm_eps", 1e-6))
 
 
-def read_windows(file: ConfigFile, slides: Callable[[int], bool], default: int | None = None) -> list[int | None]:
+def read_windows(file: ConfigFile, slides: Callable[[int], bool] = lambda layer: True) -> list[int | None]:
     """Each layer's window: `sliding_window` where `layer_types`, or in files without them `slides(layer)`, says so."""
-    window, num_layers = file.get("sliding_window", default), file.integer("num_hidden_layers")
+    window, num_layers = file.get("sliding_window"), file.integer("num_hidden_layers")
     if window is not None and (not isinstance(window, int) or window < 1):
         raise TuneError(f"{file.path}: sliding_window must be a positive integer or null; found {window!r}")
-    names = {True: "sliding_attention", False: "full_attention"}
-    types = file.get("layer_types", [names[slides(layer)] for layer in range(num_layers)])
-    if unknown := set(types) - set(names.values()):
-        raise TuneError(f"{file.path}: layer_types has {sorted(unknown)}; supported: sliding_attention, full_attention")
+    sliding, full = "sliding_attention", "full_attention"
+    types = file.get("layer_types", [sliding if slides(layer) else full for layer in range(num_layers)])
+    if unknown := set(types) - {sliding, full}:
+        raise TuneError(f"{file.path}: layer_types has {sorted(unknown)}; supported: {sliding}, {full}")
     if len(types) != num_layers:
         raise TuneError(f"{file.path}: layer_types has {len(types)} entries for num_hidden_layers={num_layers}")
-    return [window if name == names[True] else None for name in types]
+    return [window if name == sliding else None for name in types]
+
+
+def with_windows(
+    layer: LayerConfig, windows: list[int | None], sliding_rope: RopeConfig | None = None
+) -> list[LayerConfig]:
+    """The same layer with each of the windows; those that slide rotate by `sliding_rope` if there is one."""
+    attention = layer.attention
+    assert isinstance(attention, AttentionConfig)
+    sliding = replace(attention, rope=sliding_rope or attention.rope)
+    return [replace(layer, attention=replace(sliding, window=window)) if window else layer for window in windows]
+
+
+def read_two_ropes(file: ConfigFile, sliding_theta: float) -> tuple[RopeConfig, RopeConfig]:
+    """The rotations of full and of sliding layers. In older files a `rope_scaling` is for full layers only."""
+    types = file.get("rope_parameters", {})
+    if unknown := types.keys() - {"full_attention", "sliding_attention"}:
+        raise TuneError(
+            f"{file.path}: rope_parameters must have full_attention and sliding_attention; found {sorted(unknown)}"
+        )
+    file.integer("sliding_window")  # which of the two a layer takes is told by its having one
+    full = file.get("rope_scaling", {}) | (types.get("full_attention") or {})
+    sliding = {"rope_theta": sliding_theta} | (types.get("sliding_attention") or {})
+    head_dim = read_head_dim(file)
+    return file.rope(head_dim, fields=full), file.rope(head_dim, fields=sliding)

@@ -3,7 +3,14 @@
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
 from tune.models.families import Family
-from tune.models.families.common import read_attention, read_decoder, read_head_dim, read_mlp, read_rms_norm
+from tune.models.families.common import (
+    read_attention,
+    read_decoder,
+    read_head_dim,
+    read_mlp,
+    read_num_layers,
+    read_rms_norm,
+)
 
 NAMES = {
     "model.embed_tokens": "embedding",
@@ -22,12 +29,11 @@ NAMES = {
 
 
 def read_config(file: ConfigFile) -> DecoderConfig:
-    file.get("pretraining_tp")  # how the original training was split; the mathematics is the same
-    head_dim, bias = read_head_dim(file), file.flag("attention_bias")
-    attention = read_attention(file, file.rope(head_dim), head_dim, bias=bias, output_bias=bias)
+    file.ignore("pretraining_tp")  # how the original training was split; the mathematics is the same
+    bias = file.flag("attention_bias")
+    attention = read_attention(file, file.rope(read_head_dim(file)), bias=bias, output_bias=bias)
     layer = LayerConfig(attention, read_mlp(file, bias=file.flag("mlp_bias")))
-    return read_decoder(file, [layer] * file.integer("num_hidden_layers"), read_rms_norm(file))
+    return read_decoder(file, [layer] * read_num_layers(file), read_rms_norm(file))
 
 
-# Old checkpoints carry the rotary frequencies.
-FAMILY = Family(read_config, NAMES, not_weights=(r"rotary_emb\.inv_freq$",))
+FAMILY = Family(read_config, NAMES)

@@ -1,11 +1,16 @@
-"""Qwen3 (dense): Llama with normalised queries and keys, a head size of its own, and windows if asked."""
-
-from dataclasses import replace
+"""Qwen3 (dense): Llama with normalised queries and keys, and a head size of its own."""
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
 from tune.models.families import Family
-from tune.models.families.common import read_attention, read_decoder, read_head_dim, read_mlp, read_rms_norm
+from tune.models.families.common import (
+    read_attention,
+    read_decoder,
+    read_head_dim,
+    read_mlp,
+    read_rms_norm,
+    with_windows,
+)
 from tune.models.families.llama import NAMES as LLAMA_NAMES
 from tune.models.families.qwen2 import read_late_windows
 
@@ -16,12 +21,11 @@ NAMES = LLAMA_NAMES | {
 
 
 def read_config(file: ConfigFile) -> DecoderConfig:
-    head_dim, bias, norm = read_head_dim(file, 128), file.flag("attention_bias"), read_rms_norm(file)
-    rope = file.rope(head_dim, positions=32768)
-    attention = read_attention(file, rope, head_dim, bias=bias, output_bias=bias, query_key_norm=norm)
-    mlp = read_mlp(file)
-    layers = [LayerConfig(replace(attention, window=window), mlp) for window in read_late_windows(file)]
-    return read_decoder(file, layers, norm)
+    file.assume(head_dim=128, max_position_embeddings=32768)
+    bias, norm = file.flag("attention_bias"), read_rms_norm(file)
+    rope = file.rope(read_head_dim(file))
+    attention = read_attention(file, rope, bias=bias, output_bias=bias, query_key_norm=norm)
+    return read_decoder(file, with_windows(LayerConfig(attention, read_mlp(file)), read_late_windows(file)), norm)
 
 
 FAMILY = Family(read_config, NAMES)
