@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001
 """Strings that tokenizers get wrong, and conversations that templates do."""
 
 import random
@@ -14,10 +15,66 @@ Größenwahn, naïve café, œuvre, Ærøskøbing, İstanbul'da ığdır, Żół
 你好，世界！天地玄黃，宇宙洪荒。これはテストです。カタカナ ﾊﾝｶｸ 안녕하세요 세계, 한글\u1112\u1161\u11ab
 Բարեւ աշխարհ · გამარჯობა · ሰላም ልዑል · ᏣᎳᎩ · ᠮᠣᠩᠭᠣᠯ · ⵜⴰⵎⴰⵣⵉⵖⵜ · བོད་སྐད་ · 𐎠𐎡𐎢 · 𒀀𒁀 · 𓀀𓁐
 """.strip().splitlines()
-EMOJI = ["🦊", "👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇩🇪🇫🇷", "❤️‍🔥", "1️⃣", "☺", "🧑🏿‍🚀", "🫠", "🏴\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f"]
-SPACES = [" ", "  ", "   ", " " * 7, " " * 16, " " * 40, "\n", "\n\n", "\n" * 5, "\r\n", "\t", "\t\t\t", " \n ", "\n \n", "\r"]
-SPACES += ["\u00a0", "\u3000", "\u2003", "\u2028", "\u2029", "\x0b", "\x0c", "\x85", "\u200b", "\ufeff", "\u180e", "\u1680"]
-CONTROL = ["\x00", "\x01", "\x07", "\x08", "\x1b[0m", "\x7f", "\x80", "\x9f", "\u202e", "\ufffd", "\ufffe", "\uffff", "\U0010ffff", "\ue000"]
+EMOJI = [
+    "🦊",
+    "👩‍👩‍👧‍👦",
+    "🏳️‍🌈",
+    "👍🏽",
+    "🇩🇪🇫🇷",
+    "❤️‍🔥",
+    "1️⃣",
+    "☺",
+    "🧑🏿‍🚀",
+    "🫠",
+    "🏴\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f",
+]
+SPACES = [
+    " ",
+    "  ",
+    "   ",
+    " " * 7,
+    " " * 16,
+    " " * 40,
+    "\n",
+    "\n\n",
+    "\n" * 5,
+    "\r\n",
+    "\t",
+    "\t\t\t",
+    " \n ",
+    "\n \n",
+    "\r",
+]
+SPACES += [
+    "\u00a0",
+    "\u3000",
+    "\u2003",
+    "\u2028",
+    "\u2029",
+    "\x0b",
+    "\x0c",
+    "\x85",
+    "\u200b",
+    "\ufeff",
+    "\u180e",
+    "\u1680",
+]
+CONTROL = [
+    "\x00",
+    "\x01",
+    "\x07",
+    "\x08",
+    "\x1b[0m",
+    "\x7f",
+    "\x80",
+    "\x9f",
+    "\u202e",
+    "\ufffd",
+    "\ufffe",
+    "\uffff",
+    "\U0010ffff",
+    "\ue000",
+]
 CODE = [
     "def f(x: int) -> int:\n    return x ** 2  # squared\n\n\nprint(f(10_000))\n",
     "for (int i = 0; i < n; ++i) {\n\t\tsum += a[i] * b[i];\n\t}\n",
@@ -70,3 +127,61 @@ def texts(count: int, seed: int = 0) -> list[str]:
         pieces = [draw.choice(draw.choice(kinds)) for _ in range(draw.randint(2, 12))]
         found.append(draw.choice(["", " "]).join(pieces))
     return found[:count]
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": 'Says how the <b>weather</b> & "wind" are, in °C.\nAnywhere.',
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "place": {"type": "string", "description": "A town, as in Zürich"},
+                    "days": {"type": "integer", "enum": [1, 3, 7]},
+                },
+                "required": ["place"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "description": "The time", "parameters": {"type": "object"}}},
+]
+DOCUMENTS = [{"title": "Foxes", "text": "A fox is quick; it's <i>brown</i>."}, {"title": "Hunde", "text": "Faul 🐶."}]
+
+
+def conversations(count: int, seed: int = 0) -> list[dict]:
+    """Arguments of `apply_chat_template`: systems, tools, documents, many turns, empty contents, answers at the end."""
+    draw = random.Random(seed)
+    contents = [text for text in texts(400, seed) if "\ufdd0" not in text]
+    found = []
+    for number in range(count):
+        messages = []
+        if draw.random() < 0.4:
+            messages.append({"role": draw.choice(["system"] * 9 + ["developer"]), "content": draw.choice(contents)})
+        tools = TOOLS if draw.random() < 0.35 else None
+        for _ in range(draw.choice([1, 1, 2, 2, 3, 5])):
+            messages.append({"role": "user", "content": draw.choice(["", "Hi", *contents])})
+            if tools and draw.random() < 0.6:
+                call = {"name": "weather", "arguments": {"place": draw.choice(contents), "days": 3}}
+                identity = f"call{number:05d}"
+                calls = [{"id": identity, "type": "function", "function": call}]
+                said = draw.choice([{}, {"content": None}, {"content": ""}, {"content": "Let me see."}])
+                messages.append({"role": "assistant", **said, "tool_calls": calls})
+                answer = '{"degrees": 12}'
+                messages.append({"role": "tool", "name": "weather", "tool_call_id": identity, "content": answer})
+            answer = {"role": "assistant", "content": draw.choice(["", "Hello!", *contents])}
+            if draw.random() < 0.2:
+                answer["content"] = f"<think>\n{draw.choice(contents)}\n</think>\n\n{answer['content']}"
+            elif draw.random() < 0.2:
+                answer[draw.choice(["reasoning_content", "thinking", "reasoning"])] = draw.choice(contents)
+            messages.append(answer)
+        if draw.random() < 0.4:
+            messages.pop()
+        variables = draw.choice([{}, {}, {}, {"enable_thinking": False}, {"enable_thinking": True}])
+        documents = DOCUMENTS if draw.random() < 0.1 else None
+        prompt = messages[-1]["role"] != "assistant" and draw.random() < 0.8
+        found.append(
+            {"messages": messages, "tools": tools, "documents": documents, "add_generation_prompt": prompt, **variables}
+        )
+    return found

@@ -47,11 +47,8 @@ class Tokenizer:
     def __init__(self, path: str) -> None:
         self.path = Path(path).expanduser()
         vocabulary = read_vocabulary(self.path)
-        self._tokenizer, self._source, self.special_tokens = (
-            vocabulary.tokenizer,
-            vocabulary.file,
-            vocabulary.special_tokens,
-        )
+        self._tokenizer, self._source = vocabulary.tokenizer, vocabulary.file
+        self.special_tokens = vocabulary.special_tokens
         self._added: dict[int, AddedToken] = {}
         self._generation_eos = self._configured_eos()
         if "eos_token" not in self.special_tokens and self._generation_eos:
@@ -109,15 +106,19 @@ class Tokenizer:
         A model needs `vocab_size` rows in its embedding and head afterwards. Special tokens are left out by
         `decode(..., skip_special_tokens=True)`.
         """
-        for token in dict.fromkeys(tokens):
-            if not token or token != token.strip():
-                raise TuneError(f"{token!r} cannot be added to the tokenizer: a token has no space at its ends")
-            if self._tokenizer.token_to_id(token) is None:
+        ids = []
+        for token in tokens:
+            if not token.strip():
+                raise TuneError(f"{token!r} cannot be added to the tokenizer: a token must have more than spaces")
+            token_id = self._tokenizer.token_to_id(token)
+            if token_id is None:
                 added = AddedToken(token, special=special, normalized=False)
                 self._tokenizer.add_tokens([added])
-                self._added[self._tokenizer.token_to_id(token)] = added
+                token_id = max(self._tokenizer.get_added_tokens_decoder())
+                self._added[token_id] = added
+            ids.append(token_id)
         self.__dict__.pop("_special_pattern", None)
-        return [self._tokenizer.token_to_id(token) for token in tokens]
+        return ids
 
     @property
     def chat_template(self) -> str | None:
@@ -156,7 +157,7 @@ class Tokenizer:
         """Copy the tokenizer's files, byte for byte but for added tokens; and a tokenizer.json if there was none."""
         folder = Path(folder)
         for file in (file for name in FILES for file in self.path.glob(name) if file.is_file()):
-            if self._added and file.name == "tekken.json" or self._added and file.suffix == ".tiktoken":
+            if self._added and (file.name == "tekken.json" or file.suffix == ".tiktoken"):
                 continue  # cannot hold added tokens: tokenizer.json takes its place
             target = folder / file.relative_to(self.path)
             target.parent.mkdir(exist_ok=True)
