@@ -42,7 +42,7 @@ def read_vocabulary(folder: Path) -> Vocabulary:
     added = {token.content for token in vocabulary.tokenizer.get_added_tokens_decoder().values()}
     known = [token for token in extra if token not in added and vocabulary.tokenizer.token_to_id(token) is not None]
     vocabulary.tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in known])
-    begins = bool(vocabulary.special_tokens.get("bos_token"))  # of formats that do not say it themselves
+    begins = "bos_token" in vocabulary.special_tokens
     vocabulary.special_tokens |= given
     for name in ("bos_token", "eos_token", "pad_token"):
         token = vocabulary.special_tokens.get(name)
@@ -51,7 +51,7 @@ def read_vocabulary(folder: Path) -> Vocabulary:
                 f"{folder}: its configuration names {token!r} as {name}, but {vocabulary.file.name} has no such token: "
                 "take both files from the same checkpoint"
             )
-    if begins or "add_bos_token" in config or "add_eos_token" in config:
+    if vocabulary.file.name != "tokenizer.json":  # which says itself what it puts around a text
         _wrap(vocabulary, config.get("add_bos_token", begins), config.get("add_eos_token", False))
     return vocabulary
 

@@ -138,7 +138,7 @@ def _opened_by_the_prompt(index: int, opening: str, written: str) -> TuneError:
     return TuneError(
         f"the chat template gives the model {opening!r} to go on from, but writes message {index + 1} without it "
         f"({written[:30]!r}): what is learned there would not follow what the model is given. In a copy of the "
-        f"template (chat_template.jinja), either let the answers keep their reasoning, or take {opening.strip()} out of the "
-        "generation prompt; or mark what to learn with {% generation %} ... {% endgeneration %}. "
+        f"template (chat_template.jinja), either take {opening.strip()} out of the generation prompt, or let the "
+        "answers keep their reasoning; or mark what to learn with {% generation %} ... {% endgeneration %}. "
         "A message with train: false is not learned"
     )
