@@ -154,7 +154,11 @@ class Tokenizer:
         return any(match.end() == len(text) for match in self._special_pattern.finditer(text))
 
     def save(self, folder: str | Path) -> None:
-        """Copy the tokenizer's files, byte for byte but for added tokens; and a tokenizer.json if there was none."""
+        """Copy the tokenizer's files, byte for byte but for added tokens.
+
+        A folder without tokenizer.json gets one, and its config says to use it: other vocabularies are read in
+        different ways by different versions of transformers.
+        """
         folder = Path(folder)
         for file in (file for name in FILES for file in self.path.glob(name) if file.is_file()):
             if self._added and (file.name == "tekken.json" or file.suffix == ".tiktoken"):
@@ -164,28 +168,23 @@ class Tokenizer:
             shutil.copyfile(file, target)
         if self._added or self._source.name != "tokenizer.json":
             self._save_tokenizer_json(folder / "tokenizer.json")
-        if not (folder / "tokenizer_config.json").is_file():
-            config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
-            _write_json(folder / "tokenizer_config.json", config)
-        self._save_added(folder)
-
-    def _save_tokenizer_json(self, file: Path) -> None:
-        content = json.loads(self._tokenizer.to_str())
-        if self._source.name == "tokenizer.json":  # truncation and padding in it are off here
-            content = {**read_json(self._source), "added_tokens": content["added_tokens"]}
-        _write_json(file, content)
-
-    def _save_added(self, folder: Path) -> None:
-        """Where else than in tokenizer.json a folder lists its added tokens."""
         config = read_json(folder / "tokenizer_config.json")
+        if self._source.name != "tokenizer.json":
+            config |= {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
+            _write_json(folder / "tokenizer_config.json", config)
         if self._added and "added_tokens_decoder" in config:
             flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
             for index, token in self._added.items():
                 config["added_tokens_decoder"][str(index)] = {name: getattr(token, name) for name in flags}
             _write_json(folder / "tokenizer_config.json", config)
         if self._added and (listed := read_json(folder / "added_tokens.json")):
-            added = {token.content: index for index, token in self._added.items()}
-            _write_json(folder / "added_tokens.json", listed | added)
+            _write_json(folder / "added_tokens.json", listed | {token.content: at for at, token in self._added.items()})
+
+    def _save_tokenizer_json(self, file: Path) -> None:
+        content = json.loads(self._tokenizer.to_str())
+        if self._source.name == "tokenizer.json":  # truncation and padding in it are off here
+            content = {**read_json(self._source), "added_tokens": content["added_tokens"]}
+        _write_json(file, content)
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
