@@ -148,8 +148,8 @@ def test_dummy_prefix_between_special_tokens(tmp_path, legacy):
     ours, theirs = Tokenizer(str(tmp_path)), transformers.AutoTokenizer.from_pretrained(tmp_path)
     prefixed, bare = (ours.encode(text)[1:] for text in ("</s>fox", "a</s>fox"))
     assert (ours.decode(prefixed), len(prefixed), prefixed == bare[1:]) == ("fox", len(prefixed), True)
-    for text in texts(500):
-        for text in (f"{text.lstrip()}</s>fox", f"<s>{text.lstrip()}", f"fox<s>{text.lstrip()}"):
+    for form in ("{}</s>fox", "<s>{}", "fox<s>{}"):
+        for text in map(form.format, map(str.lstrip, texts(500))):
             if not re.search("> |▁", text):  # which transformers takes for the prefix
                 assert ours.encode(text) == theirs.encode(text, add_special_tokens=False), text
 
@@ -239,47 +239,47 @@ def test_tokenizer_json_decides(folder, ranked):
     assert Tokenizer(str(folder)).encode("hello") == before
 
 
+def cut_off(path: Path) -> None:
+    train_sentencepiece(path / "tokenizer.model")
+    (path / "tokenizer.model").write_bytes((path / "tokenizer.model").read_bytes()[:5000])
+
+
+def two(path: Path) -> None:
+    (path / "tekken.json").touch()
+    (path / "tokenizer.model").touch()
+
+
+def writes(name: str, content: str) -> Callable[[Path], object]:
+    return lambda path: (path / name).write_text(content)
+
+
+def trains(**options) -> Callable[[Path], object]:
+    return lambda path: train_sentencepiece(path / "tokenizer.model", **options)
+
+
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
-    "two": (
-        lambda path: [(path / name).touch() for name in ("tekken.json", "tokenizer.model")],
-        r"several vocabularies, tekken\.json, tokenizer\.model, and no tokenizer\.json that decides",
-    ),
-    "none": (lambda path: (path / "model.safetensors").touch(), r"found: model\.safetensors.*must have a tokenizer\.json"),
-    "empty": (lambda path: (path / "tokenizer.model").touch(), r"tokenizer\.model .*no complete vocabulary"),
-    "not a model": (lambda path: (path / "tokenizer.model").write_bytes(b"\x07" * 50), "is not a protocol buffer"),
+    "two": (two, r"several vocabularies, tekken\.json, tokenizer\.model, and no tokenizer\.json that decides"),
+    "none": (writes("a.txt", ""), r"no tokenizer in .*found: a\.txt.*must have a tokenizer\.json"),
+    "empty": (writes("tokenizer.model", ""), r"tokenizer\.model .*no complete vocabulary"),
+    "not a model": (writes("tokenizer.model", "\x07" * 50), "not a protocol buffer"),
     "git lfs": (
-        lambda path: (path / "tokenizer.model").write_text("version https://git-lfs.github.com/spec/v1\n"),
-        r"tokenizer\.model is not a tokenizer that can be read",
+        writes("tokenizer.model", "version https://git-lfs.github.com/spec/v1\n"),
+        r"tokenizer\.model is not a",
     ),
-    "cut off": (
-        lambda path: [
-            train_sentencepiece(path / "tokenizer.model"),
-            (path / "tokenizer.model").write_bytes((path / "tokenizer.model").read_bytes()[:5000]),
-        ],
-        "it ends in the middle",
-    ),
-    "unigram": (
-        lambda path: train_sentencepiece(path / "tokenizer.model", model_type="unigram", hard_vocab_limit=False),
-        "not a BPE model that keeps texts as they are.*put a tokenizer.json beside it",
-    ),
-    "normalising": (
-        lambda path: train_sentencepiece(path / "tokenizer.model", normalization_rule_name="nmt_nfkc"),
-        "not a BPE model that keeps texts as they are",
-    ),
-    "other tiktoken": (
-        lambda path: (path / "tokenizer.model").write_text("YQ== 0\nYg== 1\n"),
-        r"ranks 2 tokens, and Llama 3's 128,000: put the tokenizer\.json",
-    ),
-    "not tiktoken": (lambda path: (path / "a.tiktoken").write_text("YQ== 0\nYg 1\n"), "not every line is a token"),
-    "no rank": (lambda path: (path / "a.tiktoken").write_text("YQ== 0\nYg==\n"), "not every line is a token"),
+    "cut off": (cut_off, "it ends in the middle"),
+    "unigram": (trains(model_type="unigram", hard_vocab_limit=False), r"not a BPE model.*put a tokenizer\.json beside"),
+    "normalising": (trains(normalization_rule_name="nmt_nfkc"), "not a BPE model that keeps texts as they are"),
+    "other": (writes("tokenizer.model", "YQ== 0\nYg== 1\n"), "ranks 2 tokens, and Llama 3's 128,000: put the"),
+    "not base64": (writes("a.tiktoken", "YQ== 0\nYg 1\n"), r"a\.tiktoken .*not every line is a token"),
+    "no rank": (writes("a.tiktoken", "YQ== 0\nYg==\n"), r"a\.tiktoken .*not every line is a token"),
     "tekken version": (
-        lambda path: write_tekken(path / "tekken.json", [b"a"], config={"version": "v99", "default_num_special_tokens": 1}),
+        lambda path: write_tekken(path / "tekken.json", [], config={"version": "v99", "default_num_special_tokens": 1}),
         r"tekken\.json .*version 'v99'; known are v1, v2, v3, v7, v11",
     ),
-    "tekken without": (lambda path: (path / "tekken.json").write_text('{"config": {}, "vocab": []}'), "it lacks 'version'"),
-    "tekken list": (lambda path: (path / "tekken.json").write_text("[]"), r"tekken\.json is not a tokenizer"),
-    "tekken broken": (lambda path: (path / "tekken.json").write_text("{"), r"tekken\.json is not a tokenizer"),
-}  # fmt: skip
+    "tekken without": (writes("tekken.json", '{"config": {}, "vocab": []}'), "it lacks 'version'"),
+    "tekken list": (writes("tekken.json", "[]"), r"tekken\.json is not a tokenizer"),
+    "tekken broken": (writes("tekken.json", "{"), r"tekken\.json is not a tokenizer"),
+}
 
 
 @pytest.mark.parametrize("case", WRONG)

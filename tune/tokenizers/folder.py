@@ -35,22 +35,13 @@ def read_vocabulary(folder: Path) -> Vocabulary:
     """
     config = read_json(folder / "tokenizer_config.json")
     named = {**read_json(folder / "special_tokens_map.json"), **config}
-    vocabulary = _read(_source(folder), legacy=config.get("legacy") is not False)
     given = {name: _text(named[name]) for name in SPECIAL_TOKENS if named.get(name)}
-    extra = [*given.values(), *map(_text, _listed(named))]
-    _add_configured(vocabulary, _configured(folder, config, extra))
-    added = {token.content for token in vocabulary.tokenizer.get_added_tokens_decoder().values()}
-    known = [token for token in extra if token not in added and vocabulary.tokenizer.token_to_id(token) is not None]
-    vocabulary.tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in known])
+    special = [*given.values(), *map(_text, _listed(named))]
+    vocabulary = _read(_source(folder), legacy=config.get("legacy") is not False)
     begins = "bos_token" in vocabulary.special_tokens
     vocabulary.special_tokens |= given
-    for name in ("bos_token", "eos_token", "pad_token"):
-        token = vocabulary.special_tokens.get(name)
-        if token and vocabulary.tokenizer.token_to_id(token) is None:
-            raise TuneError(
-                f"{folder}: its configuration names {token!r} as {name}, but {vocabulary.file.name} has no such token: "
-                "take both files from the same checkpoint"
-            )
+    _add_configured(vocabulary, _configured(folder, config, special))
+    _mark_special(vocabulary, special)
     if vocabulary.file.name != "tokenizer.json":  # which says itself what it puts around a text
         _wrap(vocabulary, config.get("add_bos_token", begins), config.get("add_eos_token", False))
     return vocabulary
@@ -145,6 +136,21 @@ def _add_configured(vocabulary: Vocabulary, tokens: dict[int, AddedToken]) -> No
                 f"{vocabulary.file.parent}: its configuration gives token {token.content!r} the id {index}, but it is "
                 f"{actual} after {vocabulary.file.name}: take all files from the same checkpoint"
             )
+
+
+def _mark_special(vocabulary: Vocabulary, tokens: Iterable[str]) -> None:
+    """Makes special tokens of those that the vocabulary has as mere words. Raises TuneError if it lacks one we need."""
+    tokenizer = vocabulary.tokenizer
+    for name in ("bos_token", "eos_token", "pad_token"):
+        token = vocabulary.special_tokens.get(name)
+        if token and tokenizer.token_to_id(token) is None:
+            raise TuneError(
+                f"{vocabulary.file.parent}: its configuration names {token!r} as {name}, but {vocabulary.file.name} "
+                "has no such token: take both files from the same checkpoint"
+            )
+    present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    words = [token for token in tokens if token not in present and tokenizer.token_to_id(token) is not None]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in words])
 
 
 def _rename(tokenizer: tokenizers.Tokenizer, tokens: dict[int, AddedToken]) -> tokenizers.Tokenizer:
