@@ -109,19 +109,25 @@ def _read_tokenizer_json(data: bytes) -> tokenizers.Tokenizer:
 
 
 def _configured(folder: Path, config: Mapping[str, Any], special: Iterable[str]) -> dict[int, AddedToken]:
-    """The added tokens that the config, or else added_tokens.json, gives ids to."""
-    if "added_tokens_decoder" in config:
-        entries = config["added_tokens_decoder"].items()
-        flags = ("special", "normalized", "lstrip", "rstrip", "single_word")
+    """The added tokens that the config, or else added_tokens.json, gives ids to, in their order."""
+    if "added_tokens_decoder" not in config:
+        listed = read_json(folder / "added_tokens.json")
         return {
-            int(index): AddedToken(token["content"], **{name: token[name] for name in flags if name in token})
-            for index, token in sorted(entries, key=lambda entry: int(entry[0]))
+            index: AddedToken(token, special=token in special, normalized=token not in special)
+            for token, index in sorted(listed.items(), key=lambda entry: entry[1])
         }
-    entries = read_json(folder / "added_tokens.json").items()
-    return {
-        index: AddedToken(token, special=token in special, normalized=token not in special)
-        for token, index in sorted(entries, key=lambda entry: entry[1])
-    }
+    flags = ("special", "normalized", "lstrip", "rstrip", "single_word")
+    try:
+        entries = sorted((int(index), token) for index, token in config["added_tokens_decoder"].items())
+        return {
+            index: AddedToken(token["content"], **{name: token[name] for name in flags if name in token})
+            for index, token in entries
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TuneError(
+            f"added_tokens_decoder in {folder / 'tokenizer_config.json'} must give a token with content to each id; "
+            f"it cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _add_configured(vocabulary: Vocabulary, tokens: dict[int, AddedToken]) -> None:
@@ -175,10 +181,13 @@ def _wrap(vocabulary: Vocabulary, begin: bool, end: bool) -> None:
     vocabulary.tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
 
 
-def _listed(named: Mapping[str, Any]) -> list[str | dict[str, Any]]:
+def _listed(named: Mapping[str, Any]) -> list[Any]:
     extra = named.get("extra_special_tokens") or []
     return [*(named.get("additional_special_tokens") or []), *(extra.values() if isinstance(extra, dict) else extra)]
 
 
-def _text(token: str | dict[str, Any]) -> str:
-    return token if isinstance(token, str) else token["content"]
+def _text(token: Any) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise TuneError(f"the tokenizer's configuration has the special token {token!r}, which is no text")
+    return text

@@ -217,12 +217,20 @@ class Tokenizer:
         files = {file.stem: file for file in sorted(self.path.glob("additional_chat_templates/*.jinja"))}
         if (file := self.path / "chat_template.jinja").is_file():
             files["default"] = file
-        if files:
-            return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-        configured = read_json(self.path / "tokenizer_config.json").get("chat_template")
-        if isinstance(configured, list):
-            return {template["name"]: template["template"] for template in configured}
-        return {"default": configured} if configured else {}
+        try:
+            if files:
+                return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+            configured = read_json(self.path / "tokenizer_config.json").get("chat_template") or []
+            named = configured if isinstance(configured, list) else [{"name": "default", "template": configured}]
+            templates = {entry["name"]: entry["template"] for entry in named}
+            if not all(isinstance(template, str) for template in templates.values()):
+                raise TypeError(f"found {configured!r}")
+            return templates
+        except (KeyError, TypeError, UnicodeDecodeError) as error:
+            raise TuneError(
+                f"the chat template in {self.path} must be a text, or a list of texts with names; it cannot be read: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def _configured_eos(self) -> list[int]:
         for name in ("generation_config.json", "config.json"):
