@@ -115,7 +115,7 @@ def main(cfg):
 
     checkpointer.wait()
     card = checkpointers.model_card("lora_finetune", cfg.model.path, cfg.dataset.path)
-    peft.export_adapter(model, lora, run.path / "adapter", world, base=cfg.model.path, card=card)
+    peft.export_adapter(model, lora, run.path / "adapter", world, base=cfg.model.path, tokenizer=tokenizer, card=card)
     run.info(f"done: the adapter is in {run.path / 'adapter'}")
     if cfg.export.merge and world.is_main:
         peft.merge(cfg.model.path, run.path / "adapter", run.path / "model")

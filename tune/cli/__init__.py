@@ -17,6 +17,7 @@ VERBS = {
     "run": "run a recipe, on one process or through torchrun",
     "download": "get a model from the Hugging Face hub",
     "merge": "merge an adapter into its base",
+    "add-tokens": "a model with a larger vocabulary",
     "import-gguf": "turn a GGUF file into a folder in Hugging Face layout",
 }
 

@@ -10,7 +10,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from tune.config.check import fits, infer, is_open, mismatch, show
 from tune.config.instantiate import COMPONENT
 from tune.config.options import Group, Options
-from tune.config.paths import did_you_mean
+from tune.config.paths import did_you_mean, find_config, list_recipes
 from tune.config.signature import Signature, signature_of
 from tune.errors import TuneError
 
@@ -69,7 +69,7 @@ class _Combination:
             key = f"{prefix}{name}"
             place: Any = default.get(name)
             if name not in default:
-                hint = self._place_of(str(name), default, prefix) or " --help lists all of them."
+                hint = self._place_of(str(name), default, prefix) or _elsewhere(key) or " --help lists all of them."
                 problem = f"is not a setting.{hint}"
             elif _is_group(place) and not isinstance(value, dict):
                 problem = f"is a group of keys, not the single value {show(value)}. Its keys: {', '.join(place)}."
@@ -185,6 +185,12 @@ class _Combination:
         leaf = name.rpartition(".")[2]
         same = [f"'{key}'" for key in keys if key.rpartition(".")[2] == leaf and key != prefix + name]
         return f" Did you mean {' or '.join(same)}?" if same else did_you_mean(name, siblings)
+
+
+def _elsewhere(key: str) -> str:
+    """Which recipes have this setting."""
+    recipes = [name for name in list_recipes() if key in OmegaConf.load(find_config(name))]
+    return f" {' and '.join(recipes)} has it: use that recipe." if recipes else ""
 
 
 def _is_group(value: Any) -> bool:

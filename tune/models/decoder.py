@@ -148,7 +148,8 @@ class Decoder(nn.Module):
         hidden = self.norm(hidden)
         if self.config.logit_scale != 1:
             hidden = hidden * self.config.logit_scale
-        weight, softcap = self.embedding.weight if self.head is None else self.head.weight, self.config.logit_softcap
+        hidden, weight = _operands(self.embedding if self.head is None else self.head, hidden)
+        softcap = self.config.logit_softcap
         if loss_fn is not None:
             assert labels is not None, "loss_fn needs labels"
             loss = loss_fn(hidden, weight, labels, **{"softcap": softcap} if softcap else {})
@@ -158,3 +159,9 @@ class Decoder(nn.Module):
             return loss
         logits = F.linear(hidden, weight)
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _operands(head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs and weight whose product is the logits: an adapted head makes both wider."""
+    operands = getattr(head, "operands", None)
+    return (hidden, head.weight) if operands is None else operands(hidden)  # type: ignore[return-value]

@@ -26,20 +26,20 @@ def supervised_spans(
     A message with `train: false` is left out. Raises TuneError where the template gives no such span.
     """
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    trained = [messages[index].get("train", True) for index in turns]
+    trained = [index for index in turns if messages[index].get("train", True)]
     messages = [{key: value for key, value in message.items() if key != "train"} for message in messages]
     text, spans = template.render_with_spans(messages, tools=tools, **variables)
     if not template.marks_generation:
         render = partial(template.render, tools=tools, **variables)
-        spans = [_turn_span(render, messages, index, text, special_tokens) for index in turns]
-    if all(trained):
+        return text, [_turn_span(render, messages, index, text, special_tokens) for index in trained]
+    if trained == turns:
         return text, spans
     if len(spans) != len(turns):
         raise TuneError(
             f"train: false needs one generation block per assistant message, but {template.origin} has {len(spans)} "
             f"for {len(turns)} messages: remove `train`"
         )
-    return text, [span for span, keep in zip(spans, trained, strict=True) if keep]
+    return text, [span for span, index in zip(spans, turns, strict=True) if index in trained]
 
 
 def end_of_turn(template: ChatTemplate, special_tokens: re.Pattern[str]) -> str | None:
@@ -58,6 +58,9 @@ def _turn_span(
     """Where the assistant's message `index` stands in `text`, the rendering of all messages."""
     prompt = render(messages[:index], add_generation_prompt=True)
     if not text.startswith(prompt):
+        at = _common_prefix(prompt, text)
+        if re.fullmatch(r"\s*<\w+>\s*", prompt[at:]):
+            raise _opened_by_the_prompt(index, prompt[at:], text[at : at + 30])
         raise _disagreement(index, "the messages before it, with the generation prompt", prompt, text)
     up_to_here = text if index == len(messages) - 1 else render(messages[: index + 1])
     if text.startswith(up_to_here):
@@ -96,4 +99,14 @@ def _disagreement(index: int, what: str, part: str, whole: str) -> TuneError:
         f"the chat template does not tell which text is the assistant's: message {index + 1} starts or ends elsewhere "
         f"when {what} are rendered alone ({part[window]!r}) than in the whole conversation ({whole[window]!r}). "
         "Mark the assistant's text in the template with {% generation %} ... {% endgeneration %}"
+    )
+
+
+def _opened_by_the_prompt(index: int, opening: str, written: str) -> TuneError:
+    return TuneError(
+        f"the chat template gives the model {opening!r} to go on from, but writes message {index + 1} without it "
+        f"({written!r}): what is learned there would not follow what the model is given. Reasoning models have such "
+        f"templates. In a copy of it (chat_template.jinja), either take {opening.strip()} out of the generation prompt, "
+        "or let it write the reasoning into the answers, or mark what to learn anyway with {% generation %} ... "
+        "{% endgeneration %}; or leave out the message with train: false"
     )
