@@ -2,6 +2,7 @@
 
 import math
 
+from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
 from tune.models.families import Family
@@ -39,8 +40,10 @@ def read_latent_attention(file: ConfigFile) -> LatentAttentionConfig:
     plain, rotated = file.integer("qk_nope_head_dim"), file.integer("qk_rope_head_dim")
     rope = file.rope(rotated, interleaved=file.flag("rope_interleave", True))
     scale, growth = (plain + rotated) ** -0.5, rope.scaling.get("mscale_all_dim", 0)
-    if rope.kind != "default" and rope.scaling["factor"] > 1:
-        scale *= (0.1 * growth * math.log(rope.scaling["factor"]) + 1) ** 2
+    if rope.kind != "default" and growth:
+        if "factor" not in rope.scaling:
+            raise TuneError(f"{file.path}: rope scaling '{rope.kind}' with mscale_all_dim has no 'factor'")
+        scale *= (0.1 * growth * math.log(max(1, rope.scaling["factor"])) + 1) ** 2
     query_rank = None if file.get("q_lora_rank") is None else file.integer("q_lora_rank")
     return LatentAttentionConfig(
         num_heads, plain, file.integer("v_head_dim"), rope, file.integer("kv_lora_rank"), query_rank,
@@ -62,7 +65,7 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     shared = file.integer("n_shared_experts", 1) * file.integer("moe_intermediate_size")
     experts = read_experts(file, file.integer("n_routed_experts"), router=router, shared=shared)
     attention, mlp = read_latent_attention(file), read_mlp(file)
-    dense = file.get("first_k_dense_replace", 3)
+    dense = file.integer("first_k_dense_replace", 3, minimum=0)
     layers = [LayerConfig(attention, mlp if layer < dense else experts) for layer in range(read_num_layers(file))]
     return read_decoder(file, layers, read_rms_norm(file))
 
