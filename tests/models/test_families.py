@@ -102,8 +102,24 @@ VARIANTS = {
     "starcoder2": ("Starcoder2Config", {}),
     "starcoder2-window": ("Starcoder2Config", {"sliding_window": WINDOW, "use_bias": False} | UNTIED),
     "glm4": ("Glm4Config", {"head_dim": 16}),
+    "glm": ("GlmConfig", {"head_dim": 16}),
+    "cohere": ("CohereConfig", {"attention_bias": True}),
     "cohere2": ("Cohere2Config", MIXED),
     "cohere2-biases": ("Cohere2Config", UNTIED | {"attention_bias": True, "sliding_window": WINDOW}),
+    "ministral3": ("Ministral3Config", {"head_dim": 16, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 24, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "exaone4": ("Exaone4Config", MIXED),
+    "exaone4-full": ("Exaone4Config", TIED | {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "arcee": ("ArceeConfig", {"mlp_bias": True}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 24, "use_bias": True}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            "layer_types": ["full_attention"] * 3, "num_local_experts": 0, "shared_intermediate_size": 96,
+            "position_embedding_type": "rope", "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1, "logits_scaling": 3.0,
+        },
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
     "mixtral-window": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW, "num_experts_per_tok": 3}),
     "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [1]}),
@@ -148,7 +164,7 @@ VARIANTS = {
         | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False}
         | {"attention_bias": True, "n_shared_experts": 2},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -158,9 +174,9 @@ def pair(request, tmp_path_factory):
     return make_pair(getattr(transformers, config_class)(**SMALL | changes), tmp_path_factory.mktemp(request.param))
 
 
-def make_pair(config, folder):
+def make_pair(config, folder, auto=transformers.AutoModelForCausalLM):
     torch.manual_seed(0)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    theirs = auto.from_config(config, attn_implementation="eager").eval()
     for tensor in theirs.state_dict().values():  # biases and norms start at 0 and 1, which would hide mistakes
         if tensor.std() == 0:
             tensor += torch.randn_like(tensor) * 0.3
@@ -225,14 +241,17 @@ def test_cached_greedy_decoding(pair):
         assert output == expected[0, len(prompt) :].tolist()
 
 
-def test_export_is_the_source(pair, tmp_path):
-    theirs, ours = pair
-    source = theirs.saved_in
+def check_export(ours, source, folder):
     tokenizer = SimpleNamespace(save=lambda folder: None)
-    export(ours, tokenizer, tmp_path / "model", distributed.init("cpu"), source=str(source))
-    saved, exported = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "model"))
+    export(ours, tokenizer, folder, distributed.init("cpu"), source=str(source))
+    saved, exported = load_file(source / "model.safetensors"), load_file(folder / "model.safetensors")
     assert saved.keys() == exported.keys()
     assert all(torch.equal(saved[name], exported[name]) for name in saved)
+
+
+def test_export_is_the_source(pair, tmp_path):
+    theirs, ours = pair
+    check_export(ours, theirs.saved_in, tmp_path / "model")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
     tokens = random_tokens(1, 50)
     assert torch.equal(again(tokens).logits, theirs(tokens).logits)
@@ -254,14 +273,25 @@ def test_initial_weights_are_those_of_transformers(pair, tmp_path):
                 assert_close(part.std(), reference.std(), rtol=0.1, atol=0)
 
 
-def test_gemma3_with_images_keeps_what_is_for_images(tmp_path):
-    text = SMALL | {"head_dim": 16} | MIXED
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=9
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+GEMMA3 = {
+    "text_config": SMALL | {"head_dim": 16} | MIXED, "mm_tokens_per_image": 4, "image_token_index": 127,
+    "vision_config": VISION | {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+}  # fmt: skip
+MISTRAL3 = {
+    "text_config": SMALL | {"model_type": "ministral3", "head_dim": 16} | VARIANTS["ministral3"][1],
+    "vision_config": VISION | {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 16},
+    "image_token_index": 127, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config_class", "fields"), [("Gemma3Config", GEMMA3), ("Mistral3Config", MISTRAL3)])
+def test_what_is_for_images_is_kept(config_class, fields, tmp_path):
+    theirs, ours = make_pair(
+        getattr(transformers, config_class)(**fields), tmp_path / "source", transformers.AutoModelForImageTextToText
     )
-    theirs, ours = make_pair(config, tmp_path / "source")
-    tokens = random_tokens(2, 50) % 9
+    tokens = random_tokens(2, 80) % 127
     assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
-    test_export_is_the_source((theirs, ours), tmp_path)
+    check_export(ours, tmp_path / "source", tmp_path / "model")
+    again = type(theirs).from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
+    assert torch.equal(again(tokens).logits, theirs(tokens).logits)

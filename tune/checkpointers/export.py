@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tune.checkpointers.disk import disk_tensors, has_weights
-from tune.checkpointers.weights import disk_copies, disk_names, stored_tensors
+from tune.checkpointers.weights import disk_copies, disk_names, disk_parts, stored_tensors
 from tune.distributed import World, full_tensor
 from tune.errors import TuneError
 
@@ -60,11 +60,8 @@ def export(
     for name, on_disk in disk_names(model, there).items():
         tensor = full_tensor(tensors[name].detach())
         if world.is_main:
-            if isinstance(on_disk, str):
-                write(on_disk, tensor)
-            else:
-                for each, part in zip(on_disk, tensor, strict=True):
-                    write(each, part)
+            for each, part in disk_parts(on_disk, tensor):
+                write(each, part)
             for copy in [copy for copy, original in copies.items() if original == name and copy in there]:
                 write(copy, tensor.clone())
     if world.is_main:

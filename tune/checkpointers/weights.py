@@ -3,8 +3,9 @@
 import operator
 import re
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,10 @@ from tune.distributed import local_shard
 from tune.errors import TuneError
 from tune.models import Decoder, build
 from tune.quantization import NF4Weight
+
+# A name; or those that a parameter is the stack of along a new first dimension; or for each member of the stack, those
+# of equal parts that it is joined from along its own first dimension.
+OnDisk = str | list[str] | list[list[str]]
 
 
 class Pretrained:
@@ -31,8 +36,7 @@ class Pretrained:
         stored = stored_tensors(model)
         wanted: dict[str, list[int]] = {}
         for name, on_disk in self.names.items():
-            shape = list(stored[name].shape)
-            wanted |= {on_disk: shape} if isinstance(on_disk, str) else dict.fromkeys(on_disk, shape[1:])
+            wanted |= {each: list(part.shape) for each, part in disk_parts(on_disk, stored[name])}
         found = {name: tensor.shape for name, tensor in self.tensors.items()}
         copies = disk_copies(model)
         problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
@@ -65,9 +69,20 @@ class Pretrained:
                 shard, where = local_shard(target)
                 if isinstance(on_disk, str):
                     shard.copy_(self.tensors[on_disk].read(where))
-                else:
-                    for part, disk_name in zip(shard, on_disk[where[0]], strict=True):
-                        part.copy_(self.tensors[disk_name].read(where[1:]))
+                    continue
+                for member, names in zip(shard, on_disk[where[0]], strict=True):
+                    self._fill_member(member, [names] if isinstance(names, str) else names, where[1:])
+
+    def _fill_member(self, member: Tensor, names: Sequence[str], where: tuple[slice, ...]) -> None:
+        begin = 0
+        for name in names:
+            rows = self.tensors[name].shape[0]
+            start, stop = max(where[0].start - begin, 0), min(where[0].stop - begin, rows)
+            if start < stop:
+                at = begin + start - where[0].start
+                part = self.tensors[name].read((slice(start, stop), *where[1:]))
+                member[at : at + stop - start].copy_(part)
+            begin += rows
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -78,20 +93,30 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def disk_names(model: nn.Module, found: Collection[str]) -> dict[str, str | list[str]]:
-    """How a checkpoint with the tensors `found` names those of `model`.
-
-    That is what `model.disk_names` says, and without it, the same. A list means that ours is the stack of those along a
-    new first dimension. Checkpoints may leave out `model.disk_prefix` from all of their names.
-    """
+def disk_names(model: nn.Module, found: Collection[str]) -> dict[str, OnDisk]:
+    """How a checkpoint with the tensors `found` names those of `model`: as `model.disk_names` says, and without it, the
+    same. Checkpoints may leave out `model.disk_prefix` from all of their names."""
     names = getattr(model, "disk_names", None) or {name: name for name in stored_tensors(model)}
     prefix = getattr(model, "disk_prefix", "")
     if not prefix or not found or any(name.startswith(prefix) for name in found):
         return names
-    return {
-        ours: theirs.removeprefix(prefix) if isinstance(theirs, str) else [each.removeprefix(prefix) for each in theirs]
-        for ours, theirs in names.items()
-    }
+
+    def without(on_disk: Any) -> Any:
+        return on_disk.removeprefix(prefix) if isinstance(on_disk, str) else [without(each) for each in on_disk]
+
+    return {ours: without(theirs) for ours, theirs in names.items()}
+
+
+def disk_parts(on_disk: OnDisk, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(name, view of `tensor`) of what is on disk for it."""
+    if isinstance(on_disk, str):
+        yield on_disk, tensor
+        return
+    for names, member in zip(on_disk, tensor, strict=True):
+        if isinstance(names, str):
+            yield names, member
+        else:
+            yield from zip(names, member.chunk(len(names)), strict=True)
 
 
 def disk_copies(model: nn.Module) -> dict[str, str]:

@@ -3,16 +3,11 @@
 import copy
 import json
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from tune.errors import TuneError
-from tune.models.rope import RopeConfig
-
-ROPE_FIELDS = {
-    "factor", "original_max_position_embeddings", "attention_factor", "low_freq_factor", "high_freq_factor",
-    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor", "finetuned",
-}  # fmt: skip
 
 # Fields that say nothing about the mathematics of the model in training.
 HARMLESS = {
@@ -89,6 +84,12 @@ class ConfigFile:
             raise TuneError(f"{self.path}: field '{name}' must be true or false; found {value!r}")
         return value
 
+    def choice(self, name: str, options: Collection[str]) -> str:
+        value = self.get(name)
+        if value not in options:
+            raise TuneError(f"{self.path}: {name}={value!r} is not supported; supported: {', '.join(options)}")
+        return value
+
     def expect(self, **supported: Any) -> None:
         """Refuse any other value of these fields than the one that is implemented."""
         for name, only in supported.items():
@@ -105,38 +106,6 @@ class ConfigFile:
         for name in names:
             if rate := self.get(name, 0):
                 warnings.warn(f"{self.path}: {name}={rate} is not applied: tune trains without it", stacklevel=2)
-
-    def rope(
-        self, head_dim: int, *, partial: bool = False, interleaved: bool = False, fields: dict[str, Any] | None = None
-    ) -> RopeConfig:
-        """The rotary embedding, as older (`rope_theta`, `rope_scaling`) or newer (`rope_parameters`) files have it.
-
-        `partial`: the family may rotate a part of each head. `fields` are the file's where it has several sets of them.
-        """
-        theta = self.number("rope_theta", 10000.0)
-        if fields is None:
-            fields = dict(self.get("rope_scaling", {})) | dict(self.get("rope_parameters", {}))
-        fields = {name: value for name, value in fields.items() if value is not None}
-        kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
-        fields.pop("type", None)
-        theta = fields.pop("rope_theta", theta)
-        share = fields.pop("partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
-        if share != 1 and not partial:
-            raise TuneError(f"{self.path}: partial_rotary_factor={share} is not supported in this family")
-        max_positions = self.integer("max_position_embeddings", 2048)
-        if original := self.get("original_max_position_embeddings"):
-            fields["original_max_position_embeddings"] = original
-        # Left out by some exporters, and meant as the trained length.
-        if kind in ("llama3", "yarn", "longrope"):
-            fields.setdefault("original_max_position_embeddings", max_positions)
-        needed = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"],
-                  "longrope": ["short_factor", "long_factor"]}  # fmt: skip
-        for name in needed.get(kind, []):
-            if name not in fields:
-                raise TuneError(f"{self.path}: rope scaling '{kind}' has no '{name}'")
-        if unknown := fields.keys() - ROPE_FIELDS:
-            raise TuneError(f"{self.path}: rope scaling '{kind}' has unknown fields: {', '.join(sorted(unknown))}")
-        return RopeConfig(int(head_dim * share), max_positions, theta, kind, fields, interleaved)
 
     def finish(self) -> None:
         """Refuse fields that nobody read, unless they are known to be harmless or switched off."""

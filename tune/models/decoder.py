@@ -148,7 +148,7 @@ class Decoder(nn.Module):
         hidden = self.norm(hidden)
         if self.config.logit_scale != 1:
             hidden = hidden * self.config.logit_scale
-        hidden, weight = _operands(self.embedding if self.head is None else self.head, hidden)
+        hidden, weight = head_operands(self.embedding if self.head is None else self.head, hidden)
         softcap = self.config.logit_softcap
         if loss_fn is not None:
             assert labels is not None, "loss_fn needs labels"
@@ -161,7 +161,7 @@ class Decoder(nn.Module):
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-def _operands(head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def head_operands(head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Inputs and weight whose product is the logits: an adapted head makes both wider."""
     operands = getattr(head, "operands", None)
     return (hidden, head.weight) if operands is None else operands(hidden)  # type: ignore[return-value]

@@ -81,8 +81,10 @@ def adapted_modules(model: nn.Module) -> dict[str, Adapter]:
 
 
 def disk_module_name(model: nn.Module, name: str) -> str:
-    """How a checkpoint calls the module `name`: PEFT files, and most users, name it so."""
-    return getattr(model, "disk_names", {}).get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
+    """How a checkpoint calls the module `name`: PEFT files, and most users, name it so. A stack of several there, or
+    what it does not have, keeps its name."""
+    on_disk = getattr(model, "disk_names", {}).get(f"{name}.weight")
+    return on_disk.removesuffix(".weight") if isinstance(on_disk, str) else name
 
 
 def initialize(model: nn.Module, seed: int) -> None:

@@ -151,7 +151,8 @@ class LoRALinear(nn.Linear):
         if not (self.dropout and self.training):
             return input
         assert self.dropout_keys is not None, "set_dropout_keys must come before a forward in training"
-        return dropout(input, self.dropout, self.dropout_keys, self.name)
+        keys = self.dropout_keys.view(input.shape[:-1])  # some models flatten rows before their linear layers
+        return dropout(input, self.dropout, keys, self.name)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         """A and B whose product is what training has added."""

@@ -50,7 +50,7 @@ def register(model_type: str, family: Family) -> None:
 
 
 def supported() -> list[str]:
-    ours = {module.name for module in pkgutil.iter_modules(__path__)} - {"common"}
+    ours = {module.name for module in pkgutil.iter_modules(__path__)} - {"read"}
     return sorted(ours | REGISTERED.keys())
 
 

@@ -5,21 +5,13 @@ import math
 from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family
-from tune.models.families.common import (
-    EXPERT_NAMES,
-    read_decoder,
-    read_experts,
-    read_mlp,
-    read_num_layers,
-    read_rms_norm,
-)
+from tune.models.families import Family, read
 from tune.models.families.llama import NAMES as LLAMA_NAMES
 from tune.models.latent_attention import LatentAttentionConfig
 from tune.models.layers import AttentionPartConfig, NormConfig
 from tune.models.moe import ExpertsConfig
 
-CORRECTED_EXPERT_NAMES = EXPERT_NAMES | {
+CORRECTED_EXPERT_NAMES = read.EXPERT_NAMES | {
     "model.layers.{}.mlp.gate.e_score_correction_bias": "blocks.{}.mlp.router.correction",
     "model.layers.{}.mlp.shared_experts.gate_proj": "blocks.{}.mlp.shared.gate",
     "model.layers.{}.mlp.shared_experts.up_proj": "blocks.{}.mlp.shared.up",
@@ -42,7 +34,7 @@ def read_latent_attention(file: ConfigFile) -> LatentAttentionConfig:
     num_heads = file.integer("num_attention_heads")
     file.expect(num_key_value_heads=num_heads)
     plain, rotated = file.integer("qk_nope_head_dim"), file.integer("qk_rope_head_dim")
-    rope = file.rope(rotated, interleaved=file.flag("rope_interleave", True))
+    rope = read.rope(file, rotated, interleaved=file.flag("rope_interleave", True))
     scale, growth = (plain + rotated) ** -0.5, rope.scaling.get("mscale_all_dim", 0)
     if rope.kind != "default" and growth:
         if "factor" not in rope.scaling:
@@ -67,13 +59,13 @@ def read_corrected_experts(file: ConfigFile) -> ExpertsConfig:
         "scale": file.number("routed_scaling_factor"),
     }  # fmt: skip
     shared = file.integer("n_shared_experts") * file.integer("moe_intermediate_size")
-    return read_experts(file, file.integer("n_routed_experts"), router=router, shared=shared)
+    return read.experts(file, file.integer("n_routed_experts"), router=router, shared=shared)
 
 
 def read_layers(file: ConfigFile, attention: AttentionPartConfig) -> list[LayerConfig]:
     """The first ones dense, the others with experts."""
-    mlp, experts, dense = read_mlp(file), read_corrected_experts(file), file.integer("first_k_dense_replace", minimum=0)
-    return [LayerConfig(attention, mlp if layer < dense else experts) for layer in range(read_num_layers(file))]
+    mlp, experts, dense = read.mlp(file), read_corrected_experts(file), file.integer("first_k_dense_replace", minimum=0)
+    return [LayerConfig(attention, mlp if layer < dense else experts) for layer in range(read.num_layers(file))]
 
 
 def read_config(file: ConfigFile) -> DecoderConfig:
@@ -81,7 +73,7 @@ def read_config(file: ConfigFile) -> DecoderConfig:
         max_position_embeddings=4096, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_group=8,
         topk_group=4, routed_scaling_factor=2.5, first_k_dense_replace=3,
     )  # fmt: skip
-    return read_decoder(file, read_layers(file, read_latent_attention(file)), read_rms_norm(file))
+    return read.decoder(file, read_layers(file, read_latent_attention(file)), read.rms_norm(file))
 
 
 FAMILY = Family(read_config, NAMES, NOT_WEIGHTS)

@@ -2,8 +2,7 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig
-from tune.models.families import Family
-from tune.models.families.common import read_attention, read_decoder, read_head_dim, read_rms_norm
+from tune.models.families import Family, read
 from tune.models.families.deepseek_v3 import CORRECTED_EXPERT_NAMES, NOT_WEIGHTS, read_layers
 from tune.models.families.qwen3 import NAMES as QWEN3_NAMES
 
@@ -12,12 +11,12 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     file.assume(
         max_position_embeddings=131072, rms_norm_eps=1e-5, partial_rotary_factor=0.5, first_k_dense_replace=1,
     )  # fmt: skip
-    norm = read_rms_norm(file)
-    attention = read_attention(
-        file, file.rope(read_head_dim(file), partial=True), bias=file.flag("attention_bias"),
+    norm = read.rms_norm(file)
+    attention = read.attention(
+        file, read.rope(file, partial=True), bias=file.flag("attention_bias"),
         query_key_norm=norm if file.flag("use_qk_norm") else None,
     )  # fmt: skip
-    return read_decoder(file, read_layers(file, attention), norm)
+    return read.decoder(file, read_layers(file, attention), norm)
 
 
 FAMILY = Family(read_config, QWEN3_NAMES | CORRECTED_EXPERT_NAMES, NOT_WEIGHTS)

@@ -2,18 +2,7 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family
-from tune.models.families.common import (
-    read_attention,
-    read_decoder,
-    read_experts,
-    read_head_dim,
-    read_num_experts,
-    read_rms_norm,
-    read_router_loss,
-    read_windows,
-    with_windows,
-)
+from tune.models.families import Family, read
 from tune.models.families.llama import NAMES as LLAMA_NAMES
 
 NAMES = LLAMA_NAMES | {
@@ -37,15 +26,15 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     )  # fmt: skip
     scaling = file.get("rope_scaling", {}) | file.get("rope_parameters", {}) or YARN
     file.ignore("experts_per_token", "initial_context_length")  # copies of other fields
-    rope, bias = file.rope(read_head_dim(file), fields=scaling), file.flag("attention_bias", True)
-    attention = read_attention(file, rope, bias=bias, output_bias=bias, sinks=True)
-    experts = read_experts(
-        file, read_num_experts(file, 128), "intermediate_size", router={"scores": "softmax_of_chosen", "bias": True},
+    rope, bias = read.rope(file, fields=scaling), file.flag("attention_bias", True)
+    attention = read.attention(file, rope, bias=bias, output_bias=bias, sinks=True)
+    experts = read.experts(
+        file, read.num_experts(file, 128), "intermediate_size", router={"scores": "softmax_of_chosen", "bias": True},
         fused="interleaved", bias=True, transposed=True,
         clamp=(file.number("swiglu_alpha", 1.702), file.number("swiglu_limit", 7.0)),
     )  # fmt: skip
-    layers = with_windows(LayerConfig(attention, experts), read_windows(file, lambda number: number % 2 == 0))
-    return read_decoder(file, layers, read_rms_norm(file), router_loss=read_router_loss(file))
+    layers = read.with_windows(LayerConfig(attention, experts), read.windows(file, lambda number: number % 2 == 0))
+    return read.decoder(file, layers, read.rms_norm(file), router_loss=read.router_loss(file))
 
 
 FAMILY = Family(read_config, NAMES)

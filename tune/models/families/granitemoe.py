@@ -1,11 +1,11 @@
-"""Granite 3 with experts (1B-A400M, 3B-A800M): Granite, and in every layer experts that are stacked on disk too."""
+"""Granite 3 with experts (1B-A400M, 3B-A800M): in every layer, and stacked on disk too."""
 
 from dataclasses import replace
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig
-from tune.models.families import Family, granite
-from tune.models.families.common import read_experts, read_num_experts, read_router_loss
+from tune.models.families import Family, read
+from tune.models.families.granite import read_granite
 from tune.models.families.llama import NAMES as LLAMA_NAMES
 
 NAMES = LLAMA_NAMES | {
@@ -18,10 +18,8 @@ NAMES = LLAMA_NAMES | {
 def read_config(file: ConfigFile) -> DecoderConfig:
     file.assume(num_experts_per_tok=2)
     router = {"scores": "softmax_of_chosen"}
-    experts = read_experts(file, read_num_experts(file, 8), "intermediate_size", router=router, fused="halves")
-    dense = granite.read_config(file)
-    layers = tuple(replace(layer, mlp=experts) for layer in dense.layers)
-    return replace(dense, layers=layers, router_loss=read_router_loss(file))
+    experts = read.experts(file, read.num_experts(file, 8), "intermediate_size", router=router, fused="halves")
+    return replace(read_granite(file, read.rope(file), experts), router_loss=read.router_loss(file))
 
 
 FAMILY = Family(read_config, NAMES)

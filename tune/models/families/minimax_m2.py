@@ -2,17 +2,7 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family
-from tune.models.families.common import (
-    read_attention,
-    read_decoder,
-    read_experts,
-    read_head_dim,
-    read_num_experts,
-    read_num_layers,
-    read_rms_norm,
-    read_router_loss,
-)
+from tune.models.families import Family, read
 from tune.models.families.mixtral import NAMES as MIXTRAL_NAMES
 from tune.models.families.qwen3 import NAMES as QWEN3_NAMES
 
@@ -29,13 +19,13 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     file.ignore("attn_type_list", "layernorm_full_attention_beta", "layernorm_linear_attention_beta")
     file.ignore("layernorm_mlp_beta", "mlp_intermediate_size", "shared_moe_mode")
     file.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
-    head_dim, norm = read_head_dim(file), read_rms_norm(file)
+    head_dim, norm = read.head_dim(file), read.rms_norm(file)
     file.assume(partial_rotary_factor=file.integer("rotary_dim", head_dim) / head_dim)
-    attention = read_attention(file, file.rope(head_dim, partial=True), query_key_norm=norm, norm_all_heads=True)
+    attention = read.attention(file, read.rope(file, partial=True), query_key_norm=norm, norm_all_heads=True)
     router = {"scores": "sigmoid", "correction": True}
-    experts = read_experts(file, read_num_experts(file, 256), "intermediate_size", router=router)
-    layers = [LayerConfig(attention, experts)] * read_num_layers(file)
-    return read_decoder(file, layers, norm, router_loss=read_router_loss(file))
+    experts = read.experts(file, read.num_experts(file, 256), "intermediate_size", router=router)
+    layers = [LayerConfig(attention, experts)] * read.num_layers(file)
+    return read.decoder(file, layers, norm, router_loss=read.router_loss(file))
 
 
 FAMILY = Family(read_config, NAMES)

@@ -2,18 +2,7 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family
-from tune.models.families.common import (
-    read_attention,
-    read_decoder,
-    read_experts,
-    read_head_dim,
-    read_num_experts,
-    read_rms_norm,
-    read_router_loss,
-    read_windows,
-    with_windows,
-)
+from tune.models.families import Family, read
 from tune.models.families.llama import NAMES as LLAMA_NAMES
 
 NAMES = LLAMA_NAMES | {
@@ -27,10 +16,10 @@ NAMES = LLAMA_NAMES | {
 def read_config(file: ConfigFile) -> DecoderConfig:
     file.assume(max_position_embeddings=131072, rope_theta=1e6, rms_norm_eps=1e-5, num_experts_per_tok=2)
     file.expect(router_jitter_noise=0)
-    experts = read_experts(file, read_num_experts(file, 8), "intermediate_size", router={"normalized": True})
-    layer = LayerConfig(read_attention(file, file.rope(read_head_dim(file))), experts)
-    layers = with_windows(layer, read_windows(file))
-    return read_decoder(file, layers, read_rms_norm(file), router_loss=read_router_loss(file))
+    experts = read.experts(file, read.num_experts(file, 8), "intermediate_size", router={"normalized": True})
+    layer = LayerConfig(read.attention(file, read.rope(file)), experts)
+    layers = read.with_windows(layer, read.windows(file))
+    return read.decoder(file, layers, read.rms_norm(file), router_loss=read.router_loss(file))
 
 
 FAMILY = Family(read_config, NAMES)

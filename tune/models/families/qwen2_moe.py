@@ -6,25 +6,11 @@ from dataclasses import replace
 from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family
-from tune.models.families.common import (
-    EXPERT_NAMES,
-    read_attention,
-    read_decoder,
-    read_experts,
-    read_head_dim,
-    read_mlp,
-    read_num_experts,
-    read_num_layers,
-    read_rms_norm,
-    read_router_loss,
-    read_windows,
-    with_windows,
-)
+from tune.models.families import Family, read
 from tune.models.families.llama import NAMES as LLAMA_NAMES
 from tune.models.moe import ExpertsConfig
 
-NAMES = LLAMA_NAMES | EXPERT_NAMES | {
+NAMES = LLAMA_NAMES | read.EXPERT_NAMES | {
     "model.layers.{}.mlp.shared_expert.gate_proj": "blocks.{}.mlp.shared.gate",
     "model.layers.{}.mlp.shared_expert.up_proj": "blocks.{}.mlp.shared.up",
     "model.layers.{}.mlp.shared_expert.down_proj": "blocks.{}.mlp.shared.down",
@@ -36,8 +22,8 @@ def read_windows_if_used(file: ConfigFile, slides: Callable[[int], bool]) -> lis
     """`slides` is for files without `layer_types`. Files that use no windows may name one all the same."""
     file.ignore("max_window_layers")
     if file.flag("use_sliding_window"):
-        return read_windows(file, slides)
-    num_layers = read_num_layers(file)
+        return read.windows(file, slides)
+    num_layers = read.num_layers(file)
     file.ignore("sliding_window")
     file.expect(layer_types=["full_attention"] * num_layers)
     return [None] * num_layers
@@ -59,16 +45,16 @@ def read_config(file: ConfigFile) -> DecoderConfig:
         max_position_embeddings=32768, sliding_window=4096, num_experts_per_tok=4,
         moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
     )  # fmt: skip
-    rope, bias = file.rope(read_head_dim(file)), file.flag("qkv_bias", True)
-    layer = LayerConfig(read_attention(file, rope, bias=bias), read_mlp(file))
+    rope, bias = read.rope(file), file.flag("qkv_bias", True)
+    layer = LayerConfig(read.attention(file, rope, bias=bias), read.mlp(file))
     first_full = file.get("max_window_layers", 28)
     windows = read_windows_if_used(file, lambda number: number % 2 == 0 and number < first_full)
-    experts = read_experts(
-        file, read_num_experts(file, 60), router={"normalized": file.flag("norm_topk_prob")},
+    experts = read.experts(
+        file, read.num_experts(file, 60), router={"normalized": file.flag("norm_topk_prob")},
         shared=file.integer("shared_expert_intermediate_size"), shared_gate=True,
     )  # fmt: skip
-    layers = with_experts(file, with_windows(layer, windows), experts)
-    return read_decoder(file, layers, read_rms_norm(file), router_loss=read_router_loss(file))
+    layers = with_experts(file, read.with_windows(layer, windows), experts)
+    return read.decoder(file, layers, read.rms_norm(file), router_loss=read.router_loss(file))
 
 
 FAMILY = Family(read_config, NAMES)

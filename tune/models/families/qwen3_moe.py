@@ -2,19 +2,7 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family
-from tune.models.families.common import (
-    EXPERT_NAMES,
-    read_attention,
-    read_decoder,
-    read_experts,
-    read_head_dim,
-    read_mlp,
-    read_num_experts,
-    read_rms_norm,
-    read_router_loss,
-    with_windows,
-)
+from tune.models.families import Family, read
 from tune.models.families.qwen2_moe import read_windows_if_used, with_experts
 from tune.models.families.qwen3 import NAMES as QWEN3_NAMES
 
@@ -24,14 +12,14 @@ def read_config(file: ConfigFile) -> DecoderConfig:
         max_position_embeddings=32768, sliding_window=4096, num_key_value_heads=4,
         num_experts_per_tok=8, moe_intermediate_size=768,
     )  # fmt: skip
-    bias, norm = file.flag("attention_bias"), read_rms_norm(file)
-    rope = file.rope(read_head_dim(file))
-    attention = read_attention(file, rope, bias=bias, output_bias=bias, query_key_norm=norm)
-    layers = with_windows(
-        LayerConfig(attention, read_mlp(file)), read_windows_if_used(file, slides=lambda number: True)
+    bias, norm = file.flag("attention_bias"), read.rms_norm(file)
+    rope = read.rope(file)
+    attention = read.attention(file, rope, bias=bias, output_bias=bias, query_key_norm=norm)
+    layers = read.with_windows(
+        LayerConfig(attention, read.mlp(file)), read_windows_if_used(file, slides=lambda number: True)
     )
-    experts = read_experts(file, read_num_experts(file, 128), router={"normalized": file.flag("norm_topk_prob")})
-    return read_decoder(file, with_experts(file, layers, experts), norm, router_loss=read_router_loss(file))
+    experts = read.experts(file, read.num_experts(file, 128), router={"normalized": file.flag("norm_topk_prob")})
+    return read.decoder(file, with_experts(file, layers, experts), norm, router_loss=read.router_loss(file))
 
 
-FAMILY = Family(read_config, QWEN3_NAMES | EXPERT_NAMES)
+FAMILY = Family(read_config, QWEN3_NAMES | read.EXPERT_NAMES)
