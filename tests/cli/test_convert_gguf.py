@@ -96,7 +96,7 @@ def write(tmp_path: Path, model: Any, tokenizer: Any) -> Write:
 def test_the_folder_has_the_models_logits_and_the_tokenizers_tokens(
     tmp_path: Path, write: Write, model: Any, tokenizer: Any
 ) -> None:
-    main(["import-gguf", str(write()), str(tmp_path / "out")])
+    main(["convert", str(write()), str(tmp_path / "out")])
     imported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     imported_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     tokens = tokenizer.encode(TEXT).ids
@@ -108,8 +108,8 @@ def test_the_folder_has_the_models_logits_and_the_tokenizers_tokens(
 
 
 def test_unknown_word_splitting_is_told(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["import-gguf", str(write(splits="mine")), str(tmp_path / "out")])
-    assert "warning: how the vocabulary 'mine' cuts text into words is not known here" in capsys.readouterr().err
+    main(["convert", str(write(splits="mine")), str(tmp_path / "out")])
+    assert "note: how the vocabulary 'mine' cuts text into words is not known here" in capsys.readouterr().out
 
 
 def test_a_truncated_file(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +130,9 @@ def test_not_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_an_architecture_that_transformers_does_not_read(
     tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "cannot be imported" in fails(write(architecture="unheard"), tmp_path / "out", capsys)
+    assert "does not convert the architecture 'unheard', but " in fails(
+        write(architecture="unheard"), tmp_path / "out", capsys
+    )
 
 
 def test_nothing_is_overwritten(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +144,7 @@ def test_nothing_is_overwritten(tmp_path: Path, write: Write, capsys: pytest.Cap
 
 def fails(file: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as stopped:
-        main(["import-gguf", str(file), str(out)])
+        main(["convert", str(file), str(out)])
     assert stopped.value.code == 2
     message = capsys.readouterr().err
     assert "Traceback" not in message
