@@ -47,7 +47,7 @@ def import_gguf(file: Path, out: Path) -> list[str]:
         model = AutoModelForCausalLM.from_pretrained(
             **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
         )
-    except (ValueError, KeyError, NotImplementedError) as error:  # a tokenizer or a quantisation that is not known
+    except (ValueError, KeyError, RuntimeError) as error:  # a tokenizer, a quantisation or shapes that it does not know
         raise TuneError(f"{file} ({architecture}) cannot be converted: {error}") from error
 
     notes = mend_word_splitting(
