@@ -128,7 +128,7 @@ class HuggingFaceModel(nn.Module):
         logits = self.body(input_ids=tokens, return_dict=True, **arguments).logits
         hidden = self.caught.taken()
         if not self.knows_logits:
-            if not _close(logits, self._bounded(hidden * self.scale)):
+            if logits is not hidden and not _close(logits, self._bounded(hidden * self.scale)):
                 raise TuneError(
                     f"model: {type(self.body).__name__} changes what its output head gives in a way that is not known "
                     "here, so that head and loss cannot be computed by chunks: it cannot be trained"

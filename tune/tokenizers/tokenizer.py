@@ -63,7 +63,12 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """The rows that an embedding needs: the highest id and one."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.vocabulary.values()) + 1
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token, added ones included."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
 
     @cached_property
     def stop_ids(self) -> set[int]:
