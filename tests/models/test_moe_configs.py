@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tune import distributed
 from tune.checkpointers import export, load_model
 from tune.errors import TuneError
-from tune.models import build
+from tune.models import build, flops_per_token
 
 transformers = pytest.importorskip("transformers")
 
@@ -66,13 +66,14 @@ DEEPSEEK = COMMON | {
     "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True, "topk_group": 4,
     "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
 }  # fmt: skip
+# Parameters, and billions of them that are active for a token.
 PUBLISHED = {
-    "Mixtral-8x7B": (MIXTRAL, 46_702_792_704),
-    "Qwen1.5-MoE-A2.7B": (QWEN2_MOE, 14_315_784_192),
-    "Qwen3-30B-A3B": (QWEN3_MOE, 30_532_122_624),
-    "OLMoE-1B-7B": (OLMOE, 6_919_161_856),
-    "gpt-oss-20b": (GPT_OSS, 20_914_757_184),
-    "DeepSeek-V3": (DEEPSEEK, 671_026_404_352),
+    "Mixtral-8x7B": (MIXTRAL, 46_702_792_704, 12.9),
+    "Qwen1.5-MoE-A2.7B": (QWEN2_MOE, 14_315_784_192, 2.7),
+    "Qwen3-30B-A3B": (QWEN3_MOE, 30_532_122_624, 3.3),
+    "OLMoE-1B-7B": (OLMOE, 6_919_161_856, 1.3),
+    "gpt-oss-20b": (GPT_OSS, 20_914_757_184, 3.6 + 0.58),  # published without the embedding
+    "DeepSeek-V3": (DEEPSEEK, 671_026_404_352, 37),
 }
 
 
@@ -84,9 +85,11 @@ def build_from(folder, fields):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_their_size(tmp_path, name):
-    fields, size = PUBLISHED[name]
+    fields, size, active = PUBLISHED[name]
     model = build_from(tmp_path, fields)
     assert sum(parameter.numel() for parameter in model.parameters()) == size
+    activated = flops_per_token(model, seq_len=0) / 6 + model.embedding.weight.numel()
+    assert activated == pytest.approx(active * 1e9, rel=0.02)
     assert model.config.router_loss == 0
 
 
