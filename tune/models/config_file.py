@@ -58,12 +58,13 @@ class ConfigFile:
         value = self.fields.get(name)
         return default if value is None else value
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
         value = self.get(name, default)
         if value is None:
             raise TuneError(f"{self.path}: field '{name}' is missing")
-        if not isinstance(value, int) or value < 1:
-            raise TuneError(f"{self.path}: field '{name}' must be a positive integer; found {value!r}")
+        if not isinstance(value, int) or value < minimum:
+            kind = "a positive integer" if minimum == 1 else f"an integer, at least {minimum}"
+            raise TuneError(f"{self.path}: field '{name}' must be {kind}; found {value!r}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -116,9 +117,11 @@ class ConfigFile:
             if name not in self._read | HARMLESS and not name.startswith("_") and value not in (None, False, [], {})
         }
         if "quantization_config" in unread:
+            method = unread["quantization_config"].get("quant_method", "of a kind not named")
             raise TuneError(
-                f"{self.path}: the weights are quantised ({unread['quantization_config']}); fine-tune the original "
-                "checkpoint, in bf16, fp16 or fp32"
+                f"{self.path}: the weights are quantised ({method}); take the checkpoint in bf16, fp16 or fp32, or "
+                "make it: transformers' from_pretrained with the quantisation config of this kind and dequantize=True, "
+                "then save_pretrained"
             )
         if unread:
             listing = ", ".join(f"{name}={value!r}" for name, value in unread.items())

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
 from tune.models.families import Family, read
@@ -31,6 +32,8 @@ def read_windows_if_used(file: ConfigFile, slides: Callable[[int], bool]) -> lis
 def with_experts(file: ConfigFile, layers: list[LayerConfig], experts: ExpertsConfig) -> list[LayerConfig]:
     """Every `decoder_sparse_step`-th layer with experts, but for `mlp_only_layers`."""
     step, dense = file.integer("decoder_sparse_step", 1), file.get("mlp_only_layers", [])
+    if not isinstance(dense, list):
+        raise TuneError(f"{file.path}: mlp_only_layers must be a list of layer numbers; found {dense!r}")
     return [
         layer if number in dense or (number + 1) % step else replace(layer, mlp=experts)
         for number, layer in enumerate(layers)
