@@ -23,7 +23,7 @@ T = TypeVar("T")
 class LoRA:
     """Which layers get an adapter, of what kind, and what else of the model is trained.
 
-    `target_modules` is `all-linear` (all but the head and, in models with experts, feed-forward parts), a list of names,
+    `target_modules` is `all-linear` (all but the head and, with experts, the feed-forward parts), a list of names,
     or a regular expression that must match a layer's whole name; linear layers and embeddings can be adapted. Names may
     be ours (`query`) or the checkpoint's (`q_proj`). The patterns give other ranks and alphas to the layers whose name
     ends with, or is matched by, a key.
