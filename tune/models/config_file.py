@@ -3,7 +3,7 @@
 import copy
 import json
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,10 @@ HARMLESS = {
     "return_dict", "torchscript", "id2label", "label2id", "problem_type", "is_llama_config",
     "transformers.js_config", "cache_implementation", "auto_map", "task_specific_params", "chunk_size_feed_forward",
 }  # fmt: skip
+
+
+def is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 class ConfigFile:
@@ -42,50 +46,55 @@ class ConfigFile:
         """What the fields mean that the file leaves out. One that is there and null stays null."""
         self.fields = fields | self.fields
 
-    def section(self, name: str) -> "ConfigFile":
-        """The mapping under a field, read and finished like a file of its own."""
-        value = self.get(name)
-        if not isinstance(value, dict):
-            raise TuneError(f"{self.path}: field '{name}' must be a mapping; found {value!r}")
-        section = copy.copy(self)
-        section.fields, section._read, section._sections = value, set(), []
-        self._sections.append(section)
-        return section
-
     def get(self, name: str, default: Any = None) -> Any:
         """A field; null counts as absent."""
         self._read.add(name)
         value = self.fields.get(name)
         return default if value is None else value
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self.get(name, default)
-        if value is None:
-            raise TuneError(f"{self.path}: field '{name}' is missing")
-        if not isinstance(value, int) or value < 1:
-            raise TuneError(f"{self.path}: field '{name}' must be a positive integer; found {value!r}")
-        return value
+    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+        def fits(value: Any) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+        return self._checked(name, default, fits, "a positive integer" if minimum else "an integer from 0 on")
+
+    def integer_or_none(self, name: str) -> int | None:
+        return None if self.get(name) is None else self.integer(name)
 
     def number(self, name: str, default: float | None = None) -> float:
-        value = self.get(name, default)
-        if value is None:
-            raise TuneError(f"{self.path}: field '{name}' is missing")
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise TuneError(f"{self.path}: field '{name}' must be a positive number; found {value!r}")
-        return value
+        return self._checked(name, default, is_positive, "a positive number")
 
     def number_or_none(self, name: str) -> float | None:
         return None if self.get(name) is None else self.number(name)
 
     def flag(self, name: str, default: bool = False) -> bool:
+        return self._checked(name, default, lambda value: isinstance(value, bool), "true or false")
+
+    def entries(self, name: str, default: list[Any]) -> list[Any]:
+        return self._checked(name, default, lambda value: isinstance(value, list), "a list")
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """Empty if absent."""
+        return dict(self._checked(name, {}, lambda value: isinstance(value, dict), "a mapping"))
+
+    def section(self, name: str) -> "ConfigFile":
+        """The mapping under a field, read and finished like a file of its own."""
+        section = copy.copy(self)
+        section.fields, section._read, section._sections = self.mapping(name), set(), []
+        self._sections.append(section)
+        return section
+
+    def _checked(self, name: str, default: Any, fits: Callable[[Any], bool], what: str) -> Any:
         value = self.get(name, default)
-        if not isinstance(value, bool):
-            raise TuneError(f"{self.path}: field '{name}' must be true or false; found {value!r}")
+        if value is None:
+            raise TuneError(f"{self.path}: field '{name}' is missing")
+        if not fits(value):
+            raise TuneError(f"{self.path}: field '{name}' must be {what}; found {value!r}")
         return value
 
     def choice(self, name: str, options: Collection[str]) -> str:
         value = self.get(name)
-        if value not in options:
+        if not isinstance(value, str) or value not in options:
             raise TuneError(f"{self.path}: {name}={value!r} is not supported; supported: {', '.join(options)}")
         return value
 

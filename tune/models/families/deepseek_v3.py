@@ -33,7 +33,7 @@ def read_latent_attention(file: ConfigFile) -> LatentAttentionConfig:
     scale, growth = (plain + rotated) ** -0.5, rope.scaling.get("mscale_all_dim", 0)
     if rope.kind != "default" and rope.scaling["factor"] > 1:
         scale *= (0.1 * growth * math.log(rope.scaling["factor"]) + 1) ** 2
-    query_rank = None if file.get("q_lora_rank") is None else file.integer("q_lora_rank")
+    query_rank = file.integer_or_none("q_lora_rank")
     return LatentAttentionConfig(
         num_heads, plain, file.integer("v_head_dim"), rope, file.integer("kv_lora_rank"), query_rank,
         NormConfig("rms", 1e-6), scale, file.flag("attention_bias"),
@@ -54,7 +54,7 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     shared = file.integer("n_shared_experts", 1) * file.integer("moe_intermediate_size")
     experts = read.experts(file, file.integer("n_routed_experts"), router=router, shared=shared)
     attention, mlp = read_latent_attention(file), read.mlp(file)
-    dense = file.get("first_k_dense_replace", 3)
+    dense = file.integer("first_k_dense_replace", 3, minimum=0)
     layers = [LayerConfig(attention, mlp if layer < dense else experts) for layer in range(read.num_layers(file))]
     return read.decoder(file, layers, read.rms_norm(file))
 
