@@ -142,4 +142,4 @@ def test_one_tensor_in_two_files(folder):
 def test_a_folder_of_something_else(folder):
     assert "no *.safetensors or pytorch_model*.bin in" in refusal(folder)
     (folder / "consolidated.00.pth").touch()
-    assert "found consolidated.00.pth: see `tune import --help`" in refusal(folder)
+    assert "found consolidated.00.pth: see `tune convert --help`" in refusal(folder)

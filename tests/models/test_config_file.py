@@ -58,7 +58,7 @@ def build_from(tmp_path, fields):
         (LLAMA | {"model_type": ["llama"]}, "has no family"),
         (LLAMA | {"hidden_act": ["silu"]}, r"hidden_act=\['silu'\] is not supported"),
         (QWEN3 | {"layer_types": "full_attention"}, "field 'layer_types' must be a list; found 'full_attention'"),
-        (QWEN3 | {"use_sliding_window": True, "max_window_layers": "8"}, "must be an integer from 0 on; found '8'"),
+        (QWEN3 | {"use_sliding_window": True, "max_window_layers": "8"}, "must be an integer, at least 0; found '8'"),
         (LLAMA | {"model_type": "smollm3", "no_rope_layers": []}, "no_rope_layers has 0 entries"),
         (PHI3 | {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 3}}, "short_factor must have 4 numbers; found 3"),
         (PHI3 | {"rope_scaling": LONGROPE | {"short_factor": 1.0}}, "not supported: short_factor=1.0"),

@@ -41,8 +41,10 @@ TWO_ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-LATENT = {
+CORRECTED = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT = CORRECTED | {
     "n_group": 4, "topk_group": 2, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20, "kv_lora_rank": 32,
     "q_lora_rank": 28, "num_key_value_heads": 4,
 }  # fmt: skip
@@ -138,6 +140,18 @@ VARIANTS = {
     "gpt_oss-no-biases": (
         "GptOssConfig",
         {"num_local_experts": 4, "attention_bias": False, "swiglu_limit": 0.5, "rope_parameters": YARN},
+    ),
+    "glm4_moe": ("Glm4MoeConfig", CORRECTED | {"use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe-groups": ("Glm4MoeConfig", CORRECTED | {"n_group": 4, "topk_group": 2, "head_dim": 24}),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        {"num_local_experts": 6, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 3.0}
+        | {"attention_multiplier": 0.1, "tie_word_embeddings": True},
+    ),
+    "minimax_m2": ("MiniMaxM2Config", {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 24}),
+    "minimax_m2-partial": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16},
     ),
     "deepseek_v3": ("DeepseekV3Config", LATENT),
     "deepseek_v3-yarn": (

@@ -149,6 +149,21 @@ def test_packing_and_padding_do_not_change_the_gradients(tmp_path):
         assert_close(gradient, alone[0][1][name] + alone[1][1][name], atol=1e-5, rtol=1e-4)
 
 
+def test_compiled_blocks(tmp_path):
+    ours = load_model(save_mixtral(tmp_path, num_hidden_layers=2, router_aux_loss_coef=COEFFICIENT)[1])
+    torch.compiler.reset()
+    batches = []
+    for lengths in ([24, 24], [5, 19, 24], [11, 13, 2, 22]):
+        tokens = torch.randint(128, (2, 24))
+        documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).view(2, 24)
+        batches.append((tokens, shifted(tokens), documents))
+    expected = [loss_and_gradients(ours, *batch) for batch in batches]
+    for block in ours.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    for batch, reference in zip(batches, expected, strict=True):
+        assert_close(loss_and_gradients(ours, *batch), reference, atol=1e-5, rtol=1e-5)
+
+
 def test_router_loss_is_an_option(tmp_path):
     folder = save_mixtral(tmp_path, num_hidden_layers=1, router_aux_loss_coef=COEFFICIENT, output_router_logits=False)[
         1

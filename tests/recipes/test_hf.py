@@ -31,12 +31,7 @@ ARCHITECTURES = {  # attention whose documents share a row, or not; no attention
         },
     ),
 }  # fmt: skip
-TARGETS = {
-    "neox": ["query_key_value", "dense_4h_to_h"],
-    "opt": ["q_proj", "fc1"],
-    "mamba": ["in_proj"],
-    "qwen3-next": ["q_proj", "in_proj_qkvz"],
-}
+TARGETS = {"neox": ["query_key_value", "dense_4h_to_h"], "opt": ["q_proj", "fc1"]}
 RECIPES = {"full_finetune": full_finetune, "lora_finetune": lora_finetune}
 
 
@@ -116,6 +111,7 @@ def test_full_finetuning(architecture, common, chats, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["neox", "opt"], indirect=True)
 def test_lora(architecture, common, chats, tmp_path):
     name, folder = architecture
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)

@@ -30,7 +30,7 @@ class DiskTensor:
         if self.file.suffix == ".safetensors":
             with safe_open(self.file, framework="pt") as tensors:
                 return tensors.get_slice(self.name)[where or ...]
-        return _load(self.file)[self.name][where].clone()
+        return load_torch_file(self.file)[self.name][where].clone()
 
 
 def disk_tensors(folder: Path) -> dict[str, DiskTensor]:
@@ -56,7 +56,7 @@ def disk_tensors(folder: Path) -> dict[str, DiskTensor]:
             _require_all_shards(files)
             return _disjoint(files)
     others = sorted(child.name for child in folder.glob("*") if child.suffix in (".pt", ".pth", ".gguf"))
-    hint = f"; found {', '.join(others)}: see `tune import --help`" if others else ""
+    hint = f"; found {', '.join(others)}: see `tune convert --help`" if others else ""
     raise TuneError(
         f"model.path: no *.safetensors or pytorch_model*.bin in {folder}{hint}. To train from random weights set "
         "from_scratch=true"
@@ -119,7 +119,7 @@ def _require_all_shards(files: list[Path]) -> None:
 
 def _headers(file: Path) -> Iterator[DiskTensor]:
     if file.suffix != ".safetensors":
-        for name, tensor in _load(file).items():
+        for name, tensor in load_torch_file(file).items():
             yield DiskTensor(name, file, list(tensor.shape), tensor.dtype)
         return
     try:
@@ -133,7 +133,7 @@ def _headers(file: Path) -> Iterator[DiskTensor]:
         ) from error
 
 
-def _load(file: Path) -> dict[str, Tensor]:
+def load_torch_file(file: Path) -> dict[str, Tensor]:
     """A torch file of tensors by name. They are mapped: what is not looked at is not read."""
     try:
         content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

@@ -1,5 +1,6 @@
 """The weights a training starts from, put into a model whose shards lie anywhere."""
 
+import hashlib
 import operator
 import re
 import zlib
@@ -31,7 +32,7 @@ class Pretrained:
     """
 
     def __init__(self, path: str, model: nn.Module):
-        self.tensors = disk_tensors(Path(path))
+        self.path, self.tensors = path, disk_tensors(Path(path))
         self.names = disk_names(model, self.tensors)
         stored = stored_tensors(model)
         wanted: dict[str, list[int]] = {}
@@ -55,6 +56,28 @@ class Pretrained:
             more = f"\n  and {len(problems) - 12} more" if len(problems) > 12 else ""
             raise TuneError(
                 f"model.path: the tensors in {path} do not fit its config.json:\n  " + "\n  ".join(problems[:12]) + more
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What tells these weights from others: names, shapes, sizes of the files, and a sample of their numbers."""
+        digest = hashlib.sha256()
+        for tensor in self.tensors.values():
+            digest.update(f"{tensor.name} {tensor.shape} {tensor.dtype}".encode())
+        for file in sorted({tensor.file for tensor in self.tensors.values()}):
+            size = file.stat().st_size
+            digest.update(size.to_bytes(8))
+            with file.open("rb") as content:
+                for sample in range(64):
+                    content.seek(size * sample // 64)
+                    digest.update(content.read(4096))
+        return {"sha256": digest.hexdigest()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore. Raises TuneError if the state is that of other weights."""
+        if state != self.state_dict():
+            raise TuneError(
+                f"resume: the checkpoint was made on another base than {self.path}, and holds only what was trained on "
+                "top. Give model.path the base it was made on, or start anew with resume=never and another output_dir"
             )
 
     def fill(self, model: nn.Module) -> None:

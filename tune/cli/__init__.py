@@ -18,7 +18,7 @@ VERBS = {
     "download": "get a model from the Hugging Face hub",
     "merge": "merge an adapter into its base",
     "add-tokens": "a model with a larger vocabulary",
-    "import-gguf": "turn a GGUF file into a folder in Hugging Face layout",
+    "convert": "turn a GGUF file or a Llama in Meta's format into a folder in Hugging Face layout",
 }
 
 

@@ -8,6 +8,7 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from tune.config.check import fits, infer, is_open, mismatch, show
+from tune.config.conflicts import conflicts
 from tune.config.instantiate import COMPONENT
 from tune.config.options import Group, Options
 from tune.config.paths import did_you_mean, find_config, list_recipes
@@ -39,6 +40,7 @@ def combine(default: Layer, layers: Iterable[Layer]) -> tuple[DictConfig, list[s
     run.drop_inherited(values)
     cfg = OmegaConf.create(values)
     run.check(cfg, default.values, Options)
+    run.check_together(cfg)
     if not run.findings:
         OmegaConf.resolve(cfg)
     return cfg, run.findings
@@ -139,6 +141,11 @@ class _Combination:
                 problem = mismatch(value, kind or infer(place))
             if problem:
                 self._report(key, problem)
+
+    def check_together(self, cfg: DictConfig) -> None:
+        """Report settings that do not go together."""
+        for key, problem in conflicts(cfg):
+            self._report(key, problem)
 
     def _report(self, key: str, problem: str) -> None:
         self.findings.append(f"{key}: {problem}{self.layers[self.given_in[key]].origin}")

@@ -119,7 +119,7 @@ class Run:
 
 
 def require_finite(step: int, rows: list[int], **values: float) -> None:
-    """Stop before the optimizer takes a step that would ruin the weights.
+    """Stop before ruined weights are saved.
 
     Raises:
         TuneError: a value is NaN or infinite; names the step and the dataset rows of its batch.
@@ -128,9 +128,9 @@ def require_finite(step: int, rows: list[int], **values: float) -> None:
         if not math.isfinite(value):
             listing = ", ".join(map(str, rows[:16])) + (", ..." if len(rows) > 16 else "")
             raise TuneError(
-                f"{name} is {value} at step {step}: stopped before the optimizer step, checkpoints are intact. The "
-                f"batch was made of dataset rows {listing}. Usual causes: a learning rate too high, damaged weights, "
-                "dtype=bf16 with a model that overflows in it"
+                f"{name} is {value} at step {step}: stopped, nothing of this step is saved, checkpoints are intact. "
+                f"The batch was made of dataset rows {listing}. Usual causes: a learning rate too high, damaged "
+                "weights, dtype=bf16 with a model that overflows in it"
             )
 
 

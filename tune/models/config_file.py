@@ -56,7 +56,9 @@ class ConfigFile:
         def fits(value: Any) -> bool:
             return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
-        return self._checked(name, default, fits, "a positive integer" if minimum else "an integer from 0 on")
+        return self._checked(
+            name, default, fits, "a positive integer" if minimum == 1 else f"an integer, at least {minimum}"
+        )
 
     def integer_or_none(self, name: str) -> int | None:
         return None if self.get(name) is None else self.integer(name)
@@ -125,9 +127,11 @@ class ConfigFile:
             if name not in self._read | HARMLESS and not name.startswith("_") and value not in (None, False, [], {})
         }
         if "quantization_config" in unread:
+            method = unread["quantization_config"].get("quant_method", "of a kind not named")
             raise TuneError(
-                f"{self.path}: the weights are quantised ({unread['quantization_config']}); fine-tune the original "
-                "checkpoint, in bf16, fp16 or fp32"
+                f"{self.path}: the weights are quantised ({method}); take the checkpoint in bf16, fp16 or fp32, or "
+                "make it: transformers' from_pretrained with the quantisation config of this kind and dequantize=True, "
+                "then save_pretrained"
             )
         if unread:
             listing = ", ".join(f"{name}={value!r}" for name, value in unread.items())

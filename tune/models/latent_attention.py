@@ -28,6 +28,11 @@ class LatentAttentionConfig:
     scale: float
     bias: bool = False
 
+    @property
+    def pair_width(self) -> int:
+        """Multiplications for a pair of tokens: of query and key, and of weight and value."""
+        return self.num_heads * (self.plain_size + self.rope.size + self.value_size)
+
     def build(self, hidden_size: int) -> nn.Module:
         return LatentAttention(self, hidden_size)
 

@@ -32,6 +32,10 @@ class AttentionPartConfig(PartConfig, Protocol):
     def rope(self) -> RopeConfig | None:
         """The rotation that the part finds in its context."""
 
+    @property
+    def pair_width(self) -> int:
+        """Multiplications for a pair of tokens: of query and key, and of weight and value."""
+
 
 @dataclass(frozen=True)
 class NormConfig:
@@ -78,6 +82,11 @@ class AttentionConfig:
     scale: float | None = None
     softcap: float | None = None
     sinks: bool = False
+
+    @property
+    def pair_width(self) -> int:
+        """Multiplications for a pair of tokens: of query and key, and of weight and value."""
+        return 2 * self.num_heads * self.head_dim
 
     def build(self, hidden_size: int) -> nn.Module:
         return Attention(self, hidden_size)

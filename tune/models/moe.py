@@ -122,7 +122,9 @@ class Experts(nn.Module):
         self.config = config
 
         def projection(inputs: int, outputs: int) -> ExpertLinear:
-            return ExpertLinear(config.router.num_experts, inputs, outputs, config.bias, config.transposed)
+            layer = ExpertLinear(config.router.num_experts, inputs, outputs, config.bias, config.transposed)
+            layer.activated_share = config.router.chosen / config.router.num_experts
+            return layer
 
         if config.fused == "no":
             self.gate, self.up = (projection(hidden_size, config.size) for _ in range(2))
@@ -149,7 +151,12 @@ class Experts(nn.Module):
 
 
 class ExpertLinear(nn.Module):
-    """A linear layer for each expert: `weight` `[experts, out, in]`, or `[experts, in, out]` if `transposed`."""
+    """A linear layer for each expert: `weight` `[experts, out, in]`, or `[experts, in, out]` if `transposed`.
+
+    `activated_share` is that of the experts that work on a token.
+    """
+
+    activated_share = 1.0
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, bias: bool, transposed: bool):
         super().__init__()

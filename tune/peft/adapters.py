@@ -12,7 +12,7 @@ from torch import nn
 
 from tune.distributed import local_shard
 from tune.errors import TuneError
-from tune.peft.lora import LoRA, LoRAEmbedding, LoRALinear
+from tune.peft.lora import LoRA, LoRAEmbedding, LoRALinear, matches
 from tune.peft.tokens import TokenEmbedding, TokenHead, TokenRows
 from tune.quantization import NF4Weight
 
@@ -57,6 +57,7 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
     heads = _token_modules(model, lora, {**targets, **whole})
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    _require_used_patterns(model, lora, targets)
     for name, layer in targets.items():
         rank, alpha = lora.at(*_names(model, name))
         kind = LoRALinear if isinstance(layer, nn.Linear) else LoRAEmbedding
@@ -108,7 +109,13 @@ def _targets(model: nn.Module, lora: LoRA) -> dict[str, Any]:
     if wanted == "all-linear":  # all but the head, which stands at the top of a model
         chosen = [name for name, layer in layers.items() if isinstance(layer, nn.Linear) and "." in name]
     elif isinstance(wanted, str):
-        chosen = [name for name in layers if any(re.fullmatch(wanted, known) for known in _names(model, name))]
+        try:
+            pattern = re.compile(wanted)
+        except re.error as error:
+            raise TuneError(
+                f"adapter.target_modules: '{wanted}' is not a regular expression ({error}). To name layers give a list"
+            ) from error
+        chosen = [name for name in layers if any(pattern.fullmatch(known) for known in _names(model, name))]
     else:
         chosen = [name for name in layers if any(_ends_with(known, wanted) for known in _names(model, name))]
         for each in wanted:
@@ -119,6 +126,16 @@ def _targets(model: nn.Module, lora: LoRA) -> dict[str, Any]:
     for name in chosen:
         _require_adaptable(model, name, layers[name], lora)
     return {name: layers[name] for name in chosen}
+
+
+def _require_used_patterns(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Module]) -> None:
+    for setting, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for pattern in patterns:
+            if not any(matches(pattern, known) for name in targets for known in _names(model, name)):
+                kinds = sorted({name.rpartition(".")[2] for target in targets for name in _names(model, target)})
+                raise TuneError(
+                    f"adapter.{setting}: '{pattern}' is the end of no adapted layer's name; they are {', '.join(kinds)}"
+                )
 
 
 def _require_adaptable(model: nn.Module, name: str, layer: nn.Module, lora: LoRA) -> None:
@@ -135,7 +152,7 @@ def _require_adaptable(model: nn.Module, name: str, layer: nn.Module, lora: LoRA
 
 
 def _trained_whole(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    modules = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters(False))}
+    modules = {name: module for name, module in model.named_modules() if _has_parameters(module)}
     chosen: dict[str, nn.Module] = {}
     for wanted in lora.modules_to_save:
         found = [name for name in modules if any(_ends_with(known, [wanted]) for known in _names(model, name))]
@@ -152,6 +169,12 @@ def _trained_whole(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Module
         if isinstance(getattr(module, "weight", None), NF4Weight):
             raise TuneError(f"adapter.modules_to_save: {name} is quantised and cannot be trained whole; leave it out")
     return chosen
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    """Of its own, not of a module inside of it; quantised ones are."""
+    is_quantised = isinstance(getattr(module, "weight", None), NF4Weight)
+    return is_quantised or any(True for _ in module.parameters(recurse=False))
 
 
 def _token_modules(

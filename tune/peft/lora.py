@@ -232,6 +232,11 @@ FACTORS = {"pissa": _pissa, "olora": _olora}
 
 def _by_pattern(patterns: Mapping[str, T], names: tuple[str, ...], default: T) -> T:
     for pattern, value in patterns.items():
-        if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+        if any(matches(pattern, name) for name in names):
             return value
     return default
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether the key `pattern` of a rank or alpha pattern is for the layer `name`, as PEFT decides it."""
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None

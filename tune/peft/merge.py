@@ -15,6 +15,7 @@ from tune.models.config_file import ConfigFile
 from tune.peft.files import BASE_COPY, CONFIG, HEAD, PREFIX, WEIGHTS, read_adapter
 from tune.peft.lora import LoRA, LoRAEmbedding, LoRALinear
 from tune.peft.tokens import TokenRows
+from tune.tokenizers import Tokenizer
 
 LINEAR, EMBEDDING, ROWS = LoRALinear.PARTS, LoRAEmbedding.PARTS, TokenRows.PARTS["rows"]
 ENDINGS = [*LINEAR.values(), *EMBEDDING.values(), ROWS]
@@ -41,6 +42,8 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
     if unknown := [name for name in changes if name not in tensors]:
         raise TuneError(f"{adapter} is for another base: {source} has no {', '.join(unknown[:5])}")
     _require_shapes(changes, {name: tensor.shape for name, tensor in tensors.items()})
+    _require_finite(changes, adapter)
+    _require_same_vocabulary(source, Path(adapter))
     unfinished = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     ignore = shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", "*.gguf", "*.pth")
@@ -81,6 +84,24 @@ def _require_shapes(changes: dict[str, dict[str, Tensor]], shapes: dict[str, lis
         if needed != found:
             raise TuneError(
                 f"the adapter is for another base: {name} is adapted as a weight of {needed}, the base has {found}"
+            )
+
+
+def _require_finite(changes: dict[str, dict[str, Tensor]], adapter: str | Path) -> None:
+    for name, parts in changes.items():
+        if not all(part.isfinite().all() for part in parts.values()):
+            raise TuneError(f"{adapter} has values that are not finite for {name}: its training failed")
+
+
+def _require_same_vocabulary(base: Path, adapter: Path) -> None:
+    """An adapter's folder has the tokenizer it was trained with, if its writer put it there (ours and TRL do)."""
+    if (adapter / "tokenizer.json").exists() and (base / "tokenizer.json").exists():
+        theirs, ours = (Tokenizer(str(folder)).vocabulary for folder in (adapter, base))
+        if changed := sorted(token for token, index in theirs.items() if ours.get(token) != index):
+            listing = ", ".join(f"{token!r} ({theirs[token]}, in the base {ours.get(token)})" for token in changed[:3])
+            raise TuneError(
+                f"{adapter} was trained with another vocabulary than that of {base}: {listing}; give the base it was "
+                "trained on"
             )
 
 

@@ -4,11 +4,11 @@ from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
 from tune.models.families import Family, read
 from tune.models.families.llama import NAMES
-from tune.models.layers import MLPConfig
+from tune.models.layers import PartConfig
 from tune.models.rope import RopeConfig
 
 
-def read_granite(file: ConfigFile, rope: RopeConfig | None, mlp: MLPConfig) -> DecoderConfig:
+def read_granite(file: ConfigFile, rope: RopeConfig | None, mlp: PartConfig) -> DecoderConfig:
     bias, scale = file.flag("attention_bias"), file.number("attention_multiplier", 1.0)
     attention = read.attention(file, rope, bias=bias, output_bias=bias, scale=scale)
     layer = LayerConfig(attention, mlp, residual_multiplier=file.number("residual_multiplier", 1.0))

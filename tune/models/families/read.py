@@ -201,8 +201,15 @@ def experts(
 ) -> ExpertsConfig:
     """`size` is the name of its field; `router` is what is special about that."""
     config = RouterConfig(count, file.integer("num_experts_per_tok"), **router)
-    if config.chosen > count:
-        raise TuneError(f"{file.path}: num_experts_per_tok={config.chosen}, but there are {count} experts")
+    group = count // config.num_groups
+    if config.num_groups > 1 and (count % config.num_groups or group < 2):
+        raise TuneError(f"{file.path}: {count} experts do not make {config.num_groups} groups of two or more")
+    if config.kept_groups > config.num_groups:
+        raise TuneError(f"{file.path}: topk_group={config.kept_groups}, but there are {config.num_groups} groups")
+    if config.chosen > group * config.kept_groups:
+        raise TuneError(
+            f"{file.path}: num_experts_per_tok={config.chosen} of {group * config.kept_groups} experts to choose from"
+        )
     return ExpertsConfig(config, file.integer(size), mlp(file).activation, **special)
 
 
