@@ -161,7 +161,7 @@ class Tokenizer:
         """Copy the tokenizer's files, byte for byte but for added tokens; and a tokenizer.json if there was none."""
         folder = Path(folder)
         for file in (file for name in FILES for file in self.path.glob(name) if file.is_file()):
-            if self._added and file.name == "tekken.json" or self._added and file.suffix == ".tiktoken":
+            if (self._added and file.name == "tekken.json") or (self._added and file.suffix == ".tiktoken"):
                 continue  # cannot hold added tokens: tokenizer.json takes its place
             target = folder / file.relative_to(self.path)
             target.parent.mkdir(exist_ok=True)
