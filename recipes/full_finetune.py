@@ -105,7 +105,7 @@ def main(cfg):
                     validation_loss = evaluate(model, batches, loss_fn, world)
             run.log(
                 step, loss=loss, validation_loss=validation_loss, grad_norm=grad_norm, lr=lr,
-                tokens=batch.num_tokens, supervised_tokens=batch.num_supervised,
+                tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **loggers.routing(model, world),
             )  # fmt: skip
             checkpointer.step(step, now=is_end)
             if interrupted:

@@ -14,6 +14,7 @@ def test_counts_what_happened_to_the_samples(make):
         "dropped": {"fully masked": 2},  # the third after truncation
         "fully_masked": 2,
         "truncated": 2,
+        "endless": 0,
         "kept": 2,
         "tokens": 12,
         "supervised_tokens": 5,  # of the first sample's four targets one is left

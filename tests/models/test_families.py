@@ -1,5 +1,6 @@
 """Every family computes what transformers computes, from the same checkpoint folder."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +40,14 @@ LONGROPE = {
 TWO_ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+CORRECTED = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT = CORRECTED | {
+    "n_group": 4, "topk_group": 2, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20, "kv_lora_rank": 32,
+    "q_lora_rank": 28, "num_key_value_heads": 4,
+}  # fmt: skip
 VARIANTS = {
     "llama": ("LlamaConfig", {}),
     "llama-tied": ("LlamaConfig", TIED),
@@ -93,9 +102,69 @@ VARIANTS = {
     "starcoder2": ("Starcoder2Config", {}),
     "starcoder2-window": ("Starcoder2Config", {"sliding_window": WINDOW, "use_bias": False} | UNTIED),
     "glm4": ("Glm4Config", {"head_dim": 16}),
+    "glm": ("GlmConfig", {"head_dim": 16}),
+    "cohere": ("CohereConfig", {"attention_bias": True}),
     "cohere2": ("Cohere2Config", MIXED),
     "cohere2-biases": ("Cohere2Config", UNTIED | {"attention_bias": True, "sliding_window": WINDOW}),
-}
+    "ministral3": ("Ministral3Config", {"head_dim": 16, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 24, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "exaone4": ("Exaone4Config", MIXED),
+    "exaone4-full": ("Exaone4Config", TIED | {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "arcee": ("ArceeConfig", {"mlp_bias": True}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 24, "use_bias": True}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            "layer_types": ["full_attention"] * 3, "num_local_experts": 0, "shared_intermediate_size": 96,
+            "position_embedding_type": "rope", "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1, "logits_scaling": 3.0,
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "mixtral-window": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW, "num_experts_per_tok": 3}),
+    "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [1]}),
+    "qwen2_moe-windows": (
+        "Qwen2MoeConfig",
+        EXPERTS
+        | {"shared_expert_intermediate_size": 20, "decoder_sparse_step": 2, "qkv_bias": False, "norm_topk_prob": True}
+        | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 24, "norm_topk_prob": True}),
+    "qwen3_moe-window": (
+        "Qwen3MoeConfig",
+        EXPERTS | {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": WINDOW},
+    ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe-normalized": ("OlmoeConfig", {"num_experts": 9, "norm_topk_prob": True, "num_key_value_heads": 4}),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 24, "sliding_window": WINDOW}),
+    "gpt_oss-no-biases": (
+        "GptOssConfig",
+        {"num_local_experts": 4, "attention_bias": False, "swiglu_limit": 0.5, "rope_parameters": YARN},
+    ),
+    "glm4_moe": ("Glm4MoeConfig", CORRECTED | {"use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe-groups": ("Glm4MoeConfig", CORRECTED | {"n_group": 4, "topk_group": 2, "head_dim": 24}),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        {"num_local_experts": 6, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 3.0}
+        | {"attention_multiplier": 0.1, "tie_word_embeddings": True},
+    ),
+    "minimax_m2": ("MiniMaxM2Config", {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 24}),
+    "minimax_m2-partial": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16},
+    ),
+    "deepseek_v3": ("DeepseekV3Config", LATENT),
+    "deepseek_v3-yarn": (
+        "DeepseekV3Config",
+        LATENT | {"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
+    ),
+    "deepseek_v3-plain": (
+        "DeepseekV3Config",
+        LATENT
+        | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False}
+        | {"attention_bias": True, "n_shared_experts": 2},
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -105,12 +174,12 @@ def pair(request, tmp_path_factory):
     return make_pair(getattr(transformers, config_class)(**SMALL | changes), tmp_path_factory.mktemp(request.param))
 
 
-def make_pair(config, folder):
+def make_pair(config, folder, auto=transformers.AutoModelForCausalLM):
     torch.manual_seed(0)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for parameter in theirs.parameters():  # biases and norms start at 0 and 1, which would hide mistakes
-        if parameter.ndim == 1:
-            parameter.data += torch.randn_like(parameter) * 0.3
+    theirs = auto.from_config(config, attn_implementation="eager").eval()
+    for tensor in theirs.state_dict().values():  # biases and norms start at 0 and 1, which would hide mistakes
+        if tensor.std() == 0:
+            tensor += torch.randn_like(tensor) * 0.3
     theirs.save_pretrained(folder)
     theirs.saved_in = folder
     return theirs, load_model(str(folder))
@@ -120,7 +189,22 @@ def random_tokens(rows, length):
     return torch.randint(SMALL["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-def test_logits_loss_and_gradients(pair):
+def as_on_disk(theirs, tensors, folder):
+    """`tensors` in place of the parameters of `theirs`, as transformers would write them."""
+    holder = copy.deepcopy(theirs)
+    for parameter, tensor in zip(holder.parameters(), tensors, strict=True):
+        parameter.data = tensor
+    holder.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def parts_on_disk(ours, name, tensor):
+    """The tensors that our parameter `name` is on disk: one, or one for each expert."""
+    names = ours.disk_names[name]
+    return [(names, tensor)] if isinstance(names, str) else zip(names, tensor, strict=True)
+
+
+def test_logits_loss_and_gradients(pair, tmp_path):
     theirs, ours = pair
     tokens = random_tokens(2, 201)
     tokens, labels = tokens[:, :-1], tokens[:, 1:]
@@ -132,10 +216,10 @@ def test_logits_loss_and_gradients(pair):
     assert_close(loss, expected_loss, atol=0, rtol=1e-6)
     expected_loss.backward()
     loss.backward()
-    gradients = dict(theirs.named_parameters())
+    references = as_on_disk(theirs, [parameter.grad for parameter in theirs.parameters()], tmp_path)
     for name, parameter in ours.named_parameters():
-        reference = gradients[ours.disk_names[name]].grad
-        assert (parameter.grad - reference).norm() <= 1e-4 * reference.norm(), name
+        for on_disk, gradient in parts_on_disk(ours, name, parameter.grad):
+            assert (gradient - references[on_disk]).norm() <= 1e-4 * references[on_disk].norm(), on_disk
 
 
 def test_documents_in_a_row_do_not_see_each_other(pair):
@@ -157,41 +241,57 @@ def test_cached_greedy_decoding(pair):
         assert output == expected[0, len(prompt) :].tolist()
 
 
-def test_export_is_the_source(pair, tmp_path):
-    theirs, ours = pair
-    source = theirs.saved_in
+def check_export(ours, source, folder):
     tokenizer = SimpleNamespace(save=lambda folder: None)
-    export(ours, tokenizer, tmp_path / "model", distributed.init("cpu"), source=str(source))
-    saved, exported = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "model"))
+    export(ours, tokenizer, folder, distributed.init("cpu"), source=str(source))
+    saved, exported = load_file(source / "model.safetensors"), load_file(folder / "model.safetensors")
     assert saved.keys() == exported.keys()
     assert all(torch.equal(saved[name], exported[name]) for name in saved)
+
+
+def test_export_is_the_source(pair, tmp_path):
+    theirs, ours = pair
+    check_export(ours, theirs.saved_in, tmp_path / "model")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
     tokens = random_tokens(1, 50)
     assert torch.equal(again(tokens).logits, theirs(tokens).logits)
 
 
-def test_initial_weights_are_those_of_transformers(pair):
+def test_initial_weights_are_those_of_transformers(pair, tmp_path):
     theirs, _ = pair
     with torch.device("meta"):
         ours = build(str(theirs.saved_in))
     Random(seed=0).fill(ours.to_empty(device="cpu"))
-    fresh = dict(type(theirs)(theirs.config).named_parameters())
-    for name, parameter in ours.named_parameters():
-        reference = fresh[ours.disk_names[name]]
-        if reference.std() == 0:
-            assert torch.equal(parameter, reference), name
-        elif parameter.numel() > 1000:
-            assert_close(parameter.std(), reference.std(), rtol=0.1, atol=0)
+    fresh = type(theirs)(theirs.config)
+    references = as_on_disk(fresh, fresh.parameters(), tmp_path)
+    for name, tensor in ours.state_dict().items():
+        for on_disk, part in parts_on_disk(ours, name, tensor):
+            reference = references[on_disk]
+            if reference.std() == 0:
+                assert torch.equal(part, reference), on_disk
+            elif part.numel() > 1000:
+                assert_close(part.std(), reference.std(), rtol=0.1, atol=0)
 
 
-def test_gemma3_with_images_keeps_what_is_for_images(tmp_path):
-    text = SMALL | {"head_dim": 16} | MIXED
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=9
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+GEMMA3 = {
+    "text_config": SMALL | {"head_dim": 16} | MIXED, "mm_tokens_per_image": 4, "image_token_index": 127,
+    "vision_config": VISION | {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+}  # fmt: skip
+MISTRAL3 = {
+    "text_config": SMALL | {"model_type": "ministral3", "head_dim": 16} | VARIANTS["ministral3"][1],
+    "vision_config": VISION | {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 16},
+    "image_token_index": 127, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config_class", "fields"), [("Gemma3Config", GEMMA3), ("Mistral3Config", MISTRAL3)])
+def test_what_is_for_images_is_kept(config_class, fields, tmp_path):
+    theirs, ours = make_pair(
+        getattr(transformers, config_class)(**fields), tmp_path / "source", transformers.AutoModelForImageTextToText
     )
-    theirs, ours = make_pair(config, tmp_path / "source")
-    tokens = random_tokens(2, 50) % 9
+    tokens = random_tokens(2, 80) % 127
     assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
-    test_export_is_the_source((theirs, ours), tmp_path)
+    check_export(ours, tmp_path / "source", tmp_path / "model")
+    again = type(theirs).from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
+    assert torch.equal(again(tokens).logits, theirs(tokens).logits)

@@ -150,7 +150,8 @@ def disk_copies(model: nn.Module) -> dict[str, str]:
 class Random:
     """Initial weights for training from scratch: those of one device, however the model is sharded.
 
-    Weights are normal with the standard deviation that config.json names, norms scale by one, biases are zero.
+    Weights are normal with the standard deviation that config.json names, norms scale by one, biases and buffers are
+    zero.
     """
 
     def __init__(self, seed: int):
@@ -164,9 +165,9 @@ class Random:
                 "transformers (AutoModelForCausalLM.from_config(config).save_pretrained(folder)) and train that folder"
             )
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in stored_tensors(model).items():
                 shard, where = local_shard(parameter)
-                if name.endswith("bias"):
+                if name.endswith("bias") or not isinstance(parameter, nn.Parameter):
                     shard.zero_()
                 elif isinstance(module := model.get_submodule(name.rpartition(".")[0]), nn.RMSNorm | nn.LayerNorm):
                     shard.fill_(getattr(module, "initial_weight", 1.0))

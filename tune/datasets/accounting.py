@@ -14,6 +14,7 @@ class Accounting:
     rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
     truncated: int = 0  # kept or fully masked after it
+    endless: int = 0  # conversations in which the template writes no token behind the answer to stop at
     kept: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
@@ -46,6 +47,8 @@ class Accounting:
         lines = [("rows", f"{self.rows:,}")]
         lines += [(f"  dropped: {reason}", f"{count:,}") for reason, count in self.dropped.most_common()]
         lines += [("  kept", f"{self.kept:,}"), ("  truncated", f"{self.truncated:,}")]
+        if self.endless:
+            lines += [("  without an end of turn", f"{self.endless:,} (the model does not learn to stop there)")]
         lines += [("tokens", f"{self.tokens:,}")]
         lines += [("  supervised", f"{self.supervised_tokens:,} ({self.supervised_share:.1%})")]
         lines += [("tokens per sample", ", ".join(f"{name} {length:,}" for name, length in self.lengths.items()))]

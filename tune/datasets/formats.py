@@ -21,11 +21,15 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text with the character spans to learn from. A `plain` one lacks BOS and EOS; a rendered chat does not."""
+    """A text with the character spans to learn from. A `plain` one lacks BOS and EOS; a rendered chat does not.
+
+    `endless`: the last span has no token at its end at which the model could stop.
+    """
 
     text: str
     spans: Sequence[tuple[int, int]]
     plain: bool
+    endless: bool = False
 
 
 Format = Callable[[Row, Tokenizer], Text | str]
@@ -105,7 +109,8 @@ def _conversation(messages: list[Message], row: Row, tokenizer: Tokenizer) -> Te
     if not any(message["role"] == "assistant" for message in messages):
         return "no assistant message"
     rendered, spans = tokenizer.supervised_spans(messages, _tools(row.get("tools")), strftime_now=_fixed_date)
-    return Text(rendered, spans, plain=False)
+    endless = bool(spans) and not tokenizer.ends_turn(rendered[slice(*spans[-1])])
+    return Text(rendered, spans, plain=False, endless=endless)
 
 
 def _fixed_date(format: str) -> str:

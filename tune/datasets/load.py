@@ -61,6 +61,7 @@ def _texts(source: Source, tokenizer: Tokenizer, columns: dict[str, str], accoun
                 accounting.rows += 1
                 accounting.dropped[text] += 1
             elif not mistakes:
+                accounting.endless += text.endless
                 yield text
         if len(mistakes) == MISTAKES_SHOWN:
             break

@@ -3,16 +3,11 @@
 import copy
 import json
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from tune.errors import TuneError
-from tune.models.rope import RopeConfig
-
-ROPE_FIELDS = {
-    "factor", "original_max_position_embeddings", "attention_factor", "low_freq_factor", "high_freq_factor",
-    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor", "finetuned",
-}  # fmt: skip
 
 # Fields that say nothing about the mathematics of the model in training.
 HARMLESS = {
@@ -63,12 +58,13 @@ class ConfigFile:
         value = self.fields.get(name)
         return default if value is None else value
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
         value = self.get(name, default)
         if value is None:
             raise TuneError(f"{self.path}: field '{name}' is missing")
-        if not isinstance(value, int) or value < 1:
-            raise TuneError(f"{self.path}: field '{name}' must be a positive integer; found {value!r}")
+        if not isinstance(value, int) or value < minimum:
+            kind = "a positive integer" if minimum == 1 else f"an integer, at least {minimum}"
+            raise TuneError(f"{self.path}: field '{name}' must be {kind}; found {value!r}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -88,6 +84,12 @@ class ConfigFile:
             raise TuneError(f"{self.path}: field '{name}' must be true or false; found {value!r}")
         return value
 
+    def choice(self, name: str, options: Collection[str]) -> str:
+        value = self.get(name)
+        if value not in options:
+            raise TuneError(f"{self.path}: {name}={value!r} is not supported; supported: {', '.join(options)}")
+        return value
+
     def expect(self, **supported: Any) -> None:
         """Refuse any other value of these fields than the one that is implemented."""
         for name, only in supported.items():
@@ -105,38 +107,6 @@ class ConfigFile:
             if rate := self.get(name, 0):
                 warnings.warn(f"{self.path}: {name}={rate} is not applied: tune trains without it", stacklevel=2)
 
-    def rope(
-        self, head_dim: int, *, partial: bool = False, interleaved: bool = False, fields: dict[str, Any] | None = None
-    ) -> RopeConfig:
-        """The rotary embedding, as older (`rope_theta`, `rope_scaling`) or newer (`rope_parameters`) files have it.
-
-        `partial`: the family may rotate a part of each head. `fields` are the file's where it has several sets of them.
-        """
-        theta = self.number("rope_theta", 10000.0)
-        if fields is None:
-            fields = dict(self.get("rope_scaling", {})) | dict(self.get("rope_parameters", {}))
-        fields = {name: value for name, value in fields.items() if value is not None}
-        kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
-        fields.pop("type", None)
-        theta = fields.pop("rope_theta", theta)
-        share = fields.pop("partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
-        if share != 1 and not partial:
-            raise TuneError(f"{self.path}: partial_rotary_factor={share} is not supported in this family")
-        max_positions = self.integer("max_position_embeddings", 2048)
-        if original := self.get("original_max_position_embeddings"):
-            fields["original_max_position_embeddings"] = original
-        # Left out by some exporters, and meant as the trained length.
-        if kind in ("llama3", "yarn", "longrope"):
-            fields.setdefault("original_max_position_embeddings", max_positions)
-        needed = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"],
-                  "longrope": ["short_factor", "long_factor"]}  # fmt: skip
-        for name in needed.get(kind, []):
-            if name not in fields:
-                raise TuneError(f"{self.path}: rope scaling '{kind}' has no '{name}'")
-        if unknown := fields.keys() - ROPE_FIELDS:
-            raise TuneError(f"{self.path}: rope scaling '{kind}' has unknown fields: {', '.join(sorted(unknown))}")
-        return RopeConfig(int(head_dim * share), max_positions, theta, kind, fields, interleaved)
-
     def finish(self) -> None:
         """Refuse fields that nobody read, unless they are known to be harmless or switched off."""
         for section in self._sections:
@@ -147,9 +117,11 @@ class ConfigFile:
             if name not in self._read | HARMLESS and not name.startswith("_") and value not in (None, False, [], {})
         }
         if "quantization_config" in unread:
+            method = unread["quantization_config"].get("quant_method", "of a kind not named")
             raise TuneError(
-                f"{self.path}: the weights are quantised ({unread['quantization_config']}); fine-tune the original "
-                "checkpoint, in bf16, fp16 or fp32"
+                f"{self.path}: the weights are quantised ({method}); take the checkpoint in bf16, fp16 or fp32, or "
+                "make it: transformers' from_pretrained with the quantisation config of this kind and dequantize=True, "
+                "then save_pretrained"
             )
         if unread:
             listing = ", ".join(f"{name}={value!r}" for name, value in unread.items())

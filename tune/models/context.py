@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tune.models.attention import Segments
 from tune.models.rope import Rotation
+from tune.models.routing import Supervision
 
 
 class LayerCache:
@@ -35,9 +36,11 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class Context:
-    """`rotation` and `cache` are the block's own; the rest is the same for all."""
+    """`rotation` and `cache` are the block's own; the rest is the same for all. `supervision` is there in training of a
+    model with experts."""
 
     rotation: Rotation | None
     segments: Segments | None
     positions: Tensor
     cache: LayerCache | None
+    supervision: Supervision | None = None

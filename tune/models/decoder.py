@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from tune.models.attention import Segments
 from tune.models.context import Context, KeyValueCache
 from tune.models.layers import AttentionPartConfig, NormConfig, PartConfig
+from tune.models.moe import ExpertsConfig
 from tune.models.rope import Rope
+from tune.models.routing import RoutingFigures, RoutingSums, Supervision
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,10 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a decoder. Logits are multiplied by `logit_scale`, then bounded by `logit_softcap` with tanh."""
+    """The shape of a decoder. Logits are multiplied by `logit_scale`, then bounded by `logit_softcap` with tanh.
+
+    `router_loss` is the weight of the load-balancing loss of the layers with experts, which is averaged over them.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -40,6 +45,7 @@ class DecoderConfig:
     embedding_multiplier: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    router_loss: float = 0.0
     initializer_range: float = 0.02
 
 
@@ -67,15 +73,18 @@ class Block(nn.Module):
         self.mlp = config.mlp.build(hidden_size)
         self.mlp_output_norm = norm_if(config.norm_after)
 
-    def forward(self, hidden: Tensor, context: Context) -> Tensor:
+    def forward(self, hidden: Tensor, context: Context) -> tuple[Tensor, RoutingFigures | None]:
+        """The new hidden states; in training of a layer with experts, also what its router did."""
         if self.config.parallel:
             normed = self.attention_norm(hidden)
-            return hidden + self.attention(normed, context) + self.mlp(normed, context)
+            return hidden + self.attention(normed, context) + self.mlp(normed, context), None
         multiplier = self.config.residual_multiplier
         added = self.attention_output_norm(self.attention(self.attention_norm(hidden), context))
         hidden = hidden + (added if multiplier == 1 else added * multiplier)
-        added = self.mlp_output_norm(self.mlp(self.mlp_norm(hidden), context))
-        return hidden + (added if multiplier == 1 else added * multiplier)
+        output = self.mlp(self.mlp_norm(hidden), context)
+        output, figures = output if isinstance(output, tuple) else (output, None)
+        added = self.mlp_output_norm(output)
+        return hidden + (added if multiplier == 1 else added * multiplier), figures
 
 
 class Decoder(nn.Module):
@@ -84,7 +93,8 @@ class Decoder(nn.Module):
     Rows of `tokens` `[batch, seq]` may hold several documents: `documents` tells them apart, `positions` restart at
     each. Without them a row is one document. Returns logits `[batch, seq, vocab]`, or, given `loss_fn`, the loss of
     `labels` `[batch, seq]` (already shifted): it is computed in here, from hidden states and the output weight, so that
-    full logits never exist and FSDP has the weight gathered.
+    full logits never exist and FSDP has the weight gathered. In training the load-balancing loss of experts adds its
+    gradient to that of the loss, and nothing to its value.
     """
 
     # How a checkpoint names the parameters (a list: ours is the stack of these), what in it repeats one of them, and
@@ -92,11 +102,14 @@ class Decoder(nn.Module):
     disk_names: dict[str, str | list[str]]
     disk_copies: dict[str, str]
     not_weights: tuple[str, ...] = ()
+    # What routers did in training; none without experts.
+    routing: RoutingSums | None
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.config = config
         self.disk_copies = {}
+        self.routing = RoutingSums() if any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers) else None
         self.ropes = {rope: Rope(rope) for layer in config.layers if (rope := layer.attention.rope)}
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(layer, config.norm, config.hidden_size) for layer in config.layers)
@@ -123,9 +136,15 @@ class Decoder(nn.Module):
         rotations = {
             config: rope(positions, segments, cache is not None, hidden.dtype) for config, rope in self.ropes.items()
         }
+        supervision = None
+        if self.routing is not None and self.training and labels is not None:
+            supervision = Supervision.of(labels, segments)
+        figures = []
         for index, (block, layer) in enumerate(zip(self.blocks, self.config.layers, strict=True)):
             rotation = rotations[layer.attention.rope] if layer.attention.rope else None
-            hidden = block(hidden, Context(rotation, segments, positions, cache.layers[index] if cache else None))
+            layer_cache = cache.layers[index] if cache else None
+            hidden, its_figures = block(hidden, Context(rotation, segments, positions, layer_cache, supervision))
+            figures += [its_figures] if its_figures else []
         hidden = self.norm(hidden)
         if self.config.logit_scale != 1:
             hidden = hidden * self.config.logit_scale
@@ -133,7 +152,11 @@ class Decoder(nn.Module):
         softcap = self.config.logit_softcap
         if loss_fn is not None:
             assert labels is not None, "loss_fn needs labels"
-            return loss_fn(hidden, weight, labels, **{"softcap": softcap} if softcap else {})
+            loss = loss_fn(hidden, weight, labels, **{"softcap": softcap} if softcap else {})
+            if self.routing is not None and supervision is not None:
+                balance = self.routing.add(figures, supervision) * self.config.router_loss
+                loss = loss + (balance - balance.detach())
+            return loss
         logits = F.linear(hidden, weight)
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 

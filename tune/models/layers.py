@@ -17,6 +17,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda hidden: F.relu(hidden).square(),
 }
 
 
@@ -120,6 +121,8 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if context.rotation is not None:
             query, key = rotate(query, context.rotation), rotate(key, context.rotation)
+            if context.rotation.query_scale is not None:
+                query = query * context.rotation.query_scale
         scoring = Scoring(config.window, config.scale, config.softcap, self.sinks)
         if context.cache is None:
             heads = attend(query, key, value, context.segments, scoring)

@@ -21,7 +21,8 @@ class RopeConfig:
     """Rotation of the first `size` dimensions of a head. A pair is a dimension and the one half of them further on, as
     in Hugging Face's Llama, or `interleaved` a dimension and the next.
 
-    `scaling` holds the fields of config.json's `rope_scaling` (or `rope_parameters`) that belong to `kind`.
+    `scaling` holds the fields of config.json's `rope_scaling` (or `rope_parameters`) that belong to `kind`. Queries are
+    multiplied by 1 + `query_growth` * log(1 + position // the length of the original training).
     """
 
     size: int
@@ -30,14 +31,16 @@ class RopeConfig:
     kind: str = "default"
     scaling: dict[str, Any] = field(default_factory=dict, hash=False)
     interleaved: bool = False
+    query_growth: float = 0.0
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines `[batch, seq, 1, size]`."""
+    """Cosines and sines `[batch, seq, 1, size]`, and what queries are multiplied by, `[batch, seq, 1, 1]`."""
 
     cos: Tensor
     sin: Tensor
     interleaved: bool
+    query_scale: Tensor | None
 
 
 class Rope:
@@ -78,7 +81,11 @@ class Rope:
             angles = torch.cat([angles, angles], dim=-1)
         angles = angles[:, :, None]
         cos, sin = (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
-        return Rotation(cos, sin, self.config.interleaved)
+        query_scale = None
+        if self.config.query_growth:
+            lengths = positions // self.config.scaling["original_max_position_embeddings"]
+            query_scale = (1 + self.config.query_growth * torch.log1p(lengths.float()))[..., None, None].to(dtype)
+        return Rotation(cos, sin, self.config.interleaved, query_scale)
 
     def _refuse_rescaling(self, longest: int) -> None:
         if longest > self.config.max_positions:

@@ -98,7 +98,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        items = [_plain(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     return f"<{type(value).__name__}>"
 
 

@@ -35,23 +35,14 @@ def read_vocabulary(folder: Path) -> Vocabulary:
     """
     config = read_json(folder / "tokenizer_config.json")
     named = {**read_json(folder / "special_tokens_map.json"), **config}
-    vocabulary = _read(_source(folder), legacy=config.get("legacy") is not False)
     given = {name: _text(named[name]) for name in SPECIAL_TOKENS if named.get(name)}
-    extra = [*given.values(), *map(_text, _listed(named))]
-    _add_configured(vocabulary, _configured(folder, config, extra))
-    added = {token.content for token in vocabulary.tokenizer.get_added_tokens_decoder().values()}
-    known = [token for token in extra if token not in added and vocabulary.tokenizer.token_to_id(token) is not None]
-    vocabulary.tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in known])
-    begins = bool(vocabulary.special_tokens.get("bos_token"))  # of formats that do not say it themselves
+    special = [*given.values(), *map(_text, _listed(named))]
+    vocabulary = _read(_source(folder), legacy=config.get("legacy") is not False)
+    begins = "bos_token" in vocabulary.special_tokens
     vocabulary.special_tokens |= given
-    for name in ("bos_token", "eos_token", "pad_token"):
-        token = vocabulary.special_tokens.get(name)
-        if token and vocabulary.tokenizer.token_to_id(token) is None:
-            raise TuneError(
-                f"{folder}: its configuration names {token!r} as {name}, but {vocabulary.file.name} has no such token: "
-                "take both files from the same checkpoint"
-            )
-    if begins or "add_bos_token" in config or "add_eos_token" in config:
+    _add_configured(vocabulary, _configured(folder, config, special))
+    _mark_special(vocabulary, special)
+    if vocabulary.file.name != "tokenizer.json":  # which says itself what it puts around a text
         _wrap(vocabulary, config.get("add_bos_token", begins), config.get("add_eos_token", False))
     return vocabulary
 
@@ -118,19 +109,25 @@ def _read_tokenizer_json(data: bytes) -> tokenizers.Tokenizer:
 
 
 def _configured(folder: Path, config: Mapping[str, Any], special: Iterable[str]) -> dict[int, AddedToken]:
-    """The added tokens that the config, or else added_tokens.json, gives ids to."""
-    if "added_tokens_decoder" in config:
-        entries = config["added_tokens_decoder"].items()
-        flags = ("special", "normalized", "lstrip", "rstrip", "single_word")
+    """The added tokens that the config, or else added_tokens.json, gives ids to, in their order."""
+    if "added_tokens_decoder" not in config:
+        listed = read_json(folder / "added_tokens.json")
         return {
-            int(index): AddedToken(token["content"], **{name: token[name] for name in flags if name in token})
-            for index, token in sorted(entries, key=lambda entry: int(entry[0]))
+            index: AddedToken(token, special=token in special, normalized=token not in special)
+            for token, index in sorted(listed.items(), key=lambda entry: entry[1])
         }
-    entries = read_json(folder / "added_tokens.json").items()
-    return {
-        index: AddedToken(token, special=token in special, normalized=token not in special)
-        for token, index in sorted(entries, key=lambda entry: entry[1])
-    }
+    flags = ("special", "normalized", "lstrip", "rstrip", "single_word")
+    try:
+        entries = sorted((int(index), token) for index, token in config["added_tokens_decoder"].items())
+        return {
+            index: AddedToken(token["content"], **{name: token[name] for name in flags if name in token})
+            for index, token in entries
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TuneError(
+            f"added_tokens_decoder in {folder / 'tokenizer_config.json'} must give a token with content to each id; "
+            f"it cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _add_configured(vocabulary: Vocabulary, tokens: dict[int, AddedToken]) -> None:
@@ -145,6 +142,21 @@ def _add_configured(vocabulary: Vocabulary, tokens: dict[int, AddedToken]) -> No
                 f"{vocabulary.file.parent}: its configuration gives token {token.content!r} the id {index}, but it is "
                 f"{actual} after {vocabulary.file.name}: take all files from the same checkpoint"
             )
+
+
+def _mark_special(vocabulary: Vocabulary, tokens: Iterable[str]) -> None:
+    """Makes special tokens of those that the vocabulary has as mere words. Raises TuneError if it lacks one we need."""
+    tokenizer = vocabulary.tokenizer
+    for name in ("bos_token", "eos_token", "pad_token"):
+        token = vocabulary.special_tokens.get(name)
+        if token and tokenizer.token_to_id(token) is None:
+            raise TuneError(
+                f"{vocabulary.file.parent}: its configuration names {token!r} as {name}, but {vocabulary.file.name} "
+                "has no such token: take both files from the same checkpoint"
+            )
+    present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    words = [token for token in tokens if token not in present and tokenizer.token_to_id(token) is not None]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in words])
 
 
 def _rename(tokenizer: tokenizers.Tokenizer, tokens: dict[int, AddedToken]) -> tokenizers.Tokenizer:
@@ -169,10 +181,13 @@ def _wrap(vocabulary: Vocabulary, begin: bool, end: bool) -> None:
     vocabulary.tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
 
 
-def _listed(named: Mapping[str, Any]) -> list[str | dict[str, Any]]:
+def _listed(named: Mapping[str, Any]) -> list[Any]:
     extra = named.get("extra_special_tokens") or []
     return [*(named.get("additional_special_tokens") or []), *(extra.values() if isinstance(extra, dict) else extra)]
 
 
-def _text(token: str | dict[str, Any]) -> str:
-    return token if isinstance(token, str) else token["content"]
+def _text(token: Any) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise TuneError(f"the tokenizer's configuration has the special token {token!r}, which is no text")
+    return text

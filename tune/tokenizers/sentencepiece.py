@@ -104,25 +104,26 @@ class SentencePiece:
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """Number and value of each field of a protocol buffer: an int, or bytes. Raises ValueError if it is none."""
     at = 0
+    value: int | bytes
     try:
         while at < len(data):
             key, at = _varint(data, at)
-            match key & 7:
-                case 0:
-                    value, at = _varint(data, at)
-                case 1 | 5 as kind:
-                    end = at + (8 if kind == 1 else 4)
-                    value, at = data[at:end], end
-                case 2:
-                    length, at = _varint(data, at)
-                    value, at = data[at : at + length], at + length
-                case _:
-                    raise ValueError("it is not a protocol buffer")
+            kind = key & 7
+            if kind == 0:
+                value, at = _varint(data, at)
+            elif kind in _SIZES or kind == 2:
+                length, at = _varint(data, at) if kind == 2 else (_SIZES[kind], at)
+                value, at = data[at : at + length], at + length
+            else:
+                raise ValueError("it is not a protocol buffer")
             if at > len(data):
                 raise ValueError("it ends in the middle")
             yield key >> 3, value
     except IndexError:
         raise ValueError("it ends in the middle") from None
+
+
+_SIZES = {1: 8, 5: 4}
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

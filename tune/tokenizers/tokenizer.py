@@ -47,11 +47,8 @@ class Tokenizer:
     def __init__(self, path: str) -> None:
         self.path = Path(path).expanduser()
         vocabulary = read_vocabulary(self.path)
-        self._tokenizer, self._source, self.special_tokens = (
-            vocabulary.tokenizer,
-            vocabulary.file,
-            vocabulary.special_tokens,
-        )
+        self._tokenizer, self._source = vocabulary.tokenizer, vocabulary.file
+        self.special_tokens = vocabulary.special_tokens
         self._added: dict[int, AddedToken] = {}
         self._generation_eos = self._configured_eos()
         if "eos_token" not in self.special_tokens and self._generation_eos:
@@ -114,15 +111,19 @@ class Tokenizer:
         A model needs `vocab_size` rows in its embedding and head afterwards. Special tokens are left out by
         `decode(..., skip_special_tokens=True)`.
         """
-        for token in dict.fromkeys(tokens):
-            if not token or token != token.strip():
-                raise TuneError(f"{token!r} cannot be added to the tokenizer: a token has no space at its ends")
-            if self._tokenizer.token_to_id(token) is None:
+        ids = []
+        for token in tokens:
+            if not token.strip():
+                raise TuneError(f"{token!r} cannot be added to the tokenizer: a token must have more than spaces")
+            token_id = self._tokenizer.token_to_id(token)
+            if token_id is None:
                 added = AddedToken(token, special=special, normalized=False)
                 self._tokenizer.add_tokens([added])
-                self._added[self._tokenizer.token_to_id(token)] = added
+                token_id = max(self._tokenizer.get_added_tokens_decoder())
+                self._added[token_id] = added
+            ids.append(token_id)
         self.__dict__.pop("_special_pattern", None)
-        return [self._tokenizer.token_to_id(token) for token in tokens]
+        return ids
 
     @property
     def chat_template(self) -> str | None:
@@ -158,38 +159,37 @@ class Tokenizer:
         return any(match.end() == len(text) for match in self._special_pattern.finditer(text))
 
     def save(self, folder: str | Path) -> None:
-        """Copy the tokenizer's files, byte for byte but for added tokens; and a tokenizer.json if there was none."""
+        """Copy the tokenizer's files, byte for byte but for added tokens.
+
+        A folder without tokenizer.json gets one, and its config says to use it: other vocabularies are read in
+        different ways by different versions of transformers.
+        """
         folder = Path(folder)
         for file in (file for name in FILES for file in self.path.glob(name) if file.is_file()):
-            if (self._added and file.name == "tekken.json") or (self._added and file.suffix == ".tiktoken"):
+            if self._added and (file.name == "tekken.json" or file.suffix == ".tiktoken"):
                 continue  # cannot hold added tokens: tokenizer.json takes its place
             target = folder / file.relative_to(self.path)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, target)
         if self._added or self._source.name != "tokenizer.json":
             self._save_tokenizer_json(folder / "tokenizer.json")
-        if not (folder / "tokenizer_config.json").is_file():
-            config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
-            _write_json(folder / "tokenizer_config.json", config)
-        self._save_added(folder)
-
-    def _save_tokenizer_json(self, file: Path) -> None:
-        content = json.loads(self._tokenizer.to_str())
-        if self._source.name == "tokenizer.json":  # truncation and padding in it are off here
-            content = {**read_json(self._source), "added_tokens": content["added_tokens"]}
-        _write_json(file, content)
-
-    def _save_added(self, folder: Path) -> None:
-        """Where else than in tokenizer.json a folder lists its added tokens."""
         config = read_json(folder / "tokenizer_config.json")
+        if self._source.name != "tokenizer.json":
+            config |= {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
+            _write_json(folder / "tokenizer_config.json", config)
         if self._added and "added_tokens_decoder" in config:
             flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
             for index, token in self._added.items():
                 config["added_tokens_decoder"][str(index)] = {name: getattr(token, name) for name in flags}
             _write_json(folder / "tokenizer_config.json", config)
         if self._added and (listed := read_json(folder / "added_tokens.json")):
-            added = {token.content: index for index, token in self._added.items()}
-            _write_json(folder / "added_tokens.json", listed | added)
+            _write_json(folder / "added_tokens.json", listed | {token.content: at for at, token in self._added.items()})
+
+    def _save_tokenizer_json(self, file: Path) -> None:
+        content = json.loads(self._tokenizer.to_str())
+        if self._source.name == "tokenizer.json":  # truncation and padding in it are off here
+            content = {**read_json(self._source), "added_tokens": content["added_tokens"]}
+        _write_json(file, content)
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
@@ -222,12 +222,20 @@ class Tokenizer:
         files = {file.stem: file for file in sorted(self.path.glob("additional_chat_templates/*.jinja"))}
         if (file := self.path / "chat_template.jinja").is_file():
             files["default"] = file
-        if files:
-            return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-        configured = read_json(self.path / "tokenizer_config.json").get("chat_template")
-        if isinstance(configured, list):
-            return {template["name"]: template["template"] for template in configured}
-        return {"default": configured} if configured else {}
+        try:
+            if files:
+                return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+            configured = read_json(self.path / "tokenizer_config.json").get("chat_template") or []
+            named = configured if isinstance(configured, list) else [{"name": "default", "template": configured}]
+            templates = {entry["name"]: entry["template"] for entry in named}
+            if not all(isinstance(template, str) for template in templates.values()):
+                raise TypeError(f"found {configured!r}")
+            return templates
+        except (KeyError, TypeError, UnicodeDecodeError) as error:
+            raise TuneError(
+                f"the chat template in {self.path} must be a text, or a list of texts with names; it cannot be read: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def _configured_eos(self) -> list[int]:
         for name in ("generation_config.json", "config.json"):

@@ -22,7 +22,7 @@ class Family:
     number. A `{}` on disk that ours has not numbers the tensors whose stack is our parameter.
 
     `not_weights` are patterns of tensors that a checkpoint may carry and the model does without: old ones have the
-    rotary frequencies.
+    rotary frequencies. `{num_layers}` in them is the number of layers.
     """
 
     read_config: Callable[[ConfigFile], DecoderConfig]
@@ -50,7 +50,7 @@ def register(model_type: str, family: Family) -> None:
 
 
 def supported() -> list[str]:
-    ours = {module.name for module in pkgutil.iter_modules(__path__)} - {"common"}
+    ours = {module.name for module in pkgutil.iter_modules(__path__)} - {"read"}
     return sorted(ours | REGISTERED.keys())
 
 

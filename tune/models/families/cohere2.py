@@ -4,14 +4,7 @@ from typing import Any
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family
-from tune.models.families.common import (
-    read_attention,
-    read_decoder,
-    read_head_dim,
-    read_mlp,
-    read_windows,
-)
+from tune.models.families import Family, read
 from tune.models.families.llama import NAMES
 from tune.models.layers import NormConfig
 
@@ -27,18 +20,18 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     file.expect(**FIXED)
     file.ignore("use_parallel_embedding", "layer_switch")
     bias, every = file.flag("attention_bias"), file.integer("sliding_window_pattern", 4)
-    rope = file.rope(read_head_dim(file), interleaved=True)
-    mlp = read_mlp(file)
+    rope = read.rope(file, interleaved=True)
+    mlp = read.mlp(file)
     layers = [
         LayerConfig(
-            read_attention(file, rope if window else None, window=window, bias=bias, output_bias=bias),
+            read.attention(file, rope if window else None, window=window, bias=bias, output_bias=bias),
             mlp,
             parallel=True,
         )
-        for window in read_windows(file, lambda index: (index + 1) % every != 0)
+        for window in read.windows(file, lambda index: (index + 1) % every != 0)
     ]
     norm = NormConfig("layer", file.number("layer_norm_eps", 1e-5))
-    return read_decoder(file, layers, norm, logit_scale=file.number("logit_scale"))
+    return read.decoder(file, layers, norm, logit_scale=file.number("logit_scale"))
 
 
 FAMILY = Family(read_config, NAMES)

@@ -2,14 +2,7 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family
-from tune.models.families.common import (
-    read_attention,
-    read_decoder,
-    read_head_dim,
-    read_mlp,
-    read_num_layers,
-)
+from tune.models.families import Family, read
 from tune.models.families.llama import NAMES
 from tune.models.layers import NormConfig
 
@@ -25,10 +18,10 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     if file.get("hidden_act") == "gelu":  # so the first releases say, and mean the approximation by tanh
         file.fields["hidden_act"] = "gelu_pytorch_tanh"
     bias = file.flag("attention_bias")
-    attention = read_attention(file, file.rope(read_head_dim(file)), bias=bias, output_bias=bias)
-    layers = [LayerConfig(attention, read_mlp(file))] * read_num_layers(file)
+    attention = read.attention(file, read.rope(file), bias=bias, output_bias=bias)
+    layers = [LayerConfig(attention, read.mlp(file))] * read.num_layers(file)
     multiplier = file.integer("hidden_size") ** 0.5
-    return read_decoder(file, layers, read_gemma_norm(file), embedding_multiplier=multiplier)
+    return read.decoder(file, layers, read_gemma_norm(file), embedding_multiplier=multiplier)
 
 
 FAMILY = Family(read_config, NAMES)

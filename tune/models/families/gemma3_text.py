@@ -2,13 +2,7 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig
-from tune.models.families import Family
-from tune.models.families.common import (
-    read_decoder,
-    read_two_ropes,
-    read_windows,
-    with_windows,
-)
+from tune.models.families import Family, read
 from tune.models.families.gemma import read_gemma_norm
 from tune.models.families.gemma2 import NAMES as GEMMA2_NAMES
 from tune.models.families.gemma2 import read_gemma2_layer
@@ -26,12 +20,12 @@ def read_config(file: ConfigFile) -> DecoderConfig:
         tie_word_embeddings=True, query_pre_attn_scalar=256, sliding_window=4096, rope_theta=1e6,
     )  # fmt: skip
     file.ignore("attn_logit_softcapping")  # as transformers does
-    full, sliding = read_two_ropes(file, sliding_theta=file.number("rope_local_base_freq", 10000.0))
+    full, sliding = read.two_ropes(file, sliding_theta=file.number("rope_local_base_freq", 10000.0))
     norm, every = read_gemma_norm(file), file.integer("sliding_window_pattern", 6)
-    windows = read_windows(file, lambda index: (index + 1) % every != 0)
-    layers = with_windows(read_gemma2_layer(file, full, query_key_norm=norm), windows, sliding)
+    windows = read.windows(file, lambda index: (index + 1) % every != 0)
+    layers = read.with_windows(read_gemma2_layer(file, full, query_key_norm=norm), windows, sliding)
     multiplier, softcap = file.integer("hidden_size") ** 0.5, file.number_or_none("final_logit_softcapping")
-    return read_decoder(file, layers, norm, embedding_multiplier=multiplier, logit_softcap=softcap)
+    return read.decoder(file, layers, norm, embedding_multiplier=multiplier, logit_softcap=softcap)
 
 
 FAMILY = Family(read_config, NAMES)

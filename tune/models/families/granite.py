@@ -2,36 +2,27 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family
-from tune.models.families.common import (
-    read_attention,
-    read_decoder,
-    read_head_dim,
-    read_mlp,
-    read_num_layers,
-    read_rms_norm,
-)
+from tune.models.families import Family, read
 from tune.models.families.llama import NAMES
+from tune.models.layers import PartConfig
+from tune.models.rope import RopeConfig
 
 
-def read_config(file: ConfigFile) -> DecoderConfig:
-    bias = file.flag("attention_bias")
-    attention = read_attention(
-        file,
-        file.rope(read_head_dim(file)),
-        bias=bias,
-        output_bias=bias,
-        scale=file.number("attention_multiplier", 1.0),
-    )
-    mlp = read_mlp(file, bias=file.flag("mlp_bias"))
+def read_granite(file: ConfigFile, rope: RopeConfig | None, mlp: PartConfig) -> DecoderConfig:
+    bias, scale = file.flag("attention_bias"), file.number("attention_multiplier", 1.0)
+    attention = read.attention(file, rope, bias=bias, output_bias=bias, scale=scale)
     layer = LayerConfig(attention, mlp, residual_multiplier=file.number("residual_multiplier", 1.0))
-    return read_decoder(
+    return read.decoder(
         file,
-        [layer] * read_num_layers(file),
-        read_rms_norm(file),
+        [layer] * read.num_layers(file),
+        read.rms_norm(file),
         embedding_multiplier=file.number("embedding_multiplier", 1.0),
         logit_scale=1 / file.number("logits_scaling", 1.0),
     )
+
+
+def read_config(file: ConfigFile) -> DecoderConfig:
+    return read_granite(file, read.rope(file), read.mlp(file, bias=file.flag("mlp_bias")))
 
 
 FAMILY = Family(read_config, NAMES)

@@ -2,15 +2,7 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family
-from tune.models.families.common import (
-    read_attention,
-    read_decoder,
-    read_head_dim,
-    read_mlp,
-    read_num_layers,
-    read_rms_norm,
-)
+from tune.models.families import Family, read
 
 NAMES = {
     "model.embed_tokens": "embedding",
@@ -31,9 +23,9 @@ NAMES = {
 def read_config(file: ConfigFile) -> DecoderConfig:
     file.ignore("pretraining_tp")  # how the original training was split; the mathematics is the same
     bias = file.flag("attention_bias")
-    attention = read_attention(file, file.rope(read_head_dim(file)), bias=bias, output_bias=bias)
-    layer = LayerConfig(attention, read_mlp(file, bias=file.flag("mlp_bias")))
-    return read_decoder(file, [layer] * read_num_layers(file), read_rms_norm(file))
+    attention = read.attention(file, read.rope(file), bias=bias, output_bias=bias)
+    layer = LayerConfig(attention, read.mlp(file, bias=file.flag("mlp_bias")))
+    return read.decoder(file, [layer] * read.num_layers(file), read.rms_norm(file))
 
 
 FAMILY = Family(read_config, NAMES)

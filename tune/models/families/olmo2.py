@@ -2,15 +2,7 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family
-from tune.models.families.common import (
-    read_attention,
-    read_decoder,
-    read_head_dim,
-    read_mlp,
-    read_num_layers,
-    read_rms_norm,
-)
+from tune.models.families import Family, read
 from tune.models.families.llama import NAMES as LLAMA_NAMES
 from tune.models.layers import NormConfig
 from tune.models.rope import RopeConfig
@@ -25,15 +17,15 @@ NAMES = LLAMA_NAMES | {
 
 def read_olmo2_layer(file: ConfigFile, rope: RopeConfig, norm: NormConfig) -> LayerConfig:
     bias = file.flag("attention_bias")
-    attention = read_attention(file, rope, bias=bias, output_bias=bias, query_key_norm=norm, norm_all_heads=True)
-    return LayerConfig(attention, read_mlp(file), norm_before=False, norm_after=True)
+    attention = read.attention(file, rope, bias=bias, output_bias=bias, query_key_norm=norm, norm_all_heads=True)
+    return LayerConfig(attention, read.mlp(file), norm_before=False, norm_after=True)
 
 
 def read_config(file: ConfigFile) -> DecoderConfig:
     file.assume(rms_norm_eps=1e-5)
-    norm = read_rms_norm(file)
-    layer = read_olmo2_layer(file, file.rope(read_head_dim(file)), norm)
-    return read_decoder(file, [layer] * read_num_layers(file), norm)
+    norm = read.rms_norm(file)
+    layer = read_olmo2_layer(file, read.rope(file), norm)
+    return read.decoder(file, [layer] * read.num_layers(file), norm)
 
 
 FAMILY = Family(read_config, NAMES)

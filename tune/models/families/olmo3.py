@@ -2,23 +2,16 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig
-from tune.models.families import Family
-from tune.models.families.common import (
-    read_decoder,
-    read_rms_norm,
-    read_two_ropes,
-    read_windows,
-    with_windows,
-)
+from tune.models.families import Family, read
 from tune.models.families.olmo2 import NAMES, read_olmo2_layer
 
 
 def read_config(file: ConfigFile) -> DecoderConfig:
     file.assume(rms_norm_eps=1e-5, sliding_window=4096, rope_theta=500000.0)
-    norm = read_rms_norm(file)
-    full, sliding = read_two_ropes(file, sliding_theta=file.number("rope_theta"))
-    windows = read_windows(file, lambda index: (index + 1) % 4 != 0)
-    return read_decoder(file, with_windows(read_olmo2_layer(file, full, norm), windows, sliding), norm)
+    norm = read.rms_norm(file)
+    full, sliding = read.two_ropes(file, sliding_theta=file.number("rope_theta"))
+    windows = read.windows(file, lambda index: (index + 1) % 4 != 0)
+    return read.decoder(file, read.with_windows(read_olmo2_layer(file, full, norm), windows, sliding), norm)
 
 
 FAMILY = Family(read_config, NAMES)

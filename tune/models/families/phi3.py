@@ -2,16 +2,7 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family
-from tune.models.families.common import (
-    read_attention,
-    read_decoder,
-    read_head_dim,
-    read_mlp,
-    read_rms_norm,
-    read_windows,
-    with_windows,
-)
+from tune.models.families import Family, read
 from tune.models.families.llama import NAMES as LLAMA_NAMES
 
 NAMES = LLAMA_NAMES | {
@@ -27,10 +18,10 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     scaling = file.get("rope_scaling", {}) | file.get("rope_parameters", {})
     if "short_factor" in scaling:  # called su, and yarn, before it was called longrope
         scaling |= {"rope_type": "longrope"}
-    rope = file.rope(read_head_dim(file), partial=True, fields=scaling)
-    attention = read_attention(file, rope, fused=True)
-    layer = LayerConfig(attention, read_mlp(file, fused=True))
-    return read_decoder(file, with_windows(layer, read_windows(file)), read_rms_norm(file))
+    rope = read.rope(file, partial=True, fields=scaling)
+    attention = read.attention(file, rope, fused=True)
+    layer = LayerConfig(attention, read.mlp(file, fused=True))
+    return read.decoder(file, read.with_windows(layer, read.windows(file)), read.rms_norm(file))
 
 
 FAMILY = Family(read_config, NAMES)

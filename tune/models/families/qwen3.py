@@ -2,15 +2,7 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family
-from tune.models.families.common import (
-    read_attention,
-    read_decoder,
-    read_head_dim,
-    read_mlp,
-    read_rms_norm,
-    with_windows,
-)
+from tune.models.families import Family, read
 from tune.models.families.llama import NAMES as LLAMA_NAMES
 from tune.models.families.qwen2 import read_late_windows
 
@@ -22,10 +14,10 @@ NAMES = LLAMA_NAMES | {
 
 def read_config(file: ConfigFile) -> DecoderConfig:
     file.assume(head_dim=128, max_position_embeddings=32768)
-    bias, norm = file.flag("attention_bias"), read_rms_norm(file)
-    rope = file.rope(read_head_dim(file))
-    attention = read_attention(file, rope, bias=bias, output_bias=bias, query_key_norm=norm)
-    return read_decoder(file, with_windows(LayerConfig(attention, read_mlp(file)), read_late_windows(file)), norm)
+    bias, norm = file.flag("attention_bias"), read.rms_norm(file)
+    rope = read.rope(file)
+    attention = read.attention(file, rope, bias=bias, output_bias=bias, query_key_norm=norm)
+    return read.decoder(file, read.with_windows(LayerConfig(attention, read.mlp(file)), read_late_windows(file)), norm)
 
 
 FAMILY = Family(read_config, NAMES)

@@ -2,15 +2,7 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family
-from tune.models.families.common import (
-    read_attention,
-    read_decoder,
-    read_head_dim,
-    read_mlp,
-    read_windows,
-    with_windows,
-)
+from tune.models.families import Family, read
 from tune.models.families.llama import NAMES as LLAMA_NAMES
 from tune.models.layers import NormConfig
 
@@ -28,10 +20,10 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     file.expect(mlp_type="default", norm_type="layer_norm")
     file.without_dropout("residual_dropout", "embedding_dropout")
     bias = file.flag("use_bias")
-    attention = read_attention(file, file.rope(read_head_dim(file)), bias=bias, output_bias=bias)
-    layer = LayerConfig(attention, read_mlp(file, bias=bias, gated=False))
+    attention = read.attention(file, read.rope(file), bias=bias, output_bias=bias)
+    layer = LayerConfig(attention, read.mlp(file, bias=bias, gated=False))
     norm = NormConfig("layer", file.number("norm_epsilon", 1e-5), bias=True)
-    return read_decoder(file, with_windows(layer, read_windows(file)), norm)
+    return read.decoder(file, read.with_windows(layer, read.windows(file)), norm)
 
 
 FAMILY = Family(read_config, NAMES)
