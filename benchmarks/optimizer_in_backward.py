@@ -50,9 +50,9 @@ def measure(run: Path, settings: list[str], processes: int, in_backward: str, st
     """The metrics of each step."""
     launch = Launch(
         [
-            *settings, f"output_dir={run}", f"max_steps={steps}", "checkpointer.every=null", "max_grad_norm=null",
-            f"global_batch_size={ROWS}", f"micro_batch_size={ROWS // processes}", "optimizer.lr=1e-4",
-            f"optimizer_in_backward={in_backward}", "memory.activation_checkpointing=full",
+            *settings, "from_scratch=true", f"output_dir={run}", f"max_steps={steps}", "max_grad_norm=null",
+            "checkpointer.every=null", f"global_batch_size={ROWS}", f"micro_batch_size={ROWS // processes}", 
+            "optimizer.lr=1e-4", f"optimizer_in_backward={in_backward}", "memory.activation_checkpointing=full",
         ],
         processes,
     )  # fmt: skip

@@ -102,7 +102,7 @@ def test_a_continued_run_is_that_without_interruption(name, recipe, common, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_processes(recipe, common, tmp_path):
-    """The curves of one process; in themselves, runs continue and update in backward bitwise."""
+    """The curves of one process, which continues what they begin; bitwise among themselves, resumed or in backward."""
     common = [*common, *RECIPES[recipe], "micro_batch_size=4", "max_grad_norm=null"]
     variants = {}
     for name, (settings, _) in OPTIMIZERS.items():
@@ -118,7 +118,10 @@ def test_two_processes(recipe, common, tmp_path):
         train(recipe, tmp_path / name, *common, *settings)
         assert losses(tmp_path / "2" / name) == pytest.approx(losses(tmp_path / name), rel=tolerance)
         assert curve(tmp_path / "2" / f"{name}, resumed") == two[2:]
-        assert losses(tmp_path / "2" / f"{name}, in backward") == [loss for _, loss, _, _ in two]
+        assert losses(tmp_path / "2" / f"{name}, in backward") == losses(tmp_path / "2" / name)
+        middle = f"resume={tmp_path / '2' / name / 'checkpoints' / 'step-00000002'}"
+        train(recipe, tmp_path / f"{name}, continued", *common, *settings, middle)
+        assert losses(tmp_path / f"{name}, continued") == pytest.approx(losses(tmp_path / name)[2:], rel=tolerance)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -93,7 +93,8 @@ class Checkpointer:
         except CheckpointException as error:
             raise TuneError(
                 f"resume: {path} cannot be read into this model and optimizer: {_cause(error)}. Restore their "
-                "settings; or, if the files are damaged, remove that folder and continue from the checkpoint before it"
+                "settings (and, where the states are low-bit, the number of processes); or, if the files are damaged, "
+                "remove that folder and continue from the checkpoint before it"
             ) from error
         _require_same_parameters(path, model)
         groups = optimizer["param_groups"]

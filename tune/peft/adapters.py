@@ -106,8 +106,8 @@ def _how(layer: nn.Module) -> str:
 def _targets(model: nn.Module, lora: LoRA) -> dict[str, Any]:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
     wanted = lora.target_modules
-    if wanted == "all-linear":  # all but the head, which stands at the top of a model
-        chosen = [name for name, layer in layers.items() if isinstance(layer, nn.Linear) and "." in name]
+    if wanted == "all-linear":
+        chosen = [name for name, layer in layers.items() if _is_of_all_linear(model, name, layer)]
     elif isinstance(wanted, str):
         try:
             pattern = re.compile(wanted)
@@ -128,11 +128,24 @@ def _targets(model: nn.Module, lora: LoRA) -> dict[str, Any]:
     return {name: layers[name] for name in chosen}
 
 
+def _is_of_all_linear(model: nn.Module, name: str, layer: nn.Module) -> bool:
+    """Not the head, which stands at the top of a model, nor a gate of a single number; and in models with experts, not
+    what is called as their projections are: PEFT takes an adapter of it for one of the experts."""
+    stacks = [names for names in getattr(model, "disk_names", {}).values() if isinstance(names, list)]
+    of_experts = {_last(stack[0].removesuffix(".weight")) for stack in stacks}
+    is_wide = isinstance(layer, nn.Linear) and layer.out_features > 1
+    return is_wide and "." in name and _last(disk_module_name(model, name)) not in of_experts
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
 def _require_used_patterns(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Module]) -> None:
     for setting, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for pattern in patterns:
             if not any(matches(pattern, known) for name in targets for known in _names(model, name)):
-                kinds = sorted({name.rpartition(".")[2] for target in targets for name in _names(model, target)})
+                kinds = sorted({_last(name) for target in targets for name in _names(model, target)})
                 raise TuneError(
                     f"adapter.{setting}: '{pattern}' is the end of no adapted layer's name; they are {', '.join(kinds)}"
                 )
@@ -230,7 +243,7 @@ def _no_match(model: nn.Module, setting: str, wanted: str, candidates: Mapping[s
             f"adapter.{setting}: '{wanted}' is {others[0]}, which is neither a linear layer nor an embedding; only "
             f"those are adapted. To train it whole: adapter.modules_to_save=[{wanted}]"
         )
-    known = sorted({name.rpartition(".")[2] for candidate in candidates for name in _names(model, candidate)})
+    known = sorted({_last(name) for candidate in candidates for name in _names(model, candidate)})
     close = get_close_matches(wanted, known, n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""
     return TuneError(f"adapter.{setting}: '{wanted}' matches no layer.{hint} There are {', '.join(known)}")

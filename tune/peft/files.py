@@ -219,6 +219,8 @@ def _target_modules(model: nn.Module, adapted: set[str]) -> list[str]:
     """The last parts of the names where they say exactly which layers were adapted; otherwise the names in full."""
     kinds = {name.rpartition(".")[2] for name in adapted}
     modules = {disk_module_name(model, name) for name, _ in model.named_modules()}
+    stacked = [names for names in getattr(model, "disk_names", {}).values() if isinstance(names, list)]
+    modules |= {name.removesuffix(".weight") for names in stacked for name in names}
     matched = {name for name in modules if name.rpartition(".")[2] in kinds}
     return sorted(kinds if matched == adapted else adapted)
 

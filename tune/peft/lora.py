@@ -23,9 +23,10 @@ T = TypeVar("T")
 class LoRA:
     """Which layers get an adapter, of what kind, and what else of the model is trained.
 
-    `target_modules` is `all-linear` (all but the head), a list of names, or a regular expression that must match a
-    layer's whole name; linear layers and embeddings can be adapted. Names may be ours (`query`) or the checkpoint's
-    (`q_proj`). The patterns give other ranks and alphas to the layers whose name ends with, or is matched by, a key.
+    `target_modules` is `all-linear` (all but the head and, with experts, the feed-forward parts), a list of names,
+    or a regular expression that must match a layer's whole name; linear layers and embeddings can be adapted. Names may
+    be ours (`query`) or the checkpoint's (`q_proj`). The patterns give other ranks and alphas to the layers whose name
+    ends with, or is matched by, a key.
     The modules named in `modules_to_save` are trained whole, and of the embedding and the head the rows of the
     `trainable_tokens`.
 
