@@ -63,7 +63,12 @@ def build_from(tmp_path, fields):
         (PHI3 | {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 3}}, "short_factor must have 4 numbers; found 3"),
         (PHI3 | {"rope_scaling": LONGROPE | {"short_factor": 1.0}}, "not supported: short_factor=1.0"),
         (LLAMA | {"model_type": "gemma2", "attn_logit_softcapping": 0}, "must be a positive number; found 0"),
-        (LLAMA | {"model_type": "gemma3_text", "rope_parameters": {"factor": 2.0}}, "must have full_attention and"),
+        (
+            LLAMA | {"model_type": "gemma3_text", "rope_parameters": {"factor": 2.0}},
+            "rope_parameters: not supported: factor=2.0",
+        ),
+        (LLAMA | {"model_type": "gemma3_text", "rope_parameters": {"full_attention": 3}}, "must be a mapping; found 3"),
+        ({"model_type": "gemma3", "text_config": {"depth": 3}}, "config.json/text_config: not supported: depth=3"),
         ({"model_type": "gemma3", "text_config": [1]}, "field 'text_config' must be a mapping"),
         (LLAMA | {"model_type": "granitemoehybrid", "layer_types": ["mamba"]}, "only attention is supported"),
         (

@@ -15,6 +15,7 @@ HARMLESS = {
     "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "output_attentions", "output_hidden_states",
     "return_dict", "torchscript", "id2label", "label2id", "problem_type", "is_llama_config",
     "transformers.js_config", "cache_implementation", "auto_map", "task_specific_params", "chunk_size_feed_forward",
+    "temperature", "top_p", "top_k", "max_length", "max_sequence_length", "unsloth_fixed", "unsloth_version",
 }  # fmt: skip
 
 
@@ -82,6 +83,7 @@ class ConfigFile:
     def section(self, name: str) -> "ConfigFile":
         """The mapping under a field, read and finished like a file of its own."""
         section = copy.copy(self)
+        section.path = self.path / name  # the place, in messages
         section.fields, section._read, section._sections = self.mapping(name), set(), []
         self._sections.append(section)
         return section
@@ -135,8 +137,9 @@ class ConfigFile:
             )
         if unread:
             listing = ", ".join(f"{name}={value!r}" for name, value in unread.items())
+            kind = f" for model_type '{self.fields['model_type']}'" if "model_type" in self.fields else ""
             raise TuneError(
-                f"{self.path}: not supported for model_type '{self.fields.get('model_type')}': {listing}. Supported: "
+                f"{self.path}: not supported{kind}: {listing}. Supported: "
                 f"{', '.join(sorted(self._read))}. If a field has no effect on this model, remove it from the file; "
                 "otherwise model._component_=tune.models.hf trains what transformers makes of it"
             )

@@ -169,14 +169,10 @@ def rope(
 
 def two_ropes(file: ConfigFile, sliding_theta: float) -> tuple[RopeConfig, RopeConfig]:
     """The rotations of full and of sliding layers. In older files a `rope_scaling` is for full layers only."""
-    types = file.mapping("rope_parameters")
-    if unknown := types.keys() - {"full_attention", "sliding_attention"}:
-        raise TuneError(
-            f"{file.path}: rope_parameters must have full_attention and sliding_attention; found {sorted(unknown)}"
-        )
+    types = file.section("rope_parameters")
     file.integer("sliding_window")  # which of the two a layer takes is told by its having one
-    full = file.mapping("rope_scaling") | (types.get("full_attention") or {})
-    sliding = {"rope_theta": sliding_theta} | (types.get("sliding_attention") or {})
+    full = file.mapping("rope_scaling") | types.mapping("full_attention")
+    sliding = {"rope_theta": sliding_theta} | types.mapping("sliding_attention")
     return rope(file, fields=full), rope(file, fields=sliding)
 
 
