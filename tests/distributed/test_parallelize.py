@@ -103,3 +103,27 @@ def test_clip_grad_norm(checkpoint, max_norm):
         .float()
     )
     assert_close(clipped, norm if max_norm is None else norm.clamp(max=max_norm), rtol=1e-4, atol=0)
+
+
+class WithBuffers(nn.Module):
+    def __init__(self, device, persistent):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+        self.register_buffer("turns", torch.arange(4.0, device=device), persistent=persistent)
+
+
+def test_buffers_keep_their_values(checkpoint):
+    with torch.device("meta"):
+        model = WithBuffers("cpu", persistent=False)
+    distributed.parallelize(model, distributed.init("cpu"), dtype="bf16")
+    assert torch.equal(model.turns, torch.arange(4.0)) and not model.blocks[0].weight.is_meta
+
+
+def test_a_buffer_whose_values_are_nowhere_is_refused():
+    """It would be undefined, and no message would tell."""
+    with torch.device("meta"):
+        lost, saved = WithBuffers("meta", persistent=False), WithBuffers("meta", persistent=True)
+    with pytest.raises(TuneError, match="the values of the buffer turns are in no checkpoint"):
+        distributed.parallelize(lost, distributed.init("cpu"), dtype="fp32")
+    distributed.parallelize(saved, distributed.init("cpu"), dtype="fp32")
+    assert not saved.turns.is_meta

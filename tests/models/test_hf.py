@@ -10,10 +10,11 @@ from stacked import NoTokenizer
 from torch.testing import assert_close
 
 from tune import distributed
-from tune.checkpointers import Pretrained, export
+from tune.checkpointers import Pretrained, Random, export
 from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy
 from tune.models import hf
+from tune.peft import LoRA, add_adapters, export_adapter, merge
 
 transformers = pytest.importorskip("transformers")
 
@@ -129,6 +130,32 @@ def test_a_checkpoint_of_the_body_alone(tmp_path):
         assert_close(ours(TOKENS), theirs(TOKENS).logits, atol=1e-6, rtol=1e-6)
     export(ours, NoTokenizer(), tmp_path / "out", distributed.init("cpu"), source=str(folder))
     assert_close(load_file(tmp_path / "out" / "model.safetensors"), tensors, rtol=0, atol=0)
+
+
+def test_an_adapter_of_such_a_checkpoint_is_merged(tmp_path):
+    folder = save(tmp_path / "model", "BloomConfig", hidden_size=32, n_layer=2, n_head=4)
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model, lora = load(folder), LoRA(rank=4)
+    add_adapters(model, lora)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.2)
+        expected = model.eval()(TOKENS)
+    export_adapter(
+        model, lora, tmp_path / "adapter", distributed.init("cpu"), base=str(folder), tokenizer=NoTokenizer()
+    )
+    merge(folder, tmp_path / "adapter", folder / "merged")  # inside the base, which must not be copied into itself
+    with torch.no_grad():
+        assert_close(load(folder / "merged")(TOKENS), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_random_weights_are_not_made_here(tmp_path):
+    model = load(save(tmp_path, "GPTNeoXConfig", **SHAPE))
+    with pytest.raises(TuneError, match=r"from_scratch: .*save_pretrained"):
+        Random(0).fill(model)
 
 
 def test_dropout_of_the_architecture_is_off(tmp_path):

@@ -131,6 +131,15 @@ class TensorFiles:
         self.held, self.held_bytes = {}, 0
 
 
+def copy_all_but_weights(source: Path, target: Path) -> None:
+    """The files of a checkpoint folder, into a new one. Folders in it are something else: other formats, runs."""
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        weights = file.suffix in (".safetensors", ".bin", ".gguf", ".pt", ".pth") or file.name.endswith(".index.json")
+        if file.is_file() and not weights:
+            shutil.copyfile(file, target / file.name)
+
+
 def model_card(recipe: str, model_path: str, dataset_path: str) -> str:
     """README.md of an exported model: where it comes from."""
     model, dataset = Path(model_path).name, Path(dataset_path).name

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tune.checkpointers.disk import disk_tensors
-from tune.checkpointers.export import TensorFiles
+from tune.checkpointers.export import TensorFiles, copy_all_but_weights
 from tune.checkpointers.weights import disk_copies, disk_names
 from tune.errors import TuneError
 from tune.models import build
@@ -43,8 +43,7 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
 
     unfinished = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    ignored = shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", "*.gguf", "*.pth")
-    shutil.copytree(source, unfinished, ignore=ignored)
+    copy_all_but_weights(source, unfinished)
     files = TensorFiles(unfinished)
     for name, tensor in tensors.items():
         weight = tensor.read()

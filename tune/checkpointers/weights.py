@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tune.checkpointers.disk import disk_tensors
 from tune.distributed import local_shard
 from tune.errors import TuneError
-from tune.models import Decoder, build
+from tune.models import Decoder, HuggingFaceModel, build
 from tune.quantization import NF4Weight
 
 # A name; or those that a parameter is the stack of along a new first dimension; or for each member of the stack, those
@@ -157,7 +157,13 @@ class Random:
     def __init__(self, seed: int):
         self.seed = seed
 
-    def fill(self, model: Decoder) -> None:
+    def fill(self, model: Decoder | HuggingFaceModel) -> None:
+        """Raises TuneError for a model of transformers, each of which starts in its own way."""
+        if isinstance(model, HuggingFaceModel):
+            raise TuneError(
+                "from_scratch: tune.models.hf trains weights that exist. To start from random ones, save them with "
+                "transformers (AutoModelForCausalLM.from_config(config).save_pretrained(folder)) and train that folder"
+            )
         with torch.no_grad():
             for name, parameter in stored_tensors(model).items():
                 shard, where = local_shard(parameter)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tune.checkpointers.disk import disk_tensors
-from tune.checkpointers.export import TensorFiles
+from tune.checkpointers.export import TensorFiles, copy_all_but_weights
 from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.peft.files import BASE_COPY, CONFIG, HEAD, PREFIX, WEIGHTS, read_adapter
@@ -39,6 +39,11 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
     lora, changes, tensors = read_adapter(str(adapter)), _changes(Path(adapter)), disk_tensors(source)
     if config.get("tie_word_embeddings"):
         _follow_ties(changes, HEAD in tensors, Path(adapter))
+    # A checkpoint of the body alone leaves out the name that the body has in the whole model.
+    changes = {
+        short if name not in tensors and (short := name.partition(".")[2]) in tensors else name: parts
+        for name, parts in changes.items()
+    }
     if unknown := [name for name in changes if name not in tensors]:
         raise TuneError(f"{adapter} is for another base: {source} has no {', '.join(unknown[:5])}")
     _require_shapes(changes, {name: tensor.shape for name, tensor in tensors.items()})
@@ -46,8 +51,7 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
     _require_same_vocabulary(source, Path(adapter))
     unfinished = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    ignore = shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", "*.gguf", "*.pth")
-    shutil.copytree(source, unfinished, ignore=ignore)
+    copy_all_but_weights(source, unfinished)
     files = TensorFiles(unfinished)
     for name, tensor in tensors.items():
         weight = tensor.read()

@@ -1,0 +1,61 @@
+"""A model of the user's own, as docs/components.md shows it."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import full_finetune
+import lora_finetune
+import pytest
+import torch
+from helpers import run_processes
+from safetensors.torch import load_file, save_file
+
+from tune import config
+
+RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
+PAGE = Path(__file__).parents[2] / "docs" / "components.md"
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path, monkeypatch):
+    """Its weights and a tokenizer; the module `mine` is what the page says."""
+    section = PAGE.read_text().split("## Your own model")[1]
+    (tmp_path / "mine.py").write_text(section.split("```python\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(config.__file__).parents[2]}")
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    import mine
+
+    torch.manual_seed(0)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(checkpoint / file, folder / file)
+    model = mine.build(str(folder))
+    save_file(model.state_dict(), folder / "model.safetensors")
+    return folder
+
+
+def losses(run):
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_it_trains_and_is_exported(folder, chats, tmp_path):
+    common = [
+        "model._component_=mine.build", f"model.path={folder}", f"dataset.path={chats}", "max_seq_len=128",
+        "global_batch_size=8", "micro_batch_size=2", "dtype=fp32", "device=cpu", "optimizer.lr=1e-2", "max_steps=4",
+        "checkpointer.every=2",
+    ]  # fmt: skip
+    for recipe in (full_finetune, lora_finetune):
+        run = tmp_path / recipe.__name__
+        recipe.main(config.load(recipe.__name__, [*common, f"output_dir={run}"]))
+        assert losses(run)[-1] < losses(run)[0]
+    before = load_file(folder / "model.safetensors")
+    after = load_file(tmp_path / "full_finetune" / "model" / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in after.items()} == {n: tensor.shape for n, tensor in before.items()}
+    assert all(not torch.equal(after[name], tensor) for name, tensor in before.items())
+    variants = json.dumps({"two": []})
+    run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path), json.dumps(common), variants)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "full_finetune"), rel=1e-5)
