@@ -158,7 +158,7 @@ def _require_told_apart(model: nn.Module, targets: Mapping[str, nn.Module], lora
     """PEFT knows experts by the last part of a name, with one rank for all, and gate and up only together."""
     experts = {name: layer for name, layer in targets.items() if isinstance(layer, ExpertLinear)}
     names = _of_experts(model)
-    for name, layer in targets.items():
+    for name in targets:
         if name not in experts and _last(disk_module_name(model, name)) in names:
             raise TuneError(
                 f"adapter.target_modules: {disk_module_name(model, name)} is called as the projections of experts are, "
