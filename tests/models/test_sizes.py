@@ -45,6 +45,29 @@ SIZES = {
     "Qwen3 32B": (fields("qwen3", 5120, 25600, 64, 64, 8, 151936, head_dim=128), 32_762_123_264),
     "Gemma 2 2B": (fields("gemma2", 2304, 9216, 26, 8, 4, 256000, **GEMMA2), 2_614_341_888),
     "Gemma 2 9B": (fields("gemma2", 3584, 14336, 42, 16, 8, 256000, **GEMMA2), 9_241_705_984),
+    "Mixtral 8x7B": (
+        fields("mixtral", 4096, 14336, 32, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2), 46_702_792_704
+    ),
+    "Qwen3 30B-A3B": (
+        fields("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, head_dim=128, num_experts=128, num_experts_per_tok=8,
+               moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
+        30_532_122_624,
+    ),
+    "OLMoE 1B-7B": (
+        fields("olmoe", 2048, 1024, 16, 16, 16, 50304, num_experts=64, num_experts_per_tok=8), 6_919_161_856
+    ),
+    "gpt-oss 20B": (
+        fields("gpt_oss", 2880, 2880, 24, 64, 8, 201088, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
+               sliding_window=128, attention_bias=True),
+        20_914_757_184,
+    ),
+    "DeepSeek V3": (
+        fields("deepseek_v3", 7168, 18432, 61, 128, 128, 129280, moe_intermediate_size=2048, n_routed_experts=256,
+               num_experts_per_tok=8, n_shared_experts=1, n_group=8, topk_group=4, first_k_dense_replace=3,
+               q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+               routed_scaling_factor=2.5, norm_topk_prob=True),
+        671_026_404_352,
+    ),
     "Phi-4": (
         fields("phi3", 5120, 17920, 40, 40, 10, 100352, sliding_window=None, original_max_position_embeddings=8192),
         14_659_507_200,
@@ -72,6 +95,17 @@ def test_the_405b_of_the_llama_3_paper(on_meta):
     """3.8e25 FLOPs for 15.6T tokens: 6 for each parameter and token."""
     config, _ = SIZES["Llama 3.1 405B"]
     assert flops_per_token(on_meta(config), seq_len=0) * 15.6e12 == pytest.approx(3.8e25, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "active"),  # as published, embeddings included, in billions
+    [("Mixtral 8x7B", 12.9), ("Qwen3 30B-A3B", 3.3), ("OLMoE 1B-7B", 1.3), ("gpt-oss 20B", 3.6), ("DeepSeek V3", 37)],
+)
+def test_only_the_experts_that_a_token_is_sent_to_count(name, active, on_meta):
+    config, _ = SIZES[name]
+    embedding = config["vocab_size"] * config["hidden_size"] / 1e9
+    counted = flops_per_token(on_meta(config), seq_len=0) / 6e9
+    assert counted + (0 if name == "gpt-oss 20B" else embedding) == pytest.approx(active, rel=0.02)
 
 
 def test_the_formula(on_meta):

@@ -135,7 +135,7 @@ def broken_config_json(inputs):
     (inputs.model / "config.json").write_text('{"model_type": "llama",')
 
 
-@wrong("config.json", "model_type 'mamba' is not supported", "supported: llama, qwen3")
+@wrong("config.json", "model_type 'mamba' has no family here", "model._component_=tune.models.hf")
 def unsupported_architecture(inputs):
     inputs.change_json("config.json", model_type="mamba")
 
@@ -155,7 +155,7 @@ def unknown_rope_scaling(inputs):
     inputs.change_json("config.json", rope_parameters=None, rope_scaling={"type": "magic", "factor": 2.0})
 
 
-@wrong("config.json", "quantised", "fine-tune the original")
+@wrong("config.json", "quantised", "dequantize=True")
 def quantised_checkpoint(inputs):
     inputs.change_json("config.json", quantization_config={"quant_method": "gptq", "bits": 4})
 
@@ -165,8 +165,8 @@ def no_weights(inputs):
     (inputs.model / "model.safetensors").unlink()
 
 
-@wrong("no *.safetensors", "found pytorch_model.bin", "convert")
-def only_pickled_weights(inputs):
+@wrong("pytorch_model.bin is damaged", "torch before 1.6", "weights_only=True")
+def a_torch_file_that_is_none(inputs):
     (inputs.model / "model.safetensors").rename(inputs.model / "pytorch_model.bin")
 
 
@@ -207,7 +207,7 @@ def tensor_too_many(inputs):
 # The tokenizer
 
 
-@wrong("no tokenizer.json in", "save_pretrained")
+@wrong("no tokenizer in", "tokenizer.json, tekken.json, tokenizer.model")
 def no_tokenizer(inputs):
     (inputs.model / "tokenizer.json").unlink()
 
