@@ -18,13 +18,17 @@ class Dataset:
     """
 
     def __init__(
-        self, tokens: np.ndarray, labels: np.ndarray, starts: np.ndarray, rows: list[list[int]], accounting: Accounting
+        self,
+        tokens: np.ndarray,
+        labels: np.ndarray,
+        starts: np.ndarray,
+        rows: tuple[np.ndarray, np.ndarray],
+        accounting: Accounting,
     ) -> None:
-        """Sample i is `tokens[starts[i]:starts[i + 1]]`, likewise its labels; `rows` are indices of samples."""
+        """Sample i is `tokens[starts[i]:starts[i + 1]]`, likewise its labels; `rows` are those of `pack`."""
         self.accounting = accounting
         self._tokens, self._labels, self._starts = tokens, labels, starts
-        self._order = np.array([sample for row in rows for sample in row])
-        self._row_starts = np.cumsum([0, *map(len, rows)])
+        self._order, self._row_starts = rows
         supervised = np.add.reduceat(labels != IGNORE, starts[:-1], dtype=np.int64)
         self.row_tokens = np.add.reduceat(np.diff(starts)[self._order], self._row_starts[:-1])
         self.row_supervised = np.add.reduceat(supervised[self._order], self._row_starts[:-1])
@@ -40,13 +44,13 @@ class Dataset:
         accounting = accounting or Accounting()
         tokens, labels, starts = _flattened(samples, max_seq_len, accounting)
         lengths = np.diff(starts)
-        rows = pack(lengths.tolist(), max_seq_len) if packed else [[index] for index in range(len(lengths))]
+        rows = pack(lengths, max_seq_len) if packed else (np.arange(len(lengths)), np.arange(len(lengths) + 1))
         dataset = cls(tokens, labels, starts, rows, accounting)
         percentiles = np.percentile(lengths, [50, 90, 99, 100], method="higher")
         accounting.lengths = dict(zip(("p50", "p90", "p99", "max"), map(int, percentiles), strict=True))
         accounting.kept, accounting.tokens = len(lengths), len(tokens)
         accounting.supervised_tokens = int(dataset.row_supervised.sum())
-        accounting.training_rows, accounting.row_capacity = len(rows), max_seq_len if packed else None
+        accounting.training_rows, accounting.row_capacity = len(dataset), max_seq_len if packed else None
         return dataset
 
     def __len__(self) -> int:
