@@ -34,6 +34,12 @@ class Accounting:
         """The share of the packed rows that is not padding; None if not packed."""
         return self.tokens / (self.training_rows * self.row_capacity) if self.row_capacity else None
 
+    def add(self, other: "Accounting") -> None:
+        """Count what became of other rows too."""
+        for name, value in vars(other).items():
+            if isinstance(value, int | Counter):
+                setattr(self, name, getattr(self, name) + value)
+
     def steps_per_epoch(self, global_batch_size: int) -> int:
         return -(-self.training_rows // global_batch_size)
 
