@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from helpers import WORDS, save_checkpoint
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["TUNE_CACHE"] = tempfile.mkdtemp(prefix="tune-cache-")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ CASES = st.integers(1, 50).flatmap(
 
 def rows_of(lengths: list[int], capacity: int) -> list[list[int]]:
     order, starts = pack(np.array(lengths, dtype=np.int64), capacity)
-    return [order[start:end].tolist() for start, end in zip(starts[:-1], starts[1:], strict=True)]
+    return [order[start:end].tolist() for start, end in pairwise(starts)]
 
 
 @given(CASES)

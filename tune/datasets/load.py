@@ -1,19 +1,25 @@
+import hashlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain, islice
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
 from tune.collators import IGNORE, Sample
 from tune.datasets.accounting import Accounting
+from tune.datasets.cache import cache_folder, content_of, key_of, prepared
 from tune.datasets.dataset import Dataset
-from tune.datasets.formats import Text, recognise, renamed
+from tune.datasets.formats import Format, Text, recognise, renamed, text
+from tune.datasets.samples import Part, part
 from tune.datasets.sources import Source, open_source
+from tune.datasets.workers import map_chunks
 from tune.errors import TuneError
 from tune.tokenizers import Encoding, Tokenizer
+from tune.types import PositiveInt
 
-MISTAKES_SHOWN = 5
 BATCH = 512  # texts tokenised together, on all cores
 
 
@@ -26,30 +32,84 @@ def load(
     packed: bool = False,
     columns: Mapping[str, str] | None = None,
     subset: str | None = None,
+    cache_dir: str | None = None,
+    workers: PositiveInt | None = None,
 ) -> Dataset:
     """Tokenises a dataset: a .json, .jsonl, .csv or .parquet file, a folder of them, or a name on the hub.
 
     `columns` gives the data's names for the columns of a format ({"prompt": "question", "completion": "answer"});
     `subset` is one of a hub dataset's configurations. Mistaken rows raise TuneError with their places; rows of no use
     are dropped and counted in `.accounting`.
+
+    What it makes is kept in `cache_dir` (default: $TUNE_CACHE or ~/.cache/tune) and used again for the same content,
+    tokenizer and options. `workers` is the number of processes that tokenise; None: one for each core.
     """
     source = open_source(path, split, subset)
     accounting = Accounting(source.name, source.ignored_files)
-    texts = _texts(source, tokenizer, dict(columns or {}), accounting)
-    return Dataset.from_samples(_samples(texts, tokenizer), max_seq_len, packed, accounting)
+    names = dict(columns or {})
+    folder = cache_folder(cache_dir)
+    content = content_of(source.files, folder) if source.files else _content_of_rows(open_source(path, split, subset))
+    key = key_of(content, tokenizer.fingerprint, max_seq_len, names)
+    samples = prepared(
+        lambda: map_chunks(_reader(source, tokenizer, names, max_seq_len), source.rows, workers),
+        key, max_seq_len, accounting, folder,
+    )  # fmt: skip
+    return Dataset(samples, accounting, max_seq_len if packed else None)
 
 
-def _texts(source: Source, tokenizer: Tokenizer, columns: dict[str, str], accounting: Accounting) -> Iterator[Text]:
-    format = None
-    mistakes: list[str] = []
+def _content_of_rows(source: Source) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for _, row in source.rows:
+        digest.update(repr(row).encode())
+    return digest.hexdigest()
+
+
+def _reader(
+    source: Source, tokenizer: Tokenizer, columns: dict[str, str], max_seq_len: int
+) -> Callable[[list[tuple[str, Any]]], Part]:
+    """What makes samples of rows, whose format the first one decides."""
+    first = []
+    format: tuple[str, ...] = ("text",)
+    read: Format = text
     for place, row in source.rows:
-        if format is None and isinstance(row, dict):
+        first.append((place, row))
+        if isinstance(row, dict):
             format, read = recognise(row, columns, place)
-            if format == ("messages",):
-                tokenizer.require_chat_template()
+            break
+    source.rows = chain(first, source.rows)
+    if format == ("messages",):
+        tokenizer.require_chat_template()
+    return partial(_part, tokenizer, format, read, columns, max_seq_len)
+
+
+def _part(
+    tokenizer: Tokenizer,
+    format: tuple[str, ...],
+    read: Format,
+    columns: dict[str, str],
+    max_seq_len: int,
+    rows: list[tuple[str, Any]],
+) -> Part:
+    accounting = Accounting()
+    mistakes: list[str] = []
+    texts = _texts(rows, tokenizer, format, read, columns, accounting, mistakes)
+    made = part(_samples(texts, tokenizer), max_seq_len, accounting)
+    made.mistakes = mistakes
+    return made
+
+
+def _texts(
+    rows: list[tuple[str, Any]],
+    tokenizer: Tokenizer,
+    format: tuple[str, ...],
+    read: Format,
+    columns: dict[str, str],
+    accounting: Accounting,
+    mistakes: list[str],
+) -> Iterator[Text]:
+    for place, row in rows:
         try:
-            row = renamed(row, format or (), columns)
-            text = read(row, tokenizer)
+            text = read(renamed(row, format, columns), tokenizer)
             if isinstance(text, Text):
                 text.text.encode()
         except TuneError as error:
@@ -60,13 +120,8 @@ def _texts(source: Source, tokenizer: Tokenizer, columns: dict[str, str], accoun
             if isinstance(text, str):
                 accounting.rows += 1
                 accounting.dropped[text] += 1
-            elif not mistakes:
+            else:
                 yield text
-        if len(mistakes) == MISTAKES_SHOWN:
-            break
-    if mistakes:
-        first = f"the first {MISTAKES_SHOWN} rows" if len(mistakes) == MISTAKES_SHOWN else "rows"
-        raise TuneError("\n  ".join([f"{source.name}: {first} that cannot be used:", *mistakes]))
 
 
 def _samples(texts: Iterator[Text], tokenizer: Tokenizer) -> Iterator[Sample]:

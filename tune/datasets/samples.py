@@ -81,8 +81,14 @@ def in_memory(parts: Iterable[Part], max_seq_len: int, accounting: Accounting) -
     """All parts together, counted in `accounting`. Raises TuneError for mistakes, or if no sample is left."""
     tokens, labels = io.BytesIO(), io.BytesIO()
     lengths, supervised, fingerprint, largest = write(parts, max_seq_len, accounting, tokens, labels)
-    flat = [np.frombuffer(each.getbuffer(), dtype=np.int32) for each in (tokens, labels)]
-    return Samples(*flat, lengths, supervised, fingerprint, largest)
+    return Samples(
+        np.frombuffer(tokens.getbuffer(), dtype=np.int32),
+        np.frombuffer(labels.getbuffer(), dtype=np.int32),
+        lengths,
+        supervised,
+        fingerprint,
+        largest,
+    )
 
 
 def write(

@@ -25,6 +25,7 @@ class Source:
     name: str
     rows: Rows
     ignored_files: list[str] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)  # none if the rows come from elsewhere
 
 
 def open_source(path: str, split: str = "train", subset: str | None = None) -> Source:
@@ -51,7 +52,7 @@ def open_source(path: str, split: str = "train", subset: str | None = None) -> S
             found = ", ".join(entry.name for entry in entries[:10]) or "nothing"
             raise TuneError(f"{local} must hold data files of one kind ({_known()}); found {found}")
     rows = (row for file in files for row in READERS[file.suffix](file))
-    return Source(str(local), rows, ignored)
+    return Source(str(local), rows, ignored, files)
 
 
 def _json(file: Path) -> Rows:

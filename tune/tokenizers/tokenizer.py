@@ -1,3 +1,4 @@
+import hashlib
 import json
 import re
 import shutil
@@ -57,6 +58,12 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""
         return self._tokenizer.get_vocab_size()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all that decides its ids and the text of conversations."""
+        contents = [tokenizers.__version__, self._tokenizer.to_str(), self.special_tokens, self._templates]
+        return hashlib.blake2b(json.dumps(contents, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @cached_property
     def stop_ids(self) -> set[int]:
