@@ -57,9 +57,9 @@ def prepared(
     their counts. Raises TuneError for what `parts` finds, and if the folder cannot be written.
     """
     final = folder / key
-    if (samples := _read(final, accounting)) is not None:
-        return samples
     try:
+        if (samples := _read(final, accounting)) is not None:
+            return samples
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{key}.lock", accounting.source):
             if (samples := _read(final, accounting)) is not None:
