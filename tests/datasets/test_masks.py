@@ -1,4 +1,5 @@
-"""What is learned of a conversation: as transformers has it where the template marks it, else as written out by hand."""
+"""What is learned of a conversation: as transformers has it where the template marks it, else as written by hand."""
+# ruff: noqa: RUF001 - DeepSeek's bars
 
 import importlib.util
 import re
@@ -12,100 +13,84 @@ from hypothesis import strategies as st
 from tune.datasets import RowReader, supervision
 from tune.tokenizers import Tokenizer
 
-SPECIAL = [
-    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>",
-    "<end_of_turn>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<｜User｜>", "<｜Assistant｜>", "<|start_of_role|>",
-    "<|end_of_role|>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
-]  # fmt: skip
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<|end|>"]
+SPECIAL += [f"<|{name}|>" for name in ("user", "assistant", "system", "start_header_id", "end_header_id")]
+SPECIAL += [f"<|{name}|>" for name in ("start_of_role", "end_of_role", "START_OF_TURN_TOKEN", "END_OF_TURN_TOKEN")]
+SPECIAL += ["<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<｜User｜>", "<｜Assistant｜>"]
 
-LOOP = "{% for m in messages %}"
-PROMPT = "{% endfor %}{% if add_generation_prompt %}"
-ANSWER = "{% if m.role == 'user' %}"
 
-# For each a template without marks in the manner of a family's, and by hand what it writes before a question, between
-# question and answer, and behind the answer; and how much of the last is learned.
+def each_message(text, prompt=""):
+    """A template that writes `text` for each message, and `prompt` as generation prompt."""
+    loop = "{% for m in messages %}" + text + "{% endfor %}"
+    return loop + "{% if add_generation_prompt %}" + prompt + "{% endif %}"
+
+
+def by_role(user, assistant):
+    return "{% if m.role == 'user' %}" + user + "{% else %}" + assistant + "{% endif %}"
+
+
+TEXT_OF = "{{ m.content }}"
+
+# For each a template without marks in the manner of a family's; and, by hand, what it writes first, before a question,
+# between question and answer, behind the answer to be learned with it, and behind that.
 BY_HAND = {
     "chatml": (
-        f"{LOOP}<|im_start|>{{{{ m.role }}}}\n{{{{ m.content }}}}<|im_end|>\n{PROMPT}<|im_start|>assistant\n{{% endif %}}",
+        each_message("<|im_start|>{{ m.role }}\n" + TEXT_OF + "<|im_end|>\n", "<|im_start|>assistant\n"),
         ("", "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>", "\n"),
     ),
     "llama 3": (
-        "<s>"
-        + LOOP
-        + "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>"
-        + PROMPT
-        + "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-        (
-            "<s>",
-            "<|start_header_id|>user<|end_header_id|>\n\n",
-            "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-            "<|eot_id|>",
-            "",
+        "<s>" + each_message(
+            "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n" + TEXT_OF + "<|eot_id|>",
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
         ),
+        ("<s>", "<|start_header_id|>user<|end_header_id|>\n\n",
+         "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>", ""),
     ),
     "gemma": (
-        "<s>"
-        + LOOP
-        + "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content }}<end_of_turn>\n"
-        + PROMPT
-        + "<start_of_turn>model\n{% endif %}",
+        "<s>" + each_message(
+            "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n" + TEXT_OF + "<end_of_turn>\n",
+            "<start_of_turn>model\n",
+        ),
         ("<s>", "<start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n", "<end_of_turn>", "\n"),
     ),
     "mistral": (
-        f"<s>{LOOP}{ANSWER}[INST] {{{{ m.content }}}} [/INST]{{% else %}}{{{{ m.content }}}}</s>{{% endif %}}{{% endfor %}}",
+        "<s>" + each_message(by_role("[INST] " + TEXT_OF + " [/INST]", TEXT_OF + "</s>")),
         ("<s>", "[INST] ", " [/INST]", "</s>", ""),
     ),
     "phi": (
-        f"{LOOP}<|{{{{ m.role }}}}|>\n{{{{ m.content }}}}<|end|>\n{PROMPT}<|assistant|>\n{{% endif %}}",
+        each_message("<|{{ m.role }}|>\n" + TEXT_OF + "<|end|>\n", "<|assistant|>\n"),
         ("", "<|user|>\n", "<|end|>\n<|assistant|>\n", "<|end|>", "\n"),
     ),
     "zephyr": (
-        f"{LOOP}<|{{{{ m.role }}}}|>\n{{{{ m.content }}}}</s>\n{PROMPT}<|assistant|>\n{{% endif %}}",
+        each_message("<|{{ m.role }}|>\n" + TEXT_OF + "</s>\n", "<|assistant|>\n"),
         ("", "<|user|>\n", "</s>\n<|assistant|>\n", "</s>", "\n"),
     ),
     "deepseek": (
-        f"<s>{LOOP}{ANSWER}<｜User｜>{{{{ m.content }}}}{{% else %}}<｜Assistant｜>{{{{ m.content }}}}</s>{{% endif %}}"
-        + PROMPT
-        + "<｜Assistant｜>{% endif %}",
+        "<s>" + each_message(by_role("<｜User｜>" + TEXT_OF, "<｜Assistant｜>" + TEXT_OF + "</s>"), "<｜Assistant｜>"),
         ("<s>", "<｜User｜>", "<｜Assistant｜>", "</s>", ""),
     ),
     "granite": (
-        f"{LOOP}<|start_of_role|>{{{{ m.role }}}}<|end_of_role|>{{{{ m.content }}}}</s>\n"
-        + PROMPT
-        + "<|start_of_role|>assistant<|end_of_role|>{% endif %}",
-        (
-            "",
-            "<|start_of_role|>user<|end_of_role|>",
-            "</s>\n<|start_of_role|>assistant<|end_of_role|>",
-            "</s>",
-            "\n",
-        ),
+        each_message("<|start_of_role|>{{ m.role }}<|end_of_role|>" + TEXT_OF + "</s>\n",
+                     "<|start_of_role|>assistant<|end_of_role|>"),
+        ("", "<|start_of_role|>user<|end_of_role|>", "</s>\n<|start_of_role|>assistant<|end_of_role|>", "</s>", "\n"),
     ),
     "command": (
-        f"<s>{LOOP}<|START_OF_TURN_TOKEN|>{{{{ '<|USER_TOKEN|>' if m.role == 'user' else '<|CHATBOT_TOKEN|>' }}}}"
-        + "{{ m.content }}<|END_OF_TURN_TOKEN|>"
-        + PROMPT
-        + "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}",
-        (
-            "<s>",
-            "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>",
-            "<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
-            "<|END_OF_TURN_TOKEN|>",
-            "",
+        "<s>" + each_message(
+            "<|START_OF_TURN_TOKEN|>" + by_role("<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>") + TEXT_OF + "<|END_OF_TURN_TOKEN|>",
+            "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
         ),
+        ("<s>", "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>",
+         "<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", "<|END_OF_TURN_TOKEN|>", ""),
     ),
     "vicuna": (
-        f"{LOOP}{ANSWER}USER: {{{{ m.content }}}} {{% else %}}ASSISTANT:{{{{ m.content }}}}</s>{{% endif %}}"
-        + PROMPT
-        + "ASSISTANT:{% endif %}",
+        each_message(by_role("USER: " + TEXT_OF + " ", "ASSISTANT:" + TEXT_OF + "</s>"), "ASSISTANT:"),
         ("", "USER: ", " ASSISTANT:", "</s>", ""),
     ),
     "llama 2": (
-        f"{LOOP}{ANSWER}<s>[INST] {{{{ m.content }}}} [/INST]{{% else %}} {{{{ m.content }}}} </s>{{% endif %}}"
-        + "{% endfor %}",
+        each_message(by_role("<s>[INST] " + TEXT_OF + " [/INST]", " " + TEXT_OF + " </s>")),
         ("", "<s>[INST] ", " [/INST]", "</s>", ""),
     ),
-}
+}  # fmt: skip
 MODES = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -195,7 +180,7 @@ def marked_templates():
 def test_labels_are_those_of_transformers(file, byte_checkpoint, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     template = file.read_text()
-    special = {*SPECIAL, *re.findall(r"<\|[^|<>\s]+\|>|<｜[^｜]+｜>|</?[a-z_]+_of_[a-z]+>|<turn\|>|<\|turn>", template)}
+    special = {*SPECIAL, *re.findall(r"<[|｜][^|｜<>\s]+[|｜]>|</?[a-z_]+_of_[a-z]+>|<turn\|>|<\|turn>", template)}
     folder = byte_checkpoint(tmp_path / "checkpoint", sorted(special), template)
     reference, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer(str(folder))
     monkeypatch.setattr(supervision, "_fixed_date", time.strftime)  # transformers takes the clock's
