@@ -76,7 +76,8 @@ BY_HAND = {
     ),
     "command": (
         "<s>" + each_message(
-            "<|START_OF_TURN_TOKEN|>" + by_role("<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>") + TEXT_OF + "<|END_OF_TURN_TOKEN|>",
+            "<|START_OF_TURN_TOKEN|>" + by_role("<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>")
+            + TEXT_OF + "<|END_OF_TURN_TOKEN|>",
             "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
         ),
         ("<s>", "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>",
