@@ -18,7 +18,7 @@ def test_counts_what_it_holds(make):
         "truncated": 0,
         "cut_tokens": 0,
         "split": 0,
-        "without_end": 0,
+        "endless": 0,
         "samples": 2,
         "tokens": 12,
         "supervised_tokens": 5,

@@ -54,6 +54,10 @@ class Tokenizer:
         self.bos_id, self.eos_id, self.pad_id = (self._id_of(name) for name in ("bos_token", "eos_token", "pad_token"))
         self._templates = self._read_templates(config.get("chat_template"))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what Jinja compiled, which cannot be sent to another process."""
+        return {name: value for name, value in vars(self).items() if name != "_compiled"}
+
     @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""
