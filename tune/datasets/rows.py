@@ -88,7 +88,7 @@ class RowReader:
 
     def _draft(self, row: Any) -> Draft | Outcome:
         if not isinstance(row, dict):
-            raise TuneError(f"the row is {shown(row)}; it must be an object with columns")
+            raise TuneError(f"the row is {'null' if row is None else shown(row)}; it must be an object with columns")
         if self._is_held_out(row) != self.validation:
             return Outcome(dropped=FOR_TRAINING if self.validation else HELD_OUT)
         if self.filter and not _called(self.filter, "filter", row):

@@ -21,7 +21,10 @@ SHARE_GPT_ROLES = {
 
 def conversation(row: Row, column: str) -> list[Message]:
     """The messages in a column, behind the system message that may stand in the row's column `system`."""
-    messages = checked_messages(row[column], column)
+    messages = row[column]
+    if isinstance(messages, str) and messages.lstrip().startswith("["):
+        messages = _parsed(messages, column)  # all that CSV can hold
+    messages = checked_messages(messages, column)
     system = row.get("system")
     if not isinstance(system, str | None):
         raise TuneError(f"system is {shown(system)}; it must be a string")
