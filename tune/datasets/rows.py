@@ -182,7 +182,7 @@ class RowReader:
     def _ends(self, content: Content, samples: Sequence[Sample]) -> bool:
         if not self.train_on_end_of_turn or isinstance(content, Tokens):
             return True
-        return bool(np.isin(samples[-1].labels, [*self.tokenizer.stop_ids]).any())
+        return not self.tokenizer.stop_ids.isdisjoint(samples[-1].labels.tolist())
 
     def _truncated(self, content: Content, whole: Sample) -> tuple[list[Sample], int]:
         """What fits, and how many tokens do not: a conversation up to its last learned message that does, if one does,
