@@ -4,8 +4,11 @@ import gzip
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tune.datasets import RowReader, labelled_sample, load, preference_pairs
+from tune.datasets.formats import FORMATS
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
@@ -212,6 +215,41 @@ def test_label(tokenizer):
         labelled_sample({"prompt": "a", "completion": "b", "label": "good"}, RowReader(tokenizer, 100))
 
 
+WORDS = [
+    "role",
+    "content",
+    "from",
+    "value",
+    "type",
+    "text",
+    "train",
+    "weight",
+    "tool_calls",
+    "function",
+    "name",
+    "arguments",
+]
+VALUES = ["user", "assistant", "system", "tool", "human", "gpt", "function_call", "text", "[]", "{}", "", "a", "\ud83d"]
+JSON = st.recursive(
+    st.sampled_from([None, True, 0, 1, -100, 2**40, 0.5, float("nan"), *VALUES]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+    max_leaves=20,
+)
+COLUMNS = [name for format in FORMATS for name in (*format.columns, *format.optional)]
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(VALUES), "content": JSON}, optional={"tool_calls": JSON, "train": JSON}
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(row=st.dictionaries(st.sampled_from(COLUMNS), JSON | st.lists(MESSAGE, max_size=3), max_size=4) | JSON)
+def test_whatever_a_row_is_it_becomes_something(tokenizer, row):
+    reader = RowReader(tokenizer, 20, too_long="split", validation_fraction=0.1)
+    for outcome in reader([("the row", row)]):
+        assert bool(outcome.samples) + (outcome.dropped is not None) + (outcome.mistake is not None) == 1
+        assert all(0 < len(sample.tokens) <= 20 for sample in outcome.samples)
+
+
 def test_rows_of_no_use_are_counted(read):
     rows = {
         "empty completion": [{"prompt": "a", "completion": ""}, {"prompt": "a", "completion": None}],
@@ -222,11 +260,11 @@ def test_rows_of_no_use_are_counted(read):
         "no message to learn": [chat(USER, {**ASSISTANT, "train": False})],
         "fully masked": [{"input_ids": [1, 2], "labels": [-100, -100]}],
     }
-    for reason, given in rows.items():
+    for reason, useless in rows.items():
         with pytest.raises(
-            TuneError, match=rf"none of the {len(given)} rows can be learned from: {reason} \({len(given)}\)$"
+            TuneError, match=rf"none of the {len(useless)} rows can be learned from: {reason} \({len(useless)}\)$"
         ):
-            read("data.jsonl", "\n".join(map(json.dumps, given)))
+            read("data.jsonl", "\n".join(map(json.dumps, useless)))
     accounting = read("data.jsonl", '{"text": ""}\n{"text": null}\n{"text": "a"}').accounting
     assert (accounting.kept, accounting.dropped) == (1, {"empty text": 2})
 

@@ -79,7 +79,7 @@ def _checked(message: Any, place: str) -> Message:
 def _from_share_gpt(message: Message, place: str) -> Message:
     """`from` and `value` as `role` and `content`."""
     name, value = message["from"], message.get("value")
-    if name not in SHARE_GPT_ROLES:
+    if not isinstance(name, str) or name not in SHARE_GPT_ROLES:
         hint = suggestion(str(name), SHARE_GPT_ROLES)
         raise TuneError(f"{place}.from is {shown(name)}{hint}; it must be one of {', '.join(SHARE_GPT_ROLES)}")
     if not isinstance(value, str):

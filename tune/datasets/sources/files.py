@@ -171,7 +171,8 @@ def choose_files(tree: Tree, split: str) -> tuple[list[File], list[str]]:
         data = _of_split(tree.path, data, split)
     else:
         _require_train(tree.path, split)
-    return [File(tree.filesystem, paths[name], name) for name in data], [name for name in paths if name not in data]
+    files = [File(tree.filesystem, paths[name], name) for name in data]
+    return files, sorted(paths.keys() - data)
 
 
 def _of_split(folder: str, names: list[str], split: str) -> list[str]:
