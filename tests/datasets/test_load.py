@@ -231,6 +231,17 @@ def test_template_that_refuses_a_row(folder, write):
         load(Tokenizer(str(folder)), write({"messages": CHAT}), max_seq_len=100)
 
 
+def test_conversations_without_an_end_of_turn_are_counted(folder, write):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.end }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}assistant: {% endif %}")
+    ended = [CHAT[0], {**CHAT[1], "end": "<|im_end|>"}]
+    accounting = load(
+        Tokenizer(str(folder)), write({"messages": CHAT}, {"messages": ended}), max_seq_len=100
+    ).accounting
+    assert accounting.endless == 1
+    assert "without an end of turn  1 (the model does not learn to stop there)" in accounting.table()
+
+
 def test_no_chat_template(folder, write):
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(TuneError, match=r"^the tokenizer in .* has no chat template"):

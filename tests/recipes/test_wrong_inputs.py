@@ -439,7 +439,7 @@ def resume_from_an_earlier_step_in_place(inputs):
 # The training
 
 
-@wrong("loss is nan at step 1", "stopped before the optimizer step", "dataset rows")
+@wrong("loss is nan at step 1", "nothing of this step is saved", "dataset rows")
 def weights_that_are_not_finite(inputs):
     inputs.change_tensors(lambda tensors: tensors["model.norm.weight"].fill_(float("inf")))
     return [f"output_dir={inputs.folder / 'new'}"]

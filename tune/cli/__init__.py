@@ -17,7 +17,8 @@ VERBS = {
     "run": "run a recipe, on one process or through torchrun",
     "download": "get a model from the Hugging Face hub",
     "merge": "merge an adapter into its base",
-    "import-gguf": "turn a GGUF file into a folder in Hugging Face layout",
+    "add-tokens": "a model with a larger vocabulary",
+    "convert": "turn a GGUF file or a Llama in Meta's format into a folder in Hugging Face layout",
 }
 
 

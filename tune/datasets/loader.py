@@ -33,7 +33,8 @@ class DataLoader:
 
     The rows of a step are a function of (seed, epoch) alone; ranks and micro-batches only divide them. The rows of one
     step are sorted by length so that those of a micro-batch are alike; the last step of an epoch may have fewer rows,
-    but every rank gets the same number of micro-batches. `pad_to` is that of `collate`.
+    but every rank gets the same number of micro-batches: one, or a TuneError, unless `accumulate`. `pad_to` is that of
+    `collate`.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class DataLoader:
         epochs: int = 1,
         max_steps: int | None = None,
         seed: int = 0,
+        accumulate: bool = True,
         pad_to: int | None = None,
     ) -> None:
-        _check_sizes(dataset, world.data_size, global_batch_size, micro_batch_size)
+        _check_sizes(dataset, world.data_size, global_batch_size, micro_batch_size, accumulate)
         self.dataset, self.world, self.seed, self.pad_to = dataset, world, seed, pad_to
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.steps_per_epoch = -(-len(dataset) // global_batch_size)
@@ -118,7 +120,7 @@ def _micro_batches(
         yield collate([*map(dataset.row, mine), *([[]] * missing)], pad_to)
 
 
-def _check_sizes(dataset: Dataset, ranks: int, global_batch_size: int, micro_batch_size: int) -> None:
+def _check_sizes(dataset: Dataset, ranks: int, global_batch_size: int, micro_batch_size: int, accumulate: bool) -> None:
     if len(dataset) < ranks:
         rows = f"{len(dataset)} packed rows" if dataset.accounting.row_capacity else f"{len(dataset)} rows"
         instead = f" or packed=false ({dataset.accounting.samples} rows)" if dataset.accounting.row_capacity else ""
@@ -127,6 +129,13 @@ def _check_sizes(dataset: Dataset, ranks: int, global_batch_size: int, micro_bat
             f"use at most {len(dataset)} processes{instead}"
         )
     together = ranks * micro_batch_size
+    if not accumulate and global_batch_size != together:
+        whole = f"micro_batch_size to {global_batch_size // ranks}" if global_batch_size % ranks == 0 else ""
+        raise TuneError(
+            f"optimizer_in_backward=true updates in the one backward of a step: global_batch_size={global_batch_size} "
+            f"must be micro_batch_size={micro_batch_size} x {ranks} data-parallel processes. Set "
+            f"{whole + ', or ' if whole else ''}global_batch_size to {together}"
+        )
     if global_batch_size % together == 0:
         return
     message = (

@@ -174,10 +174,9 @@ class RowReader:
                 raise TuneError(f"the row has {length:,} tokens, which is more than max_seq_len={self.max_seq_len}")
             samples, cut = self._split(content, whole) if too_long == "split" else self._truncated(content, whole)
         outcome = _supervised(samples, cut, whole)
-        if cut or outcome.dropped or not self.train_on_end_of_turn or isinstance(content, Tokens):
+        if cut or not self.train_on_end_of_turn or not isinstance(content, Chat):
             return outcome
-        stops = self.tokenizer.stop_ids
-        return replace(outcome, ends=not stops.isdisjoint(outcome.samples[-1].labels.tolist()))
+        return replace(outcome, ends=self.tokenizer.ends_turn(draft.text[slice(*draft.spans[-1])]))
 
     def _truncated(self, content: Content, whole: Sample) -> tuple[list[Sample], int]:
         """What fits, and how many tokens do not: a conversation up to its last learned message that does, if one does,

@@ -151,8 +151,8 @@ def choose_files(tree: Tree, split: str) -> tuple[list[File], list[str]]:
         _require_train(tree.path, split)
         if not _kind(tree.path):
             suffix = "".join(Path(tree.path).suffixes[-2:])
-            files = f"{suffix} files" if suffix else "files whose name has no suffix"
-            raise TuneError(f"{tree.path}: cannot read {files}; known are {_known()}")
+            such = f"{suffix} files" if suffix else "files whose name has no suffix"
+            raise TuneError(f"{tree.path}: cannot read {such}; known are {_known()}")
         return [File(tree.filesystem, tree.root, os.path.basename(tree.root))], []
     is_folder = bool(tree.filesystem.isdir(tree.root))
     paths = tree.below() if is_folder else tree.matching()
