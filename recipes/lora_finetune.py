@@ -35,7 +35,9 @@ def main(cfg):
     tokenizer = instantiate(cfg.tokenizer)
     rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed}
     dataset = instantiate(cfg.dataset, tokenizer, **rows)
-    validation = instantiate(cfg.validation_dataset, tokenizer, **rows) if cfg.validation_dataset.path else None
+    validation = (
+        instantiate(cfg.validation_dataset, tokenizer, **rows) if cfg.validation_dataset.path else dataset.validation
+    )
     for part in filter(None, (dataset, validation)):
         part.require_vocabulary(model.config.vocab_size)
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape

@@ -6,5 +6,22 @@ from tune.datasets.dataset import Dataset
 from tune.datasets.load import load
 from tune.datasets.loader import DataLoader, GlobalBatch, validation_batches
 from tune.datasets.packing import pack
+from tune.datasets.preferences import Labelled, Pair, labelled_sample, preference_pairs
+from tune.datasets.rows import Outcome, RowReader
 
-__all__ = ["Accounting", "DataLoader", "Dataset", "GlobalBatch", "Sample", "load", "pack", "validation_batches"]
+__all__ = [
+    "Accounting",
+    "DataLoader",
+    "Dataset",
+    "GlobalBatch",
+    "Labelled",
+    "Outcome",
+    "Pair",
+    "RowReader",
+    "Sample",
+    "labelled_sample",
+    "load",
+    "pack",
+    "preference_pairs",
+    "validation_batches",
+]
