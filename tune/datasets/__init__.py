@@ -5,6 +5,18 @@ from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset
 from tune.datasets.load import load
 from tune.datasets.loader import DataLoader, GlobalBatch, validation_batches
+from tune.datasets.mix import Mixture, mix
 from tune.datasets.packing import pack
 
-__all__ = ["Accounting", "DataLoader", "Dataset", "GlobalBatch", "Sample", "load", "pack", "validation_batches"]
+__all__ = [
+    "Accounting",
+    "DataLoader",
+    "Dataset",
+    "GlobalBatch",
+    "Mixture",
+    "Sample",
+    "load",
+    "mix",
+    "pack",
+    "validation_batches",
+]

@@ -6,6 +6,7 @@ import numpy as np
 
 from tune.collators import Batch, collate
 from tune.datasets.dataset import Dataset
+from tune.datasets.mix import Mixture
 from tune.errors import TuneError
 
 
@@ -38,7 +39,7 @@ class DataLoader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | Mixture,
         world: DataRanks,
         global_batch_size: int,
         micro_batch_size: int,
@@ -66,7 +67,7 @@ class DataLoader:
             self._step += 1
             step_epoch, position = divmod(self._step - 1, self.steps_per_epoch)
             if step_epoch != epoch:
-                epoch, order = step_epoch, self._order(step_epoch)
+                epoch, order = step_epoch, self.dataset.order(self.seed, step_epoch)
             rows = order[position * self.global_batch_size : (position + 1) * self.global_batch_size]
             yield self._step, self._batch(rows)
 
@@ -96,19 +97,23 @@ class DataLoader:
     def _identity(self) -> dict[str, Any]:
         return {"fingerprint": self.dataset.fingerprint, "seed": self.seed, "global_batch_size": self.global_batch_size}
 
-    def _order(self, epoch: int) -> np.ndarray:
-        return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(len(self.dataset))
-
 
 def validation_batches(
-    dataset: Dataset, world: DataRanks, micro_batch_size: int, pad_to: int | None = None
-) -> Iterator[Batch]:
-    """Every row once over all ranks, and the same number of batches on each."""
-    return _micro_batches(dataset, np.arange(len(dataset)), world, micro_batch_size, pad_to)
+    dataset: Dataset | Mixture, world: DataRanks, micro_batch_size: int, pad_to: int | None = None
+) -> Iterator[tuple[tuple[str, ...], Batch]]:
+    """Every row once over all ranks, and the same number of batches on each.
+
+    A batch comes with the metrics that its loss belongs to: `validation_loss`, and that of its source in a mixture.
+    """
+    parts = dataset.parts if isinstance(dataset, Mixture) else {"": dataset}
+    for source, part in parts.items():
+        names = ("validation_loss", f"validation_loss/{source}") if source else ("validation_loss",)
+        for batch in _micro_batches(part, np.arange(len(part)), world, micro_batch_size, pad_to):
+            yield names, batch
 
 
 def _micro_batches(
-    dataset: Dataset, rows: np.ndarray, world: DataRanks, micro_batch_size: int, pad_to: int | None
+    dataset: Dataset | Mixture, rows: np.ndarray, world: DataRanks, micro_batch_size: int, pad_to: int | None
 ) -> Iterator[Batch]:
     by_length = rows[np.argsort(-dataset.row_tokens[rows], kind="stable")]
     together = world.data_size * micro_batch_size
@@ -118,7 +123,7 @@ def _micro_batches(
         yield collate([*map(dataset.row, mine), *([[]] * missing)], pad_to)
 
 
-def _check_sizes(dataset: Dataset, ranks: int, global_batch_size: int, micro_batch_size: int) -> None:
+def _check_sizes(dataset: Dataset | Mixture, ranks: int, global_batch_size: int, micro_batch_size: int) -> None:
     if len(dataset) < ranks:
         rows = f"{len(dataset)} packed rows" if dataset.accounting.row_capacity else f"{len(dataset)} rows"
         instead = f" or packed=false ({dataset.accounting.kept} rows)" if dataset.accounting.row_capacity else ""
