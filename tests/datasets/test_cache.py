@@ -13,7 +13,9 @@ import pytest
 from tune.datasets import Accounting, load
 from tune.datasets import cache as cache_module
 from tune.datasets.cache import content_of, key_of, prepared
+from tune.datasets.rows import Outcome
 from tune.datasets.samples import part
+from tune.datasets.sources import open_source
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
@@ -37,8 +39,8 @@ def parts(make):
 
     def parts():
         made.append(os.getpid())
-        yield part([make.sample(5, 4, 7)], 64, Accounting())
-        yield part([make.sample(3, 2, 9), make.sample(3, 0)], 64, Accounting())
+        yield part([Outcome([make.sample(5, 4, 7)])])
+        yield part([Outcome([make.sample(3, 2, 9)]), Outcome(dropped="fully masked")])
 
     return parts, made
 
@@ -48,9 +50,13 @@ def listing(folder):
 
 
 def test_second_time_nothing_is_tokenised(folder, rows, cache, monkeypatch):
-    first = load(Tokenizer(str(folder)), str(rows), max_seq_len=8, packed=True, cache_dir=str(cache))
+    first = load(
+        Tokenizer(str(folder)), str(rows), max_seq_len=8, packed=True, too_long="truncate", cache_dir=str(cache)
+    )
     monkeypatch.delattr(Tokenizer, "encode_with_offsets")
-    second = load(Tokenizer(str(folder)), str(rows), max_seq_len=8, packed=True, cache_dir=str(cache))
+    second = load(
+        Tokenizer(str(folder)), str(rows), max_seq_len=8, packed=True, too_long="truncate", cache_dir=str(cache)
+    )
     assert second.fingerprint == first.fingerprint
     assert second.accounting == first.accounting
     assert second.accounting.dropped == {"empty text": 1} and second.accounting.truncated == 1
@@ -96,17 +102,18 @@ def test_hash_of_a_large_file_is_remembered_until_it_changes(tmp_path, cache, mo
     monkeypatch.setattr(cache_module, "LARGE", 1)
     file = tmp_path / "data.jsonl"
     file.write_text("first")
-    before = content_of([file], cache)
+    files = open_source(str(file)).files
+    before = content_of(files, cache)
     assert not cache.exists()  # as new as that it could still be written to
     monkeypatch.setattr(cache_module.time, "time", lambda: file.stat().st_ctime + 5)
-    assert content_of([file], cache) == before
+    assert content_of(files, cache) == before
     monkeypatch.delattr(cache_module.hashlib, "file_digest")
-    assert content_of([file], cache) == before
+    assert content_of(files, cache) == before
     monkeypatch.undo()
     times = file.stat()
     file.write_text("other")
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert content_of([file], cache) != before
+    assert content_of(files, cache) != before
 
 
 # broken, interrupted, at once

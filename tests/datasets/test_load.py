@@ -148,7 +148,10 @@ def test_parquet_and_the_nulls_it_adds(folder, tokenizer, tmp_path):
     import pyarrow
 
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m | tojson }}{% endfor %}")
-    calls = [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {name: 1}}]} for name in "ab"]
+    calls = [
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {name: 1}}}]}
+        for name in "ab"
+    ]
     parquet.write_table(pyarrow.Table.from_pylist([{"messages": [CHAT[0], *calls]}]), tmp_path / "data.parquet")
     data = load(Tokenizer(str(folder)), str(tmp_path / "data.parquet"), max_seq_len=1000)
     assert learned(data, tokenizer)[0][0] == "".join(map(json.dumps, [CHAT[0], *calls]))
@@ -219,7 +222,7 @@ MISTAKES = {
     "no role": ({"messages": [{"content": "a"}]}, r"messages\[0\].role is missing; it must be one of system, "),
     "content": ({"messages": [{"role": "user", "content": ["a"]}]}, r"content is \[\"a\"\]; it must be a string"),
     "no content": ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content is missing"),
-    "share gpt": ({"messages": [{"from": "human", "value": "a"}]}, "has `from` and `value`"),
+    "share gpt": ({"messages": [{"from": "hunan", "value": "a"}]}, r"from is \"hunan\" \(did you mean human\?\)"),
     "empty": ({"messages": []}, r"messages is \[\]; it must be a list of messages"),
     "message": ({"messages": ["a"]}, r"messages\[0\] is \"a\"; it must be an object"),
     "train": ({"messages": [{**CHAT[1], "train": "no"}]}, r"messages\[0\].train is \"no\"; it must be true or false"),
@@ -282,17 +285,21 @@ def test_no_eos_token(folder, write):
         ("data.jsonl", '{"text": "a"}\n{"text": "b"', r"data\.jsonl:2: malformed JSON: .* at column 13"),
         ("data.json", '[{"text": "a"},\n {"text" "b"}]', r"data\.json:2: malformed JSON: .* at column 10"),
         ("data.json", '{"text":\n"a"}', r"data\.json:1: malformed JSON"),
-        ("data.csv", 'text\n"a', r"data\.csv: malformed CSV"),
+        ("data.csv", 'text\n"a', r"data\.csv:row 1: malformed CSV"),
         ("data.csv", "text\na\nb, c", r"data\.csv:row 2 has more cells than the header"),
         ("data.parquet", "PAR1", r"data\.parquet: malformed Parquet"),
-        ("data.txt", "a", r"cannot read \.txt files; known are \.json, \.jsonl, \.csv, \.parquet"),
+        (
+            "data.doc",
+            "a",
+            r"cannot read \.doc files; known are \.json, \.jsonl, \.csv, \.tsv, \.parquet, \.arrow, \.txt",
+        ),
         ("data.jsonl", "", "has no rows"),
         ("data.json", "[[1], {}]", r"data\.json:row 2: the columns \(none\) are none of the known formats"),
         ("data.json", "[[1]]", r"data\.json:row 1: the row is \[1\]; it must be an object"),
         (
             "data.jsonl",
-            '{"instruction": "a", "output": "b"}',
-            "the columns instruction, output are none of the known formats",
+            '{"instruction": "a", "answer": "b"}',
+            "the columns instruction, answer are none of the known formats",
         ),
     ],
 )
@@ -327,7 +334,7 @@ def test_folder_without_data_or_with_several_kinds(tokenizer, write, tmp_path):
 
 
 def test_split_of_a_file(tokenizer, write):
-    with pytest.raises(TuneError, match="all rows are the split `train`; found split=test"):
+    with pytest.raises(TuneError, match="all rows are the split `train`; found split=test: remove it"):
         load(tokenizer, write(*ROWS), "test", max_seq_len=100)
 
 

@@ -2,7 +2,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-FULLY_MASKED = "fully masked"
+from tune.datasets.rows import FOR_TRAINING, FULLY_MASKED, HELD_OUT, Outcome
+
+NAMES_SHOWN = 5
 
 
 @dataclass
@@ -10,16 +12,34 @@ class Accounting:
     """What became of a dataset's rows. `rows == kept + sum(dropped.values())`."""
 
     source: str = "the dataset"
+    format: str | None = None
     ignored_files: list[str] = field(default_factory=list)
+    ignored_columns: list[str] = field(default_factory=list)
     rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
-    truncated: int = 0  # kept or fully masked after it
     kept: int = 0
+    truncated: int = 0  # kept, or fully masked after it
+    cut_tokens: int = 0  # of these rows
+    split: int = 0  # kept, as several samples
+    without_end: int = 0  # kept, but no end of a turn or text is learned
+    samples: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
-    lengths: dict[str, int] = field(default_factory=dict)  # tokens of the kept samples: p50, p90, p99, max
+    lengths: dict[str, int] = field(default_factory=dict)  # tokens of the samples: p50, p90, p99, max
     training_rows: int = 0
     row_capacity: int | None = None  # of a packed row
+
+    def count(self, outcome: Outcome) -> None:
+        """One more row, which is no mistake."""
+        self.rows += 1
+        self.truncated += outcome.cut > 0
+        self.cut_tokens += outcome.cut
+        if outcome.dropped is not None:
+            self.dropped[outcome.dropped] += 1
+            return
+        self.kept += 1
+        self.split += len(outcome.samples) > 1
+        self.without_end += not outcome.ends
 
     @property
     def fully_masked(self) -> int:
@@ -50,15 +70,25 @@ class Accounting:
     def table(self) -> str:
         """Aligned lines for people to read."""
         lines = [("rows", f"{self.rows:,}")]
-        lines += [(f"  dropped: {reason}", f"{count:,}") for reason, count in self.dropped.most_common()]
-        lines += [("  kept", f"{self.kept:,}"), ("  truncated", f"{self.truncated:,}")]
+        for reason, count in self.dropped.most_common():
+            lines += [(f"  {reason}" if reason in (HELD_OUT, FOR_TRAINING) else f"  dropped: {reason}", f"{count:,}")]
+        cut = f" ({self.cut_tokens:,} tokens cut off)" if self.truncated else ""
+        lines += [("  kept", f"{self.kept:,}"), ("  truncated", f"{self.truncated:,}{cut}")]
+        if self.split:
+            lines += [("  split", f"{self.split:,} ({self.samples:,} samples in all)")]
+        if self.without_end:
+            lines += [("  end not learned", f"{self.without_end:,} (the template writes no token behind the answer)")]
         lines += [("tokens", f"{self.tokens:,}")]
         lines += [("  supervised", f"{self.supervised_tokens:,} ({self.supervised_share:.1%})")]
         lines += [("tokens per sample", ", ".join(f"{name} {length:,}" for name, length in self.lengths.items()))]
         if self.row_capacity:
             filled = f"{self.packing_efficiency:.1%} filled"
             lines += [("packed rows", f"{self.training_rows:,} of {self.row_capacity:,} tokens, {filled}")]
-        if self.ignored_files:
-            lines += [("files ignored", ", ".join(self.ignored_files))]
+        if self.format:
+            lines[0:0] = [("format", self.format)]
+        for what, names in (("columns", self.ignored_columns), ("files", self.ignored_files)):
+            if names:
+                more = f" and {len(names) - NAMES_SHOWN:,} more" if len(names) > NAMES_SHOWN else ""
+                lines += [(f"{what} ignored", ", ".join(names[:NAMES_SHOWN]) + more)]
         width = max(len(name) for name, _ in lines) + 2
         return "\n".join([self.source, *(f"  {name:<{width}}{value}" for name, value in lines)])

@@ -23,6 +23,7 @@ import numpy as np
 
 from tune.datasets.accounting import Accounting
 from tune.datasets.samples import Part, Samples, write
+from tune.datasets.sources import File
 from tune.errors import TuneError
 
 ARRAYS = ("tokens", "labels", "lengths", "supervised")
@@ -45,9 +46,13 @@ def key_of(*contents: Any) -> str:
     return digest.hexdigest()
 
 
-def content_of(files: Iterable[Path], folder: Path) -> list[str]:
-    """A hash of each file's bytes. That of a large file is remembered in `folder` until the file is changed."""
-    return [_digest(file, folder / "files") for file in files]
+def content_of(files: Iterable[File], folder: Path) -> list[str]:
+    """A hash of each file's bytes. That of a large file is remembered in `folder` until the file is changed. A file
+    elsewhere is known by what its file system says of it."""
+    return [
+        _digest(Path(file.path), folder / "files") if file.is_local else str(file.filesystem.ukey(file.path))
+        for file in files
+    ]
 
 
 def prepared(

@@ -7,6 +7,7 @@ import numpy as np
 from tune.collators import Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.packing import pack
+from tune.datasets.rows import Outcome
 from tune.datasets.samples import Samples, in_memory, part
 from tune.errors import TuneError
 
@@ -14,8 +15,10 @@ from tune.errors import TuneError
 class Dataset:
     """Tokenised samples, and the rows that training draws: one sample each, or packed.
 
-    `row_tokens` and `row_supervised` count the tokens of each row.
+    `row_tokens` and `row_supervised` count the tokens of each row; `validation` is what was held out of the source.
     """
+
+    validation: "Dataset | None" = None
 
     def __init__(self, samples: Samples, accounting: Accounting, pack_to: int | None = None) -> None:
         """`pack_to` fills rows of so many tokens with several samples."""
@@ -34,12 +37,12 @@ class Dataset:
     def from_samples(
         cls, samples: Iterable[Sample], max_seq_len: int, packed: bool = False, accounting: Accounting | None = None
     ) -> "Dataset":
-        """Truncates samples to `max_seq_len`, drops those without a supervised token, and counts both in `accounting`.
+        """Samples of at most `max_seq_len` tokens, each from a row; `packed` fills rows of so many with several.
 
-        `packed` fills rows of `max_seq_len` tokens with several samples. Raises TuneError if no sample is left.
+        Raises TuneError if there is none.
         """
         accounting = accounting or Accounting()
-        flat = in_memory([part(samples, max_seq_len, Accounting())], max_seq_len, accounting)
+        flat = in_memory([part(Outcome([sample]) for sample in samples)], max_seq_len, accounting)
         return cls(flat, accounting, max_seq_len if packed else None)
 
     def __len__(self) -> int:

@@ -1,26 +1,23 @@
 import hashlib
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
 from functools import partial
-from itertools import chain, islice
-from operator import itemgetter
+from itertools import chain
 from typing import Any
 
-import numpy as np
-
-from tune.collators import IGNORE, Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.cache import cache_folder, content_of, key_of, prepared
 from tune.datasets.dataset import Dataset
-from tune.datasets.formats import Format, Text, recognise, renamed, text
+from tune.datasets.formats import FORMATS, Format, recognise, suggestion
+from tune.datasets.rows import RowReader, TooLong
 from tune.datasets.samples import Part, part
 from tune.datasets.sources import Source, open_source
+from tune.datasets.supervision import TrainOn
+from tune.datasets.user_functions import load_function, source_of
 from tune.datasets.workers import map_chunks
 from tune.errors import TuneError
-from tune.tokenizers import Encoding, Tokenizer
-from tune.types import PositiveInt
-
-BATCH = 512  # texts tokenised together, on all cores
+from tune.tokenizers import Tokenizer
+from tune.types import Fraction, NonNegativeInt, PositiveInt
 
 
 def load(
@@ -30,31 +27,75 @@ def load(
     *,
     max_seq_len: int,
     packed: bool = False,
+    format: str | None = None,
     columns: Mapping[str, str] | None = None,
     subset: str | None = None,
+    take: PositiveInt | None = None,
+    filter: str | None = None,
+    train_on: TrainOn = "assistant",
+    train_on_end_of_turn: bool = True,
+    too_long: TooLong | None = None,
+    validation_fraction: Fraction = 0.0,
+    validation_seed: NonNegativeInt = 0,
     cache_dir: str | None = None,
     workers: PositiveInt | None = None,
 ) -> Dataset:
-    """Tokenises a dataset: a .json, .jsonl, .csv or .parquet file, a folder of them, or a name on the hub.
+    """Tokenises a dataset: a file, a folder, a glob, a URL of these, a name on the hub, or a generator function.
 
-    `columns` gives the data's names for the columns of a format ({"prompt": "question", "completion": "answer"});
-    `subset` is one of a hub dataset's configurations. Mistaken rows raise TuneError with their places; rows of no use
-    are dropped and counted in `.accounting`.
+    A generator function is given as `python:my_data.rows`. `format` is the name of a format or the dotted path of a
+    function from a row to a row of one; None recognises it by its columns. `columns` gives the data's names for the
+    columns of a format ({"prompt": "question", "completion": "answer"}). `subset` is one of a hub dataset's
+    configurations; `take` reads only the first rows; `filter`, a dotted path, is a function from a row to whether it
+    stays. `train_on` is `assistant`, `all`, `last` (the assistant's last turn) or a list of roles. Rows longer than
+    `max_seq_len` are cut at its end (a conversation behind a message), dropped, split, or an error; None splits texts
+    and truncates the others. `validation_fraction` of the rows goes into `.validation` instead.
+
+    Mistaken rows raise TuneError with their places; rows of no use are dropped and counted in `.accounting`.
 
     What it makes is kept in `cache_dir` (default: $TUNE_CACHE or ~/.cache/tune) and used again for the same content,
     tokenizer and options. `workers` is the number of processes that tokenise; None: one for each core.
     """
-    source = open_source(path, split, subset)
-    accounting = Accounting(source.name, source.ignored_files)
-    names = dict(columns or {})
-    folder = cache_folder(cache_dir)
-    content = content_of(source.files, folder) if source.files else _content_of_rows(open_source(path, split, subset))
-    key = key_of(content, tokenizer.fingerprint, max_seq_len, names)
-    samples = prepared(
-        lambda: map_chunks(_reader(source, tokenizer, names, max_seq_len), source.rows, workers),
-        key, max_seq_len, accounting, folder,
+    reader = RowReader(
+        tokenizer, max_seq_len, _named(format), dict(columns or {}), filter, train_on, train_on_end_of_turn, too_long,
+        validation_fraction, validation_seed,
     )  # fmt: skip
-    return Dataset(samples, accounting, max_seq_len if packed else None)
+    folder = cache_folder(cache_dir)
+    open_rows = partial(open_source, path, split, subset, take)
+    source = open_rows()
+    content = content_of(source.files, folder) if source.files else _content_of_rows(open_rows())
+
+    def samples_of(reader: RowReader, source: Source, accounting: Accounting) -> Dataset:
+        key = key_of(content, take, tokenizer.fingerprint, _settings(reader))
+        parts = partial(_parts, reader, source, accounting, workers)
+        samples = prepared(parts, key, max_seq_len, accounting, folder)
+        return Dataset(samples, accounting, max_seq_len if packed else None)
+
+    dataset = samples_of(reader, source, Accounting(path, ignored_files=source.ignored_files))
+    if validation_fraction:
+        held_out = Accounting(f"{path}, the rows held out for validation")
+        dataset.validation = samples_of(replace(reader, validation=True), open_rows(), held_out)
+    return dataset
+
+
+def _named(format: str | None) -> Format | str | None:
+    """The format of this name, or the dotted path of the user's function."""
+    if format is None or "." in format:
+        return format
+    for known in FORMATS:
+        if known.name == format:
+            return known
+    names = [known.name for known in FORMATS]
+    raise TuneError(
+        f"format={format} is no format{suggestion(format, names)}; there are {', '.join(names)}, and functions of your "
+        "own: format=my_data.to_messages"
+    )
+
+
+def _settings(reader: RowReader) -> dict[str, Any]:
+    """All that decides what a row becomes, but for the tokenizer."""
+    given = {each.name: getattr(reader, each.name) for each in fields(reader) if each.name != "tokenizer"}
+    functions = [name for name in (reader.filter, reader.format) if isinstance(name, str)]
+    return {**given, "format": reader.format_name, "functions": [source_of(name) for name in functions]}
 
 
 def _content_of_rows(source: Source) -> str:
@@ -64,95 +105,32 @@ def _content_of_rows(source: Source) -> str:
     return digest.hexdigest()
 
 
-def _reader(
-    source: Source, tokenizer: Tokenizer, columns: dict[str, str], max_seq_len: int
-) -> Callable[[list[tuple[str, Any]]], Part]:
-    """What makes samples of rows, whose format the first one decides."""
-    first = []
-    format: tuple[str, ...] = ("text",)
-    read: Format = text
+def _parts(reader: RowReader, source: Source, accounting: Accounting, workers: int | None) -> Iterator[Part]:
+    """The rows' samples. The first row decides the format where none is given."""
+    ahead = []
     for place, row in source.rows:
-        first.append((place, row))
+        ahead.append((place, row))
         if isinstance(row, dict):
-            format, read = recognise(row, columns, place)
+            reader = _for_rows_like(row, place, reader, accounting)
             break
-    source.rows = chain(first, source.rows)
-    if format == ("messages",):
-        tokenizer.require_chat_template()
-    return partial(_part, tokenizer, format, read, columns, max_seq_len)
+    function: Callable[[list[tuple[str, Any]]], Part] = partial(_part, reader)
+    return map_chunks(function, chain(ahead, source.rows), workers)
 
 
-def _part(
-    tokenizer: Tokenizer,
-    format: tuple[str, ...],
-    read: Format,
-    columns: dict[str, str],
-    max_seq_len: int,
-    rows: list[tuple[str, Any]],
-) -> Part:
-    accounting = Accounting()
-    mistakes: list[str] = []
-    texts = _texts(rows, tokenizer, format, read, columns, accounting, mistakes)
-    made = part(_samples(texts, tokenizer), max_seq_len, accounting)
-    made.mistakes = mistakes
-    return made
+def _for_rows_like(row: dict[str, Any], place: str, reader: RowReader, accounting: Accounting) -> RowReader:
+    if isinstance(reader.format, str):
+        load_function(reader.format, "format")
+        if reader.columns:
+            raise TuneError(f"columns: {reader.format} gives the columns of a format itself; remove columns")
+        accounting.format = reader.format
+        return reader
+    found = recognise(row, reader.columns, place, (reader.format,) if reader.format else FORMATS)
+    if found.is_chat:
+        reader.tokenizer.require_chat_template()
+    used = {reader.columns.get(column, column) for column in (*found.columns, *found.optional)}
+    accounting.format, accounting.ignored_columns = found.name, [name for name in row if name not in used]
+    return replace(reader, format=found)
 
 
-def _texts(
-    rows: list[tuple[str, Any]],
-    tokenizer: Tokenizer,
-    format: tuple[str, ...],
-    read: Format,
-    columns: dict[str, str],
-    accounting: Accounting,
-    mistakes: list[str],
-) -> Iterator[Text]:
-    for place, row in rows:
-        try:
-            text = read(renamed(row, format, columns), tokenizer)
-            if isinstance(text, Text):
-                text.text.encode()
-        except TuneError as error:
-            mistakes.append(f"{place}: {error}")
-        except UnicodeEncodeError:
-            mistakes.append(f"{place}: the text holds half of a character pair (a lone \\ud800-\\udfff escape)")
-        else:
-            if isinstance(text, str):
-                accounting.rows += 1
-                accounting.dropped[text] += 1
-            else:
-                yield text
-
-
-def _samples(texts: Iterator[Text], tokenizer: Tokenizer) -> Iterator[Sample]:
-    while batch := list(islice(texts, BATCH)):
-        encodings = tokenizer.encode_with_offsets([text.text for text in batch])
-        yield from (_sample(text, encoding, tokenizer) for text, encoding in zip(batch, encodings, strict=True))
-
-
-def _sample(text: Text, encoding: Encoding, tokenizer: Tokenizer) -> Sample:
-    ids, prefix = encoding.ids, []
-    if text.plain:
-        prefix = tokenizer.prefix_ids
-        prefix = prefix if ids[: len(prefix)] != prefix else []  # the text has it already
-        if ids[-1:] != [tokenizer.eos_id]:
-            ids = [*ids, _eos(tokenizer)]
-    tokens = np.array(prefix + ids, dtype=np.int32)
-    labels = np.full(len(tokens), IGNORE, dtype=np.int32)
-    for start, end in text.spans:
-        first = max(1, bisect_right(encoding.offsets, start, key=itemgetter(1)) + len(prefix))
-        last = bisect_left(encoding.offsets, end, key=itemgetter(0)) + len(prefix)
-        if first < last:
-            labels[first - 1 : last - 1] = tokens[first:last]
-    if text.plain:
-        labels[-2:-1] = tokens[-1]
-    return Sample(tokens, labels)
-
-
-def _eos(tokenizer: Tokenizer) -> int:
-    if tokenizer.eos_id is None:
-        raise TuneError(
-            f"the tokenizer in {tokenizer.path} names no eos_token, and a model learns from it where a text ends: "
-            "set eos_token in tokenizer_config.json"
-        )
-    return tokenizer.eos_id
+def _part(reader: RowReader, rows: list[tuple[str, Any]]) -> Part:
+    return part(reader(rows))

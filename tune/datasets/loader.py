@@ -126,7 +126,7 @@ def _micro_batches(
 def _check_sizes(dataset: Dataset | Mixture, ranks: int, global_batch_size: int, micro_batch_size: int) -> None:
     if len(dataset) < ranks:
         rows = f"{len(dataset)} packed rows" if dataset.accounting.row_capacity else f"{len(dataset)} rows"
-        instead = f" or packed=false ({dataset.accounting.kept} rows)" if dataset.accounting.row_capacity else ""
+        instead = f" or packed=false ({dataset.accounting.samples} rows)" if dataset.accounting.row_capacity else ""
         raise TuneError(
             f"{dataset.accounting.source} has {rows} for {ranks} data-parallel processes: "
             f"use at most {len(dataset)} processes{instead}"

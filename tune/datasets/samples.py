@@ -8,8 +8,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from tune.collators import IGNORE, Sample
-from tune.datasets.accounting import FULLY_MASKED, Accounting
+from tune.collators import IGNORE
+from tune.datasets.accounting import Accounting
+from tune.datasets.rows import Outcome
 from tune.errors import TuneError
 
 MISTAKES_SHOWN = 5
@@ -46,34 +47,28 @@ class Samples:
         return len(self.lengths)
 
 
-def part(samples: Iterable[Sample], max_seq_len: int, accounting: Accounting) -> Part:
-    """Truncates samples to `max_seq_len`, drops those without a supervised token, and counts both in `accounting`."""
-    tokens: list[np.ndarray] = []
-    labels: list[np.ndarray] = []
-    shortest_prompt = None
-    for sample in samples:
-        accounting.rows += 1
-        kept = np.array(sample.labels[:max_seq_len], dtype=np.int32)
-        if len(sample.tokens) > max_seq_len:
-            accounting.truncated += 1
-            kept[-1] = IGNORE  # its target was cut off
-        if (kept == IGNORE).all():
-            accounting.dropped[FULLY_MASKED] += 1
-            supervised = np.flatnonzero(np.asarray(sample.labels) != IGNORE)
-            if len(supervised):
-                prompt = int(supervised[0]) + 1
-                shortest_prompt = min(shortest_prompt or prompt, prompt)
+def part(outcomes: Iterable[Outcome]) -> Part:
+    """The samples of some rows together."""
+    accounting = Accounting()
+    tokens, labels = [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.int32)]
+    prompts: list[int] = []
+    mistakes: list[str] = []
+    for outcome in outcomes:
+        if outcome.mistake is not None:
+            mistakes.append(outcome.mistake)
             continue
-        tokens.append(np.asarray(sample.tokens[:max_seq_len], dtype=np.int32))
-        labels.append(kept)
-    nothing = [np.empty(0, dtype=np.int32)]
+        accounting.count(outcome)
+        prompts += [outcome.needs] if outcome.needs else []
+        tokens += [np.asarray(sample.tokens, dtype=np.int32) for sample in outcome.samples]
+        labels += [np.asarray(sample.labels, dtype=np.int32) for sample in outcome.samples]
     return Part(
-        np.concatenate(tokens or nothing),
-        np.concatenate(labels or nothing),
-        np.array([len(each) for each in labels], dtype=np.int64),
-        np.array([np.count_nonzero(each != IGNORE) for each in labels], dtype=np.int64),
+        np.concatenate(tokens),
+        np.concatenate(labels),
+        np.array([len(each) for each in labels[1:]], dtype=np.int64),
+        np.array([np.count_nonzero(each != IGNORE) for each in labels[1:]], dtype=np.int64),
         accounting,
-        shortest_prompt,
+        min(prompts, default=None),
+        mistakes,
     )
 
 
@@ -126,7 +121,7 @@ def write(
     all_lengths, all_supervised = np.concatenate(lengths), np.concatenate(supervised)
     percentiles = np.percentile(all_lengths, [50, 90, 99, 100], method="higher")
     accounting.lengths = dict(zip(("p50", "p90", "p99", "max"), map(int, percentiles), strict=True))
-    accounting.kept, accounting.tokens = len(all_lengths), int(all_lengths.sum())
+    accounting.samples, accounting.tokens = len(all_lengths), int(all_lengths.sum())
     accounting.supervised_tokens = int(all_supervised.sum())
     return all_lengths, all_supervised, fingerprint, largest
 
