@@ -79,11 +79,17 @@ class Mixture:
         self.row_tokens = np.concatenate([part.row_tokens for part in datasets])
         self.row_supervised = np.concatenate([part.row_supervised for part in datasets])
         self._row_starts = np.concatenate([[0], np.cumsum(sizes)])
-        self._sample_starts = np.concatenate([[0], np.cumsum([part.accounting.kept for part in datasets])])
+        self._sample_starts = np.concatenate([[0], np.cumsum([part.accounting.samples for part in datasets])])
         self.accounting = MixtureAccounting(
             {name: part.accounting for name, part in self.parts.items()},
             {name: int(rows) for name, rows in zip(self.parts, self.drawn, strict=True)},
         )
+
+    @property
+    def validation(self) -> "Mixture | None":
+        """What was held out of the sources."""
+        held_out = {name: part.validation for name, part in self.parts.items() if part.validation}
+        return Mixture(held_out) if held_out else None
 
     def __len__(self) -> int:
         return int(self.drawn.sum())
@@ -129,8 +135,8 @@ class MixtureAccounting:
         return ", ".join(self.parts)
 
     @property
-    def kept(self) -> int:
-        return sum(part.kept for part in self.parts.values())
+    def samples(self) -> int:
+        return sum(part.samples for part in self.parts.values())
 
     @property
     def training_rows(self) -> int:
