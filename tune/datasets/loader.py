@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -117,14 +117,18 @@ class DataLoader:
 
 
 def validation_batches(
-    dataset: Dataset | Mixture, world: DataRanks, micro_batch_size: int, pad_to: int | None = None
+    dataset: Dataset | Mixture | Stream, world: DataRanks, micro_batch_size: int, pad_to: int | None = None
 ) -> Iterator[tuple[tuple[str, ...], Batch]]:
     """Every row once over all ranks, and the same number of batches on each.
 
     A batch comes with the metrics that its loss belongs to: `validation_loss`, and that of its source in a mixture.
     """
-    parts = dataset.parts if isinstance(dataset, Mixture) else {"": dataset}
-    for source, part in parts.items():
+    parts: Iterable[tuple[str, Dataset]] = [("", dataset)] if isinstance(dataset, Dataset) else []
+    if isinstance(dataset, Mixture):
+        parts = dataset.parts.items()
+    elif isinstance(dataset, Stream):
+        parts = (("", window.data) for window in dataset.windows())
+    for source, part in parts:
         names = ("validation_loss", f"validation_loss/{source}") if source else ("validation_loss",)
         for batch in _micro_batches(part, np.arange(len(part)), world, micro_batch_size, pad_to):
             yield names, batch

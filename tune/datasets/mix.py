@@ -18,6 +18,9 @@ from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 from tune.types import PositiveInt
 
+# What all sources have in common, and streams, which cannot be mixed.
+NOT_OF_A_SOURCE = ("tokenizer", "max_seq_len", "packed", "streaming", "shuffle_buffer")
+
 EpochEnds = PositiveInt | Literal["all_exhausted", "first_exhausted"]
 
 
@@ -40,9 +43,11 @@ def mix(
     for name, source in sources.items():
         arguments = {key: value for key, value in source.items() if key != "weight"}
         try:
-            datasets[name] = load(tokenizer, max_seq_len=max_seq_len, packed=packed, **arguments)
+            part = load(tokenizer, max_seq_len=max_seq_len, packed=packed, **arguments)
         except TuneError as error:
             raise TuneError(f"sources.{name}: {error}") from error
+        assert isinstance(part, Dataset)
+        datasets[name] = part
     weights = {name: source["weight"] for name, source in sources.items() if "weight" in source}
     return Mixture(datasets, weights, weigh_by, epoch_ends)
 
@@ -190,8 +195,7 @@ def _drawn(size: int, number: int, epoch: int, seed: list[int]) -> np.ndarray:
 
 
 def _check(sources: Mapping[str, Mapping[str, Any]]) -> None:
-    known = [name for name in inspect.signature(load).parameters if name not in ("tokenizer", "max_seq_len", "packed")]
-    known.append("weight")
+    known = [name for name in inspect.signature(load).parameters if name not in NOT_OF_A_SOURCE] + ["weight"]
     if not sources:
         raise TuneError("sources has none: name them, each with its path: {chats: {path: chats.jsonl, weight: 2}}")
     for name, source in sources.items():

@@ -81,8 +81,8 @@ class RowReader:
         return self.format.name if isinstance(self.format, Format) else self.format
 
     def sample(self, content: Content) -> Sample:
-        """One content, a conversation with its flags, as one sample, however long."""
-        draft = self._rendered(content)
+        """One content as one sample, however long."""
+        draft = self._rendered(flagged(content, self.train_on) if isinstance(content, Chat) else content)
         (encoding,) = self.tokenizer.encode_with_offsets([draft.text])
         return self._labelled(draft, encoding)
 

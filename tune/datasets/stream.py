@@ -74,7 +74,7 @@ class Stream:
         self.parts_of_window = -(-window // CHUNK)
         self.seen = Accounting(f"{name}, rows read in this run")
         self.vocab_size: int | None = None
-        self._windows = self._read(Position())
+        self._windows = self._passes(Position())
         self._first: Window | None = next(self._windows)
         self.accounting = self._first.data.accounting
 
@@ -86,12 +86,13 @@ class Stream:
 
     def draw(self, seed: int, number: int, start: Position) -> Iterator[tuple[Rows, Position]]:
         """Training rows, so many at a time, with the position behind them; without end."""
-        windows = self._read(start)
+        windows = self._passes(start)
         if start == Position() and self._first:  # it is here already
             windows, self._first = chain([self._first], self._windows), None
         rows: list[tuple[list[Sample], int, int]] = []
         for window in ahead(windows):
             data, drawn = window.data, 0
+            self.seen.add(data.accounting)
             if (window.epoch, window.row) == (start.epoch, start.row) and start.fingerprint:
                 drawn = start.drawn
                 if data.fingerprint != start.fingerprint:
@@ -109,22 +110,23 @@ class Stream:
                     yield Rows(list(documents_of), np.array(tokens), np.array(supervised)), position
                     rows = []
 
-    def _read(self, start: Position) -> Iterator[Window]:
-        """The windows from the one at `start`, without end."""
-        epoch, row, samples = start.epoch, start.row, start.samples
+    def windows(self, start: Position | None = None) -> Iterator[Window]:
+        """Those from the one at `start` to the end of the source."""
+        start = start or Position()
+        row, samples = start.row, start.samples
+        parts = self.parts(row)
+        while window := self._next_parts(parts):
+            if row and not any(_has_content(part) for part in window):
+                return  # the end of the source, and nothing to learn from in it
+            data = self._window(window, row)
+            yield Window(start.epoch, row, samples, data)
+            row, samples = row + CHUNK * len(window), samples + data.accounting.samples
+
+    def _passes(self, start: Position) -> Iterator[Window]:
+        """The same without end."""
         while True:
-            parts = self.parts(row)
-            nothing_yet = row == 0
-            while window := self._next_parts(parts):
-                if not any(_has_content(part) for part in window) and not nothing_yet:
-                    for part in window:  # the end of the source, and nothing to learn from in it
-                        self.seen.add(part.accounting)
-                    break
-                data = self._window(window, row)
-                yield Window(epoch, row, samples, data)
-                nothing_yet = False
-                row, samples = row + CHUNK * len(window), samples + data.accounting.samples
-            epoch, row = epoch + 1, 0
+            yield from self.windows(start)
+            start = Position(start.epoch + 1)
 
     def _next_parts(self, parts: Iterator[Part]) -> list[Part]:
         """Those of a window; of more rows if there is nothing in them to learn from."""
@@ -140,7 +142,6 @@ class Stream:
         data = Dataset(in_memory(parts, self.max_seq_len, accounting), accounting, self.pack_to)
         if self.vocab_size:
             data.require_vocabulary(self.vocab_size)
-        self.seen.add(accounting)
         return data
 
 

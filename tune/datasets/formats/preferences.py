@@ -23,9 +23,10 @@ def preference(row: Row) -> list[ContentPair] | str:
         at = len([*takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))])
         at -= chosen[:at].endswith(" ")  # a word is learned with the space before it
         prompt, chosen, rejected = chosen[:at], chosen[at:], rejected[at:]
-    contents = [continuation(prompt, row_answer, name, row) for name, row_answer in
-                (("chosen", chosen), ("rejected", rejected))]  # fmt: skip
-    return _pair(*contents)
+    better, worse = continuation(prompt, chosen, "chosen", row), continuation(prompt, rejected, "rejected", row)
+    if isinstance(better, str):
+        return better
+    return worse if isinstance(worse, str) else [(better, worse)]
 
 
 def ranked(row: Row) -> list[ContentPair] | str:
@@ -40,12 +41,14 @@ def ranked(row: Row) -> list[ContentPair] | str:
     if not isinstance(scores, list) or len(scores) != len(completions) or not all(map(_is_number, scores)):
         raise TuneError(f"scores is {shown(scores)}; it must be a list of {len(completions)} numbers")
     best_first = sorted(range(len(completions)), key=lambda index: -scores[index])
-    contents = [continuation(row["prompt"], completions[index], f"completions[{index}]", row) for index in best_first]
-    if reason := next((content for content in contents if isinstance(content, str)), None):
-        return reason
-    pairs = combinations(zip(best_first, contents, strict=True), 2)
-    found = [(better, worse) for (one, better), (other, worse) in pairs if scores[one] > scores[other]]
-    return found or "all scores are equal"  # type: ignore[return-value]  # reasons were returned above
+    answers: list[tuple[float, Content]] = []
+    for index in best_first:
+        content = continuation(row["prompt"], completions[index], f"completions[{index}]", row)
+        if isinstance(content, str):
+            return content
+        answers.append((scores[index], content))
+    pairs = [(better, worse) for (high, better), (low, worse) in combinations(answers, 2) if high > low]
+    return pairs or "all scores are equal"
 
 
 def labelled(row: Row) -> tuple[Content, bool] | str:
@@ -75,12 +78,6 @@ def _of_whole_conversations(prompt: str | None, chosen: Any, rejected: Any, row:
     tools = checked_tools(row.get("tools"))
     better, worse = (Chat(answer, tools, prompt=common) for answer in answers)
     return [(better, worse)]
-
-
-def _pair(better: Content | str, worse: Content | str) -> list[ContentPair] | str:
-    if isinstance(better, str):
-        return better
-    return worse if isinstance(worse, str) else [(better, worse)]
 
 
 def _is_number(value: Any) -> bool:
