@@ -25,6 +25,12 @@ def test_run_starts_from_what_was_prepared(arguments, chats, tmp_path, monkeypat
     assert (tmp_path / "run" / "model").exists()
 
 
+def test_nothing_of_a_stream_is_prepared(arguments, tmp_path, capsys):
+    main(["prepare", "full_finetune", *arguments, "dataset.streaming=true"])
+    assert "is streamed: nothing of it is kept" in capsys.readouterr().out
+    assert not (tmp_path / "cache").exists()
+
+
 def test_without_weights(arguments, checkpoint, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())

@@ -29,7 +29,9 @@ def main(arguments: Sequence[str]) -> None:
 
     tokenizer = instantiate(cfg.tokenizer)
     for section in (cfg.dataset, cfg.validation_dataset):
-        if section.get("path", True):
+        if section.get("streaming"):
+            print(f"{section.path} is streamed: nothing of it is kept")
+        elif section.get("path", True):
             dataset = instantiate(section, tokenizer, max_seq_len=cfg.max_seq_len, packed=cfg.packed)
             print(dataset.accounting.table(), flush=True)
 

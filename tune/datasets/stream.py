@@ -72,7 +72,7 @@ class Stream:
         self.parts, self.name, self.fingerprint = parts, name, fingerprint
         self.max_seq_len, self.pack_to = max_seq_len, pack_to
         self.parts_of_window = -(-window // CHUNK)
-        self.seen = Accounting(f"{name}, rows read in this run")
+        self.seen = Accounting(f"{name}, rows read in this run", row_capacity=pack_to)
         self.vocab_size: int | None = None
         self._windows = self._passes(Position())
         self._first: Window | None = next(self._windows)
@@ -115,7 +115,7 @@ class Stream:
         start = start or Position()
         row, samples = start.row, start.samples
         parts = self.parts(row)
-        while window := self._next_parts(parts):
+        while (window := self._next_parts(parts)) or not row:
             if row and not any(_has_content(part) for part in window):
                 return  # the end of the source, and nothing to learn from in it
             data = self._window(window, row)
