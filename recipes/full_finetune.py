@@ -32,7 +32,9 @@ def main(cfg):
     tokenizer = instantiate(cfg.tokenizer)
     rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed}
     dataset = instantiate(cfg.dataset, tokenizer, **rows)
-    validation = cfg.validation_dataset.get("path", True) and instantiate(cfg.validation_dataset, tokenizer, **rows)
+    validation = dataset.validation
+    if cfg.validation_dataset.get("path", True):
+        validation = instantiate(cfg.validation_dataset, tokenizer, **rows)
     for part in filter(None, (dataset, validation)):
         part.require_vocabulary(model.config.vocab_size)
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
@@ -44,6 +46,7 @@ def main(cfg):
         epochs=cfg.epochs,
         max_steps=cfg.max_steps,
         seed=cfg.seed,
+        accumulate=not cfg.optimizer_in_backward,
         pad_to=pad_to,
     )
     run.describe(model, data)
@@ -59,6 +62,7 @@ def main(cfg):
     loss_fn = instantiate(cfg.loss)
     groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
     optimizer = instantiate(cfg.optimizer, groups)
+    in_backward = optimizers.InBackward(optimizer, world) if cfg.optimizer_in_backward else None
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
     checkpointer = instantiate(
         cfg.checkpointer,
@@ -80,10 +84,15 @@ def main(cfg):
                 is_last = index == len(batch.micro_batches)
                 distributed.reduce_gradients(model, now=is_last or cfg.parallel.reduce_every_micro_batch)
                 loss = forward(model, micro_batch.to(world.device), loss_fn) / max(1, batch.num_supervised)
+                if in_backward:  # the last moment before weights change
+                    loggers.require_finite(step, batch.rows, loss=world.sum(loss.detach())[0])
                 loss.backward()
                 total_loss += loss.detach()
 
-            grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
+            if in_backward:
+                grad_norm = in_backward.norm()
+            else:
+                grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
             loss, interrupted = world.sum(total_loss, interrupt.requested)
             loggers.require_finite(step, batch.rows, loss=loss, grad_norm=grad_norm)
             lr = schedule.get_last_lr()[0]
@@ -99,7 +108,7 @@ def main(cfg):
                     validation_losses = evaluate(model, batches, loss_fn, world)
             run.log(
                 step, loss=loss, **validation_losses, grad_norm=grad_norm, lr=lr,
-                tokens=batch.num_tokens, supervised_tokens=batch.num_supervised,
+                tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **loggers.routing(model, world),
             )  # fmt: skip
             checkpointer.step(step, now=is_end)
             if interrupted:

@@ -48,7 +48,7 @@ def main() -> None:
 
     console.rule("Training")
     shutil.rmtree(options.out, ignore_errors=True)
-    command = ["run", "full_finetune", "--config", f"{FOLDER}/demo.yaml"]
+    command = ["run", "lora_finetune", "--config", f"{FOLDER}/demo.yaml", "export.merge=true"]
     command += [f"model.path={options.model}", f"output_dir={options.out}"]
     command += [f"max_steps={options.steps}"] if options.steps else []
     console.print("$ tune", *command, soft_wrap=True)

@@ -17,7 +17,7 @@ def test_help_is_instant_and_imports_no_torch() -> None:
         shown = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
         seconds.append(time.monotonic() - start)
     assert min(seconds) < 0.5
-    for verb in ("ls", "cp", "cat", "run", "prepare", "download", "import-gguf"):
+    for verb in ("ls", "cp", "cat", "run", "prepare", "download", "convert"):
         assert f"  {verb} " in shown
 
 
@@ -69,7 +69,7 @@ def test_cp_overwrites_only_by_force(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["run", "missing.py"], "missing.py"),
         (["run", "--nproc-per-node", "2", "full_fintune"], "name one of full_finetune"),
         (["run", "--nproc-per-node", "2", "full_finetune", "lr=1"], "Did you mean 'optimizer.lr'?"),
-        (["import-gguf", "missing.gguf", "out"], "missing.gguf: there is no such file"),
+        (["convert", "missing.gguf", "out"], "missing.gguf: there is no such file"),
     ],
 )
 def test_mistakes_end_in_one_message(

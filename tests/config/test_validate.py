@@ -35,6 +35,7 @@ def test_everything_wrong_is_told_at_once() -> None:
         ("memory.cpu_ofload=true", "memory.cpu_ofload: is not a setting. Did you mean 'cpu_offload'?"),
         ("logger.wandb.projekt=x", "logger.wandb.projekt: is not a setting. Did you mean 'project'?"),
         ("zzz.yyy=1", "zzz: is not a setting. --help lists all of them."),
+        ("quantization.weights=nf4", "quantization: is not a setting. lora_finetune has it: use that recipe."),
         ("optimizer.warmup=3", "optimizer.warmup: AdamW has no argument 'warmup'. Did you mean 'schedule.warmup'?"),
         ("optimizer.params=3", "optimizer.params: is given by the recipe itself, not in the configuration."),
         ("dataset.max_seq_len=3", "dataset.max_seq_len: is given by the recipe itself, not in the configuration."),
@@ -142,8 +143,57 @@ def test_the_file_of_a_mistake_is_named(folder: Path) -> None:
 def test_another_component_inherits_only_what_it_takes(folder: Path) -> None:
     cfg = load("default.yaml", ["name=run", "part._component_=parts.Rising", "part.growth=0.1"])
     assert cfg.part == {"_component_": "parts.Rising", "lr": 0.1, "growth": 0.1}
-    cfg = load("full_finetune", ["model.path=m", "dataset.path=d", "optimizer._component_=torch.optim.Adafactor"])
-    assert cfg.optimizer == {"_component_": "torch.optim.Adafactor", "lr": 2e-5, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("component", "inherited"),
+    [
+        ("torch.optim.SGD", {"lr", "weight_decay"}),
+        ("tune.optimizers.Adafactor", {"lr", "weight_decay"}),
+        ("tune.optimizers.Muon", {"lr", "weight_decay", "betas", "eps"}),
+        ("torchao.optim.AdamW8bit", {"lr", "weight_decay", "betas", "eps"}),
+        ("torchao.optim.AdamW4bit", {"lr", "weight_decay", "betas", "eps"}),
+        ("torchao.optim.AdamWFp8", {"lr", "weight_decay", "betas", "eps"}),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
+def test_optimizers_can_be_exchanged_by_name(recipe: str, component: str, inherited: set[str]) -> None:
+    needed = ["model.path=m", "dataset.path=d"]
+    default = load(recipe, needed).optimizer
+    optimizer = load(recipe, [*needed, f"optimizer._component_={component}"]).optimizer
+    assert optimizer == {"_component_": component} | {name: default[name] for name in inherited}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "finding"),
+    [
+        (["optimizer._component_=torch.optim.Muon"], "optimizer._component_: torch.optim.Muon takes matrices only."),
+        (
+            ["optimizer._component_=torch.optim.Adafactor"],
+            "optimizer._component_: torch.optim.Adafactor does not take sharded parameters. Use tune.optimizers.Ada",
+        ),
+        (
+            ["optimizer._component_=torchao.optim.CPUOffloadOptimizer"],
+            "optimizer._component_: torchao.optim.CPUOffloadOptimizer keeps no states by parameter",
+        ),
+        (
+            ["optimizer._component_=torchao.optim.AdamW8bit", "optimizer.fused=true"],
+            "optimizer.fused: AdamW8bit has no argument 'fused'. It has: params, lr, betas,",
+        ),
+        (
+            ["optimizer._component_=torch.optim.SGD", "optimizer.betas=[0.9,0.99]"],
+            "optimizer.betas: SGD has no argument 'betas'. It has: params, lr, momentum,",
+        ),
+        (["optimizer_in_backward=true"], "max_grad_norm: gradients are gone before their norm is known"),
+        (
+            ["optimizer_in_backward=true", "max_grad_norm=null", "memory.cpu_offload=true"],
+            "memory.cpu_offload: gradients may still be on their way to the host",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(arguments: list[str], finding: str) -> None:
+    (found,) = full_finetune(*arguments)
+    assert found.startswith(finding)
 
 
 def test_arguments_given_with_another_component_are_strict(folder: Path) -> None:

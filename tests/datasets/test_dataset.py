@@ -4,31 +4,38 @@ from tune.datasets import Dataset
 from tune.errors import TuneError
 
 
-def test_counts_what_it_holds(make):
-    accounting = Dataset.from_samples([make.sample(10, 4), make.sample(2, 1)], max_seq_len=10).accounting
+def test_counts_what_happened_to_the_samples(make):
+    samples = [make.sample(10, 4), make.sample(5, 4), make.sample(9, 2), make.sample(3, 0)]
+    accounting = Dataset.from_samples(samples, max_seq_len=7).accounting
     assert accounting.as_dict() == {
         "source": "the dataset",
         "format": None,
         "ignored_files": [],
         "ignored_columns": [],
-        "rows": 2,
-        "dropped": {},
-        "fully_masked": 0,
+        "rows": 4,
+        "dropped": {"fully masked": 2},  # the third after truncation
+        "fully_masked": 2,
         "kept": 2,
-        "truncated": 0,
-        "cut_tokens": 0,
+        "truncated": 2,
+        "cut_tokens": 5,
         "split": 0,
-        "without_end": 0,
+        "endless": 0,
         "samples": 2,
         "tokens": 12,
-        "supervised_tokens": 5,
+        "supervised_tokens": 5,  # of the first sample's four targets one is left
         "supervised_share": 5 / 12,
-        "lengths": {"p50": 10, "p90": 10, "p99": 10, "max": 10},
+        "lengths": {"p50": 7, "p90": 7, "p99": 7, "max": 7},
         "training_rows": 2,
         "row_capacity": None,
         "packing_efficiency": None,
     }
     assert accounting.steps_per_epoch(global_batch_size=4) == 1
+
+
+def test_truncated_sample_does_not_predict_what_was_cut_off(make):
+    (document,) = Dataset.from_samples([make.sample(10, 9)], max_seq_len=4).row(0)
+    assert document.tokens.tolist() == [1, 1, 1, 1]
+    assert document.labels.tolist() == [1, 1, 1, -100]
 
 
 def test_packed_rows_hold_whole_samples(make):
@@ -62,6 +69,15 @@ def test_table_is_aligned(make):
         "  tokens per sample  p50 30, p90 40, p99 40, max 40\n"
         "  packed rows        2 of 64 tokens, 70.3% filled"
     )
+
+
+def test_answers_that_are_all_cut_off(make):
+    samples = [make.sample(40, 5), make.sample(30, 5)]
+    with pytest.raises(
+        TuneError, match=r"none of the 2 rows .*: fully masked \(2\)\. max_seq_len=16 .* shortest prompt has 25 tokens"
+    ):
+        Dataset.from_samples(samples, max_seq_len=16)
+    assert Dataset.from_samples(samples, max_seq_len=26).accounting.supervised_tokens == 1
 
 
 def test_no_samples_at_all():

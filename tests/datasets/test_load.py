@@ -214,43 +214,7 @@ def test_many_rows_keep_their_order(tokenizer, write):
     ]
 
 
-# mistakes
-
-
-MISTAKES = {
-    "role": ({"messages": [{"role": "asistant"}]}, r"messages\[0\].role is \"asistant\" \(did you mean assistant\?\)"),
-    "no role": ({"messages": [{"content": "a"}]}, r"messages\[0\].role is missing; it must be one of system, "),
-    "content": ({"messages": [{"role": "user", "content": ["a"]}]}, r"content is \[\"a\"\]; it must be a string"),
-    "no content": ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content is missing"),
-    "share gpt": ({"messages": [{"from": "hunan", "value": "a"}]}, r"from is \"hunan\" \(did you mean human\?\)"),
-    "empty": ({"messages": []}, r"messages is \[\]; it must be a list of messages"),
-    "message": ({"messages": ["a"]}, r"messages\[0\] is \"a\"; it must be an object"),
-    "train": ({"messages": [{**CHAT[1], "train": "no"}]}, r"messages\[0\].train is \"no\"; it must be true or false"),
-    "tools": ({"messages": CHAT, "tools": "{"}, "tools is not valid JSON"),
-    "tool": ({"messages": CHAT, "tools": ["f"]}, "it must be a list of JSON schemas"),
-    "no object": (["a"], r"the row is \[\"a\"\]; it must be an object"),
-    "no column": ({"text": "a"}, "no column messages as in the rows before; it has text"),
-    "half a pair": ('{"messages": [{"role": "assistant", "content": "\\ud83d"}]}', "half of a character pair"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("row", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_mistakes_in_a_row(tokenizer, write, row, message):
-    with pytest.raises(TuneError, match=rf"(?s)rows that cannot be used:\n  data\.jsonl:3: .*{message}"):
-        load(tokenizer, write({"messages": CHAT}, "", row), max_seq_len=100)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"text": 5}, "text is 5; it must be a string"),
-        ({"prompt": None, "completion": "a"}, "prompt is missing; prompt and completion must be two strings"),
-        ({"prompt": CHAT, "completion": "a"}, "prompt and completion must be two strings or two lists of messages"),
-    ],
-)
-def test_mistakes_in_a_plain_row(tokenizer, write, row, message):
-    with pytest.raises(TuneError, match=rf"data\.jsonl:1: .*{message}"):
-        load(tokenizer, write(row), max_seq_len=100)
+# mistakes; tests/datasets/test_wrong_rows.py has more
 
 
 def test_up_to_five_mistakes_are_told_at_once(tokenizer, write):
@@ -267,6 +231,17 @@ def test_template_that_refuses_a_row(folder, write):
         load(Tokenizer(str(folder)), write({"messages": CHAT}), max_seq_len=100)
 
 
+def test_conversations_without_an_end_of_turn_are_counted(folder, write):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.end }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}assistant: {% endif %}")
+    ended = [CHAT[0], {**CHAT[1], "end": "<|im_end|>"}]
+    accounting = load(
+        Tokenizer(str(folder)), write({"messages": CHAT}, {"messages": ended}), max_seq_len=100
+    ).accounting
+    assert accounting.endless == 1
+    assert "without an end of turn  1 (the model does not learn to stop there)" in accounting.table()
+
+
 def test_no_chat_template(folder, write):
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(TuneError, match=r"^the tokenizer in .* has no chat template"):
@@ -277,42 +252,6 @@ def test_no_eos_token(folder, write):
     (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(TuneError, match="names no eos_token"):
         load(Tokenizer(str(folder)), write({"text": "a"}), max_seq_len=100)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("data.jsonl", '{"text": "a"}\n{"text": "b"', r"data\.jsonl:2: malformed JSON: .* at column 13"),
-        ("data.json", '[{"text": "a"},\n {"text" "b"}]', r"data\.json:2: malformed JSON: .* at column 10"),
-        ("data.json", '{"text":\n"a"}', r"data\.json:1: malformed JSON"),
-        ("data.csv", 'text\n"a', r"data\.csv:row 1: malformed CSV"),
-        ("data.csv", "text\na\nb, c", r"data\.csv:row 2 has more cells than the header"),
-        ("data.parquet", "PAR1", r"data\.parquet: malformed Parquet"),
-        (
-            "data.doc",
-            "a",
-            r"cannot read \.doc files; known are \.json, \.jsonl, \.csv, \.tsv, \.parquet, \.arrow, \.txt",
-        ),
-        ("data.jsonl", "", "has no rows"),
-        ("data.json", "[[1], {}]", r"data\.json:row 2: the columns \(none\) are none of the known formats"),
-        ("data.json", "[[1]]", r"data\.json:row 1: the row is \[1\]; it must be an object"),
-        (
-            "data.jsonl",
-            '{"instruction": "a", "answer": "b"}',
-            "the columns instruction, answer are none of the known formats",
-        ),
-    ],
-)
-def test_mistakes_in_a_file(tokenizer, tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(TuneError, match=message):
-        load(tokenizer, str(tmp_path / name), max_seq_len=100)
-
-
-def test_text_that_is_not_utf8(tokenizer, tmp_path):
-    (tmp_path / "data.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n')
-    with pytest.raises(TuneError, match=r"data\.jsonl:2: not UTF-8 text"):
-        load(tokenizer, str(tmp_path / "data.jsonl"), max_seq_len=100)
 
 
 def test_paths_that_are_not_there(tokenizer, write, tmp_path):

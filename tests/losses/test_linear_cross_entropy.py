@@ -17,11 +17,15 @@ def make(dtype=torch.float32, tokens=50, dim=16, vocabulary=97):
     return hidden, weight, labels
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 40, 1024])
-def test_value_and_gradients(chunk_tokens):
+def test_value_and_gradients(chunk_tokens, softcap):
     hidden, weight, labels = make()
-    expected = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
-    loss = LinearCrossEntropy(chunk_tokens)(hidden, weight, labels)
+    logits = hidden @ weight.T
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss = LinearCrossEntropy(chunk_tokens)(hidden, weight, labels, softcap=softcap)
     assert_close(loss, expected, rtol=1e-6, atol=0)
     scale = 1 / 40  # as a recipe divides by the count of supervised tokens
     for ours, reference in zip(

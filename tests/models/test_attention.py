@@ -1,24 +1,51 @@
-"""Every kernel computes what SDPA with the full mask computes."""
+"""Every path computes what the definition says."""
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from tune.models.attention import Segments, attend, attend_masked
+from tune.models.attention import Scoring, Segments, attend, attend_cached, attend_masked
+from tune.models.context import LayerCache
 
 LENGTHS = [[7, 1, 24], [32], [5, 5, 5, 17]]  # documents of three rows of 32 tokens
+SCORINGS = {
+    "plain": Scoring(),
+    "window": Scoring(window=6),
+    "window of one": Scoring(window=1),
+    "window wider than any document": Scoring(window=40),
+    "scale": Scoring(scale=0.1, window=6),
+    "softcap": Scoring(softcap=2.0),
+    "sinks": Scoring(sinks=torch.linspace(-1, 2, 4)),
+    "all": Scoring(window=6, scale=0.3, softcap=2.0, sinks=torch.linspace(-1, 2, 4)),
+}
 
 
-def make(device="cpu", dtype=torch.float32, head_dim=16, kv_heads=2):
+def make(device="cpu", dtype=torch.float32, head_dim=16, kv_heads=2, value_dim=None):
     generator = torch.Generator().manual_seed(0)
-    shapes = [(3, 32, heads, head_dim) for heads in (4, kv_heads, kv_heads)]
+    shapes = [(3, 32, 4, head_dim), (3, 32, kv_heads, head_dim), (3, 32, kv_heads, value_dim or head_dim)]
     heads = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
     ids = [[i for i, length in enumerate(lengths) for _ in range(length)] for lengths in LENGTHS]
     return heads, Segments.of(torch.tensor(ids, device=device))
 
 
-def with_gradients(function, heads, segments):
-    output = function(*heads, segments)
+def by_definition(query, key, value, segments, scoring):
+    """Softmax over what each token sees, a token and a head at a time."""
+    rows = []
+    for b, t, h in torch.cartesian_prod(torch.arange(3), torch.arange(32), torch.arange(4)).tolist():
+        kv_head = h * key.shape[2] // 4
+        first = max(0, t - (scoring.window or 32) + 1)
+        seen = [s for s in range(first, t + 1) if segments.ids[b, s] == segments.ids[b, t]]
+        scores = key[b, seen, kv_head] @ query[b, t, h] * (scoring.scale or query.shape[-1] ** -0.5)
+        if scoring.softcap:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+        if scoring.sinks is not None:
+            scores = torch.cat([scores, scoring.sinks[h, None]])
+        rows.append(scores.softmax(0)[: len(seen)] @ value[b, seen, kv_head])
+    return torch.stack(rows).view(3, 32, 4, -1)
+
+
+def with_gradients(function, heads, segments, scoring):
+    output = function(*heads, segments, scoring)
     weights = torch.linspace(-1, 1, output.numel(), device=output.device).view_as(output).to(output.dtype)
     return output, *torch.autograd.grad((output * weights).sum(), heads)
 
@@ -30,19 +57,44 @@ def test_segments():
     assert segments.longest == 32
 
 
+@pytest.mark.parametrize("kind", SCORINGS)
+@pytest.mark.parametrize("value_dim", [16, 24])
+def test_document_by_document_and_masked(kind, value_dim):
+    heads, segments = make(value_dim=value_dim)
+    expected = with_gradients(by_definition, heads, segments, SCORINGS[kind])
+    assert_close(with_gradients(attend, heads, segments, SCORINGS[kind]), expected, atol=1e-5, rtol=1e-5)
+    assert_close(with_gradients(attend_masked, heads, segments, SCORINGS[kind]), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", SCORINGS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_document_by_document(kv_heads):
-    heads, segments = make(kv_heads=kv_heads)
-    for ours, oracle in zip(
-        with_gradients(attend, heads, segments), with_gradients(attend_masked, heads, segments), strict=True
-    ):
-        assert_close(ours, oracle, atol=1e-5, rtol=1e-5)
-
-
-def test_one_document_a_row_needs_no_segments():
-    heads, _ = make()
+def test_one_document_a_row_needs_no_segments(kind, kv_heads):
+    heads, _ = make(kv_heads=kv_heads)
     segments = Segments.of(torch.zeros(3, 32, dtype=torch.long))
-    assert_close(attend(*heads, None), attend_masked(*heads, segments), atol=1e-5, rtol=1e-5)
+    expected = attend_masked(*heads, segments, SCORINGS[kind])
+    assert_close(attend(*heads, None, SCORINGS[kind]), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", SCORINGS)
+def test_token_by_token_with_a_cache(kind):
+    (query, key, value), _ = make()
+    cache, outputs = LayerCache(capacity=40), []
+    for start, stop in [(0, 9), *((i, i + 1) for i in range(9, 32))]:
+        positions = torch.arange(start, stop).expand(3, -1)
+        keys, values = cache.update(key[:, start:stop], value[:, start:stop], positions=positions)
+        outputs.append(attend_cached(query[:, start:stop], keys, values, positions, SCORINGS[kind]))
+    expected = attend(query, key, value, None, SCORINGS[kind])
+    assert_close(torch.cat(outputs, dim=1), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_sinks_learn():
+    heads, segments = make()
+    sinks = torch.zeros(4, requires_grad=True)
+    outputs = [
+        attend(*heads, segments, Scoring(sinks=s)).sum(dim=(0, 1, 3)) for s in (sinks, sinks + 1e-2, sinks - 1e-2)
+    ]
+    (gradient,) = torch.autograd.grad(outputs[0].sum(), sinks)
+    assert_close(gradient, (outputs[1] - outputs[2]) / 2e-2, atol=1e-3, rtol=1e-3)
 
 
 def test_nothing_leaks_between_documents():
@@ -54,11 +106,14 @@ def test_nothing_leaks_between_documents():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a CUDA device")
+@pytest.mark.parametrize("kind", ["plain", "window", "scale"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_flash_kernel(kv_heads):
+def test_flash_kernel(kind, kv_heads):
     heads, segments = make("cuda", torch.bfloat16, head_dim=64, kv_heads=kv_heads)
     exact = [head.detach().float().requires_grad_() for head in heads]
     for ours, oracle in zip(
-        with_gradients(attend, heads, segments), with_gradients(attend_masked, exact, segments), strict=True
+        with_gradients(attend, heads, segments, SCORINGS[kind]),
+        with_gradients(attend_masked, exact, segments, SCORINGS[kind]),
+        strict=True,
     ):
         assert (ours.float() - oracle).norm() <= 1e-2 * oracle.norm()

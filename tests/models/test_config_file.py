@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 
+from tune.checkpointers import Random
 from tune.errors import TuneError
+from tune.generation import generate
 from tune.models import build
 
 LLAMA = {
@@ -24,22 +26,25 @@ def build_from(tmp_path, fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (LLAMA | {"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: llama, qwen3"),
-        ({"vocab_size": 3}, r"model_type '\(none\)' is not supported"),
-        (LLAMA | {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
-        (LLAMA | {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported"),
+        (LLAMA | {"model_type": "mamba"}, "model_type 'mamba' has no family .* llama, .*tune.models.hf"),
+        ({"vocab_size": 3}, r"model_type '\(none\)' has no family"),
+        (LLAMA | {"hidden_act": "tanh"}, "hidden_act='tanh' is not supported; supported: silu, "),
         (LLAMA | {"hidden_size": None}, "field 'hidden_size' is missing"),
         (LLAMA | {"vocab_size": "64"}, "field 'vocab_size' must be a positive integer; found '64'"),
         (LLAMA | {"num_experts": 8}, "not supported for model_type 'llama': num_experts=8"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "the weights are quantised"),
-        (
-            LLAMA | {"rope_scaling": {"rope_type": "longrope"}},
-            "rope type 'longrope' is not supported; supported: default",
-        ),
+        (LLAMA | {"rope_scaling": {"rope_type": "ntk"}}, "rope type 'ntk' is not supported; supported: default"),
+        (LLAMA | {"rope_scaling": {"type": "longrope", "short_factor": [1] * 4}}, "'longrope' has no 'long_factor'"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0, "mrope": 1}}, "unknown fields: mrope"),
         (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "rope scaling 'linear' has no 'factor'"),
         (LLAMA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        (QWEN3 | {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
-        (QWEN3 | {"layer_types": ["sliding_attention"]}, r"layer_types has \['sliding_attention'\]"),
+        (LLAMA | {"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
+        (LLAMA | {"tie_word_embeddings": "yes"}, "field 'tie_word_embeddings' must be true or false; found 'yes'"),
+        (LLAMA | {"rms_norm_eps": "small"}, "field 'rms_norm_eps' must be a positive number; found 'small'"),
+        (LLAMA | {"rope_interleaved": True}, "not supported for model_type 'llama': rope_interleaved=True"),
+        (QWEN3 | {"layer_types": ["linear_attention"]}, r"layer_types has \['linear_attention'\]"),
+        (QWEN3 | {"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for num_hidden_layers=1"),
+        (QWEN3 | {"use_sliding_window": True, "sliding_window": 0}, "sliding_window must be a positive integer"),
         ([1], "must hold a mapping; found list"),
     ],
 )
@@ -66,12 +71,18 @@ def test_older_and_newer_rope_fields_mean_the_same(tmp_path):
     older = build_from(tmp_path, LLAMA | {"rope_theta": 5e5, "rope_scaling": scaling})
     newer = build_from(tmp_path, LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}})
     assert older.config == newer.config
-    assert older.config.rope.theta == 5e5 and older.config.rope.kind == "linear"
+    rope = older.config.layers[0].attention.rope
+    assert rope.theta == 5e5 and rope.kind == "linear"
 
 
 def test_fields_without_effect_are_no_obstacle(tmp_path):
     extra = {"_name_or_path": "x", "use_cache": True, "pretraining_tp": 2, "sliding_window": None, "is_decoder": False}
     assert build_from(tmp_path, LLAMA | extra).config == build_from(tmp_path, LLAMA).config
+
+
+def test_dropout_of_the_original_training_is_said_to_be_left_out(tmp_path):
+    with pytest.warns(UserWarning, match=r"attention_dropout=0\.1 is not applied"):
+        build_from(tmp_path, LLAMA | {"attention_dropout": 0.1})
 
 
 def test_dynamic_rope_is_refused_beyond_the_trained_length(tmp_path):
@@ -80,3 +91,96 @@ def test_dynamic_rope_is_refused_beyond_the_trained_length(tmp_path):
     model(torch.zeros(1, 64, dtype=torch.long))
     with pytest.raises(TuneError, match="a document of 65 tokens is longer than the 64"):
         model(torch.zeros(1, 65, dtype=torch.long))
+
+
+PHI3 = LLAMA | {
+    "model_type": "phi3", "max_position_embeddings": 256, "original_max_position_embeddings": 64,
+    "rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
+}  # fmt: skip
+
+
+def test_longrope_is_refused_where_a_cache_would_be_wrong(tmp_path):
+    model = build_from(tmp_path, PHI3).to_empty(device="cpu")
+    Random(0).fill(model)
+    generate(model, [[1, 2, 3]], max_new_tokens=61)
+    with pytest.raises(TuneError, match="generation: 65 tokens are more than 64"):
+        generate(model, [[1, 2, 3]], max_new_tokens=63)
+
+
+def test_null_is_not_left_out(tmp_path):
+    """Mistral 0.1 has a window, later files say null; a file of transformers' that says nothing means 4096."""
+    mistral = LLAMA | {"model_type": "mistral"}
+    windows = [
+        build_from(tmp_path, fields).config.layers[0].attention.window
+        for fields in (mistral, mistral | {"sliding_window": None}, mistral | {"sliding_window": 8})
+    ]
+    assert windows == [4096, None, 8]
+
+
+# As published, but for what HARMLESS covers; small sizes.
+PUBLISHED = {
+    "Phi-4-mini": PHI3
+    | {
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "embd_pdrop": 0.0, "full_attn_mod": 1,
+        "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False, "resid_pdrop": 0.0, "sliding_window": 262144,
+        "partial_rotary_factor": 0.75, "attention_bias": False, "tie_word_embeddings": True,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [4.0] * 3},
+    },
+    "gemma-2": LLAMA
+    | {
+        "model_type": "gemma2", "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid", "head_dim": 8,
+        "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 8, "sliding_window": 4096,
+    },
+    "gemma-3-1b": LLAMA
+    | {
+        "model_type": "gemma3_text", "attn_logit_softcapping": None, "cache_implementation": "hybrid", "head_dim": 8,
+        "final_logit_softcapping": None, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
+    "gemma-3-4b": {
+        "model_type": "gemma3", "boi_token_index": 255999, "eoi_token_index": 256000, "eos_token_id": [1, 106],
+        "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+        "text_config": {
+            "hidden_size": 64, "intermediate_size": 96, "model_type": "gemma3_text", "num_hidden_layers": 6,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        },
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    },
+    "command-r7b": LLAMA
+    | {
+        "model_type": "cohere2", "head_dim": 8, "layer_norm_eps": 1e-05, "layer_switch": 4, "logit_scale": 0.25,
+        "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj", "rotary_pct": 1.0,
+        "sliding_window": 4096, "sliding_window_pattern": 4, "use_embedding_sharing": True, "rms_norm_eps": None,
+        "use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": True, "use_qk_norm": False,
+    },
+    "starcoder2": LLAMA
+    | {
+        "model_type": "starcoder2", "hidden_act": "gelu_pytorch_tanh", "mlp_type": "default", "norm_epsilon": 1e-5,
+        "norm_type": "layer_norm", "sliding_window": 4096, "use_bias": True, "rms_norm_eps": None,
+    },
+    "SmolLM3": LLAMA
+    | {
+        "model_type": "smollm3", "max_window_layers": 28, "no_rope_layer_interval": 4, "no_rope_layers": [1],
+        "layer_types": ["full_attention"], "pretraining_tp": 2, "sliding_window": None, "use_sliding_window": False,
+    },
+    "Olmo-3": LLAMA
+    | {
+        "model_type": "olmo3", "layer_types": ["full_attention"], "rope_theta": 500000, "sliding_window": 4096,
+        "rope_scaling": {
+            "attention_factor": 1.2, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0, "rope_type": "yarn",
+            "original_max_position_embeddings": 8192,
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_are_read_in_full(tmp_path, name):
+    build_from(tmp_path, PUBLISHED[name])
+
+
+def test_gemma3_scales_the_full_layers_only(tmp_path):
+    ropes = [layer.attention.rope for layer in build_from(tmp_path, PUBLISHED["gemma-3-4b"]).config.layers]
+    assert [(rope.kind, rope.theta) for rope in ropes] == [("default", 1e4)] * 5 + [("linear", 1e6)]

@@ -1,11 +1,19 @@
 """Every family computes what transformers computes, from the same checkpoint folder."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from tune.checkpointers import load_model
+from tune import distributed
+from tune.checkpointers import Random, export, load_model
 from tune.generation import generate
+from tune.losses import LinearCrossEntropy
+from tune.models import build
 
 transformers = pytest.importorskip("transformers")
 
@@ -18,42 +26,162 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "initializer_range": 0.1,
+    "eos_token_id": 1,
+    "pad_token_id": None,  # its embedding would get no gradient in transformers
 }
+WINDOW = 16
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [1.0, 2.0, 3.0, 5.0, 9.0, 16.0], "partial_rotary_factor": 0.75,
+}  # fmt: skip
+TWO_ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+CORRECTED = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT = CORRECTED | {
+    "n_group": 4, "topk_group": 2, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20, "kv_lora_rank": 32,
+    "q_lora_rank": 28, "num_key_value_heads": 4,
+}  # fmt: skip
 VARIANTS = {
     "llama": ("LlamaConfig", {}),
-    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama-tied": ("LlamaConfig", TIED),
     "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
     "llama-multi-head": ("LlamaConfig", {"num_key_value_heads": 4}),
     "llama-multi-query": ("LlamaConfig", {"num_key_value_heads": 1}),
     "llama-head-dim": ("LlamaConfig", {"head_dim": 24}),
+    "llama-gelu": ("LlamaConfig", {"hidden_act": "gelu"}),
     "llama-theta": ("LlamaConfig", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}),
-    "llama-linear": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
-    "llama-dynamic": ("LlamaConfig", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama-linear": ("LlamaConfig", {"rope_parameters": LINEAR}),
+    "llama-dynamic": ("LlamaConfig", {"rope_parameters": LINEAR | {"rope_type": "dynamic"}}),
     "llama-3.1": ("LlamaConfig", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 32}}),
-    "llama-yarn": ("LlamaConfig", {"rope_parameters": YARN | {"original_max_position_embeddings": 64}}),
-    "llama-yarn-mscale": (
-        "LlamaConfig",
-        {"rope_parameters": YARN | {"original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.7}},
-    ),
+    "llama-yarn": ("LlamaConfig", {"rope_parameters": YARN}),
+    "llama-yarn-mscale": ("LlamaConfig", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mistral-window": ("MistralConfig", {"sliding_window": WINDOW, "head_dim": 24}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2-windows": ("Qwen2Config", TIED | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
-    "qwen3-tied": ("Qwen3Config", {"head_dim": 24, "tie_word_embeddings": True, "attention_bias": True}),
-}
+    "qwen3-tied": ("Qwen3Config", TIED | {"head_dim": 24, "attention_bias": True}),
+    "qwen3-windows": ("Qwen3Config", {"head_dim": 16, "use_sliding_window": True} | MIXED),
+    "gemma": ("GemmaConfig", {"head_dim": 32, "num_key_value_heads": 1}),
+    "gemma2": ("Gemma2Config", {"head_dim": 32, "sliding_window": WINDOW, "query_pre_attn_scalar": 24}),
+    "gemma2-no-caps": (
+        "Gemma2Config",
+        {"head_dim": 16, "attn_logit_softcapping": None, "final_logit_softcapping": None, "layer_types": None} | UNTIED,
+    ),
+    "gemma3_text": ("Gemma3TextConfig", {"head_dim": 24, "query_pre_attn_scalar": 24} | MIXED),
+    "gemma3_text-scaled": (
+        "Gemma3TextConfig",
+        {"head_dim": 32, "rope_parameters": TWO_ROPES | {"full_attention": LINEAR}, "final_logit_softcapping": 8.0}
+        | MIXED,
+    ),
+    "phi3": ("Phi3Config", {"sliding_window": WINDOW}),
+    "phi3-longrope": (
+        "Phi3Config",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 60} | TIED,
+    ),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo2-multi-head": ("Olmo2Config", {"num_key_value_heads": 4, "attention_bias": True}),
+    "olmo3": ("Olmo3Config", MIXED),
+    "olmo3-yarn": ("Olmo3Config", {"rope_parameters": TWO_ROPES} | MIXED),
+    "granite": (
+        "GraniteConfig",
+        {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 3.0},
+    ),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
+    "smollm3-windows": (
+        "SmolLM3Config",
+        {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": WINDOW} | UNTIED,
+    ),
+    "starcoder2": ("Starcoder2Config", {}),
+    "starcoder2-window": ("Starcoder2Config", {"sliding_window": WINDOW, "use_bias": False} | UNTIED),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "glm": ("GlmConfig", {"head_dim": 16}),
+    "cohere": ("CohereConfig", {"attention_bias": True}),
+    "cohere2": ("Cohere2Config", MIXED),
+    "cohere2-biases": ("Cohere2Config", UNTIED | {"attention_bias": True, "sliding_window": WINDOW}),
+    "ministral3": ("Ministral3Config", {"head_dim": 16, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 24, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "exaone4": ("Exaone4Config", MIXED),
+    "exaone4-full": ("Exaone4Config", TIED | {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "arcee": ("ArceeConfig", {"mlp_bias": True}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 24, "use_bias": True}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            "layer_types": ["full_attention"] * 3, "num_local_experts": 0, "shared_intermediate_size": 96,
+            "position_embedding_type": "rope", "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1, "logits_scaling": 3.0,
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "mixtral-window": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW, "num_experts_per_tok": 3}),
+    "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [1]}),
+    "qwen2_moe-windows": (
+        "Qwen2MoeConfig",
+        EXPERTS
+        | {"shared_expert_intermediate_size": 20, "decoder_sparse_step": 2, "qkv_bias": False, "norm_topk_prob": True}
+        | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 24, "norm_topk_prob": True}),
+    "qwen3_moe-window": (
+        "Qwen3MoeConfig",
+        EXPERTS | {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": WINDOW},
+    ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe-normalized": ("OlmoeConfig", {"num_experts": 9, "norm_topk_prob": True, "num_key_value_heads": 4}),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 24, "sliding_window": WINDOW}),
+    "gpt_oss-no-biases": (
+        "GptOssConfig",
+        {"num_local_experts": 4, "attention_bias": False, "swiglu_limit": 0.5, "rope_parameters": YARN},
+    ),
+    "glm4_moe": ("Glm4MoeConfig", CORRECTED | {"use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe-groups": ("Glm4MoeConfig", CORRECTED | {"n_group": 4, "topk_group": 2, "head_dim": 24}),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        {"num_local_experts": 6, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 3.0}
+        | {"attention_multiplier": 0.1, "tie_word_embeddings": True},
+    ),
+    "minimax_m2": ("MiniMaxM2Config", {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 24}),
+    "minimax_m2-partial": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16},
+    ),
+    "deepseek_v3": ("DeepseekV3Config", LATENT),
+    "deepseek_v3-yarn": (
+        "DeepseekV3Config",
+        LATENT | {"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
+    ),
+    "deepseek_v3-plain": (
+        "DeepseekV3Config",
+        LATENT
+        | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False}
+        | {"attention_bias": True, "n_shared_experts": 2},
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def pair(request, tmp_path_factory):
     """A tiny random model of transformers', and ours from the folder it was saved in."""
     config_class, changes = VARIANTS[request.param]
+    return make_pair(getattr(transformers, config_class)(**SMALL | changes), tmp_path_factory.mktemp(request.param))
+
+
+def make_pair(config, folder, auto=transformers.AutoModelForCausalLM):
     torch.manual_seed(0)
-    config = getattr(transformers, config_class)(**SMALL | changes)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for name, parameter in theirs.named_parameters():  # biases and norms start at 0 and 1, which would hide mistakes
-        if parameter.ndim == 1:
-            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
-    folder = tmp_path_factory.mktemp(request.param)
+    theirs = auto.from_config(config, attn_implementation="eager").eval()
+    for tensor in theirs.state_dict().values():  # biases and norms start at 0 and 1, which would hide mistakes
+        if tensor.std() == 0:
+            tensor += torch.randn_like(tensor) * 0.3
     theirs.save_pretrained(folder)
+    theirs.saved_in = folder
     return theirs, load_model(str(folder))
 
 
@@ -61,23 +189,42 @@ def random_tokens(rows, length):
     return torch.randint(SMALL["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-def test_logits_and_gradients(pair):
-    theirs, ours = pair
-    tokens = random_tokens(2, 200)
-    expected, logits = theirs(tokens).logits, ours(tokens)
-    assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+def as_on_disk(theirs, tensors, folder):
+    """`tensors` in place of the parameters of `theirs`, as transformers would write them."""
+    holder = copy.deepcopy(theirs)
+    for parameter, tensor in zip(holder.parameters(), tensors, strict=True):
+        parameter.data = tensor
+    holder.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
 
-    expected.square().mean().backward()
-    logits.square().mean().backward()
-    gradients = dict(theirs.named_parameters())
+
+def parts_on_disk(ours, name, tensor):
+    """The tensors that our parameter `name` is on disk: one, or one for each expert."""
+    names = ours.disk_names[name]
+    return [(names, tensor)] if isinstance(names, str) else zip(names, tensor, strict=True)
+
+
+def test_logits_loss_and_gradients(pair, tmp_path):
+    theirs, ours = pair
+    tokens = random_tokens(2, 201)
+    tokens, labels = tokens[:, :-1], tokens[:, 1:]
+    expected = theirs(tokens).logits
+    assert_close(ours(tokens), expected, atol=1e-5, rtol=1e-5)
+
+    expected_loss = F.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss = ours(tokens, labels=labels, loss_fn=LinearCrossEntropy(chunk_tokens=150))
+    assert_close(loss, expected_loss, atol=0, rtol=1e-6)
+    expected_loss.backward()
+    loss.backward()
+    references = as_on_disk(theirs, [parameter.grad for parameter in theirs.parameters()], tmp_path)
     for name, parameter in ours.named_parameters():
-        reference = gradients[ours.disk_names[name]].grad
-        assert (parameter.grad - reference).norm() <= 1e-4 * reference.norm() + 1e-7, name
+        for on_disk, gradient in parts_on_disk(ours, name, parameter.grad):
+            assert (gradient - references[on_disk]).norm() <= 1e-4 * references[on_disk].norm(), on_disk
 
 
 def test_documents_in_a_row_do_not_see_each_other(pair):
     theirs, ours = pair
-    lengths = [5, 40, 1, 19]
+    lengths = [5, 40, 1, 70, 19]
     tokens = random_tokens(1, sum(lengths))
     documents = torch.tensor([[i for i, length in enumerate(lengths) for _ in range(length)]])
     positions = torch.tensor([[p for length in lengths for p in range(length)]])
@@ -92,3 +239,59 @@ def test_cached_greedy_decoding(pair):
     for prompt, output in zip(prompts, outputs, strict=True):
         expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)
         assert output == expected[0, len(prompt) :].tolist()
+
+
+def check_export(ours, source, folder):
+    tokenizer = SimpleNamespace(save=lambda folder: None)
+    export(ours, tokenizer, folder, distributed.init("cpu"), source=str(source))
+    saved, exported = load_file(source / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert saved.keys() == exported.keys()
+    assert all(torch.equal(saved[name], exported[name]) for name in saved)
+
+
+def test_export_is_the_source(pair, tmp_path):
+    theirs, ours = pair
+    check_export(ours, theirs.saved_in, tmp_path / "model")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
+    tokens = random_tokens(1, 50)
+    assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+
+
+def test_initial_weights_are_those_of_transformers(pair, tmp_path):
+    theirs, _ = pair
+    with torch.device("meta"):
+        ours = build(str(theirs.saved_in))
+    Random(seed=0).fill(ours.to_empty(device="cpu"))
+    fresh = type(theirs)(theirs.config)
+    references = as_on_disk(fresh, fresh.parameters(), tmp_path)
+    for name, tensor in ours.state_dict().items():
+        for on_disk, part in parts_on_disk(ours, name, tensor):
+            reference = references[on_disk]
+            if reference.std() == 0:
+                assert torch.equal(part, reference), on_disk
+            elif part.numel() > 1000:
+                assert_close(part.std(), reference.std(), rtol=0.1, atol=0)
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+GEMMA3 = {
+    "text_config": SMALL | {"head_dim": 16} | MIXED, "mm_tokens_per_image": 4, "image_token_index": 127,
+    "vision_config": VISION | {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+}  # fmt: skip
+MISTRAL3 = {
+    "text_config": SMALL | {"model_type": "ministral3", "head_dim": 16} | VARIANTS["ministral3"][1],
+    "vision_config": VISION | {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 16},
+    "image_token_index": 127, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config_class", "fields"), [("Gemma3Config", GEMMA3), ("Mistral3Config", MISTRAL3)])
+def test_what_is_for_images_is_kept(config_class, fields, tmp_path):
+    theirs, ours = make_pair(
+        getattr(transformers, config_class)(**fields), tmp_path / "source", transformers.AutoModelForImageTextToText
+    )
+    tokens = random_tokens(2, 80) % 127
+    assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+    check_export(ours, tmp_path / "source", tmp_path / "model")
+    again = type(theirs).from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
+    assert torch.equal(again(tokens).logits, theirs(tokens).logits)

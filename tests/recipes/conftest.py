@@ -56,12 +56,12 @@ class Inputs:
 def run_recipe():
     """The recipe with a command line, in this process; returns its exit code."""
 
-    def run(settings: list[str]) -> int:
+    def run(settings: list[str], recipe=full_finetune) -> int:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["full_finetune.py", *settings])
+            patch.setattr(sys, "argv", [recipe.__name__, *settings])
             try:
-                full_finetune.main()
+                recipe.main()
             except SystemExit as end:
                 return end.code
             finally:

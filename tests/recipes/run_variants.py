@@ -5,6 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+
 from tune import config
 
 
@@ -12,6 +14,7 @@ def run_variants(recipe: str, output: Path, common: list[str], variants: dict[st
     """Each variant's overrides come on top of the common ones; its run folder is `output`/name."""
     sys.path.insert(0, str(config.find_recipe(recipe).parent))
     main = importlib.import_module(recipe).main
+    torch.compiler.set_stance("force_eager")  # torchao's optimizers compile themselves
     for name, overrides in variants.items():
         main(config.load(recipe, [*common, *overrides, f"output_dir={output / name}"]))
 

@@ -32,6 +32,11 @@ VARIANTS = {
         "adapter.dropout=0.3", "micro_batch_size=1", "memory.activation_checkpointing=full"
     ],
     "dora with dropout": ["adapter.dropout=0.2", "adapter.dora=true"],
+    "head, embedding": ["adapter.target_modules=[lm_head,embed_tokens]", "adapter.dropout=0.2"],
+    "head with dora": ["adapter.target_modules=[lm_head,q_proj]", "adapter.dropout=0.2", "adapter.dora=true"],
+    "trained whole": ["adapter.modules_to_save=[norm,embed_tokens,lm_head]"],
+    "some tokens": ["adapter.trainable_tokens=[2,30,7]"],
+    "pissa": ["adapter.init=pissa"],
 }  # fmt: skip
 
 

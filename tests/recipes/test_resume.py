@@ -27,7 +27,7 @@ def state(checkpoint, folder):
     """A checkpoint as anyone can read it."""
     dcp_to_torch_save(checkpoint, folder / "state.pt")
     tensors = torch.load(folder / "state.pt", weights_only=True)
-    return tensors, tensors["optimizer"].pop("param_groups"), json.loads((checkpoint / "state.json").read_text())
+    return tensors, json.loads((checkpoint / "state.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_a_continued_run_equals_the_uninterrupted_one(step, saving, uninterrupte
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     ours, theirs = (state(checkpoints(each)[-1], tmp_path) for each in (run, uninterrupted))
     torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=0)
-    assert ours[1:] == theirs[1:]
+    assert ours[1] == theirs[1]
 
 
 def test_only_the_newest_checkpoints_are_kept(uninterrupted, settings, run_recipe, tmp_path):

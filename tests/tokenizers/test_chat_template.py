@@ -1,6 +1,10 @@
 """Conversations are rendered as transformers renders them, to the byte."""
 
+import datetime
+
 import pytest
+from references import transformers_rendering
+from texts import conversations
 
 from tune.errors import TuneError
 from tune.tokenizers import ChatTemplate, Tokenizer
@@ -46,6 +50,51 @@ def test_renders_as_transformers_does(folder, any_template, messages, tools, pro
         assert str(refusal) in str(error.value)
     else:
         assert ours() == expected
+
+
+def test_200_conversations_as_transformers_renders_them(any_template):
+    variables = {"bos_token": "<s>", "eos_token": "</s>"}
+    ours, theirs = ChatTemplate(any_template, variables), transformers_rendering(any_template, variables)
+    rendered = 0
+    for conversation in conversations(200):
+        try:
+            expected = theirs(**conversation)
+        except Exception as refusal:
+            with pytest.raises(TuneError) as error:
+                ours.render(**conversation)
+            assert str(refusal) in str(error.value)
+        else:
+            assert ours.render(**conversation) == expected
+            rendered += 1
+    assert rendered > 50
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ documents }}{{ tools }}",
+        "{% set n = namespace(a=1) %}{% set n.a = n.a + 1 %}{{ n.a }}{{ dict(a=1) }}{{ dict.fromkeys('ab', 0) }}",
+        "{% for m in messages %}{{ loop.index }}{% if loop.index == 2 %}{% break %}{% endif %}{% endfor %}",
+        "{{ messages[0].when }} {{ messages[0].list }} {{ messages[0] | tojson(indent=2) }}",
+        "{{ messages[9].content.x }}",
+        "{{ 1 // 0 }}",
+        "{% set n = namespace(_a=1) %}",
+        "{% set n = namespace() %}{% set n._a = 1 %}",
+        "{{ 'a'.nothing() }}",
+        "{{ raise_exception('No!') }}",
+    ],
+)
+def test_globals_and_failures_are_those_of_transformers(source):
+    message = {"role": "user", "content": "é", "when": datetime.date(2026, 1, 2), "list": (1, None, 2.5, True)}
+    theirs = transformers_rendering(source, {"bos_token": "<s>"})
+    arguments = {"messages": [message] * 3, "documents": [{"title": "a", "text": "b"}]}
+    try:
+        expected = theirs(**arguments)
+    except Exception:
+        with pytest.raises(TuneError, match=r"refuses|fails on"):
+            ChatTemplate(source, {"bos_token": "<s>"}).render(**arguments)
+    else:
+        assert ChatTemplate(source, {"bos_token": "<s>"}).render(**arguments) == expected
 
 
 def test_variables_reach_the_template(folder):

@@ -119,6 +119,76 @@ def test_template_that_rewrites_earlier_turns_beyond_recognition():
         pieces(template, [user("A"), assistant("b"), user("C"), assistant("d")])
 
 
+def reasoning(prompt: str, past: str, last: str) -> str:
+    """ChatML of a model that reasons: what the generation prompt, past answers and the last one begin with."""
+    return (
+        "{% set asked = namespace(last=0) %}"
+        "{% for m in messages if m.role == 'user' %}{% set asked.last = asked.last + 1 %}{% endfor %}"
+        "{% set seen = namespace(n=0) %}"
+        "{% for m in messages %}<|im_start|>{{ m.role + '\n' }}"
+        "{% if m.role == 'user' %}{% set seen.n = seen.n + 1 %}"
+        f"{{% else %}}{{{{ {last!r} if seen.n == asked.last else {past!r} }}}}{{% endif %}}"
+        "{{ m.content }}<|im_end|>{{ '\n' }}{% endfor %}"
+        f"{{% if add_generation_prompt %}}{{{{ '<|im_start|>assistant\n' + ({prompt}) }}}}{{% endif %}}"
+    )
+
+
+TWO_TURNS = [user("1?"), assistant("One"), user("2?"), assistant("<Two>")]
+SWITCHED = "'<think></think>' if enable_thinking is false else '<think>\n'"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    {
+        # Qwen 3.5: past answers are shown without the block that the model is made to begin with
+        "opened": (reasoning("'<think>\n'", "", "<think>\n</think>\n"), ["One<|im_end|>", "</think>\n<Two><|im_end|>"]),
+        "closed": (reasoning("'<think></think>'", "", "<think></think>"), ["One<|im_end|>", "<Two><|im_end|>"]),
+        # Nemotron, SmolLM 3: answers without reasoning are those of another switch
+        "switched": (
+            reasoning(SWITCHED, "<think></think>", "<think></think>"),
+            ["One<|im_end|>", "<Two><|im_end|>"],
+        ),
+    }.values(),
+)
+def test_reasoning_that_the_prompt_begins(template, expected):
+    assert pieces(template, TWO_TURNS) == expected
+
+
+def test_reasoning_that_the_prompt_begins_and_no_answer_has():  # DeepSeek R1's distillates, QwQ
+    template = reasoning("'<think>\n'", "", "")
+    with pytest.raises(TuneError, match=r"gives the model '<think>\\n' .* message 4 without it \('<Two>"):
+        pieces(template, [user("1?"), assistant("One", train=False), *TWO_TURNS[2:]])
+    assert pieces(template, [*TWO_TURNS[:3], assistant("Two", train=False)]) == ["One<|im_end|>"]
+
+
+def test_a_turn_that_ends_otherwise_inside_the_conversation():  # gpt-oss
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}|{{ m.content }}"
+        "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant|{% endif %}"
+    )
+    assert pieces(template, TWO_TURNS) == ["One", "<Two><|return|>"]
+
+
+def test_a_turn_that_only_the_next_one_ends():  # GLM 4
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ '<think></think>' if m.role == 'assistant' and loop.last }}"
+        "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    assert pieces(template, TWO_TURNS) == ["One", "<think></think><Two>"]
+
+
+def test_a_system_message_that_moves_to_the_last_question():  # Mistral
+    template = (
+        "<s>{% set system = messages[0].content %}"
+        "{% set asked = messages[1:] | selectattr('role', 'eq', 'user') | list %}"
+        "{% for m in messages[1:] %}{% if m.role == 'user' %}"
+        "<|im_start|>{{ system if m == asked[-1] }}{{ m.content }}<|im_end|>"
+        "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    assert pieces(template, [{"role": "system", "content": "Be short."}, *TWO_TURNS]) == ["One</s>", "<Two></s>"]
+
+
 def test_train_false_with_generation_blocks_that_are_not_the_messages():
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}!{% endgeneration %}"
     with pytest.raises(TuneError, match="has 1 for 2 messages"):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from texts import TOOLS
 
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
@@ -90,6 +91,31 @@ def test_named_templates(folder):
         assert tokenizer.apply_chat_template(messages, tools=tools) == expected
 
 
+def test_templates_in_files(folder):
+    configure(folder, chat_template="from the config")
+    (folder / "chat_template.jinja").write_text("chat")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools {{ tools | length }}")
+    (folder / "additional_chat_templates" / "rag.jinja").write_text(
+        "{% for d in documents %}{{ d | tojson }}{% endfor %}"
+    )
+    tokenizer, reference = Tokenizer(str(folder)), transformers.AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "hello"}]
+    documents = [{"title": "<é>", "text": "b"}]
+    for ours, theirs in (
+        ({}, {}),
+        ({"tools": TOOLS}, {"tools": TOOLS}),
+        ({"template": "rag", "documents": documents}, {"chat_template": "rag", "documents": documents}),
+        ({"template": "default", "tools": TOOLS}, {"chat_template": "default", "tools": TOOLS}),
+    ):
+        expected = reference.apply_chat_template(messages, tokenize=False, **theirs)
+        assert tokenizer.apply_chat_template(messages, **ours) == expected
+    with pytest.raises(TuneError, match=r"no chat template 'rags'; it has rag, tool_use"):
+        tokenizer.apply_chat_template(messages, template="rags")
+    tokenizer.save(folder.parent)
+    assert (folder.parent / "additional_chat_templates" / "rag.jinja").is_file()
+
+
 def test_save_copies_the_files_byte_for_byte(folder, tmp_path):
     (folder / "chat_template.jinja").write_bytes(b"{{ messages }}\r\n")
     (folder / "model.safetensors").write_bytes(b"weights")
@@ -101,17 +127,89 @@ def test_save_copies_the_files_byte_for_byte(folder, tmp_path):
 
 
 def test_folder_without_tokenizer(tmp_path):
-    (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(TuneError, match=r"no tokenizer\.json in .*found: tokenizer\.model"):
+    with pytest.raises(TuneError, match=r"no tokenizer in .*found: nothing"):
         Tokenizer(str(tmp_path))
     with pytest.raises(TuneError, match="no such folder"):
         Tokenizer(str(tmp_path / "absent"))
+
+
+def test_special_tokens_in_a_text_can_be_text(folder):
+    tokenizer = Tokenizer(str(folder))
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "hello<|im_end|> </s>"
+    ids = tokenizer.encode(text, parse_special_tokens=False)
+    assert ids == reference.encode(text, add_special_tokens=False, split_special_tokens=True)
+    assert not {1, 3} & set(ids)
+    assert tokenizer.decode(ids) == text
+    assert {1, 3} < set(tokenizer.encode(text))
+
+
+def test_a_stream_gives_whole_characters(folder):
+    tokenizer = Tokenizer(str(folder))
+    text = "fox 🦊 e\u0301 你好 <|im_end|>\n 👩‍👩‍👧‍👦"
+    stream = tokenizer.stream()
+    pieces = [stream.add(token) for token in tokenizer.encode(text)]
+    assert "".join(pieces) == text
+    assert "\ufffd" not in "".join(pieces)
+    assert pieces.count("") > 10
+    assert stream.finish() == ""
+    stream = tokenizer.stream(skip_special_tokens=True)
+    assert [stream.add(token) for token in [*tokenizer.encode("🦊")[:2], 3]] == ["", "", ""]
+    assert stream.finish() == "\ufffd"
+
+
+def test_added_tokens_are_written_into_a_copy_of_tokenizer_json(folder, tmp_path):
+    before = json.loads((folder / "tokenizer.json").read_text())
+    before["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    write_json(folder / "tokenizer.json", before)
+    decoder = {
+        str(token["id"]): {name: token[name] for name in token if name != "id"} for token in before["added_tokens"]
+    }
+    configure(folder, added_tokens_decoder=decoder)
+    tokenizer = Tokenizer(str(folder))
+    size = tokenizer.vocab_size
+    assert tokenizer.add_tokens(["<new>", "<s>"]) == [size, 0]
+    (tmp_path / "export").mkdir()
+    tokenizer.save(tmp_path / "export")
+    after = json.loads((tmp_path / "export" / "tokenizer.json").read_text())
+    new = {"id": size, "content": "<new>", "special": True, "normalized": False}
+    new |= dict.fromkeys(("lstrip", "rstrip", "single_word"), False)
+    assert after == {**before, "added_tokens": [*before["added_tokens"], new]}
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "export").convert_tokens_to_ids("<new>") == size
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_malformed_file(folder, name):
     (folder / name).write_text("{")
     with pytest.raises(TuneError, match=f"{name} is not"):
+        Tokenizer(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chat_template": 5}, "must be a text, or a list of texts with names"),
+        ({"chat_template": [{"name": "default"}]}, "must be a text, or a list of texts with names.*'template'"),
+        ({"chat_template": ["a"]}, "must be a text, or a list of texts with names"),
+        (
+            {"added_tokens_decoder": {"a": {"content": "b"}}},
+            "added_tokens_decoder in .* must give a token with content",
+        ),
+        ({"added_tokens_decoder": {"3": {}}}, "added_tokens_decoder in .*'content'"),
+        ({"added_tokens_decoder": []}, "added_tokens_decoder in "),
+        ({"eos_token": 5}, "has the special token 5, which is no text"),
+        ({"additional_special_tokens": [{"a": 1}]}, "has the special token .* which is no text"),
+    ],
+)
+def test_malformed_configuration(folder, changes, message):
+    configure(folder, **changes)
+    with pytest.raises(TuneError, match=message):
+        Tokenizer(str(folder))
+
+
+def test_template_that_is_not_utf8(folder):
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe{{")
+    with pytest.raises(TuneError, match=r"the chat template in .* UnicodeDecodeError"):
         Tokenizer(str(folder))
 
 

@@ -2,6 +2,7 @@
 
 from tune.checkpointers.checkpointer import Checkpointer
 from tune.checkpointers.export import export, model_card
+from tune.checkpointers.vocabulary import add_tokens
 from tune.checkpointers.weights import Pretrained, Random, load_model
 
-__all__ = ["Checkpointer", "Pretrained", "Random", "export", "load_model", "model_card"]
+__all__ = ["Checkpointer", "Pretrained", "Random", "add_tokens", "export", "load_model", "model_card"]

@@ -37,6 +37,9 @@ class Checkpointer:
     A checkpoint is written under a temporary name and renamed when every process has written its part, so that a folder
     of that name is always complete. `every` counts optimizer steps, `keep` the newest checkpoints that stay. With
     `async_` the state is copied at the call and written in a thread while training goes on.
+
+    Of the optimizer's parameter groups, a checkpoint has what training has changed; settings are those of today. Frozen
+    parameters are not in it: `base`, which gives them, says at a restoration whether it still does.
     """
 
     def __init__(
@@ -48,13 +51,15 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         schedule: Stateful,
         data: Stateful,
+        base: Stateful | None = None,
         every: PositiveInt | None = 500,
         keep: PositiveInt | None = 2,
         async_: bool = True,
     ):
         self.folder, self.world = folder, world
         self.model, self.optimizer = model, optimizer
-        self.small: dict[str, Stateful] = {"schedule": schedule, "data": data}
+        self.settings = [dict(group) for group in optimizer.param_groups]
+        self.small: dict[str, Stateful] = {"schedule": schedule, "data": data} | ({"base": base} if base else {})
         self.every, self.keep, self.asynchronous = every, keep, async_
         # The background thread must not share a group with the collectives of the training.
         self.group = dist.new_group(backend="gloo")
@@ -81,22 +86,26 @@ class Checkpointer:
                 f"resume: continuing after step {small['step']} would replace {newest} of another attempt. Give "
                 "another output_dir, or resume=auto to continue that one"
             )
-        state = self._tensors()
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
+        state = {"model": model, "optimizer": optimizer["state"]}
         try:
             dcp.load(state, checkpoint_id=path)
         except CheckpointException as error:
             raise TuneError(
                 f"resume: {path} cannot be read into this model and optimizer: {_cause(error)}. Restore their "
-                "settings; or, if the files are damaged, remove that folder and continue from the checkpoint before it"
+                "settings (and, where the states are low-bit, the number of processes); or, if the files are damaged, "
+                "remove that folder and continue from the checkpoint before it"
             ) from error
-        _require_same_parameters(path, state["model"])
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=TRAINED,
-        )
+        _require_same_parameters(path, model)
+        groups = optimizer["param_groups"]
+        if len(groups) != len(small["groups"]):
+            raise TuneError(
+                f"resume: {path} has {len(small['groups'])} parameter groups, now there are {len(groups)}. Restore the "
+                "settings of parameter_groups"
+            )
+        for group, changed in zip(groups, small["groups"], strict=True):
+            group |= changed
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
         return small["step"]
 
     def newest(self) -> Path | None:
@@ -115,13 +124,12 @@ class Checkpointer:
         if self.world.is_main:
             unfinished.mkdir(parents=True, exist_ok=True)  # the writer of another rank may have been faster
             small = {name: part.state_dict() for name, part in self.small.items()}
-            (unfinished / "state.json").write_text(json.dumps({"step": step, **small}))
+            (unfinished / "state.json").write_text(json.dumps({"step": step, "groups": self._changed(), **small}))
+        tensors = _on_host(self._tensors()) if self.asynchronous else self._tensors()
+        save = functools.partial(dcp.save, tensors, checkpoint_id=unfinished, process_group=self.group)
         if self.asynchronous:
-            written = dcp.async_save(self._tensors(), checkpoint_id=unfinished, process_group=self.group)
-            assert isinstance(written, Future)  # the other kind of response belongs to another kind of stager
-            self.pending = self.background.submit(self._finish, written.result, unfinished, step)
+            self.pending = self.background.submit(self._finish, save, unfinished, step)
         else:
-            save = functools.partial(dcp.save, self._tensors(), checkpoint_id=unfinished, process_group=self.group)
             self._finish(save, unfinished, step)
 
     def wait(self) -> None:
@@ -155,7 +163,32 @@ class Checkpointer:
 
     def _tensors(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
-        return {"model": model, "optimizer": optimizer}
+        return {"model": model, "optimizer": optimizer["state"]}
+
+    def _changed(self) -> list[dict[str, Any]]:
+        """What some optimizers keep in their groups besides settings; the learning rate is the schedule's."""
+        pairs = zip(self.optimizer.param_groups, self.settings, strict=True)
+        return [
+            {name: group[name] for name in group.keys() - {"params", "lr"} if group[name] != settings.get(name)}
+            for group, settings in pairs
+        ]
+
+
+def _on_host(value: Any) -> Any:
+    """A copy in host memory of all that a state holds; also of tensors made of others, as sharded and quantised ones
+    are (dcp.async_save cannot copy the latter)."""
+    if isinstance(value, dict):
+        return {key: _on_host(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_on_host(each) for each in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not hasattr(value, "__tensor_flatten__"):
+        return value.detach().to("cpu", copy=True)
+    names, context = value.__tensor_flatten__()
+    parts = {name: _on_host(getattr(value, name)) for name in names}
+    kind: Any = type(value)
+    return kind.__tensor_unflatten__(parts, context, value.size(), value.stride())
 
 
 def _require_same_parameters(path: Path, model: dict[str, Any]) -> None:

@@ -3,18 +3,21 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
+from tune.checkpointers.disk import disk_tensors, has_weights
+from tune.checkpointers.weights import disk_copies, disk_names, disk_parts, stored_tensors
 from tune.distributed import World, full_tensor
 from tune.errors import TuneError
 
 SHARD_BYTES = 5 * 10**9
-DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+CONFIGS = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class SavesItself(Protocol):
@@ -31,39 +34,46 @@ def export(
     dtype: Literal["bf16", "fp32"] | None = None,
     card: str = "",
 ) -> None:
-    """Write `model` to `folder` with the names and config of the checkpoint `source` it was built from.
+    """Write to `folder` what the checkpoint `source` is with the tensors of `model`: the same names, types and config.
 
-    `dtype` defaults to the one config.json of the source declares. All processes take part: tensors are gathered one
-    by one, and rank 0 never holds more than a file of 5 GB. The folder appears when it is complete.
+    What `model` does without is copied. `dtype` is for all its tensors; without it each keeps the type it has in the
+    source (or, where that has no weights, the one its config declares). All processes take part: tensors are gathered
+    one by one, and rank 0 never holds more than a file of 5 GB and one tensor. The folder appears when it is complete.
     """
-    fields = json.loads((Path(source) / "config.json").read_text())
-    key = "torch_dtype" if "torch_dtype" in fields else "dtype"
-    fields[key] = DTYPE_NAMES[dtype] if dtype else fields.get(key) or "float32"
-    target = getattr(torch, fields[key])
-    names = getattr(model, "disk_names", {})
+    origin = Path(source)
+    fields: dict[str, Any] = json.loads(file.read_text()) if (file := origin / "config.json").exists() else {}
+    there = disk_tensors(origin) if has_weights(origin) else {}
+    declared = getattr(torch, fields.get("dtype") or fields.get("torch_dtype") or "float32")
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     if world.is_main:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-    plan = _files({name: parameter.numel() * target.itemsize for name, parameter in model.named_parameters()})
-    parameters = dict(model.named_parameters())
-    for file, members in plan.items():
-        gathered = {}
-        for name in members:
-            tensor = full_tensor(parameters[name].detach())
-            if world.is_main:
-                gathered[names.get(name, name)] = tensor.to("cpu", target).contiguous()
+    files = TensorFiles(unfinished)
+
+    def write(name: str, tensor: Tensor) -> None:
+        if tensor.is_floating_point():
+            target = DTYPES[dtype] if dtype else there[name].dtype if name in there else declared
+            tensor = tensor.to(target)
+        files.add(name, tensor.to("cpu"))
+
+    tensors, copies = stored_tensors(model), disk_copies(model)
+    for name, on_disk in disk_names(model, there).items():
+        tensor = full_tensor(tensors[name].detach())
         if world.is_main:
-            _save(gathered, unfinished / file)
+            for each, part in disk_parts(on_disk, tensor):
+                write(each, part)
+            for copy in [copy for copy, original in copies.items() if original == name and copy in there]:
+                write(copy, tensor.clone())
     if world.is_main:
-        if len(plan) > 1:
-            size = sum(parameter.numel() for parameter in parameters.values()) * target.itemsize
-            weight_map = {names.get(name, name): file for file, members in plan.items() for name in members}
-            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-            (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-        if (Path(source) / "generation_config.json").exists():
-            shutil.copyfile(Path(source) / "generation_config.json", unfinished / "generation_config.json")
+        for name in sorted(there.keys() - files.written):
+            files.add(name, there[name].read())
+        files.close()
+        if dtype and fields:
+            fields["torch_dtype" if "torch_dtype" in fields else "dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
+            (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        for file in [*map(origin.joinpath, CONFIGS), *origin.glob("*.py")]:
+            if file.exists() and not (unfinished / file.name).exists():
+                shutil.copyfile(file, unfinished / file.name)
         (unfinished / "README.md").write_text(card)
         tokenizer.save(unfinished)
         shutil.rmtree(folder, ignore_errors=True)
@@ -71,30 +81,54 @@ def export(
     world.barrier()
 
 
-def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    try:
-        save_file(tensors, file, metadata={"format": "pt"})
-    except SafetensorError as error:
-        shutil.rmtree(file.parent)
-        raise TuneError(
-            f"the trained model could not be written: {error}. The last checkpoint is complete: make room and run the "
-            "same command again, which then only writes the model"
-        ) from error
+class TensorFiles:
+    """Writes tensors, in the order they are added, to safetensors files of at most 5 GB as Hugging Face names them."""
 
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.held: dict[str, Tensor] = {}
+        self.files: list[list[str]] = []
+        self.bytes, self.held_bytes = 0, 0
+        self.written: set[str] = set()
 
-def _files(sizes: dict[str, int]) -> dict[str, list[str]]:
-    """Which tensors go into which file, in order, none above SHARD_BYTES unless one tensor is."""
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if groups[-1] and filled + size > SHARD_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += size
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self.held and self.held_bytes + tensor.nbytes > SHARD_BYTES:
+            self._flush()
+        # Cloned where it is a part of something larger: that must not stay, and safetensors refuses shared memory.
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+        self.held[name] = tensor.contiguous() if whole else tensor.clone(memory_format=torch.contiguous_format)
+        self.held_bytes += tensor.nbytes
+        self.bytes += tensor.nbytes
+        self.written.add(name)
+
+    def close(self) -> None:
+        """Write what is left, and the index if there are several files."""
+        self._flush()
+        count = len(self.files)
+        if count == 1:
+            self._file(1).rename(self.folder / "model.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self.files, 1):
+            file = self._file(number).rename(self.folder / f"model-{number:05d}-of-{count:05d}.safetensors")
+            weight_map |= dict.fromkeys(names, file.name)
+        index = {"metadata": {"total_size": self.bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"model-{number:05d}.safetensors"
+
+    def _flush(self) -> None:
+        self.files.append(list(self.held))
+        try:
+            save_file(self.held, self._file(len(self.files)), metadata={"format": "pt"})
+        except SafetensorError as error:
+            shutil.rmtree(self.folder)
+            raise TuneError(
+                f"the trained model could not be written: {error}. The last checkpoint is complete: make room and run "
+                "the same command again, which then only writes the model"
+            ) from error
+        self.held, self.held_bytes = {}, 0
 
 
 def model_card(recipe: str, model_path: str, dataset_path: str) -> str:

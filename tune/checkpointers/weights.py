@@ -1,42 +1,52 @@
 """The weights a training starts from, put into a model whose shards lie anywhere."""
 
-import json
+import hashlib
 import operator
+import re
 import zlib
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
+from tune.checkpointers.disk import disk_tensors
 from tune.distributed import local_shard
 from tune.errors import TuneError
 from tune.models import Decoder, build
 from tune.quantization import NF4Weight
 
-INDEX = "model.safetensors.index.json"
+# A name; or those that a parameter is the stack of along a new first dimension; or for each member of the stack, those
+# of equal parts that it is joined from along its own first dimension.
+OnDisk = str | list[str] | list[list[str]]
 
 
 class Pretrained:
-    """The *.safetensors of a Hugging Face checkpoint folder, for `model`.
+    """The weights of a checkpoint folder, for `model`.
 
-    Names and shapes are compared when this is made, on the meta device too, and nothing is read before `fill`. The
-    model's `disk_names` say how its parameters are called on disk; without them the names are the same.
+    Names and shapes are compared when this is made, on the meta device too, and nothing is read before `fill`.
 
     Raises:
         TuneError: files that are absent or unreadable; tensors missing, not known or of another shape, all named.
     """
 
     def __init__(self, path: str, model: nn.Module):
-        self.files = tensor_files(Path(path))
-        self.names: dict[str, str] = getattr(model, "disk_names", {name: name for name, _ in model.named_parameters()})
-        wanted = {disk_name: list(model.get_parameter(name).shape) for name, disk_name in self.names.items()}
-        ignored = getattr(model, "not_weights", ())
-        found = tensor_shapes(self.files)
+        self.path, self.tensors = path, disk_tensors(Path(path))
+        self.names = disk_names(model, self.tensors)
+        stored = stored_tensors(model)
+        wanted: dict[str, list[int]] = {}
+        for name, on_disk in self.names.items():
+            wanted |= {each: list(part.shape) for each, part in disk_parts(on_disk, stored[name])}
+        found = {name: tensor.shape for name, tensor in self.tensors.items()}
+        copies = disk_copies(model)
         problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
         problems += [
-            f"not known: {name} {found[name]}" for name in found.keys() - wanted.keys() if not name.endswith(ignored)
+            f"not known: {name} {found[name]}"
+            for name in found.keys() - wanted.keys() - copies.keys()
+            if not any(re.search(pattern, name) for pattern in getattr(model, "not_weights", ()))
         ]
+        wanted |= {copy: list(stored[name].shape) for copy, name in copies.items()}
         problems += [
             f"{name} has shape {found[name]}, config.json says {shape}"
             for name, shape in wanted.items()
@@ -48,24 +58,100 @@ class Pretrained:
                 f"model.path: the tensors in {path} do not fit its config.json:\n  " + "\n  ".join(problems[:12]) + more
             )
 
+    def state_dict(self) -> dict[str, Any]:
+        """What tells these weights from others: names, shapes, sizes of the files, and a sample of their numbers."""
+        digest = hashlib.sha256()
+        for tensor in self.tensors.values():
+            digest.update(f"{tensor.name} {tensor.shape} {tensor.dtype}".encode())
+        for file in sorted({tensor.file for tensor in self.tensors.values()}):
+            size = file.stat().st_size
+            digest.update(size.to_bytes(8))
+            with file.open("rb") as content:
+                for sample in range(64):
+                    content.seek(size * sample // 64)
+                    digest.update(content.read(4096))
+        return {"sha256": digest.hexdigest()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore. Raises TuneError if the state is that of other weights."""
+        if state != self.state_dict():
+            raise TuneError(
+                f"resume: the checkpoint was made on another base than {self.path}, and holds only what was trained on "
+                "top. Give model.path the base it was made on, or start anew with resume=never and another output_dir"
+            )
+
     def fill(self, model: nn.Module) -> None:
         """Copy each process's own slices into `model`, converting to its types. What it got since is left alone."""
         with torch.no_grad():
-            for name, disk_name in self.names.items():
+            for name, on_disk in self.names.items():
                 target = operator.attrgetter(name)(model)
-                # Opened anew for each tensor: a file that stays open keeps all its pages that were read in memory.
-                with safe_open(self.files[disk_name], framework="pt") as tensors:
-                    if isinstance(target, NF4Weight):
-                        target.fill(tensors.get_slice(disk_name)[target.held_rows()])
-                    else:
-                        shard, where = local_shard(target)
-                        shard.copy_(tensors.get_slice(disk_name)[where])
+                if isinstance(target, NF4Weight):
+                    assert isinstance(on_disk, str)  # only linear layers are quantised
+                    target.fill(self.tensors[on_disk].read((target.held_rows(),)))
+                    continue
+                shard, where = local_shard(target)
+                if isinstance(on_disk, str):
+                    shard.copy_(self.tensors[on_disk].read(where))
+                    continue
+                for member, names in zip(shard, on_disk[where[0]], strict=True):
+                    self._fill_member(member, [names] if isinstance(names, str) else names, where[1:])
+
+    def _fill_member(self, member: Tensor, names: Sequence[str], where: tuple[slice, ...]) -> None:
+        begin = 0
+        for name in names:
+            rows = self.tensors[name].shape[0]
+            start, stop = max(where[0].start - begin, 0), min(where[0].stop - begin, rows)
+            if start < stop:
+                at = begin + start - where[0].start
+                part = self.tensors[name].read((slice(start, stop), *where[1:]))
+                member[at : at + stop - start].copy_(part)
+            begin += rows
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What of `model` belongs into a checkpoint: parameters, tied ones once, and persistent buffers."""
+    persistent = model.state_dict().keys()
+    return dict(model.named_parameters()) | {
+        name: buffer for name, buffer in model.named_buffers() if name in persistent
+    }
+
+
+def disk_names(model: nn.Module, found: Collection[str]) -> dict[str, OnDisk]:
+    """How a checkpoint with the tensors `found` names those of `model`: as `model.disk_names` says, and without it, the
+    same. Checkpoints may leave out `model.disk_prefix` from all of their names."""
+    names = getattr(model, "disk_names", None) or {name: name for name in stored_tensors(model)}
+    prefix = getattr(model, "disk_prefix", "")
+    if not prefix or not found or any(name.startswith(prefix) for name in found):
+        return names
+
+    def without(on_disk: Any) -> Any:
+        return on_disk.removeprefix(prefix) if isinstance(on_disk, str) else [without(each) for each in on_disk]
+
+    return {ours: without(theirs) for ours, theirs in names.items()}
+
+
+def disk_parts(on_disk: OnDisk, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(name, view of `tensor`) of what is on disk for it."""
+    if isinstance(on_disk, str):
+        yield on_disk, tensor
+        return
+    for names, member in zip(on_disk, tensor, strict=True):
+        if isinstance(names, str):
+            yield names, member
+        else:
+            yield from zip(names, member.chunk(len(names)), strict=True)
+
+
+def disk_copies(model: nn.Module) -> dict[str, str]:
+    """Tensors that a checkpoint may have and that repeat one of the model's: a tied head. Name on disk -> ours."""
+    return getattr(model, "disk_copies", {})
 
 
 class Random:
     """Initial weights for training from scratch: those of one device, however the model is sharded.
 
-    Matrices are normal with the standard deviation that config.json names, norms one, biases zero.
+    Weights are normal with the standard deviation that config.json names, norms scale by one, biases and buffers are
+    zero.
     """
 
     def __init__(self, seed: int):
@@ -73,12 +159,12 @@ class Random:
 
     def fill(self, model: Decoder) -> None:
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in stored_tensors(model).items():
                 shard, where = local_shard(parameter)
-                if name.endswith("bias"):
+                if name.endswith("bias") or not isinstance(parameter, nn.Parameter):
                     shard.zero_()
-                elif parameter.ndim == 1:
-                    shard.fill_(1.0)
+                elif isinstance(module := model.get_submodule(name.rpartition(".")[0]), nn.RMSNorm | nn.LayerNorm):
+                    shard.fill_(getattr(module, "initial_weight", 1.0))
                 else:
                     # One full parameter at a time, from a generator of its own, so that no layout changes a number.
                     # (torch's CPU generator reads no more than 32 bits of its seed.)
@@ -95,44 +181,3 @@ def load_model(path: str, device: str = "cpu", dtype: torch.dtype = torch.float3
     model.to(dtype).to_empty(device=device)
     weights.fill(model)
     return model.eval()
-
-
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> its file."""
-    if (folder / INDEX).exists():
-        try:
-            weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError) as error:
-            raise TuneError(f"{folder / INDEX} is not a valid index of tensors: {error!r}") from error
-        missing = sorted({file for file in weight_map.values() if not (folder / file).exists()})
-        if missing:
-            raise TuneError(
-                f"model.path: {INDEX} names files that are not in {folder}: {', '.join(missing)}. Download them again"
-            )
-        return {name: folder / file for name, file in weight_map.items()}
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        others = sorted(child.name for child in folder.glob("*") if child.suffix in (".bin", ".pt", ".pth", ".gguf"))
-        hint = (
-            f"; found {', '.join(others)}: convert them to safetensors (a .gguf with `tune import-gguf`)"
-            if others
-            else ""
-        )
-        raise TuneError(
-            f"model.path: no *.safetensors in {folder}{hint}. To train from random weights set from_scratch=true"
-        )
-    return {name: file for file in files for name in tensor_shapes({"": file})}
-
-
-def tensor_shapes(files: dict[str, Path]) -> dict[str, list[int]]:
-    """The shape of every tensor in `files`, from their headers."""
-    shapes = {}
-    for file in sorted(set(files.values())):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                shapes.update({name: tensors.get_slice(name).get_shape() for name in tensors.keys()})  # noqa: SIM118
-        except SafetensorError as error:
-            raise TuneError(
-                f"model.path: {file} is damaged or not a safetensors file ({error}). Download it again"
-            ) from error
-    return shapes

@@ -18,7 +18,8 @@ VERBS = {
     "prepare": "tokenise the data of a run ahead of time",
     "download": "get a model from the Hugging Face hub",
     "merge": "merge an adapter into its base",
-    "import-gguf": "turn a GGUF file into a folder in Hugging Face layout",
+    "add-tokens": "a model with a larger vocabulary",
+    "convert": "turn a GGUF file or a Llama in Meta's format into a folder in Hugging Face layout",
 }
 
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tune.cli.import_gguf import check_absent
+from tune.cli.convert import check_absent
 from tune.errors import TuneError
 
 

@@ -20,6 +20,11 @@ from tune.errors import TuneError
 PATIENCE = 10.0  # seconds
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
+NO_COMPILER = (
+    "torch.compile found no C++ compiler, which compile=true and torchao's optimizers need: install g++ (or name one "
+    "in the environment variable CXX), or set compile=false and one of torch's optimizers"
+)
+
 Main = Callable[[DictConfig], None]
 
 # What needs less memory, in the order to try, and where no less is possible.
@@ -92,9 +97,9 @@ def explained_errors(cfg: DictConfig | None = None) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not debug and _is_of_a_lost_process(error):
             _let_torchrun_end_this()
-        if debug or not _is_out_of_memory(error):
+        if debug or not (_is_out_of_memory(error) or _is_without_compiler(error)):
             raise
-        _tell(_out_of_memory(error, cfg or OmegaConf.create()))
+        _tell(NO_COMPILER if _is_without_compiler(error) else _out_of_memory(error, cfg or OmegaConf.create()))
         raise SystemExit(2) from None
 
 
@@ -138,6 +143,10 @@ def _is_of_a_lost_process(error: Exception) -> bool:
 def _is_out_of_memory(error: Exception) -> bool:
     by_name = type(error).__name__ == "OutOfMemoryError"  # torch's own, without importing torch
     return by_name or isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def _is_without_compiler(error: Exception) -> bool:
+    return "No working C++ compiler" in str(error) or "Failed to find C compiler" in str(error)
 
 
 def _out_of_memory(error: Exception, cfg: DictConfig) -> str:

@@ -42,6 +42,10 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
         if not key or str(error).startswith(key):
             raise
         raise TuneError(f"{key}: {error}") from error
+    except (ValueError, AssertionError) as error:
+        if not component.__module__.startswith("torch"):
+            raise  # in code of ours or the user's it may be a mistake of that code
+        raise TuneError(f"{path} does not take these arguments: {error}") from error
 
 
 def locate(path: str) -> Callable[..., Any]:

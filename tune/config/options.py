@@ -77,6 +77,7 @@ class Options(Group):
     micro_batch_size: PositiveInt
     validate_every: PositiveInt | None
     optimizer: Optimizer
+    optimizer_in_backward: bool
     parameter_groups: ParameterGroups
     quantization: Quantization
     max_grad_norm: PositiveFloat | None

@@ -48,7 +48,8 @@ def find_component(path: str) -> Module | Definition:
     if not names or not all(name.isidentifier() for name in (first, *names)):
         raise TuneError(f"'{path}' is not the dotted path of a function or class.")
     if (module := find_module(first)) is None:
-        raise TuneError(f"there is no module '{first}'. Is it installed, or in the current folder?")
+        hint = "It comes with: pip install 'tune-recipes[torchao]'" if first == "torchao" else ""
+        raise TuneError(f"there is no module '{first}'. {hint or 'Is it installed, or in the current folder?'}")
     found = _walk(module, names)
     if isinstance(found, Module):
         raise TuneError(f"'{path}' is a module, not a function or class.")

@@ -8,9 +8,10 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from tune.config.check import fits, infer, is_open, mismatch, show
+from tune.config.conflicts import conflicts
 from tune.config.instantiate import COMPONENT
 from tune.config.options import Group, Options
-from tune.config.paths import did_you_mean
+from tune.config.paths import did_you_mean, find_config, list_recipes
 from tune.config.signature import Signature, signature_of
 from tune.errors import TuneError
 
@@ -39,6 +40,7 @@ def combine(default: Layer, layers: Iterable[Layer]) -> tuple[DictConfig, list[s
     run.drop_inherited(values)
     cfg = OmegaConf.create(values)
     run.check(cfg, default.values, Options)
+    run.check_together(cfg)
     if not run.findings:
         OmegaConf.resolve(cfg)
     return cfg, run.findings
@@ -69,7 +71,7 @@ class _Combination:
             key = f"{prefix}{name}"
             place: Any = default.get(name)
             if name not in default:
-                hint = self._place_of(str(name), default, prefix) or " --help lists all of them."
+                hint = self._place_of(str(name), default, prefix) or _elsewhere(key) or " --help lists all of them."
                 problem = f"is not a setting.{hint}"
             elif _is_group(place) and not isinstance(value, dict):
                 problem = f"is a group of keys, not the single value {show(value)}. Its keys: {', '.join(place)}."
@@ -140,6 +142,11 @@ class _Combination:
             if problem:
                 self._report(key, problem)
 
+    def check_together(self, cfg: DictConfig) -> None:
+        """Report settings that do not go together."""
+        for key, problem in conflicts(cfg):
+            self._report(key, problem)
+
     def _report(self, key: str, problem: str) -> None:
         self.findings.append(f"{key}: {problem}{self.layers[self.given_in[key]].origin}")
 
@@ -185,6 +192,12 @@ class _Combination:
         leaf = name.rpartition(".")[2]
         same = [f"'{key}'" for key in keys if key.rpartition(".")[2] == leaf and key != prefix + name]
         return f" Did you mean {' or '.join(same)}?" if same else did_you_mean(name, siblings)
+
+
+def _elsewhere(key: str) -> str:
+    """Which recipes have this setting."""
+    recipes = [name for name in list_recipes() if key in OmegaConf.load(find_config(name))]
+    return f" {' and '.join(recipes)} has it: use that recipe." if recipes else ""
 
 
 def _is_group(value: Any) -> bool:

@@ -21,7 +21,7 @@ class Accounting:
     truncated: int = 0  # kept, or fully masked after it
     cut_tokens: int = 0  # of these rows
     split: int = 0  # kept, as several samples
-    without_end: int = 0  # kept, but no end of a turn or text is learned
+    endless: int = 0  # kept, but the template writes no token behind the answers to stop at
     samples: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
@@ -39,7 +39,7 @@ class Accounting:
             return
         self.kept += 1
         self.split += len(outcome.samples) > 1
-        self.without_end += not outcome.ends
+        self.endless += not outcome.ends
 
     @property
     def fully_masked(self) -> int:
@@ -76,8 +76,8 @@ class Accounting:
         lines += [("  kept", f"{self.kept:,}"), ("  truncated", f"{self.truncated:,}{cut}")]
         if self.split:
             lines += [("  split", f"{self.split:,} ({self.samples:,} samples in all)")]
-        if self.without_end:
-            lines += [("  end not learned", f"{self.without_end:,} (the template writes no token behind the answer)")]
+        if self.endless:
+            lines += [("  without an end of turn", f"{self.endless:,} (the model does not learn to stop there)")]
         lines += [("tokens", f"{self.tokens:,}")]
         lines += [("  supervised", f"{self.supervised_tokens:,} ({self.supervised_share:.1%})")]
         if self.lengths:

@@ -7,7 +7,7 @@ import numpy as np
 from tune.collators import Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.packing import pack
-from tune.datasets.rows import Outcome
+from tune.datasets.rows import fitted
 from tune.datasets.samples import Samples, in_memory, part
 from tune.errors import TuneError
 
@@ -37,12 +37,12 @@ class Dataset:
     def from_samples(
         cls, samples: Iterable[Sample], max_seq_len: int, packed: bool = False, accounting: Accounting | None = None
     ) -> "Dataset":
-        """Samples of at most `max_seq_len` tokens, each from a row; `packed` fills rows of so many with several.
+        """Truncates samples to `max_seq_len`, drops those without a supervised token, and counts both in `accounting`.
 
-        Raises TuneError if there is none.
+        `packed` fills rows of `max_seq_len` tokens with several samples. Raises TuneError if no sample is left.
         """
         accounting = accounting or Accounting()
-        flat = in_memory([part(Outcome([sample]) for sample in samples)], max_seq_len, accounting)
+        flat = in_memory([part(fitted(sample, max_seq_len) for sample in samples)], max_seq_len, accounting)
         return cls(flat, accounting, max_seq_len if packed else None)
 
     def __len__(self) -> int:

@@ -107,8 +107,10 @@ def _named(format: str | None) -> Format | str | None:
 def _settings(reader: RowReader) -> dict[str, Any]:
     """All that decides what a row becomes, but for the tokenizer."""
     given = {each.name: getattr(reader, each.name) for each in fields(reader) if each.name != "tokenizer"}
-    functions = [name for name in (reader.filter, reader.format) if isinstance(name, str)]
-    return {**given, "format": reader.format_name, "functions": [source_of(name) for name in functions]}
+    functions = [
+        (name, asked) for name, asked in ((reader.filter, "filter"), (reader.format, "format")) if isinstance(name, str)
+    ]
+    return {**given, "format": reader.format_name, "functions": [source_of(*each) for each in functions]}
 
 
 def _content_of_rows(source: Source) -> str:

@@ -37,8 +37,8 @@ class DataLoader:
 
     The rows of a step are a function of (seed, epoch) alone; ranks and micro-batches only divide them. The rows of one
     step are sorted by length so that those of a micro-batch are alike; the last step of an epoch may have fewer rows,
-    but every rank gets the same number of micro-batches. A stream has no epochs: it needs `max_steps`. `pad_to` is that
-    of `collate`. The batch of the next step is made while this one is used.
+    but every rank gets the same number of micro-batches: one, or a TuneError, unless `accumulate`. A stream has no
+    epochs: it needs `max_steps`. `pad_to` is that of `collate`. A batch is made while the one before it is used.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class DataLoader:
         epochs: int = 1,
         max_steps: int | None = None,
         seed: int = 0,
+        accumulate: bool = True,
         pad_to: int | None = None,
     ) -> None:
         self.dataset, self.world, self.seed, self.pad_to = dataset, world, seed, pad_to
@@ -63,7 +64,7 @@ class DataLoader:
             self.steps_per_epoch = -(-len(dataset) // global_batch_size)
             whole = epochs * self.steps_per_epoch
             self._steps = whole if max_steps is None else min(whole, max_steps)
-        _check_sizes(world.data_size, global_batch_size, micro_batch_size)
+        _check_sizes(world.data_size, global_batch_size, micro_batch_size, accumulate)
         self._step, self._position = 0, Position()
 
     def __len__(self) -> int:
@@ -163,8 +164,15 @@ def _check_rows(dataset: Dataset | Mixture, ranks: int) -> None:
         )
 
 
-def _check_sizes(ranks: int, global_batch_size: int, micro_batch_size: int) -> None:
+def _check_sizes(ranks: int, global_batch_size: int, micro_batch_size: int, accumulate: bool) -> None:
     together = ranks * micro_batch_size
+    if not accumulate and global_batch_size != together:
+        whole = f"micro_batch_size to {global_batch_size // ranks}" if global_batch_size % ranks == 0 else ""
+        raise TuneError(
+            f"optimizer_in_backward=true updates in the one backward of a step: global_batch_size={global_batch_size} "
+            f"must be micro_batch_size={micro_batch_size} x {ranks} data-parallel processes. Set "
+            f"{whole + ', or ' if whole else ''}global_batch_size to {together}"
+        )
     if global_batch_size % together == 0:
         return
     message = (

@@ -4,7 +4,7 @@ import hashlib
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -88,7 +88,7 @@ class RowReader:
 
     def _draft(self, row: Any) -> Draft | Outcome:
         if not isinstance(row, dict):
-            raise TuneError(f"the row is {shown(row)}; it must be an object with columns")
+            raise TuneError(f"the row is {'null' if row is None else shown(row)}; it must be an object with columns")
         if self._is_held_out(row) != self.validation:
             return Outcome(dropped=FOR_TRAINING if self.validation else HELD_OUT)
         if self.filter and not _called(self.filter, "filter", row):
@@ -173,16 +173,10 @@ class RowReader:
             if too_long == "error":
                 raise TuneError(f"the row has {length:,} tokens, which is more than max_seq_len={self.max_seq_len}")
             samples, cut = self._split(content, whole) if too_long == "split" else self._truncated(content, whole)
-        supervised = [sample for sample in samples if (sample.labels != IGNORE).any()]
-        if supervised:
-            return Outcome(supervised, cut=cut, ends=cut > 0 or self._ends(content, supervised))
-        first = np.flatnonzero(whole.labels != IGNORE)
-        return Outcome(dropped=FULLY_MASKED, cut=cut, needs=int(first[0]) + 1 if len(first) else 0)
-
-    def _ends(self, content: Content, samples: Sequence[Sample]) -> bool:
-        if not self.train_on_end_of_turn or isinstance(content, Tokens):
-            return True
-        return bool(np.isin(samples[-1].labels, [*self.tokenizer.stop_ids]).any())
+        outcome = _supervised(samples, cut, whole)
+        if cut or not self.train_on_end_of_turn or not isinstance(content, Chat):
+            return outcome
+        return replace(outcome, ends=self.tokenizer.ends_turn(draft.text[slice(*draft.spans[-1])]))
 
     def _truncated(self, content: Content, whole: Sample) -> tuple[list[Sample], int]:
         """What fits, and how many tokens do not: a conversation up to its last learned message that does, if one does,
@@ -191,9 +185,7 @@ class RowReader:
         if isinstance(content, Chat):
             ends = [end for end, message in enumerate(content.messages, 1) if message["train"]]
             sample = self._longest(content, 0, 0, ends)[1]
-        if sample is None:
-            sample = Sample(whole.tokens[: self.max_seq_len], whole.labels[: self.max_seq_len].copy())
-            sample.labels[-1] = IGNORE  # its target was cut off
+        sample = sample or _cut(whole, self.max_seq_len)
         return [sample], len(whole.tokens) - len(sample.tokens)
 
     def _split(self, content: Content, whole: Sample) -> tuple[list[Sample], int]:
@@ -236,6 +228,28 @@ class RowReader:
         text = f"{self.validation_seed} {json.dumps(row, default=str)}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self.validation_fraction * 2**64
+
+
+def fitted(sample: Sample, max_seq_len: int) -> Outcome:
+    """A sample, cut at its end if it is longer than `max_seq_len`; dropped if nothing is learned in it then."""
+    if len(sample.tokens) <= max_seq_len:
+        return _supervised([sample], 0, sample)
+    return _supervised([_cut(sample, max_seq_len)], len(sample.tokens) - max_seq_len, sample)
+
+
+def _cut(sample: Sample, max_seq_len: int) -> Sample:
+    labels = np.array(sample.labels[:max_seq_len], dtype=np.int32)
+    labels[-1] = IGNORE  # its target was cut off
+    return replace(sample, tokens=sample.tokens[:max_seq_len], labels=labels)
+
+
+def _supervised(samples: list[Sample], cut: int, whole: Sample) -> Outcome:
+    """The samples in which something is learned, which were made of the whole one."""
+    kept = [sample for sample in samples if (np.asarray(sample.labels) != IGNORE).any()]
+    if kept:
+        return Outcome(kept, cut=cut)
+    first = np.flatnonzero(np.asarray(whole.labels) != IGNORE)
+    return Outcome(dropped=FULLY_MASKED, cut=cut, needs=int(first[0]) + 1 if len(first) else 0)
 
 
 def _part(chat: Chat, head: int, start: int, end: int) -> Chat:

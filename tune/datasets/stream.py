@@ -58,6 +58,8 @@ class Stream:
     alone. Every process reads all of them. `accounting` is that of the first window; `seen` counts all that were read.
     """
 
+    validation = None  # nothing is held out
+
     def __init__(
         self,
         parts: Callable[[int], Iterator[Part]],

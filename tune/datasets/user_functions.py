@@ -32,7 +32,7 @@ def load_function(path: str, asked: str) -> Callable[..., Any]:
     return function
 
 
-def source_of(path: str) -> str:
+def source_of(path: str, asked: str) -> str:
     """A hash of the file that the function is written in."""
-    file = inspect.getsourcefile(inspect.unwrap(load_function(path, path)))
+    file = inspect.getsourcefile(inspect.unwrap(load_function(path, asked)))
     return hashlib.blake2b(Path(file).read_bytes()).hexdigest() if file else path

@@ -15,7 +15,7 @@ ATTENTION = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._flash_attention_forward.default,
 ]
-MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default]
 COMMUNICATION = [torch.ops._c10d_functional.reduce_scatter_tensor.default]
 
 

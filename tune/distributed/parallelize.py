@@ -44,10 +44,9 @@ def parallelize(
         raise TuneError(
             "memory.activation_offload: activations are in host memory already when device=cpu; set it to false"
         )
-    model.to(DTYPES[master_dtype])
     for parameter in model.parameters():
-        if not parameter.requires_grad and parameter.is_floating_point():  # the type it is used in is enough for it
-            parameter.data = parameter.data.to(DTYPES[dtype])
+        if parameter.is_floating_point():  # for a frozen one, the type that it is used in is enough
+            parameter.data = parameter.data.to(DTYPES[master_dtype if parameter.requires_grad else dtype])
     blocks = repeated_blocks(model)
     for block in blocks:
         save_less(block, activation_checkpointing, activation_offload)
@@ -55,7 +54,23 @@ def parallelize(
             block.compile(fullgraph=True)
     if not plain:
         _shard(model, blocks, world, DTYPES[dtype], cpu_offload)
-    model.to_empty(device="cpu" if cpu_offload else world.device)
+    _give_memory(model, torch.device("cpu") if cpu_offload else world.device, world.device)
+
+
+def _give_memory(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
+    """Undefined memory for parameters; a buffer that has its values keeps them, since no checkpoint may have them."""
+    persistent = model.state_dict().keys()
+    buffers = dict(model.named_buffers())
+    if lost := [name for name, buffer in buffers.items() if buffer.is_meta and name not in persistent]:
+        raise TuneError(
+            f"model: the values of the buffer {lost[0]} are in no checkpoint, and it was made on the meta device: give "
+            "it its values, torch.arange(..., device='cpu') for example, or make it persistent"
+        )
+    model.to_empty(device=device)
+    for name, buffer in buffers.items():
+        module, _, kind = name.rpartition(".")
+        value = torch.empty_like(buffer, device=buffer_device) if buffer.is_meta else buffer.to(buffer_device)
+        setattr(model.get_submodule(module), kind, value)
 
 
 def _shard(model: nn.Module, blocks: list[nn.Module], world: World, dtype: torch.dtype, cpu_offload: bool) -> None:
@@ -80,18 +95,14 @@ def _shard(model: nn.Module, blocks: list[nn.Module], world: World, dtype: torch
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: the members of its largest list of modules of one class.
+    """The blocks of a model: the members of its largest list of modules.
 
     Raises:
         TuneError: there is no such list.
     """
-    lists = [
-        list(module)
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1
-    ]
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
-        raise TuneError(f"{type(model).__name__} has no nn.ModuleList of equal blocks: nothing to shard by")
+        raise TuneError(f"{type(model).__name__} has no nn.ModuleList of blocks: nothing to shard by")
     return max(lists, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))
 
 

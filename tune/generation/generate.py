@@ -17,7 +17,7 @@ def generate(
     device = model.embedding.weight.device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     longest = max(len(prompt) for prompt in prompts)
-    cache = KeyValueCache(model.config, len(prompts), longest + max_new_tokens, device, model.embedding.weight.dtype)
+    cache = KeyValueCache(len(model.blocks), capacity=longest + max_new_tokens)
     # Rows are padded at their ends: a padding's slot in the cache is overwritten before any position may look at it.
     tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
     positions = torch.arange(longest, device=device).expand_as(tokens)

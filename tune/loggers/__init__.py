@@ -1,6 +1,7 @@
 """The run folder and everything that is told about a run."""
 
 from tune.loggers.profiler import profile
+from tune.loggers.routing import routing
 from tune.loggers.run import Run, require_finite
 
-__all__ = ["Run", "profile", "require_finite"]
+__all__ = ["Run", "profile", "require_finite", "routing"]

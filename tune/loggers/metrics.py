@@ -6,6 +6,10 @@ METRICS = {
     "validation_loss/NAME": "the same over one source of a mixture",
     "grad_norm": "norm of all gradients together, before clipping",
     "lr": "learning rate of the step (first parameter group)",
+    "expert_load": "tokens of the busiest expert over the mean of all experts, mean over layers: 1 is even",
+    "router_entropy": "entropy in nats of a token's probabilities of all experts, mean over tokens and layers",
+    "router_loss": "load-balancing loss, not weighted, mean over layers and over documents by their supervised tokens; "
+    "`loss` does not contain it",
     "tokens": "non-padding tokens of the global batch",
     "supervised_tokens": "tokens of the global batch that have a label",
     "tokens_per_second": "non-padding tokens per second and device, over step_seconds",

@@ -19,7 +19,7 @@ from tune import config
 from tune.datasets import DataLoader, Stream
 from tune.distributed import World
 from tune.errors import TuneError
-from tune.loggers.memory import peak_memory_gib
+from tune.loggers.memory import peak_memory_gib, planned_memory
 from tune.loggers.sinks import Console, Sink, open_sinks
 
 T = TypeVar("T")
@@ -62,6 +62,9 @@ class Run:
         if self.world.device.type == "cpu" and self.cfg.dtype == "bf16":
             self.info("dtype=bf16 is slow on most CPUs: dtype=fp32 is usually several times faster, and exact")
         self.info(f"model: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable")
+        planned = planned_memory(model, self.cfg.dtype, self.cfg.master_dtype, self.world.mesh["dp_shard"].size())
+        held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
+        self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
         self.info(accounting.table())
         an_epoch = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
         self.info(f"{len(data):,} optimizer steps{an_epoch}")
@@ -125,7 +128,7 @@ class Run:
 
 
 def require_finite(step: int, rows: list[int], **values: float) -> None:
-    """Stop before the optimizer takes a step that would ruin the weights.
+    """Stop before ruined weights are saved.
 
     Raises:
         TuneError: a value is NaN or infinite; names the step and the dataset rows of its batch.
@@ -134,9 +137,9 @@ def require_finite(step: int, rows: list[int], **values: float) -> None:
         if not math.isfinite(value):
             listing = ", ".join(map(str, rows[:16])) + (", ..." if len(rows) > 16 else "")
             raise TuneError(
-                f"{name} is {value} at step {step}: stopped before the optimizer step, checkpoints are intact. The "
-                f"batch was made of dataset rows {listing}. Usual causes: a learning rate too high, damaged weights, "
-                "dtype=bf16 with a model that overflows in it"
+                f"{name} is {value} at step {step}: stopped, nothing of this step is saved, checkpoints are intact. "
+                f"The batch was made of dataset rows {listing}. Usual causes: a learning rate too high, damaged "
+                "weights, dtype=bf16 with a model that overflows in it"
             )
 
 

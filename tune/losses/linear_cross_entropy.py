@@ -22,15 +22,18 @@ class LinearCrossEntropy:
     def __init__(self, chunk_tokens: PositiveInt = 512):
         self.chunk_tokens = chunk_tokens
 
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """`hidden` `[..., dim]`, `weight` `[vocab, dim]`, `labels` `[...]` -> scalar."""
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, *, softcap: float | None = None) -> Tensor:
+        """`hidden` `[..., dim]`, `weight` `[vocab, dim]`, `labels` `[...]` -> scalar. With `softcap`, of the logits
+        softcap * tanh(logits / softcap)."""
         supervised = labels != IGNORED
-        return _LinearCrossEntropy.apply(hidden[supervised], weight, labels[supervised], self.chunk_tokens)
+        return _LinearCrossEntropy.apply(hidden[supervised], weight, labels[supervised], self.chunk_tokens, softcap)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, softcap: float | None
+    ) -> Tensor:
         loss = torch.zeros((), device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Summed in fp32: in bf16 the contributions of later chunks would be rounded away.
@@ -40,6 +43,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows, targets = hidden[chunk], labels[chunk][:, None]
             # In place from here on: this matrix is what takes the memory.
             logits = (rows @ weight.T).float()
+            if softcap is not None:
+                bounded = logits.div_(softcap).tanh_()
+                slope = 1 - bounded.square()
+                logits = bounded.mul_(softcap)
             logits -= logits.amax(dim=1, keepdim=True)
             target_logits = logits.gather(1, targets)
             exponentials = logits.exp_()
@@ -49,6 +56,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             probabilities = exponentials.div_(normalizer)
             probabilities.scatter_add_(1, targets, probabilities.new_full(targets.shape, -1.0))
+            if softcap is not None:
+                probabilities *= slope
             grad_logits = probabilities.to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
@@ -62,10 +71,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad_loss).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, grad_weight, None, None, None

@@ -1,4 +1,4 @@
-"""Causal attention that stays inside documents, with the fastest kernel that fits and plain SDPA as its oracle."""
+"""Causal attention that stays inside documents, with the fastest kernel that fits and the full mask as its oracle."""
 
 from dataclasses import dataclass
 
@@ -31,47 +31,127 @@ class Segments:
         return cls(documents, boundaries.int(), lengths, 1 << (max(lengths) - 1).bit_length())
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments | None) -> Tensor:
+@dataclass(frozen=True)
+class Scoring:
+    """How queries score keys.
+
+    A token sees itself and the `window - 1` tokens before it (None: all before it). Products are multiplied by `scale`
+    (None: 1 / sqrt(head_dim)), then bounded to (-softcap, softcap) by tanh. `sinks` `[heads]` are scores of a key
+    without a value: what it takes from the softmax is lost.
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def has_kernels(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+PLAIN = Scoring()
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments | None, scoring: Scoring = PLAIN) -> Tensor:
     """Causal attention of `query` `[batch, seq, heads, head_dim]` to `key`, `value` `[batch, seq, kv_heads, head_dim]`.
 
-    `segments=None` means one document a row. Every path computes what `attend_masked` computes.
+    `segments=None` means one document a row. Values may have another head size, and so has the result then. Every path
+    computes what `attend_masked` computes.
     """
     if segments is None:
-        return _causal(query, key, value)
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        return _flash(query, key, value, segments)
+        return _document(query, key, value, scoring)
+    if _flash_fits(query, value, scoring):
+        return _flash(query, key, value, segments, scoring)
     if torch.compiler.is_compiling():  # a loop over documents would be compiled anew for every batch
-        return attend_masked(query, key, value, segments)
+        return attend_masked(query, key, value, segments, scoring)
     # A document at a time: no work on pairs of tokens that must not see each other, and no mask in memory.
     flat = [heads.flatten(0, 1).split(segments.lengths) for heads in (query, key, value)]
-    outputs = [_causal(q[None], k[None], v[None])[0] for q, k, v in zip(*flat, strict=True)]
-    return torch.cat(outputs).view_as(query)
+    outputs = [_document(q[None], k[None], v[None], scoring)[0] for q, k, v in zip(*flat, strict=True)]
+    return torch.cat(outputs).unflatten(0, query.shape[:2])
 
 
-def attend_masked(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-    """The same by SDPA with the full mask `[batch, 1, seq, seq]`: the oracle of the other paths."""
+def attend_masked(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scoring: Scoring = PLAIN) -> Tensor:
+    """The same with the full mask `[batch, seq, seq]`: the oracle of the other paths."""
     same_document = segments.ids[:, :, None] == segments.ids[:, None, :]
-    return _sdpa(query, key, value, mask=same_document.tril()[:, None])
+    order = torch.arange(query.shape[1], device=query.device)
+    return _masked(query, key, value, same_document & _visible(order, order, scoring), scoring)
 
 
-def attend_cached(query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
+def attend_cached(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scoring: Scoring = PLAIN) -> Tensor:
     """Attention of new tokens at `positions` `[batch, new]` to a cache whose slot j holds position j."""
     slots = torch.arange(key.shape[1], device=key.device)
-    return _sdpa(query, key, value, mask=(slots <= positions[..., None])[:, None])
+    return _masked(query, key, value, _visible(positions, slots, scoring), scoring)
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return _sdpa(query, key, value, is_causal=True)
+def _document(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Rows of one document each."""
+    length = query.shape[1]
+    if scoring.has_kernels and (scoring.window is None or length <= scoring.window):
+        return _sdpa(query, key, value, scoring.scale, is_causal=True)
+    # As many queries at a time as a window is wide: keys beyond the window cost nothing, and the mask stays small.
+    order = torch.arange(length, device=query.device)
+    step = scoring.window or length
+    outputs = []
+    for start in range(0, length, step):
+        queries, keys = slice(start, start + step), slice(max(0, start - step + 1), start + step)
+        mask = _visible(order[queries], order[keys], scoring)
+        outputs.append(_masked(query[:, queries], key[:, keys], value[:, keys], mask, scoring))
+    return torch.cat(outputs, dim=1)
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+def _visible(query_positions: Tensor, key_positions: Tensor, scoring: Scoring) -> Tensor:
+    """Which keys a query sees, `[..., queries, keys]`."""
+    distance = query_positions[..., None] - key_positions
+    visible = distance >= 0
+    return visible if scoring.window is None else visible & (distance < scoring.window)
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
+    mask = mask.unsqueeze(-3)  # for all heads
+    if scoring.has_kernels:
+        return _sdpa(query, key, value, scoring.scale, mask)
+    return _products(query, key, value, mask, scoring)
+
+
+def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
+    """By matrix products, scores in memory. SDPA knows neither softcap nor sinks, on any device.
+
+    A GPU kernel would have to be FlexAttention (softcap as its score modification, sinks from the log-sum-exp it can
+    return), which must be compiled and has no backward on CPUs, or flash-attn 3, which is no part of PyTorch.
+    """
+    groups = query.shape[2] // key.shape[2]
+    key, value = (heads.repeat_interleave(groups, dim=2) if groups > 1 else heads for heads in (key, value))
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * scale
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)[..., : key.shape[1]]
+    return torch.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
     query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
     grouped = key.shape[1] != query.shape[1]
-    output = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=grouped)
+    output = F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
+    )
     return output.transpose(1, 2)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+def _flash_fits(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
+    size = query.shape[-1]
+    fits = query.dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= 256
+    return query.is_cuda and fits and value.shape[-1] == size and scoring.has_kernels
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     groups = query.shape[2] // key.shape[2]
@@ -84,7 +164,8 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Ten
         cu_seq_k=segments.boundaries,
         max_q=segments.longest,
         max_k=segments.longest,
-        window_size=(-1, 0),
+        scale=scoring.scale,
+        window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
     )
     assert isinstance(output, Tensor)  # and not a tuple: no further results were asked for
     return output.view_as(query)

@@ -1,23 +1,39 @@
 """From a checkpoint folder to a model: its shape from config.json alone."""
 
+from dataclasses import replace
 from pathlib import Path
 
+from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import Decoder
 from tune.models.families import family
+from tune.types import NonNegativeFloat
 
 
-def build(path: str) -> Decoder:
+def build(path: str, router_loss: NonNegativeFloat | None = None) -> Decoder:
     """The decoder that `path`/config.json describes. Under `torch.device("meta")` it takes no memory.
 
+    `router_loss` is the weight of the load-balancing loss of experts (`RoutingFigures` says which that is); None: the
+    file's `router_aux_loss_coef` if its `output_router_logits` is true, else 0.
+
     Raises:
-        TuneError: no such folder, an unreadable config.json, an architecture or a field of it that is not supported.
+        TuneError: no such folder, an unreadable config.json, an architecture or a field of it that is not supported,
+            or a `router_loss` for a model without experts.
     """
     file = ConfigFile(Path(path))
     architecture = family(file.get("model_type", "(none)"))
     config = architecture.read_config(file)
     file.finish()
+    if router_loss is not None:
+        config = replace(config, router_loss=router_loss)
     model = Decoder(config)
-    model.disk_names = {name: architecture.disk_name(name) for name, _ in model.named_parameters()}
-    model.not_weights = architecture.not_weights
+    if config.router_loss and model.routing is None:
+        raise TuneError(f"model.router_loss: {path} has no experts to balance; leave it out")
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    model.disk_names = {name: architecture.disk_name(name, len(tensor)) for name, tensor in tensors}
+    if config.tied_head and isinstance(head := architecture.disk_name("head.weight", 0), str):
+        model.disk_copies = {head: "embedding.weight"}
+    model.not_weights = tuple(
+        pattern.replace("{num_layers}", str(len(config.layers))) for pattern in architecture.not_weights
+    )
     return model

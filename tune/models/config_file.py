@@ -1,18 +1,20 @@
 """Reading a checkpoint's config.json such that nothing in it that matters is overlooked."""
 
+import copy
 import json
+import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from tune.errors import TuneError
-from tune.models.rope import RopeConfig
 
 # Fields that say nothing about the mathematics of the model in training.
 HARMLESS = {
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "output_attentions", "output_hidden_states",
-    "return_dict", "torchscript", "id2label", "label2id", "problem_type", "is_llama_config", "rope_interleaved",
-    "transformers.js_config", "task_specific_params", "chunk_size_feed_forward",
+    "return_dict", "torchscript", "id2label", "label2id", "problem_type", "is_llama_config",
+    "transformers.js_config", "cache_implementation", "auto_map", "task_specific_params", "chunk_size_feed_forward",
 }  # fmt: skip
 
 
@@ -34,6 +36,21 @@ class ConfigFile:
         if not isinstance(self.fields, dict):
             raise TuneError(f"{self.path} must hold a mapping; found {type(self.fields).__name__}")
         self._read: set[str] = set()
+        self._sections: list[ConfigFile] = []
+
+    def assume(self, **fields: Any) -> None:
+        """What the fields mean that the file leaves out. One that is there and null stays null."""
+        self.fields = fields | self.fields
+
+    def section(self, name: str) -> "ConfigFile":
+        """The mapping under a field, read and finished like a file of its own."""
+        value = self.get(name)
+        if not isinstance(value, dict):
+            raise TuneError(f"{self.path}: field '{name}' must be a mapping; found {value!r}")
+        section = copy.copy(self)
+        section.fields, section._read, section._sections = value, set(), []
+        self._sections.append(section)
+        return section
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field; null counts as absent."""
@@ -41,58 +58,75 @@ class ConfigFile:
         value = self.fields.get(name)
         return default if value is None else value
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
         value = self.get(name, default)
         if value is None:
             raise TuneError(f"{self.path}: field '{name}' is missing")
-        if not isinstance(value, int) or value < 1:
-            raise TuneError(f"{self.path}: field '{name}' must be a positive integer; found {value!r}")
+        if not isinstance(value, int) or value < minimum:
+            kind = "a positive integer" if minimum == 1 else f"an integer, at least {minimum}"
+            raise TuneError(f"{self.path}: field '{name}' must be {kind}; found {value!r}")
         return value
 
-    def expect(self, name: str, supported: Any) -> None:
-        """Refuse any other value than the one that is implemented."""
-        value = self.get(name, supported)
-        if value != supported:
-            raise TuneError(f"{self.path}: {name}={value!r} is not supported; supported: {supported!r}")
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.get(name, default)
+        if value is None:
+            raise TuneError(f"{self.path}: field '{name}' is missing")
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise TuneError(f"{self.path}: field '{name}' must be a positive number; found {value!r}")
+        return value
 
-    def expect_all(self, name: str, supported: Any) -> None:
-        """The same for a list with an entry per layer."""
-        others = set(self.get(name, [])) - {supported}
-        if others:
-            raise TuneError(f"{self.path}: {name} has {sorted(others)}; supported: {supported!r} in every layer")
+    def number_or_none(self, name: str) -> float | None:
+        return None if self.get(name) is None else self.number(name)
 
-    def rope(self, head_dim: int, default_theta: float, default_positions: int) -> RopeConfig:
-        """The rotary embedding, as older (`rope_theta`, `rope_scaling`) or newer (`rope_parameters`) files have it."""
-        fields = dict(self.get("rope_scaling", {})) | dict(self.get("rope_parameters", {}))
-        theta = self.get("rope_theta", default_theta)
-        kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
-        fields.pop("type", None)
-        max_positions = self.integer("max_position_embeddings", default_positions)
-        if fields.pop("partial_rotary_factor", 1.0) != 1.0:
-            raise TuneError(f"{self.path}: a partial_rotary_factor is not supported in this family")
-        theta = fields.pop("rope_theta", theta)
-        # Written as null by some exporters, and meant as the trained length.
-        if kind in ("llama3", "yarn") and not fields.get("original_max_position_embeddings"):
-            fields["original_max_position_embeddings"] = max_positions
-        if kind in ("linear", "llama3") and "factor" not in fields:
-            raise TuneError(f"{self.path}: rope scaling '{kind}' has no 'factor'")
-        return RopeConfig(head_dim, max_positions, theta, kind, fields)
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise TuneError(f"{self.path}: field '{name}' must be true or false; found {value!r}")
+        return value
+
+    def choice(self, name: str, options: Collection[str]) -> str:
+        value = self.get(name)
+        if value not in options:
+            raise TuneError(f"{self.path}: {name}={value!r} is not supported; supported: {', '.join(options)}")
+        return value
+
+    def expect(self, **supported: Any) -> None:
+        """Refuse any other value of these fields than the one that is implemented."""
+        for name, only in supported.items():
+            value = self.get(name, only)
+            if value != only:
+                raise TuneError(f"{self.path}: {name}={value!r} is not supported; supported: {only!r}")
+
+    def ignore(self, *names: str) -> None:
+        """Fields without effect on what the model computes."""
+        self._read.update(names)
+
+    def without_dropout(self, *names: str) -> None:
+        """Dropouts of the original training. They are no part of the model, and not applied here: that is said."""
+        for name in names:
+            if rate := self.get(name, 0):
+                warnings.warn(f"{self.path}: {name}={rate} is not applied: tune trains without it", stacklevel=2)
 
     def finish(self) -> None:
         """Refuse fields that nobody read, unless they are known to be harmless or switched off."""
+        for section in self._sections:
+            section.finish()
         unread = {
             name: value
             for name, value in self.fields.items()
             if name not in self._read | HARMLESS and not name.startswith("_") and value not in (None, False, [], {})
         }
         if "quantization_config" in unread:
+            method = unread["quantization_config"].get("quant_method", "of a kind not named")
             raise TuneError(
-                f"{self.path}: the weights are quantised ({unread['quantization_config']}); fine-tune the original "
-                "checkpoint, in bf16, fp16 or fp32"
+                f"{self.path}: the weights are quantised ({method}); take the checkpoint in bf16, fp16 or fp32, or "
+                "make it: transformers' from_pretrained with the quantisation config of this kind and dequantize=True, "
+                "then save_pretrained"
             )
         if unread:
             listing = ", ".join(f"{name}={value!r}" for name, value in unread.items())
             raise TuneError(
                 f"{self.path}: not supported for model_type '{self.fields.get('model_type')}': {listing}. Supported: "
-                f"{', '.join(sorted(self._read))}. If a field has no effect on this model, remove it from the file."
+                f"{', '.join(sorted(self._read))}. If a field has no effect on this model, remove it from the file; "
+                "otherwise model._component_=tune.models.hf trains what transformers makes of it"
             )

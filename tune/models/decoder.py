@@ -7,113 +7,84 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tune.errors import TuneError
-from tune.models.attention import Segments, attend, attend_cached
-from tune.models.rope import Rope, RopeConfig, rotate
+from tune.models.attention import Segments
+from tune.models.context import Context, KeyValueCache
+from tune.models.layers import AttentionPartConfig, NormConfig, PartConfig
+from tune.models.moe import ExpertsConfig
+from tune.models.rope import Rope
+from tune.models.routing import RoutingFigures, RoutingSums, Supervision
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """A block: its two parts, and whether norms stand before them, after them (before the sum) or both.
+
+    `parallel` gives both parts the same normalised input. What a part adds is multiplied by `residual_multiplier`.
+    """
+
+    attention: AttentionPartConfig
+    mlp: PartConfig
+    norm_before: bool = True
+    norm_after: bool = False
+    parallel: bool = False
+    residual_multiplier: float = 1.0
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a decoder."""
+    """The shape of a decoder. Logits are multiplied by `logit_scale`, then bounded by `logit_softcap` with tanh.
+
+    `router_loss` is the weight of the load-balancing loss of the layers with experts, which is averaged over them.
+    """
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    rope: RopeConfig
+    layers: tuple[LayerConfig, ...]
+    norm: NormConfig
     tied_head: bool
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    query_key_norm: bool = False
+    embedding_multiplier: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    router_loss: float = 0.0
     initializer_range: float = 0.02
 
 
 class LossFunction(Protocol):
-    """A loss that reads hidden states `[..., hidden]`, the output weight `[vocab, hidden]` and labels `[...]`."""
+    """A loss that reads hidden states `[..., hidden]`, the output weight `[vocab, hidden]` and labels `[...]`.
 
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor: ...
+    `softcap` is given for models that bound their logits: logits l become softcap * tanh(l / softcap).
+    """
 
-
-class KeyValueCache:
-    """Keys and values of the tokens seen so far: slot j of a row holds its position j."""
-
-    def __init__(self, config: DecoderConfig, rows: int, capacity: int, device: torch.device, dtype: torch.dtype):
-        shape = (config.num_layers, 2, rows, capacity, config.num_kv_heads, config.head_dim)
-        self.storage = torch.zeros(shape, device=device, dtype=dtype)
-
-    def update(self, layer: int, key: Tensor, value: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        rows = torch.arange(len(positions), device=positions.device)[:, None]
-        for slot, new in zip(self.storage[layer], (key, value), strict=True):
-            slot[rows, positions] = new
-        keys, values = self.storage[layer]
-        return keys, values
-
-
-@dataclass(frozen=True)
-class Context:
-    """What all blocks of one forward share."""
-
-    rotation: tuple[Tensor, Tensor]
-    segments: Segments | None
-    positions: Tensor
-    cache: KeyValueCache | None
-
-
-class Attention(nn.Module):
-    def __init__(self, config: DecoderConfig, layer: int):
-        super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim
-        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.query = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
-        self.key = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
-        self.value = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
-        self.output = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
-        norm = config.query_key_norm
-        self.query_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if norm else nn.Identity()
-        self.key_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if norm else nn.Identity()
-
-    def forward(self, hidden: Tensor, context: Context) -> Tensor:
-        query, key, value = (
-            projection(hidden).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
-        )
-        query = rotate(self.query_norm(query), context.rotation)
-        key = rotate(self.key_norm(key), context.rotation)
-        if context.cache is None:
-            heads = attend(query, key, value, context.segments)
-        else:
-            key, value = context.cache.update(self.layer, key, value, context.positions)
-            heads = attend_cached(query, key, value, context.positions)
-        return self.output(heads.flatten(-2))
-
-
-class MLP(nn.Module):
-    """Gated feed-forward with SiLU (Shazeer, 2020)."""
-
-    def __init__(self, config: DecoderConfig):
-        super().__init__()
-        self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, *, softcap: float | None = None) -> Tensor: ...
 
 
 class Block(nn.Module):
-    def __init__(self, config: DecoderConfig, layer: int):
+    def __init__(self, config: LayerConfig, norm: NormConfig, hidden_size: int):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.attention = Attention(config, layer)
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = MLP(config)
+        self.config = config
 
-    def forward(self, hidden: Tensor, context: Context) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), context)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+        def norm_if(wanted: bool) -> nn.Module:
+            return norm.build(hidden_size) if wanted else nn.Identity()
+
+        self.attention_norm = norm_if(config.norm_before)
+        self.attention = config.attention.build(hidden_size)
+        self.attention_output_norm = norm_if(config.norm_after)
+        self.mlp_norm = norm_if(config.norm_before and not config.parallel)
+        self.mlp = config.mlp.build(hidden_size)
+        self.mlp_output_norm = norm_if(config.norm_after)
+
+    def forward(self, hidden: Tensor, context: Context) -> tuple[Tensor, RoutingFigures | None]:
+        """The new hidden states; in training of a layer with experts, also what its router did."""
+        if self.config.parallel:
+            normed = self.attention_norm(hidden)
+            return hidden + self.attention(normed, context) + self.mlp(normed, context), None
+        multiplier = self.config.residual_multiplier
+        added = self.attention_output_norm(self.attention(self.attention_norm(hidden), context))
+        hidden = hidden + (added if multiplier == 1 else added * multiplier)
+        output = self.mlp(self.mlp_norm(hidden), context)
+        output, figures = output if isinstance(output, tuple) else (output, None)
+        added = self.mlp_output_norm(output)
+        return hidden + (added if multiplier == 1 else added * multiplier), figures
 
 
 class Decoder(nn.Module):
@@ -122,20 +93,27 @@ class Decoder(nn.Module):
     Rows of `tokens` `[batch, seq]` may hold several documents: `documents` tells them apart, `positions` restart at
     each. Without them a row is one document. Returns logits `[batch, seq, vocab]`, or, given `loss_fn`, the loss of
     `labels` `[batch, seq]` (already shifted): it is computed in here, from hidden states and the output weight, so that
-    full logits never exist and FSDP has the weight gathered.
+    full logits never exist and FSDP has the weight gathered. In training the load-balancing loss of experts adds its
+    gradient to that of the loss, and nothing to its value.
     """
 
-    # How a checkpoint names the parameters, and endings of tensors in it that are not among them; set by `build`.
-    disk_names: dict[str, str]
+    # How a checkpoint names the parameters (a list: ours is the stack of these), what in it repeats one of them, and
+    # patterns of tensors that are neither; set by `build`.
+    disk_names: dict[str, str | list[str]]
+    disk_copies: dict[str, str]
     not_weights: tuple[str, ...] = ()
+    # What routers did in training; none without experts.
+    routing: RoutingSums | None
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.config = config
-        self.rope = Rope(config.rope)
+        self.disk_copies = {}
+        self.routing = RoutingSums() if any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers) else None
+        self.ropes = {rope: Rope(rope) for layer in config.layers if (rope := layer.attention.rope)}
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.blocks = nn.ModuleList(Block(layer, config.norm, config.hidden_size) for layer in config.layers)
+        self.norm = config.norm.build(config.hidden_size)
         # A tied head has no module of its own: one parameter, one name, one gradient.
         self.head = None if config.tied_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -152,24 +130,38 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         segments = None if documents is None else Segments.of(documents)
-        if self.config.rope.kind == "dynamic":
-            self._refuse_rescaling(segments, tokens)
         hidden = self.embedding(tokens)
-        context = Context(self.rope(positions, hidden.dtype), segments, positions, cache)
-        for block in self.blocks:
-            hidden = block(hidden, context)
+        if self.config.embedding_multiplier != 1:  # rounded to the type it is computed in, as Gemma was trained
+            hidden = hidden * torch.tensor(self.config.embedding_multiplier, dtype=hidden.dtype)
+        rotations = {
+            config: rope(positions, segments, cache is not None, hidden.dtype) for config, rope in self.ropes.items()
+        }
+        supervision = None
+        if self.routing is not None and self.training and labels is not None:
+            supervision = Supervision.of(labels, segments)
+        figures = []
+        for index, (block, layer) in enumerate(zip(self.blocks, self.config.layers, strict=True)):
+            rotation = rotations[layer.attention.rope] if layer.attention.rope else None
+            layer_cache = cache.layers[index] if cache else None
+            hidden, its_figures = block(hidden, Context(rotation, segments, positions, layer_cache, supervision))
+            figures += [its_figures] if its_figures else []
         hidden = self.norm(hidden)
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        if loss_fn is None:
-            return F.linear(hidden, weight)
-        assert labels is not None, "loss_fn needs labels"
-        return loss_fn(hidden, weight, labels)
+        if self.config.logit_scale != 1:
+            hidden = hidden * self.config.logit_scale
+        hidden, weight = head_operands(self.embedding if self.head is None else self.head, hidden)
+        softcap = self.config.logit_softcap
+        if loss_fn is not None:
+            assert labels is not None, "loss_fn needs labels"
+            loss = loss_fn(hidden, weight, labels, **{"softcap": softcap} if softcap else {})
+            if self.routing is not None and supervision is not None:
+                balance = self.routing.add(figures, supervision) * self.config.router_loss
+                loss = loss + (balance - balance.detach())
+            return loss
+        logits = F.linear(hidden, weight)
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
-    def _refuse_rescaling(self, segments: Segments | None, tokens: Tensor) -> None:
-        longest = tokens.shape[1] if segments is None else max(segments.lengths)
-        if longest > self.config.rope.max_positions:
-            raise TuneError(
-                f"max_seq_len: a document of {longest} tokens is longer than the {self.config.rope.max_positions} "
-                "this model was trained for, and its 'dynamic' rope scaling would make the loss depend on what else is "
-                "in the batch. Lower max_seq_len, or set rope_scaling in config.json to 'linear' or 'yarn'."
-            )
+
+def head_operands(head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs and weight whose product is the logits: an adapted head makes both wider."""
+    operands = getattr(head, "operands", None)
+    return (hidden, head.weight) if operands is None else operands(hidden)  # type: ignore[return-value]

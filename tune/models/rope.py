@@ -1,33 +1,50 @@
 """Rotary position embedding (Su et al., 2021) with the frequency scalings that published checkpoints use.
 
-The layout is Hugging Face's: the two halves of a head form the rotated pairs, so weights load without permutation.
-Frequencies match `transformers.modeling_rope_utils`.
+Frequencies match `transformers.modeling_rope_utils`; pairs are laid out as in the checkpoint, so weights load without
+permutation.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tune.errors import TuneError
+from tune.models.attention import Segments
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """`scaling` holds the fields of config.json's `rope_scaling` (or `rope_parameters`) that belong to `kind`."""
+    """Rotation of the first `size` dimensions of a head. A pair is a dimension and the one half of them further on, as
+    in Hugging Face's Llama, or `interleaved` a dimension and the next.
 
-    head_dim: int
+    `scaling` holds the fields of config.json's `rope_scaling` (or `rope_parameters`) that belong to `kind`. Queries are
+    multiplied by 1 + `query_growth` * log(1 + position // the length of the original training).
+    """
+
+    size: int
     max_positions: int
     theta: float = 10000.0
     kind: str = "default"
-    scaling: dict[str, Any] = field(default_factory=dict)
+    scaling: dict[str, Any] = field(default_factory=dict, hash=False)
+    interleaved: bool = False
+    query_growth: float = 0.0
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines `[batch, seq, 1, size]`, and what queries are multiplied by, `[batch, seq, 1, 1]`."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+    query_scale: Tensor | None
 
 
 class Rope:
-    """Rotation angles as (cos, sin) of `[batch, seq, 1, head_dim]`. Not a module: it has no weights and no buffers."""
+    """Rotation angles. Not a module: it has no weights and no buffers."""
 
     def __init__(self, config: RopeConfig):
         if config.kind not in SCALINGS:
@@ -37,26 +54,86 @@ class Rope:
         self.config = config
         self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
 
-    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def __call__(self, positions: Tensor, segments: Segments | None, cached: bool, dtype: torch.dtype) -> Rotation:
+        """For tokens at `positions` `[batch, seq]` of their documents.
+
+        Raises:
+            TuneError: the rotation would depend on what else is in the batch, or on tokens still to come.
+        """
         if positions.device not in self._frequencies:
             # Angles are computed on the CPU so that every device trains with the same bits.
             frequencies, magnitude = SCALINGS[self.config.kind](self.config)
             self._frequencies[positions.device] = frequencies.to(positions.device), magnitude
         frequencies, magnitude = self._frequencies[positions.device]
+        if self.config.kind in ("dynamic", "longrope"):
+            longest = _longest(positions, segments, cached)
+            if self.config.kind == "dynamic":
+                self._refuse_rescaling(longest)
+            elif cached:
+                self._refuse_switching(longest)
+        if self.config.kind == "longrope":  # the short factors or the long ones, as the token's document has it
+            original = self.config.scaling["original_max_position_embeddings"]
+            frequencies = frequencies[(_document_lengths(positions, segments) > original).long()]
         angles = positions[..., None].float() * frequencies
-        angles = torch.cat([angles, angles], dim=-1)[:, :, None]
-        return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
+        if self.config.interleaved:
+            angles = angles.repeat_interleave(2, dim=-1)
+        else:
+            angles = torch.cat([angles, angles], dim=-1)
+        angles = angles[:, :, None]
+        cos, sin = (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
+        query_scale = None
+        if self.config.query_growth:
+            lengths = positions // self.config.scaling["original_max_position_embeddings"]
+            query_scale = (1 + self.config.query_growth * torch.log1p(lengths.float()))[..., None, None].to(dtype)
+        return Rotation(cos, sin, self.config.interleaved, query_scale)
+
+    def _refuse_rescaling(self, longest: int) -> None:
+        if longest > self.config.max_positions:
+            raise TuneError(
+                f"max_seq_len: a document of {longest} tokens is longer than the {self.config.max_positions} "
+                "this model was trained for, and its 'dynamic' rope scaling would make the loss depend on what else is "
+                "in the batch. Lower max_seq_len, or set rope_scaling in config.json to 'linear' or 'yarn'."
+            )
+
+    def _refuse_switching(self, longest: int) -> None:
+        original = self.config.scaling["original_max_position_embeddings"]
+        if longest > original:
+            raise TuneError(
+                f"generation: {longest} tokens are more than {original}, where the 'longrope' scaling of this model "
+                "changes the rotation of all tokens, those in the cache too. Ask for fewer new tokens"
+            )
 
 
-def rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate `[batch, seq, heads, head_dim]` by the angles of its positions."""
-    cos, sin = rotation
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat([-second, first], dim=-1) * sin
+def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate `[batch, seq, heads, head_dim]`, or the part of each head that `rotation` is for."""
+    size = rotation.cos.shape[-1]
+    if size < heads.shape[-1]:
+        rotated, rest = heads.split([size, heads.shape[-1] - size], dim=-1)
+        return torch.cat([rotate(rotated, rotation), rest], dim=-1)
+    if rotation.interleaved:
+        turned = torch.stack([-heads[..., 1::2], heads[..., 0::2]], dim=-1).flatten(-2)
+    else:
+        first, second = heads.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+    return heads * rotation.cos + turned * rotation.sin
+
+
+def _longest(positions: Tensor, segments: Segments | None, cached: bool) -> int:
+    if cached:
+        return int(positions.max()) + 1
+    return positions.shape[1] if segments is None else max(segments.lengths)
+
+
+def _document_lengths(positions: Tensor, segments: Segments | None) -> Tensor:
+    """The length of each token's document, `[batch, seq]`."""
+    if segments is None:
+        return torch.full_like(positions, positions.shape[1])
+    lengths = segments.boundaries.diff()
+    return lengths.repeat_interleave(lengths).view_as(positions)
 
 
 def _plain(config: RopeConfig) -> Tensor:
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    exponents = torch.arange(0, config.size, 2, dtype=torch.int64).float() / config.size
     return 1.0 / config.theta**exponents
 
 
@@ -84,13 +161,13 @@ def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
     factor = scaling.get("factor") or config.max_positions / original
 
     def dimension(turns: float) -> float:
-        return config.head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+        return config.size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.head_dim - 1)
-    ramp = (torch.arange(config.head_dim // 2).float() - low) / (high - low or 0.001)
+    low, high = max(low, 0), min(high, config.size - 1)
+    ramp = (torch.arange(config.size // 2).float() - low) / (high - low or 0.001)
     interpolate = ramp.clamp(0, 1)
 
     def magnitude(scale: float = 1.0) -> float:
@@ -103,6 +180,19 @@ def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
     return interpolate * frequencies / factor + (1 - interpolate) * frequencies, attention_factor
 
 
+def _longrope(config: RopeConfig) -> tuple[Tensor, float]:
+    """LongRoPE (Ding et al., 2024): a factor for each frequency, `[2, size / 2]`: for documents up to the original
+    length, and for longer ones."""
+    scaling = config.scaling
+    original = scaling["original_max_position_embeddings"]
+    factor = scaling.get("factor") or config.max_positions / original
+    magnitude = scaling.get("attention_factor")
+    if magnitude is None:
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    factors = torch.tensor([scaling["short_factor"], scaling["long_factor"]], dtype=torch.float32)
+    return _plain(config) / factors, magnitude
+
+
 # `dynamic` NTK scaling equals `default` up to the trained length. Beyond it the angles would depend on the longest row
 # of the batch, and the loss on how rows are batched: the decoder refuses such rows.
 SCALINGS: dict[str, Callable[[RopeConfig], tuple[Tensor, float]]] = {
@@ -111,4 +201,5 @@ SCALINGS: dict[str, Callable[[RopeConfig], tuple[Tensor, float]]] = {
     "dynamic": _default,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }

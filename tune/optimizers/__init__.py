@@ -1,6 +1,19 @@
-"""Parameter groups and schedules. Optimizers are torch's and torchao's, named in the config as they are."""
+"""Parameter groups, schedules, updates in backward. Optimizers are torch's and torchao's; two need help from here."""
 
+from tune.optimizers.adafactor import Adafactor
 from tune.optimizers.groups import parameter_groups
+from tune.optimizers.in_backward import InBackward
+from tune.optimizers.muon import Muon
 from tune.optimizers.schedules import constant, cosine, inverse_square_root, linear, warmup_stable_decay
 
-__all__ = ["constant", "cosine", "inverse_square_root", "linear", "parameter_groups", "warmup_stable_decay"]
+__all__ = [
+    "Adafactor",
+    "InBackward",
+    "Muon",
+    "constant",
+    "cosine",
+    "inverse_square_root",
+    "linear",
+    "parameter_groups",
+    "warmup_stable_decay",
+]

@@ -16,6 +16,7 @@ def parameter_groups(
 
     Norms and biases, the parameters of one dimension, get no weight decay unless `decay_vectors`. `lr_ratios` multiply
     the learning rate of the parameters in whose name a pattern is found: {"lora_b": 16} is LoRA+ (Hayou et al., 2024).
+    A group of matrices that lie in repeated blocks is marked `in_blocks`, for Muon.
 
     Raises:
         TuneError: a pattern is found in no name.
@@ -28,11 +29,14 @@ def parameter_groups(
                 f"parameter_groups.lr_ratios: '{pattern}' is in the name of no trained parameter; they are called like "
                 f"{', '.join(sorted({re.sub(r'[0-9]+', '*', name) for name in trained})[:12])}"
             )
-    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    blocks = {parameter for blocks in lists for parameter in blocks.parameters()}
+    groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     for name, parameter in trained.items():
         ratio = next((ratio for pattern, ratio in ratios.items() if re.search(pattern, name)), 1.0)
         decayed = decay_vectors or parameter.ndim > 1
-        group = groups.setdefault((ratio, decayed), {"params": []})
+        in_blocks = parameter.ndim == 2 and parameter in blocks
+        group = groups.setdefault((ratio, decayed, in_blocks), {"params": [], "in_blocks": in_blocks})
         group["params"].append(parameter)
         if ratio != 1.0:
             group["lr"] = lr * ratio

@@ -2,15 +2,43 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LRScheduler
 
 from tune.errors import TuneError
 from tune.types import NonNegativeFloat, NonNegativeInt, UnitInterval
 
 
-def constant(optimizer: Optimizer, total_steps: int, warmup: NonNegativeInt | NonNegativeFloat = 0) -> LambdaLR:
+class Schedule(LRScheduler):
+    """Multiplies the learning rate that each parameter group began with by `factor(step)`, the first step being 0.
+
+    Rates and state are plain numbers, also where an optimizer (torchao's) keeps its learning rates in tensors.
+    """
+
+    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]):
+        self.factor = factor
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        return [group["initial_lr"] * self.factor(self.last_epoch) for group in self.optimizer.param_groups]
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        """The rates of the coming step."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_epoch = state_dict["step"]
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = rate
+
+
+def constant(optimizer: Optimizer, total_steps: int, warmup: NonNegativeInt | NonNegativeFloat = 0) -> Schedule:
     """The learning rate stays as it is."""
     return _schedule(optimizer, total_steps, warmup, lambda progress: 1.0)
 
@@ -20,7 +48,7 @@ def linear(
     total_steps: int,
     warmup: NonNegativeInt | NonNegativeFloat = 0,
     min_ratio: UnitInterval = 0.0,
-) -> LambdaLR:
+) -> Schedule:
     """A straight line down to `min_ratio`."""
     return _schedule(optimizer, total_steps, warmup, lambda progress: 1 - (1 - min_ratio) * progress)
 
@@ -30,7 +58,7 @@ def cosine(
     total_steps: int,
     warmup: NonNegativeInt | NonNegativeFloat = 0,
     min_ratio: UnitInterval = 0.0,
-) -> LambdaLR:
+) -> Schedule:
     """Half a cosine down to `min_ratio` (Loshchilov and Hutter, 2017, without restarts)."""
     return _schedule(
         optimizer,
@@ -46,7 +74,7 @@ def warmup_stable_decay(
     warmup: NonNegativeInt | NonNegativeFloat = 0,
     decay: UnitInterval = 0.2,
     min_ratio: UnitInterval = 0.0,
-) -> LambdaLR:
+) -> Schedule:
     """Constant, then a line down over the last fraction `decay` of the steps (Hu et al., MiniCPM, 2024)."""
 
     def shape(progress: float) -> float:
@@ -57,7 +85,7 @@ def warmup_stable_decay(
 
 def inverse_square_root(
     optimizer: Optimizer, total_steps: int, warmup: NonNegativeInt | NonNegativeFloat = 0.03
-) -> LambdaLR:
+) -> Schedule:
     """Falls with the square root of the step after warm-up (Vaswani et al., 2017)."""
     steps = max(1, _warmup_steps(warmup, total_steps))
 
@@ -75,7 +103,7 @@ def _warmup_steps(warmup: float, total_steps: int) -> int:
     return steps
 
 
-def _schedule(optimizer: Optimizer, total_steps: int, warmup: float, shape: Callable[[float], float]) -> LambdaLR:
+def _schedule(optimizer: Optimizer, total_steps: int, warmup: float, shape: Callable[[float], float]) -> Schedule:
     """`shape` says the factor at each share of the steps after warm-up. No step is at zero."""
     steps = _warmup_steps(warmup, total_steps)
 
@@ -84,4 +112,4 @@ def _schedule(optimizer: Optimizer, total_steps: int, warmup: float, shape: Call
             return (step + 1) / (steps + 1)
         return shape(min(1.0, (step - steps) / max(1, total_steps - steps)))
 
-    return LambdaLR(optimizer, factor)
+    return Schedule(optimizer, factor)

@@ -1,46 +1,50 @@
 """Giving a model adapters: which layers, and what of the model is trained then."""
 
-import math
 import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from tune.distributed import full_tensor, local_shard
+from tune.distributed import local_shard
 from tune.errors import TuneError
-from tune.peft.lora import LoRA, LoRALinear
-from tune.quantization import NF4Weight, dequantize
+from tune.peft.lora import LoRA, LoRAEmbedding, LoRALinear, matches
+from tune.peft.tokens import TokenEmbedding, TokenHead, TokenRows
+from tune.quantization import NF4Weight
+
+# What they share: `PARTS`, the trained parameters with the ends of their names in PEFT's files, and `start`.
+Adapter: TypeAlias = LoRALinear | LoRAEmbedding | TokenRows
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """What `add_adapters` did: the adapted layers by their names in the model, and parameter counts."""
+    """What `add_adapters` did: adapters and modules trained whole, by their names in the model; parameter counts."""
 
-    layers: dict[str, LoRALinear]
+    layers: dict[str, Adapter]
+    whole: dict[str, nn.Module]
     trainable: int
     total: int
 
     def table(self) -> str:
         """A line for each kind of layer."""
-        kinds: dict[str, list[LoRALinear]] = {}
-        for name, layer in self.layers.items():
+        kinds: dict[str, list[nn.Module]] = {}
+        for name, layer in {**self.layers, **self.whole}.items():
             kinds.setdefault(re.sub(r"\d+", "*", name), []).append(layer)
         lines = [
             f"adapters: {self.trainable:,} of {self.total:,} parameters are trained ({self.trainable / self.total:.2%})"
         ]
         width = max(map(len, kinds)) + 2
         for kind, layers in kinds.items():
-            ranks = ", ".join(map(str, sorted({layer.rank for layer in layers})))
-            lines.append(f"  {kind:<{width}}x {len(layers):<4} rank {ranks}")
+            lines.append(f"  {kind:<{width}}x {len(layers):<4} {', '.join(sorted({_how(layer) for layer in layers}))}")
         return "\n".join(lines)
 
 
 def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
-    """Freeze `model`, any module, and give the linear layers that `lora` targets an adapter, in place.
+    """Freeze `model`, any module, and give the layers that `lora` targets an adapter, in place.
 
     On the meta device the adapters have undefined weights until `initialize`; elsewhere they get them here, and the
     model computes what it computed before.
@@ -49,77 +53,176 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
         TuneError: nothing matches, or what matches cannot be adapted.
     """
     targets = _targets(model, lora)
+    whole = _trained_whole(model, lora, targets)
+    heads = _token_modules(model, lora, {**targets, **whole})
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    _require_used_patterns(model, lora, targets)
     for name, layer in targets.items():
         rank, alpha = lora.at(*_names(model, name))
-        if rank > (smallest := min(layer.in_features, layer.out_features)):
-            raise TuneError(f"adapter.rank: {rank} is more than {name} has dimensions ({smallest}); lower it")
-        LoRALinear.adapt(layer, name, rank, alpha, lora)
+        kind = LoRALinear if isinstance(layer, nn.Linear) else LoRAEmbedding
+        kind.adapt(layer, name, rank, alpha, lora)
+    for embedding, head in heads:
+        tied_to = TokenEmbedding.adapt(embedding, lora.trainable_tokens)
+        if head is not None:
+            TokenHead.adapt(head, lora.trainable_tokens, tied_to if head.weight is embedding.weight else None)
+    for module in whole.values():
+        module.requires_grad_(True)
     if not next(model.parameters()).is_meta:
         initialize(model, seed=0)
     parameters = list(model.parameters())
     trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return Adapted(adapted_modules(model), trainable, sum(parameter.numel() for parameter in parameters))
+    return Adapted(adapted_modules(model), whole, trainable, sum(parameter.numel() for parameter in parameters))
 
 
-def adapted_modules(model: nn.Module) -> dict[str, LoRALinear]:
+def adapted_modules(model: nn.Module) -> dict[str, Adapter]:
     """The layers that have an adapter, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, Adapter)}
 
 
 def disk_module_name(model: nn.Module, name: str) -> str:
-    """How a checkpoint calls the module `name`: PEFT files, and most users, name it so."""
-    return getattr(model, "disk_names", {}).get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
+    """How a checkpoint calls the module `name`: PEFT files, and most users, name it so. A stack of several there, or
+    what it does not have, keeps its name."""
+    on_disk = getattr(model, "disk_names", {}).get(f"{name}.weight")
+    return on_disk.removesuffix(".weight") if isinstance(on_disk, str) else name
 
 
 def initialize(model: nn.Module, seed: int) -> None:
-    """Weights of new adapters, the same on any layout: A uniform as in `nn.Linear`, B zero, magnitudes the base's."""
+    """Weights of new adapters, the same on any layout; the base must have its weights. All processes must call it."""
     with torch.no_grad():
         for name, layer in adapted_modules(model).items():
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            bound = 1 / math.sqrt(layer.in_features)
-            _fill(layer.lora_a, torch.empty(layer.lora_a.shape).uniform_(-bound, bound, generator=generator))
-            _fill(layer.lora_b, torch.zeros(layer.lora_b.shape))
-            if layer.magnitude is not None:
-                _fill(layer.magnitude, _full_weight(layer).norm(dim=1))
+            for part, full in layer.start(generator).items():
+                shard, where = local_shard(getattr(layer, part))
+                shard.copy_(full[where])
 
 
-def _full_weight(layer: LoRALinear) -> torch.Tensor:
-    if not isinstance(layer.weight, NF4Weight):
-        return full_tensor(layer.weight).float()
-    codes, scales, ranges = layer.weight.codes, layer.weight.scales, layer.weight.ranges
-    full_ranges = None if ranges is None else full_tensor(ranges)
-    return dequantize(full_tensor(codes), full_tensor(scales), full_ranges, torch.float32)
+def _how(layer: nn.Module) -> str:
+    if isinstance(layer, TokenRows):
+        return f"{len(layer.tokens)} tokens"
+    return f"rank {layer.rank}" if isinstance(layer, LoRALinear | LoRAEmbedding) else "trained whole"
 
 
-def _fill(parameter: nn.Parameter, full: torch.Tensor) -> None:
-    shard, where = local_shard(parameter)
-    shard.copy_(full[where])
-
-
-def _targets(model: nn.Module, lora: LoRA) -> dict[str, nn.Linear]:
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    heads = {name for name in linears if "." not in name}  # the output projection stands at the top of a model
+def _targets(model: nn.Module, lora: LoRA) -> dict[str, Any]:
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
     wanted = lora.target_modules
     if wanted == "all-linear":
-        chosen = [name for name in linears if name not in heads]
+        chosen = [name for name, layer in layers.items() if _is_of_all_linear(model, name, layer)]
     elif isinstance(wanted, str):
-        chosen = [name for name in linears if any(re.fullmatch(wanted, known) for known in _names(model, name))]
+        try:
+            pattern = re.compile(wanted)
+        except re.error as error:
+            raise TuneError(
+                f"adapter.target_modules: '{wanted}' is not a regular expression ({error}). To name layers give a list"
+            ) from error
+        chosen = [name for name in layers if any(pattern.fullmatch(known) for known in _names(model, name))]
     else:
-        chosen = [name for name in linears if any(_ends_with(known, wanted) for known in _names(model, name))]
-        unmatched = [
-            each for each in wanted if not any(_ends_with(k, [each]) for n in linears for k in _names(model, n))
-        ]
-        if unmatched:
-            raise _no_match(model, unmatched[0], linears)
+        chosen = [name for name in layers if any(_ends_with(known, wanted) for known in _names(model, name))]
+        for each in wanted:
+            if not any(_ends_with(known, [each]) for name in chosen for known in _names(model, name)):
+                raise _no_match(model, "target_modules", each, layers)
     if not chosen:
-        raise _no_match(model, str(wanted), linears)
-    if refused := heads & set(chosen):
+        raise _no_match(model, "target_modules", str(wanted), layers)
+    for name in chosen:
+        _require_adaptable(model, name, layers[name], lora)
+    return {name: layers[name] for name in chosen}
+
+
+def _is_of_all_linear(model: nn.Module, name: str, layer: nn.Module) -> bool:
+    """Not the head, which stands at the top of a model, nor a gate of a single number; and in models with experts, not
+    what is called as their projections are: PEFT takes an adapter of it for one of the experts."""
+    stacks = [names for names in getattr(model, "disk_names", {}).values() if isinstance(names, list)]
+    of_experts = {_last(stack[0].removesuffix(".weight")) for stack in stacks}
+    is_wide = isinstance(layer, nn.Linear) and layer.out_features > 1
+    return is_wide and "." in name and _last(disk_module_name(model, name)) not in of_experts
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _require_used_patterns(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Module]) -> None:
+    for setting, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for pattern in patterns:
+            if not any(matches(pattern, known) for name in targets for known in _names(model, name)):
+                kinds = sorted({_last(name) for target in targets for name in _names(model, target)})
+                raise TuneError(
+                    f"adapter.{setting}: '{pattern}' is the end of no adapted layer's name; they are {', '.join(kinds)}"
+                )
+
+
+def _require_adaptable(model: nn.Module, name: str, layer: nn.Module, lora: LoRA) -> None:
+    known = disk_module_name(model, name)
+    if is_tied(model, layer):
         raise TuneError(
-            f"adapter.target_modules: {', '.join(refused)} is the output head, which is not adapted; leave it out"
+            f"adapter.target_modules: {known} is the embedding and the output head at once, and an adapter would "
+            f"change one of its two uses. Train it whole, adapter.modules_to_save=[{known}], or some tokens of it, "
+            "adapter.trainable_tokens=[...]"
         )
-    return {name: linears[name] for name in chosen}
+    if isinstance(layer, nn.Embedding) and (lora.dora or lora.init != "default" or type(layer) is not nn.Embedding):
+        kind = "dora=true" if lora.dora else f"init={lora.init}" if lora.init != "default" else type(layer).__name__
+        raise TuneError(f"adapter.target_modules: {known} is an embedding, which {kind} has no form for; leave it out")
+
+
+def _trained_whole(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    modules = {name: module for name, module in model.named_modules() if _has_parameters(module)}
+    chosen: dict[str, nn.Module] = {}
+    for wanted in lora.modules_to_save:
+        found = [name for name in modules if any(_ends_with(known, [wanted]) for known in _names(model, name))]
+        if not found:
+            if wanted in ("lm_head", "head", "output") and any(is_tied(model, each) for each in modules.values()):
+                raise TuneError(
+                    f"adapter.modules_to_save: {wanted} is tied to the embedding in this model; name the embedding"
+                )
+            raise _no_match(model, "modules_to_save", wanted, modules)
+        chosen |= {name: modules[name] for name in found}
+    for name, module in chosen.items():
+        if name in targets:
+            raise TuneError(f"adapter.modules_to_save: {name} has an adapter too (target_modules); choose one")
+        if isinstance(getattr(module, "weight", None), NF4Weight):
+            raise TuneError(f"adapter.modules_to_save: {name} is quantised and cannot be trained whole; leave it out")
+    return chosen
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    """Of its own, not of a module inside of it; quantised ones are."""
+    is_quantised = isinstance(getattr(module, "weight", None), NF4Weight)
+    return is_quantised or any(True for _ in module.parameters(recurse=False))
+
+
+def _token_modules(
+    model: nn.Module, lora: LoRA, others: Mapping[str, nn.Module]
+) -> list[tuple[nn.Embedding, nn.Linear | None]]:
+    """The token embedding and, where it is a module of its own, the head; nothing if no tokens are to be trained."""
+    if not lora.trainable_tokens:
+        return []
+    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    name, embedding = max(embeddings.items(), key=lambda item: item[1].num_embeddings)
+    heads = {
+        name: module
+        for name, module in model.named_children()
+        if isinstance(module, nn.Linear) and module.out_features == embedding.num_embeddings
+    }
+    if clash := {name, *heads} & others.keys():
+        raise TuneError(f"adapter.trainable_tokens: {clash.pop()} is trained already in another way; choose one")
+    if type(embedding) is not nn.Embedding:
+        raise TuneError(f"adapter.trainable_tokens: {name} is a {type(embedding).__name__}, which is not supported")
+    outside = [token for token in lora.trainable_tokens if not 0 <= token < embedding.num_embeddings]
+    if outside:
+        raise TuneError(
+            f"adapter.trainable_tokens: {outside[0]} is no row of the embedding, which has {embedding.num_embeddings}. "
+            "For new tokens make a base that has them first: tune add-tokens"
+        )
+    if len(set(lora.trainable_tokens)) < len(lora.trainable_tokens):
+        raise TuneError("adapter.trainable_tokens: a token is named twice")
+    return [(embedding, next(iter(heads.values()), None))]
+
+
+def is_tied(model: nn.Module, layer: nn.Module) -> bool:
+    """Whether the weight of the embedding or head `layer` is also that of the other."""
+    if isinstance(layer, nn.Embedding) and getattr(getattr(model, "config", None), "tied_head", False):
+        return True
+    return sum(getattr(module, "weight", None) is layer.weight for module in model.modules()) > 1
 
 
 def _names(model: nn.Module, name: str) -> tuple[str, str]:
@@ -130,16 +233,17 @@ def _ends_with(name: str, endings: list[str]) -> bool:
     return any(name == ending or name.endswith(f".{ending}") for ending in endings)
 
 
-def _no_match(model: nn.Module, wanted: str, linears: Mapping[str, nn.Linear]) -> TuneError:
+def _no_match(model: nn.Module, setting: str, wanted: str, candidates: Mapping[str, nn.Module]) -> TuneError:
     modules = [known for name, _ in model.named_modules() for known in _names(model, name)]
     others = [name for name in modules if _ends_with(name, [wanted])]
+    if others and setting == "modules_to_save":
+        return TuneError(f"adapter.{setting}: '{wanted}' has no parameters of its own; name the modules inside of it")
     if others:
         return TuneError(
-            f"adapter.target_modules: '{wanted}' is {others[0]}, which is not a linear layer; only those are adapted"
+            f"adapter.{setting}: '{wanted}' is {others[0]}, which is neither a linear layer nor an embedding; only "
+            f"those are adapted. To train it whole: adapter.modules_to_save=[{wanted}]"
         )
-    known = sorted({name.rpartition(".")[2] for linear in linears for name in _names(model, linear)})
+    known = sorted({_last(name) for candidate in candidates for name in _names(model, candidate)})
     close = get_close_matches(wanted, known, n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""
-    return TuneError(
-        f"adapter.target_modules: '{wanted}' matches no layer.{hint} The linear layers are {', '.join(known)}"
-    )
+    return TuneError(f"adapter.{setting}: '{wanted}' matches no layer.{hint} There are {', '.join(known)}")

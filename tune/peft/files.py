@@ -1,24 +1,28 @@
 """Adapters on disk, in PEFT's layout: adapter_config.json and adapter_model.safetensors."""
 
 import json
+import math
 import shutil
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from tune.checkpointers.export import SavesItself
 from tune.distributed import World, full_tensor, local_shard
 from tune.errors import TuneError
-from tune.peft.adapters import adapted_modules, disk_module_name
-from tune.peft.lora import LoRA
+from tune.peft.adapters import adapted_modules, disk_module_name, is_tied
+from tune.peft.lora import LoRA, LoRAEmbedding, LoRALinear
+from tune.peft.tokens import TokenRows
 from tune.types import Fraction, PositiveFloat, PositiveInt
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-KINDS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+PREFIX, BASE_COPY = "base_model.model.", ".base_layer.weight"
+HEAD = "lm_head.weight"
 
 
 def adapter(
@@ -27,10 +31,13 @@ def adapter(
     alpha: PositiveFloat = 32.0,
     dropout: Fraction = 0.0,
     target_modules: list[str] | str = "all-linear",
-    rank_pattern: dict[str, int] | None = None,
-    alpha_pattern: dict[str, float] | None = None,
+    rank_pattern: dict[str, PositiveInt] | None = None,
+    alpha_pattern: dict[str, PositiveFloat] | None = None,
     rank_stabilized: bool = False,
     dora: bool = False,
+    init: Literal["default", "pissa", "olora"] = "default",
+    modules_to_save: list[str] | None = None,
+    trainable_tokens: list[int] | None = None,
 ) -> LoRA:
     """The adapter in the folder `path`, or without one a new adapter as the other arguments say.
 
@@ -38,7 +45,8 @@ def adapter(
         TuneError: both: an adapter that exists has its own rank, targets and kind.
     """
     ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
-    new = LoRA(rank, alpha, dropout, target_modules, ranks, alphas, rank_stabilized, dora)
+    whole, tokens = list(modules_to_save or []), list(trainable_tokens or [])
+    new = LoRA(rank, alpha, dropout, target_modules, ranks, alphas, rank_stabilized, dora, init, whole, tokens)
     if path is None:
         return new
     existing = read_adapter(path)
@@ -67,13 +75,17 @@ def read_adapter(path: str) -> LoRA:
     if settings.get("peft_type") != "LORA":
         raise TuneError(f"{file}: peft_type is {settings.get('peft_type')!r}; only LORA is supported")
     unsupported = {
-        "bias": "none", "fan_in_fan_out": False, "modules_to_save": None, "layers_to_transform": None,
-        "layer_replication": None, "target_parameters": None, "trainable_token_indices": None, "lora_bias": False,
-        "use_qalora": False,
+        "bias": "none", "fan_in_fan_out": False, "layers_to_transform": None, "layer_replication": None,
+        "target_parameters": None, "lora_bias": False, "use_qalora": False,
     }  # fmt: skip
     for name, supported in unsupported.items():
         if settings.get(name, supported) not in (supported, None, [], {}):
             raise TuneError(f"{file}: {name}={settings[name]!r} is not supported; supported: {supported!r}")
+    tokens = settings.get("trainable_token_indices") or []
+    if isinstance(tokens, dict):  # by module
+        if any(each != next(iter(tokens.values())) for each in tokens.values()):
+            raise TuneError(f"{file}: trainable_token_indices are others for each module, which is not supported")
+        tokens = next(iter(tokens.values()), [])
     return LoRA(
         rank=settings["r"],
         alpha=settings["lora_alpha"],
@@ -83,20 +95,33 @@ def read_adapter(path: str) -> LoRA:
         alpha_pattern=settings.get("alpha_pattern") or {},
         rank_stabilized=settings.get("use_rslora", False),
         dora=settings.get("use_dora", False),
+        modules_to_save=settings.get("modules_to_save") or [],
+        trainable_tokens=tokens,
     )
 
 
 def load_adapter(model: nn.Module, path: str) -> None:
-    """Fill the adapters of `model` with those in the folder `path`. Each process reads its own slices.
+    """Fill what `add_adapters` made trainable in `model` from the folder `path`. Each process reads its own slices.
 
     Raises:
         TuneError: names or shapes do not fit; all are named.
     """
     file = Path(path) / WEIGHTS
-    wanted = {_key(model, name, kind): parameter for name, kind, parameter in _parameters(model)}
+    wanted = _tensors(model)
+    tied = _trains_tied_embedding(model)
+    if tied and not json.loads((Path(path) / CONFIG).read_text()).get("ensure_weight_tying"):
+        raise TuneError(
+            f"adapter.path: {path} has an embedding that was trained apart from the output head (no "
+            "ensure_weight_tying in its adapter_config.json), but in model.path they are tied"
+        )
     try:
         with safe_open(file, framework="pt") as tensors:
             found = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+            for copy in [name for name in found if name.endswith(BASE_COPY)]:
+                del found[copy]
+                _require_equal(model, copy, tensors, path)
+            if tied:
+                found.pop(PREFIX + HEAD, None)
             problems = [f"missing: {name}" for name in wanted.keys() - found.keys()]
             problems += [f"not known: {name} {found[name]}" for name in found.keys() - wanted.keys()]
             problems += [
@@ -114,45 +139,77 @@ def load_adapter(model: nn.Module, path: str) -> None:
         raise TuneError(f"adapter.path: {file} cannot be read: {error}") from error
 
 
-def export_adapter(model: nn.Module, lora: LoRA, folder: Path, world: World, *, base: str, card: str = "") -> None:
+def _require_equal(model: nn.Module, copy: str, tensors: Any, path: str) -> None:
+    """PEFT writes an adapted embedding or head along with its adapter: it must be the one that `model` has."""
+    weights = {f"{PREFIX}{disk_module_name(model, n)}{BASE_COPY}": m.weight for n, m in adapted_modules(model).items()}
+    if isinstance(weight := weights.get(copy), torch.Tensor):
+        shard, where = local_shard(weight)
+        same_shape = tensors.get_slice(copy).get_shape() == list(weight.shape)
+        if same_shape and torch.equal(shard, tensors.get_slice(copy)[where].to(shard)):
+            return
+    raise TuneError(
+        f"adapter.path: {path} is for another model: its {copy.removeprefix(PREFIX)} differs from model.path"
+    )
+
+
+def export_adapter(
+    model: nn.Module, lora: LoRA, folder: Path, world: World, *, base: str, tokenizer: SavesItself, card: str = ""
+) -> None:
     """Write the adapters of `model` such that PEFT, transformers and vLLM load them on top of the model `base`.
 
     All processes take part. The folder appears when it is complete.
     """
     unfinished = folder.with_name(f".{folder.name}.unfinished")
+    starts = _starts(model)
     tensors = {}
-    for name, kind, parameter in _parameters(model):
-        full = full_tensor(parameter.detach())
+    for name, parameter in _tensors(model).items():
+        full = full_tensor(parameter.detach()).to("cpu", torch.float32)
+        if name in starts:
+            start, dim, sign = starts[name]
+            full = torch.cat([full, sign * full_tensor(start).to("cpu", torch.float32)], dim)
         if world.is_main:
-            tensors[_key(model, name, kind)] = full.to("cpu", torch.float32).contiguous()
+            tensors[name] = full.contiguous()
+            if name.endswith("embed_tokens.weight") and _trains_tied_embedding(model):
+                tensors[PREFIX + HEAD] = tensors[name].clone()  # PEFT expects what is tied twice
     if world.is_main:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
         (unfinished / CONFIG).write_text(json.dumps(_config(model, lora, base), indent=2) + "\n")
         (unfinished / "README.md").write_text(card)
+        tokenizer.save(unfinished)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     world.barrier()
 
 
 def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:
-    layers = {disk_module_name(model, name): layer for name, layer in adapted_modules(model).items()}
+    adapted = {disk_module_name(model, name): layer for name, layer in adapted_modules(model).items()}
+    layers = {name: layer for name, layer in adapted.items() if isinstance(layer, LoRALinear | LoRAEmbedding)}
+    tokens = {name: layer.tokens for name, layer in adapted.items() if isinstance(layer, TokenRows)}
+    # With a frozen start the exported rank is twice the trained one, at the same scaling.
+    rank_factor = 1 if lora.init == "default" else 2
+    alpha_factor = math.sqrt(rank_factor) if lora.rank_stabilized else rank_factor
+    whole = sorted({name.rpartition(".")[0] for name, _ in _trained_whole(model)})
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "r": lora.rank * rank_factor,
+        "lora_alpha": lora.alpha * alpha_factor,
         "lora_dropout": lora.dropout,
         "target_modules": _target_modules(model, set(layers)),
-        "rank_pattern": {name: layer.rank for name, layer in layers.items() if layer.rank != lora.rank},
-        "alpha_pattern": {name: layer.alpha for name, layer in layers.items() if layer.alpha != lora.alpha},
+        "rank_pattern": {name: layer.rank * rank_factor for name, layer in layers.items() if layer.rank != lora.rank},
+        "alpha_pattern": {
+            name: layer.alpha * alpha_factor for name, layer in layers.items() if layer.alpha != lora.alpha
+        },
         "use_rslora": lora.rank_stabilized,
         "use_dora": lora.dora,
         "bias": "none",
         "fan_in_fan_out": False,
-        "modules_to_save": None,
+        "modules_to_save": whole or None,
+        "trainable_token_indices": tokens or None,
+        "ensure_weight_tying": _trains_tied_embedding(model),
         "inference_mode": True,
         "init_lora_weights": True,
     }
@@ -162,19 +219,47 @@ def _target_modules(model: nn.Module, adapted: set[str]) -> list[str]:
     """The last parts of the names where they say exactly which layers were adapted; otherwise the names in full."""
     kinds = {name.rpartition(".")[2] for name in adapted}
     modules = {disk_module_name(model, name) for name, _ in model.named_modules()}
+    stacked = [names for names in getattr(model, "disk_names", {}).values() if isinstance(names, list)]
+    modules |= {name.removesuffix(".weight") for names in stacked for name in names}
     matched = {name for name in modules if name.rpartition(".")[2] in kinds}
     return sorted(kinds if matched == adapted else adapted)
 
 
-def _parameters(model: nn.Module) -> list[tuple[str, str, nn.Parameter]]:
-    """(module, kind, parameter) of all adapters."""
+def _tensors(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All that an adapter's file holds, by the names there."""
+    tensors: dict[str, nn.Parameter] = {}
+    seen: set[nn.Parameter] = set()
+    for name, layer in adapted_modules(model).items():
+        for part, ending in layer.PARTS.items():
+            parameter = getattr(layer, part)
+            if parameter is not None and parameter not in seen:  # the rows of a tied head are those of the embedding
+                tensors[f"{PREFIX}{disk_module_name(model, name)}.{ending}"] = parameter
+                seen.add(parameter)
+    return tensors | {f"{PREFIX}{name}": parameter for name, parameter in _trained_whole(model)}
+
+
+def _trained_whole(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of the base that are trained, by their names on disk."""
+    names = getattr(model, "disk_names", {})
+    parts = {getattr(layer, part) for layer in adapted_modules(model).values() for part in layer.PARTS}
     return [
-        (name, kind, parameter)
-        for name, layer in adapted_modules(model).items()
-        for kind in KINDS
-        if (parameter := getattr(layer, kind)) is not None
+        (names.get(name, name), parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter not in parts
     ]
 
 
-def _key(model: nn.Module, name: str, kind: str) -> str:
-    return f"base_model.model.{disk_module_name(model, name)}.{KINDS[kind]}"
+def _trains_tied_embedding(model: nn.Module) -> bool:
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    return any(embedding.weight.requires_grad and is_tied(model, embedding) for embedding in embeddings)
+
+
+def _starts(model: nn.Module) -> dict[str, tuple[torch.Tensor, int, int]]:
+    """What is exported with a factor, by its name: the frozen start, along which dimension, and its sign."""
+    starts: dict[str, tuple[torch.Tensor, int, int]] = {}
+    for name, layer in adapted_modules(model).items():
+        if isinstance(layer, LoRALinear) and layer.start_a is not None and layer.start_b is not None:
+            key = f"{PREFIX}{disk_module_name(model, name)}"
+            starts[f"{key}.{layer.PARTS['lora_a']}"] = layer.start_a, 0, 1
+            starts[f"{key}.{layer.PARTS['lora_b']}"] = layer.start_b, 1, -1
+    return starts

@@ -4,12 +4,14 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tune.distributed import full_tensor
+from tune.errors import TuneError
 from tune.peft.dropout import dropout
 from tune.quantization import NF4Weight
 from tune.types import Fraction, PositiveFloat, PositiveInt
@@ -19,11 +21,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoRA:
-    """Which linear layers get an adapter, and of what kind.
+    """Which layers get an adapter, of what kind, and what else of the model is trained.
 
-    `target_modules` is `all-linear` (all but the head), a list of names, or a regular expression that must match a
-    layer's whole name. Names may be ours (`query`) or the checkpoint's (`q_proj`). The patterns give other ranks and
-    alphas to the layers whose name ends with, or is matched by, a key.
+    `target_modules` is `all-linear` (all but the head and, with experts, the feed-forward parts), a list of names,
+    or a regular expression that must match a layer's whole name; linear layers and embeddings can be adapted. Names may
+    be ours (`query`) or the checkpoint's (`q_proj`). The patterns give other ranks and alphas to the layers whose name
+    ends with, or is matched by, a key.
+    The modules named in `modules_to_save` are trained whole, and of the embedding and the head the rows of the
+    `trainable_tokens`.
+
+    `init` says where the adapters start. All starts leave the model as it was: `pissa` (Meng et al., 2024) at the
+    largest singular vectors of the weight, `olora` (Büyükakyüz, 2024) at the first columns of its QR decomposition,
+    both less a frozen copy of that start. An exported adapter holds that copy too and has twice the rank.
     """
 
     rank: PositiveInt = 16
@@ -34,6 +43,9 @@ class LoRA:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     rank_stabilized: bool = False  # scale by alpha / sqrt(rank) and not alpha / rank
     dora: bool = False  # learn the magnitude of the weight's rows apart from their direction
+    init: Literal["default", "pissa", "olora"] = "default"
+    modules_to_save: list[str] = field(default_factory=list)
+    trainable_tokens: list[int] = field(default_factory=list)
 
     def at(self, *names: str) -> tuple[int, float]:
         """Rank and alpha of the layer of these names, looked up in the patterns as PEFT does."""
@@ -46,68 +58,186 @@ class LoRA:
 class LoRALinear(nn.Linear):
     """A linear layer whose weight W is used as W + scaling * B @ A, or with `magnitude`, as that scaled to row norms m.
 
-    `lora_a` is `[rank, in_features]`, `lora_b` `[out_features, rank]`. Made from a linear layer in place: the layer
-    keeps its name, its weight and its place in the model.
+    `lora_a` is `[rank, in_features]`, `lora_b` `[out_features, rank]`; with `start_a` and `start_b` of these shapes
+    B @ A is less their product. Made from a linear layer in place: the layer keeps its name, its weight and its place
+    in the model.
     """
+
+    PARTS: ClassVar = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 
     weight: nn.Parameter | NF4Weight  # type: ignore[assignment]
     lora_a: nn.Parameter
     lora_b: nn.Parameter
+    start_a: nn.Parameter | None
+    start_b: nn.Parameter | None
     magnitude: nn.Parameter | None
     rank: int
     alpha: float
     scaling: float
     dropout: float
     dropout_keys: Tensor | None
+    init: str
     name: str
 
     @classmethod
     def adapt(cls, linear: nn.Linear, name: str, rank: int, alpha: float, lora: LoRA) -> None:
+        _require_rank(name, rank, linear.in_features, linear.out_features)
         linear.__class__ = cls
         assert isinstance(linear, LoRALinear)
         if isinstance(linear.weight, NF4Weight):
             device, dtype = linear.weight.codes.device, torch.float32
         else:
             device, dtype = linear.weight.device, linear.weight.dtype
-        linear.lora_a = nn.Parameter(torch.empty(rank, linear.in_features, device=device, dtype=dtype))
-        linear.lora_b = nn.Parameter(torch.empty(linear.out_features, rank, device=device, dtype=dtype))
-        linear.magnitude = None
-        if lora.dora:
-            linear.magnitude = nn.Parameter(torch.empty(linear.out_features, device=device, dtype=dtype))
-        linear.rank, linear.alpha = rank, alpha
-        linear.scaling, linear.dropout = lora.scaling(rank, alpha), lora.dropout
-        linear.name, linear.dropout_keys = name, None
+
+        def parameter(*shape: int, trained: bool = True) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=trained)
+
+        rows, columns = linear.out_features, linear.in_features
+        moved = lora.init != "default"
+        linear.lora_a, linear.lora_b = parameter(rank, columns), parameter(rows, rank)
+        linear.start_a = parameter(rank, columns, trained=False) if moved else None
+        linear.start_b = parameter(rows, rank, trained=False) if moved else None
+        linear.magnitude = parameter(rows) if lora.dora else None
+        linear.rank, linear.alpha, linear.scaling = rank, alpha, lora.scaling(rank, alpha)
+        linear.dropout, linear.dropout_keys = lora.dropout, None
+        linear.init, linear.name = lora.init, name
+
+    def start(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Where the parameters start, in full: A uniform as in `nn.Linear` and B zero, or as `init` says."""
+        if self.init == "default":
+            bound = 1 / math.sqrt(self.in_features)
+            a = torch.empty(self.lora_a.shape).uniform_(-bound, bound, generator=generator)
+            start = {"lora_a": a, "lora_b": torch.zeros(self.lora_b.shape)}
+        else:
+            b, a = FACTORS[self.init](self._full_weight().cpu(), self.rank, self.scaling, generator)
+            assert self.start_a is not None
+            a, b = (factor.to(self.start_a.dtype) for factor in (a, b))  # so that both are equal in their own types
+            start = {"lora_a": a, "lora_b": b, "start_a": a, "start_b": b}
+        return start if self.magnitude is None else start | {"magnitude": self._full_weight().norm(dim=1)}
 
     def forward(self, input: Tensor) -> Tensor:
         base = self._base(input)
-        dropped = input
-        if self.dropout and self.training:
-            assert self.dropout_keys is not None, "set_dropout_keys must come before a forward in training"
-            dropped = dropout(input, self.dropout, self.dropout_keys, self.name)
-        low_rank = F.linear(F.linear(dropped, self.lora_a), self.lora_b) * self.scaling
+        dropped = self._dropped(input)
+        a, b = self._factors()
+        low_rank = F.linear(F.linear(dropped, a), b) * self.scaling
         if self.magnitude is None:
             return base + low_rank
-        # The norm counts as a constant in backward (section 4.3 of the paper).
-        with torch.no_grad():
-            norm = (self._base_weight() + self.scaling * self.lora_b @ self.lora_a).norm(dim=1)
-        ratio = self.magnitude / norm
+        ratio = self._ratio(self.magnitude)
         if dropped is input:
             direction = base if self.bias is None else base - self.bias
         else:
             direction = self._base(dropped) if self.bias is None else self._base(dropped) - self.bias
         return base + (ratio - 1) * direction + ratio * low_rank
 
+    def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Of an output head without bias: what the product of which is `forward`, for a loss that takes it by parts."""
+        assert isinstance(self.weight, Tensor)
+        dropped = self._dropped(hidden)
+        a, b = self._factors()
+        low_rank = F.linear(dropped, a) * self.scaling
+        if self.magnitude is None:
+            return torch.cat([hidden, low_rank], dim=-1), torch.cat([self.weight, b], dim=1)
+        ratio = self._ratio(self.magnitude)[:, None]
+        if dropped is hidden:
+            return torch.cat([hidden, low_rank], dim=-1), ratio * torch.cat([self.weight, b], dim=1)
+        inputs = torch.cat([hidden, dropped, low_rank], dim=-1)
+        return inputs, torch.cat([self.weight, (ratio - 1) * self.weight, ratio * b], dim=1)
+
     def _base(self, input: Tensor) -> Tensor:
         if not isinstance(self.weight, NF4Weight):
             return F.linear(input, self.weight, self.bias)
         return self.weight.linear(input) if self.bias is None else self.weight.linear(input) + self.bias
 
-    def _base_weight(self) -> Tensor:
-        return self.weight.dequantize(self.lora_a.dtype) if isinstance(self.weight, NF4Weight) else self.weight
+    def _dropped(self, input: Tensor) -> Tensor:
+        if not (self.dropout and self.training):
+            return input
+        assert self.dropout_keys is not None, "set_dropout_keys must come before a forward in training"
+        keys = self.dropout_keys.view(input.shape[:-1])  # some models flatten rows before their linear layers
+        return dropout(input, self.dropout, keys, self.name)
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """A and B whose product is what training has added."""
+        if self.start_a is None or self.start_b is None:
+            return self.lora_a, self.lora_b
+        return torch.cat([self.lora_a, self.start_a]), torch.cat([self.lora_b, -self.start_b], dim=1)
+
+    def _ratio(self, magnitude: Tensor) -> Tensor:
+        """By how much each row is longer than W + scaling * B @ A has it."""
+        with torch.no_grad():  # the norm counts as a constant in backward (section 4.3 of the paper)
+            a, b = self._factors()
+            weight = self.weight.dequantize(a.dtype) if isinstance(self.weight, NF4Weight) else self.weight
+            norm = (weight + self.scaling * b @ a).norm(dim=1)
+        return magnitude / norm
+
+    def _full_weight(self) -> Tensor:
+        """The whole base weight in fp32: all processes must call it."""
+        return self.weight.full() if isinstance(self.weight, NF4Weight) else full_tensor(self.weight).float()
+
+
+class LoRAEmbedding(nn.Embedding):
+    """An embedding whose weight W is used as W + scaling * (B @ A).T: A is `[rank, rows]`, B `[dim, rank]`."""
+
+    PARTS: ClassVar = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    rank: int
+    alpha: float
+    scaling: float
+
+    @classmethod
+    def adapt(cls, embedding: nn.Embedding, name: str, rank: int, alpha: float, lora: LoRA) -> None:
+        _require_rank(name, rank, embedding.num_embeddings, embedding.embedding_dim)
+        embedding.__class__ = cls
+        assert isinstance(embedding, LoRAEmbedding)
+        weight = embedding.weight
+        embedding.lora_a = nn.Parameter(weight.new_empty(rank, embedding.num_embeddings))
+        embedding.lora_b = nn.Parameter(weight.new_empty(embedding.embedding_dim, rank))
+        embedding.rank, embedding.alpha, embedding.scaling = rank, alpha, lora.scaling(rank, alpha)
+
+    def start(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Where the parameters start, in full: A zero and B normal."""
+        return {
+            "lora_a": torch.zeros(self.lora_a.shape),
+            "lora_b": torch.empty(self.lora_b.shape).normal_(generator=generator),
+        }
+
+    def forward(self, input: Tensor) -> Tensor:
+        low_rank = F.linear(F.embedding(input, self.lora_a.T), self.lora_b)
+        return super().forward(input) + low_rank * self.scaling
+
+
+def _require_rank(name: str, rank: int, *dimensions: int) -> None:
+    if rank > min(dimensions):
+        raise TuneError(f"adapter.rank: {rank} is more than {name} has dimensions ({min(dimensions)}); lower it")
+
+
+def _pissa(weight: Tensor, rank: int, scaling: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """B and A with scaling * B @ A nearest to `weight`, by subspace iteration (Halko et al., 2011)."""
+    width = min(2 * rank + 16, *weight.shape)
+    basis = torch.linalg.qr(weight @ torch.randn(weight.shape[1], width, generator=generator))[0]
+    for _ in range(16):
+        basis = torch.linalg.qr(weight @ (weight.T @ basis))[0]
+    u, s, v = torch.linalg.svd(basis.T @ weight, full_matrices=False)
+    root = (s[:rank] / scaling).sqrt()
+    return basis @ u[:, :rank] * root, root[:, None] * v[:rank]
+
+
+def _olora(weight: Tensor, rank: int, scaling: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    q, r = torch.linalg.qr(weight)
+    return q[:, :rank], r[:rank]
+
+
+FACTORS = {"pissa": _pissa, "olora": _olora}
 
 
 def _by_pattern(patterns: Mapping[str, T], names: tuple[str, ...], default: T) -> T:
     for pattern, value in patterns.items():
-        if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+        if any(matches(pattern, name) for name in names):
             return value
     return default
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether the key `pattern` of a rank or alpha pattern is for the layer `name`, as PEFT decides it."""
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None

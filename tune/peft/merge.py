@@ -1,23 +1,30 @@
 """Adapter into base, on disk, a file at a time."""
 
+import json
 import shutil
 from pathlib import Path
 
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tune.checkpointers.weights import tensor_files, tensor_shapes
+from tune.checkpointers.disk import disk_tensors
+from tune.checkpointers.export import TensorFiles
 from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
-from tune.peft.files import KINDS, WEIGHTS, read_adapter
-from tune.peft.lora import LoRA
+from tune.peft.files import BASE_COPY, CONFIG, HEAD, PREFIX, WEIGHTS, read_adapter
+from tune.peft.lora import LoRA, LoRAEmbedding, LoRALinear
+from tune.peft.tokens import TokenRows
+from tune.tokenizers import Tokenizer
+
+LINEAR, EMBEDDING, ROWS = LoRALinear.PARTS, LoRAEmbedding.PARTS, TokenRows.PARTS["rows"]
+ENDINGS = [*LINEAR.values(), *EMBEDDING.values(), ROWS]
 
 
 def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
-    """Make `out` the model that `base` with `adapter` is: same files, names and types, adapted weights changed.
+    """Make `out` the model that `base` with `adapter` is: same names and types, adapted weights changed.
 
-    Never holds more than one file of the base in memory. Products are computed in fp32. `out` appears, or is replaced,
+    Never holds more than a file of 5 GB in memory. Products are computed in fp32. `out` appears, or is replaced,
     when it is complete.
 
     Raises:
@@ -29,52 +36,99 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
         raise TuneError(
             f"{source} has quantised weights, which cannot take an adapter in; give the original checkpoint"
         )
-    lora, layers = read_adapter(str(adapter)), _layers(Path(adapter))
-    files = tensor_files(source)
-    if unknown := [name for name in layers if f"{name}.weight" not in files]:
+    lora, changes, tensors = read_adapter(str(adapter)), _changes(Path(adapter)), disk_tensors(source)
+    if config.get("tie_word_embeddings"):
+        _follow_ties(changes, HEAD in tensors, Path(adapter))
+    if unknown := [name for name in changes if name not in tensors]:
         raise TuneError(f"{adapter} is for another base: {source} has no {', '.join(unknown[:5])}")
-    _require_shapes(layers, tensor_shapes(files))
+    _require_shapes(changes, {name: tensor.shape for name, tensor in tensors.items()})
+    _require_finite(changes, adapter)
+    _require_same_vocabulary(source, Path(adapter))
     unfinished = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    ignore = shutil.ignore_patterns("*.safetensors", "*.bin", "*.gguf", "*.pth")
+    ignore = shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", "*.gguf", "*.pth")
     shutil.copytree(source, unfinished, ignore=ignore)
-    for file in sorted(set(files.values())):
-        with safe_open(file, framework="pt") as tensors:
-            metadata = tensors.metadata()
-            merged = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-        for name, parts in layers.items():
-            if (weight := f"{name}.weight") in merged:
-                merged[weight] = _merged(merged[weight], name, parts, lora)
-        save_file(merged, unfinished / file.name, metadata=metadata)
+    files = TensorFiles(unfinished)
+    for name, tensor in tensors.items():
+        weight = tensor.read()
+        files.add(name, _merged(weight, name, changes[name], lora).to(weight.dtype) if name in changes else weight)
+    files.close()
     shutil.rmtree(target, ignore_errors=True)
     unfinished.rename(target)
 
 
-def _layers(adapter: Path) -> dict[str, dict[str, Tensor]]:
-    """The tensors of each adapted layer, by the layer's name in the checkpoint."""
-    layers: dict[str, dict[str, Tensor]] = {}
+def _changes(adapter: Path) -> dict[str, dict[str, Tensor]]:
+    """What becomes of each tensor of the base, by its name: the parts of its adapter, or all of it by the name ""."""
+    changes: dict[str, dict[str, Tensor]] = {}
     for key, tensor in load_file(adapter / WEIGHTS).items():
-        for kind, ending in KINDS.items():
-            if key.endswith(f".{ending}"):
-                layers.setdefault(key.removeprefix("base_model.model.").removesuffix(f".{ending}"), {})[kind] = tensor
-                break
+        name = key.removeprefix(PREFIX)
+        if name.endswith(BASE_COPY):
+            continue
+        ending = next((ending for ending in ENDINGS if name.endswith(f".{ending}")), "")
+        changed = f"{name.removesuffix(ending)}weight" if ending else name
+        changes.setdefault(changed, {})[ending] = tensor
+    return changes
+
+
+def _require_shapes(changes: dict[str, dict[str, Tensor]], shapes: dict[str, list[int]]) -> None:
+    for name, parts in changes.items():
+        found = shapes[name]
+        if LINEAR["lora_a"] in parts:
+            needed = [parts[LINEAR["lora_b"]].shape[0], parts[LINEAR["lora_a"]].shape[1]]
+        elif EMBEDDING["lora_a"] in parts:
+            needed = [parts[EMBEDDING["lora_a"]].shape[1], parts[EMBEDDING["lora_b"]].shape[0]]
+        elif ROWS in parts:
+            needed = [found[0], parts[ROWS].shape[1]]
         else:
-            raise TuneError(f"{adapter / WEIGHTS}: tensor {key} is of no known kind")
-    return layers
-
-
-def _require_shapes(layers: dict[str, dict[str, Tensor]], shapes: dict[str, list[int]]) -> None:
-    for name, parts in layers.items():
-        needed = [parts["lora_b"].shape[0], parts["lora_a"].shape[1]]
-        if needed != (found := shapes[f"{name}.weight"]):
+            needed = list(parts[""].shape)
+        if needed != found:
             raise TuneError(
-                f"the adapter is for another base: {name} is for a weight of {needed}, the base has {found}"
+                f"the adapter is for another base: {name} is adapted as a weight of {needed}, the base has {found}"
             )
 
 
+def _require_finite(changes: dict[str, dict[str, Tensor]], adapter: str | Path) -> None:
+    for name, parts in changes.items():
+        if not all(part.isfinite().all() for part in parts.values()):
+            raise TuneError(f"{adapter} has values that are not finite for {name}: its training failed")
+
+
+def _require_same_vocabulary(base: Path, adapter: Path) -> None:
+    """An adapter's folder has the tokenizer it was trained with, if its writer put it there (ours and TRL do)."""
+    if (adapter / "tokenizer.json").exists() and (base / "tokenizer.json").exists():
+        theirs, ours = (Tokenizer(str(folder)).vocabulary for folder in (adapter, base))
+        if changed := sorted(token for token, index in theirs.items() if ours.get(token) != index):
+            listing = ", ".join(f"{token!r} ({theirs[token]}, in the base {ours.get(token)})" for token in changed[:3])
+            raise TuneError(
+                f"{adapter} was trained with another vocabulary than that of {base}: {listing}; give the base it was "
+                "trained on"
+            )
+
+
+def _follow_ties(changes: dict[str, dict[str, Tensor]], has_head: bool, adapter: Path) -> None:
+    """A tied head changes as the embedding does. Some checkpoints, and adapters, hold a copy of it."""
+    changes.pop(HEAD, None)
+    for name in [name for name in changes if name.endswith("embed_tokens.weight")]:
+        tied = ROWS in changes[name] or json.loads((adapter / CONFIG).read_text()).get("ensure_weight_tying")
+        if not tied or EMBEDDING["lora_a"] in changes[name]:
+            raise TuneError(
+                f"{adapter} changes the embedding apart from the output head, but in this base they are tied, and a "
+                "merged model cannot hold both"
+            )
+        if has_head:
+            changes[HEAD] = changes[name]
+
+
 def _merged(weight: Tensor, name: str, parts: dict[str, Tensor], lora: LoRA) -> Tensor:
-    a, b = parts["lora_a"].float(), parts["lora_b"].float()
-    merged = weight.float() + lora.scaling(*lora.at(name)) * b @ a
-    if "magnitude" in parts:
-        merged *= (parts["magnitude"].float() / merged.norm(dim=1))[:, None]
-    return merged.to(weight.dtype)
+    """In fp32."""
+    if "" in parts:
+        return parts[""]
+    if ROWS in parts:
+        return weight.float().index_copy(0, torch.tensor(lora.trainable_tokens), parts[ROWS].float())
+    scaling = lora.scaling(*lora.at(name.removesuffix(".weight")))
+    if EMBEDDING["lora_a"] in parts:
+        return weight.float() + scaling * (parts[EMBEDDING["lora_b"]].float() @ parts[EMBEDDING["lora_a"]].float()).T
+    merged = weight.float() + scaling * parts[LINEAR["lora_b"]].float() @ parts[LINEAR["lora_a"]].float()
+    if LINEAR["magnitude"] in parts:
+        merged *= (parts[LINEAR["magnitude"]].float() / merged.norm(dim=1))[:, None]
+    return merged

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tune.distributed import local_shard
+from tune.distributed import full_tensor, local_shard
 from tune.errors import TuneError
 
 BLOCK = 64
@@ -41,6 +41,11 @@ class NF4Weight(nn.Module):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return dequantize(self.codes, self.scales, self.ranges, dtype)
+
+    def full(self) -> Tensor:
+        """The whole weight in fp32, from the shards of all processes: all must call it."""
+        ranges = None if self.ranges is None else full_tensor(self.ranges)
+        return dequantize(full_tensor(self.codes), full_tensor(self.scales), ranges, torch.float32)
 
     def linear(self, input: Tensor) -> Tensor:
         """`input @ weight.T`; the full weight exists only within the call, in forward and again in backward."""

@@ -3,6 +3,7 @@
 import json
 import re
 import secrets
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -11,7 +12,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.utils import Namespace
 
 from tune.errors import TuneError
 
@@ -38,13 +40,23 @@ class ChatTemplate:
             raise TuneError(f"{origin} is not a valid Jinja template: line {error.lineno}: {error.message}") from error
 
     def render(
-        self, messages: list[Message], add_generation_prompt: bool = False, tools: list | None = None, **variables: Any
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool = False,
+        tools: list | None = None,
+        documents: list | None = None,
+        **variables: Any,
     ) -> str:
         """The conversation as the text the model sees. Raises TuneError where the template refuses it."""
-        return self.render_with_spans(messages, add_generation_prompt, tools, **variables)[0]
+        return self.render_with_spans(messages, add_generation_prompt, tools, documents, **variables)[0]
 
     def render_with_spans(
-        self, messages: list[Message], add_generation_prompt: bool = False, tools: list | None = None, **variables: Any
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool = False,
+        tools: list | None = None,
+        documents: list | None = None,
+        **variables: Any,
     ) -> tuple[str, list[Span]]:
         """The text, and the character spans that the template's `{% generation %}` blocks rendered to."""
         try:
@@ -52,11 +64,13 @@ class ChatTemplate:
                 **{**self.variables, **variables},
                 messages=[_plain_message(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                documents=None,
+                tools=_plain(tools),
+                documents=_plain(documents),
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except jinja2.TemplateError as error:
             raise TuneError(f"{self.origin} refuses the conversation: {error}") from error
+        except Exception as error:  # a template is a program: anything can go wrong in it
+            raise TuneError(f"{self.origin} fails on the conversation: {type(error).__name__}: {error}") from error
         if not self.marks_generation:
             return marked, []
         text, spans, start = "", [], 0
@@ -72,9 +86,21 @@ class ChatTemplate:
 
 def _plain_message(message: Message) -> Message:
     """Without keys that hold None (templates print them), and with reasoning under each name that templates read."""
-    plain = {key: value for key, value in message.items() if value is not None}
+    plain = {key: _plain(value) for key, value in message.items() if value is not None}
     reasoning = next((plain[key] for key in ("reasoning_content", "thinking", "reasoning") if key in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def _plain(value: Any) -> Any:
+    """Lists and dicts of strings, numbers and truth values; a template sees of anything else only what it is called."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return f"<{type(value).__name__}>"
 
 
 class _Generation(Extension):
@@ -98,7 +124,37 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
     return environment
+
+
+class _Dict:
+    """What templates do with `dict`, and not the class, which leads to all others."""
+
+    def __call__(self, *arguments: Any, **items: Any) -> dict:
+        return dict(*arguments, **items)
+
+    def fromkeys(self, *arguments: Any) -> dict:
+        return dict.fromkeys(*arguments)
+
+
+class _Namespace(Namespace):
+    """Jinja's own lets a template reach into Python by attributes with underscores."""
+
+    def __init__(self, *arguments: Any, **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        for name in dict(*arguments, **attributes):
+            _check_name(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot have an attribute {name!r}: rename it")
 
 
 def _raise_exception(message: str) -> None:

@@ -10,6 +10,12 @@ from tune.tokenizers.chat_template import ChatTemplate, Message, Span
 
 # Stands in for an assistant's content to see what the template writes around it; no dataset can contain it.
 _PROBE = f"\ufdd2{secrets.token_hex(8)}\ufdd3"
+# What a generation prompt of a reasoning model ends with: <think>, <|START_THINKING|>, [THINK], <think></think>, and
+# Gemma 4's <|channel>thought <channel|>.
+_REASONING = re.compile(
+    r"(([<\[][^<>\[\]\s]*think[^<>\[\]\s]*[>\]]\s*){1,2}|<\|channel>thought\s*<channel\|>\s*)$", re.IGNORECASE
+)
+_SWITCHES = [{name: value} for name in ("enable_thinking", "thinking") for value in (False, True)]
 
 
 def supervised_spans(
@@ -26,20 +32,20 @@ def supervised_spans(
     A message with `train: false` is left out. Raises TuneError where the template gives no such span.
     """
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    trained = [messages[index].get("train", True) for index in turns]
+    trained = [index for index in turns if messages[index].get("train", True)]
     messages = [{key: value for key, value in message.items() if key != "train"} for message in messages]
     text, spans = template.render_with_spans(messages, tools=tools, **variables)
     if not template.marks_generation:
         render = partial(template.render, tools=tools, **variables)
-        spans = [_turn_span(render, messages, index, text, special_tokens) for index in turns]
-    if all(trained):
+        return text, [_turn_span(render, messages, index, text, special_tokens) for index in trained]
+    if trained == turns:
         return text, spans
     if len(spans) != len(turns):
         raise TuneError(
             f"train: false needs one generation block per assistant message, but {template.origin} has {len(spans)} "
             f"for {len(turns)} messages: remove `train`"
         )
-    return text, [span for span, keep in zip(spans, trained, strict=True) if keep]
+    return text, [span for span, index in zip(spans, turns, strict=True) if index in trained]
 
 
 def end_of_turn(template: ChatTemplate, special_tokens: re.Pattern[str]) -> str | None:
@@ -56,25 +62,54 @@ def _turn_span(
     render: partial[str], messages: list[Message], index: int, text: str, special_tokens: re.Pattern[str]
 ) -> Span:
     """Where the assistant's message `index` stands in `text`, the rendering of all messages."""
-    prompt = render(messages[:index], add_generation_prompt=True)
-    if not text.startswith(prompt):
-        raise _disagreement(index, "the messages before it, with the generation prompt", prompt, text)
+    start = _turn_start(render, messages, index, text)
     up_to_here = text if index == len(messages) - 1 else render(messages[: index + 1])
     if text.startswith(up_to_here):
-        return len(prompt), _end_of_turn(up_to_here, len(prompt), special_tokens)
+        return start, _end_of_turn(up_to_here, start, special_tokens)
 
     # The template writes this turn differently when it is the last one (Qwen3 adds an empty <think> block). Where the
     # turn ends then follows from the text behind its content, which must not depend on what the content is.
+    last, inside = (_around_probe(render, messages[:end], index) for end in (index + 1, len(messages)))
+    if last and inside and text.endswith(inside[1]):
+        specials = list(special_tokens.finditer(inside[1], 0, _common_prefix(inside[1], last[1])))
+        end = len(text) - len(inside[1]) + (specials[-1].end() if specials else 0)
+        # Where a turn inside the conversation ends with another token than the last one (gpt-oss), or only the next
+        # one's beginning ends it (GLM), the model is not to write that: only the words are learned.
+        behind = last[1].lstrip()
+        others = special_tokens.match(inside[1].lstrip()) and (not behind or special_tokens.match(behind))
+        if (specials or others) and end >= start:
+            return start, end
+    raise _disagreement(index, "the messages up to it", up_to_here, text)
+
+
+def _turn_start(render: partial[str], messages: list[Message], index: int, text: str) -> int:
+    before = messages[:index]
+    prompt = render(before, add_generation_prompt=True)
+    if text.startswith(prompt):
+        return len(prompt)
+    # A template that opens a block of reasoning for the model may have a switch for answers without, or closes it.
+    for switch in _SWITCHES:
+        switched = render(before, add_generation_prompt=True, **switch)
+        if text.startswith(switched):
+            return len(switched)
+    opened = _REASONING.search(prompt)
+    if opened and text.startswith(prompt[: opened.start()]):
+        # Of answers before the last question the template keeps no reasoning.
+        if any(message["role"] == "user" for message in messages[index + 1 :]):
+            return opened.start()
+        raise _opened_by_the_prompt(index, prompt[opened.start() :], text[opened.start() :])
+    # What stands before may depend on what follows (Mistral writes the system message into the last question).
+    inside = _around_probe(render, messages, index)
+    if inside and text.startswith(inside[0]) and inside[0].endswith(prompt[len(render(before)) :]):
+        return len(inside[0])
+    raise _disagreement(index, "the messages before it, with the generation prompt", prompt, text)
+
+
+def _around_probe(render: partial[str], messages: list[Message], index: int) -> tuple[str, str] | None:
+    """What the template writes before and behind the content of message `index`; None if it does not write it once."""
     probe = {**messages[index], "content": _PROBE}
-    last = render([*messages[:index], probe])
-    inside = render([*messages[:index], probe, *messages[index + 1 :]])
-    behind = inside.rpartition(_PROBE)[2]
-    specials = list(special_tokens.finditer(behind, 0, _common_prefix(behind, last.rpartition(_PROBE)[2])))
-    end = len(text) - len(behind) + (specials[-1].end() if specials else 0)
-    once = last.count(_PROBE) == inside.count(_PROBE) == 1
-    if not (specials and once and text.endswith(behind) and end >= len(prompt)):
-        raise _disagreement(index, "the messages up to it", up_to_here, text)
-    return len(prompt), end
+    before, *behind = render([*messages[:index], probe, *messages[index + 1 :]]).split(_PROBE)
+    return (before, behind[0]) if len(behind) == 1 else None
 
 
 def _end_of_turn(text: str, start: int, special_tokens: re.Pattern[str]) -> int:
@@ -96,4 +131,14 @@ def _disagreement(index: int, what: str, part: str, whole: str) -> TuneError:
         f"the chat template does not tell which text is the assistant's: message {index + 1} starts or ends elsewhere "
         f"when {what} are rendered alone ({part[window]!r}) than in the whole conversation ({whole[window]!r}). "
         "Mark the assistant's text in the template with {% generation %} ... {% endgeneration %}"
+    )
+
+
+def _opened_by_the_prompt(index: int, opening: str, written: str) -> TuneError:
+    return TuneError(
+        f"the chat template gives the model {opening!r} to go on from, but writes message {index + 1} without it "
+        f"({written[:30]!r}): what is learned there would not follow what the model is given. In a copy of the "
+        f"template (chat_template.jinja), either take {opening.strip()} out of the generation prompt, or let the "
+        "answers keep their reasoning; or mark what to learn with {% generation %} ... {% endgeneration %}. "
+        "A message with train: false is not learned"
     )

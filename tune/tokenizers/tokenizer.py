@@ -2,27 +2,31 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
 from tune.errors import TuneError
 from tune.tokenizers.chat_template import ChatTemplate, Message, Span
+from tune.tokenizers.folder import SOURCES, read_json, read_vocabulary
+from tune.tokenizers.streaming import TextStream
 from tune.tokenizers.supervision import end_of_turn, supervised_spans
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
-    "tokenizer.model",
+    "additional_chat_templates/*.jinja",
     "vocab.json",
     "merges.txt",
+    *SOURCES,
 )
 
 
@@ -38,26 +42,36 @@ class Tokenizer:
     """The tokenizer and chat template of a checkpoint folder, giving the ids and texts that transformers gives.
 
     `bos_id`, `eos_id` and `pad_id` are None where the folder names no such token. Special tokens written out in a
-    text are encoded as those tokens. Raises TuneError for a folder without a readable `tokenizer.json`.
+    text are encoded as those tokens. Raises TuneError for a folder without a readable vocabulary, of which
+    docs/tokenizers.md lists the kinds.
     """
 
     def __init__(self, path: str) -> None:
         self.path = Path(path).expanduser()
-        self._tokenizer = _read_tokenizer(self.path)
-        config = _read_json(self.path / "tokenizer_config.json")
-        named = {**_read_json(self.path / "special_tokens_map.json"), **config}
-        self.special_tokens = {name: _token_text(named[name]) for name in SPECIAL_TOKENS if named.get(name)}
+        vocabulary = read_vocabulary(self.path)
+        self._tokenizer, self._source = vocabulary.tokenizer, vocabulary.file
+        self.special_tokens = vocabulary.special_tokens
+        self._added: dict[int, AddedToken] = {}
         self._generation_eos = self._configured_eos()
         if "eos_token" not in self.special_tokens and self._generation_eos:
             eos_token = self._tokenizer.id_to_token(self._generation_eos[0])
             self.special_tokens |= {"eos_token": eos_token} if eos_token else {}
         self.bos_id, self.eos_id, self.pad_id = (self._id_of(name) for name in ("bos_token", "eos_token", "pad_token"))
-        self._templates = self._read_templates(config.get("chat_template"))
+        self._templates = self._read_templates()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what Jinja compiled, which cannot be sent to another process."""
+        return {name: value for name, value in vars(self).items() if name != "_compiled"}
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included."""
-        return self._tokenizer.get_vocab_size()
+        """The rows that an embedding needs: the highest id and one."""
+        return max(self.vocabulary.values()) + 1
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token, added ones included."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -80,8 +94,16 @@ class Tokenizer:
         bare, full = self.encode("a"), self.encode("a", add_special_tokens=True)
         return next(full[:at] for at in range(len(full)) if full[at : at + len(bare)] == bare)
 
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str, add_special_tokens: bool = False, parse_special_tokens: bool = True) -> list[int]:
+        """`add_special_tokens` puts BOS (and EOS) around the text as the folder says.
+
+        Without `parse_special_tokens`, special tokens that a text spells out are text: it cannot end a turn, say.
+        """
+        self._tokenizer.encode_special_tokens = not parse_special_tokens
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        finally:
+            self._tokenizer.encode_special_tokens = False
 
     def encode_with_offsets(self, texts: list[str]) -> list[Encoding]:
         """A batch of texts on all cores, without the special tokens that `prefix_ids` names."""
@@ -91,15 +113,51 @@ class Tokenizer:
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def stream(self, skip_special_tokens: bool = False) -> TextStream:
+        """Decodes tokens one by one as they are generated."""
+        return TextStream(partial(self.decode, skip_special_tokens=skip_special_tokens))
+
+    def add_tokens(self, tokens: Iterable[str], special: bool = True) -> list[int]:
+        """The ids of `tokens`, of which those that the vocabulary lacks are added behind it and saved with it.
+
+        A model needs `vocab_size` rows in its embedding and head afterwards. Special tokens are left out by
+        `decode(..., skip_special_tokens=True)`.
+        """
+        ids = []
+        for token in tokens:
+            if not token.strip():
+                raise TuneError(f"{token!r} cannot be added to the tokenizer: a token must have more than spaces")
+            token_id = self._tokenizer.token_to_id(token)
+            if token_id is None:
+                added = AddedToken(token, special=special, normalized=False)
+                self._tokenizer.add_tokens([added])
+                token_id = max(self._tokenizer.get_added_tokens_decoder())
+                self._added[token_id] = added
+            ids.append(token_id)
+        self.__dict__.pop("_special_pattern", None)
+        return ids
+
     @property
     def chat_template(self) -> str | None:
         return self._templates.get("default")
 
     def apply_chat_template(
-        self, messages: list[Message], add_generation_prompt: bool = False, tools: list | None = None, **variables: Any
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool = False,
+        tools: list | None = None,
+        documents: list | None = None,
+        template: str | None = None,
+        **variables: Any,
     ) -> str:
-        """The conversation as text. `variables` are the template's own, such as `enable_thinking=False`."""
-        return self._template(tools).render(messages, add_generation_prompt, tools, **variables)
+        """The conversation as text. `tools` are JSON schemas, `documents` dicts that the template knows how to print.
+
+        `template` names one of several; else it is `tool_use` where there are tools and such a template, or the
+        default. `variables` are the template's own, such as `enable_thinking=False`.
+        """
+        return self._template(tools, template).render(
+            messages, add_generation_prompt, tools, documents=documents, **variables
+        )
 
     def supervised_spans(
         self, messages: list[Message], tools: list | None = None, **variables: Any
@@ -107,11 +165,43 @@ class Tokenizer:
         """The conversation as text and the character spans to learn from; see `tune.tokenizers.supervised_spans`."""
         return supervised_spans(self._template(tools), messages, self._special_pattern, tools, **variables)
 
+    def ends_turn(self, text: str) -> bool:
+        """Whether a special token stands at the end of `text`, apart from whitespace."""
+        text = text.rstrip()
+        return any(match.end() == len(text) for match in self._special_pattern.finditer(text))
+
     def save(self, folder: str | Path) -> None:
-        """Copy the tokenizer's files, byte for byte."""
-        for name in FILES:
-            if (self.path / name).is_file():
-                shutil.copyfile(self.path / name, Path(folder) / name)
+        """Copy the tokenizer's files, byte for byte but for added tokens.
+
+        A folder without tokenizer.json gets one, and its config says to use it: other vocabularies are read in
+        different ways by different versions of transformers.
+        """
+        folder = Path(folder)
+        for file in (file for name in FILES for file in self.path.glob(name) if file.is_file()):
+            if self._added and (file.name == "tekken.json" or file.suffix == ".tiktoken"):
+                continue  # cannot hold added tokens: tokenizer.json takes its place
+            target = folder / file.relative_to(self.path)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
+        if self._added or self._source.name != "tokenizer.json":
+            self._save_tokenizer_json(folder / "tokenizer.json")
+        config = read_json(folder / "tokenizer_config.json")
+        if self._source.name != "tokenizer.json":
+            config |= {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
+            _write_json(folder / "tokenizer_config.json", config)
+        if self._added and "added_tokens_decoder" in config:
+            flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+            for index, token in self._added.items():
+                config["added_tokens_decoder"][str(index)] = {name: getattr(token, name) for name in flags}
+            _write_json(folder / "tokenizer_config.json", config)
+        if self._added and (listed := read_json(folder / "added_tokens.json")):
+            _write_json(folder / "added_tokens.json", listed | {token.content: at for at, token in self._added.items()})
+
+    def _save_tokenizer_json(self, file: Path) -> None:
+        content = json.loads(self._tokenizer.to_str())
+        if self._source.name == "tokenizer.json":  # truncation and padding in it are off here
+            content = {**read_json(self._source), "added_tokens": content["added_tokens"]}
+        _write_json(file, content)
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
@@ -127,69 +217,49 @@ class Tokenizer:
                 "the model's chat version there as chat_template.jinja, or use a dataset of prompt and completion"
             )
 
-    def _template(self, tools: list | None) -> ChatTemplate:
-        self.require_chat_template()
-        return self._compiled["tool_use" if tools is not None and "tool_use" in self._templates else "default"]
+    def _template(self, tools: list | None, name: str | None = None) -> ChatTemplate:
+        if name is None:
+            self.require_chat_template()
+            name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        if name not in self._compiled:
+            raise TuneError(f"{self.path} has no chat template {name!r}; it has {', '.join(self._templates) or 'none'}")
+        return self._compiled[name]
 
     @cached_property
     def _compiled(self) -> dict[str, ChatTemplate]:
         origin = f"the chat template in {self.path}"
         return {name: ChatTemplate(text, self.special_tokens, origin) for name, text in self._templates.items()}
 
-    def _read_templates(self, configured: str | list[dict[str, str]] | None) -> dict[str, str]:
-        file = self.path / "chat_template.jinja"
-        if file.is_file():
-            return {"default": file.read_text(encoding="utf-8")}
-        if isinstance(configured, list):
-            return {template["name"]: template["template"] for template in configured}
-        return {"default": configured} if configured else {}
+    def _read_templates(self) -> dict[str, str]:
+        files = {file.stem: file for file in sorted(self.path.glob("additional_chat_templates/*.jinja"))}
+        if (file := self.path / "chat_template.jinja").is_file():
+            files["default"] = file
+        try:
+            if files:
+                return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+            configured = read_json(self.path / "tokenizer_config.json").get("chat_template") or []
+            named = configured if isinstance(configured, list) else [{"name": "default", "template": configured}]
+            templates = {entry["name"]: entry["template"] for entry in named}
+            if not all(isinstance(template, str) for template in templates.values()):
+                raise TypeError(f"found {configured!r}")
+            return templates
+        except (KeyError, TypeError, UnicodeDecodeError) as error:
+            raise TuneError(
+                f"the chat template in {self.path} must be a text, or a list of texts with names; it cannot be read: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def _configured_eos(self) -> list[int]:
         for name in ("generation_config.json", "config.json"):
-            ids = _read_json(self.path / name).get("eos_token_id")
+            ids = read_json(self.path / name).get("eos_token_id")
             if ids is not None:
                 return ids if isinstance(ids, list) else [ids]
         return []
 
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
-        if token is None:
-            return None
-        token_id = self._tokenizer.token_to_id(token)
-        if token_id is None:
-            raise TuneError(
-                f"{self.path}: tokenizer_config.json names {token!r} as {name}, but tokenizer.json has no such token: "
-                "take both files from the same checkpoint"
-            )
-        return token_id
+        return self._tokenizer.token_to_id(token) if token else None
 
 
-def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        found = ", ".join(sorted(entry.name for entry in path.iterdir())) if path.is_dir() else ""
-        raise TuneError(
-            f"no tokenizer.json in {path} ({'found: ' + (found or 'nothing') if path.is_dir() else 'no such folder'}). "
-            "It comes with the model's files; for a model that has only tokenizer.model, "
-            "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it"
-        )
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises nothing narrower
-        raise TuneError(f"{file} is not a tokenizer that the tokenizers library reads: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TuneError(f"{file} is not valid JSON: {error}") from error
-
-
-def _token_text(token: str | dict[str, Any]) -> str:
-    return token if isinstance(token, str) else token["content"]
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

@@ -132,9 +132,12 @@ def recognise(row: Row, columns: Mapping[str, str], place: str, formats: tuple[F
             raise TuneError(
                 f"columns.{ours}={theirs}: {place} has no such column{suggestion(theirs, row)}; it has {', '.join(row)}"
             )
-    for format in formats:
-        if all(columns.get(column, column) in row for column in format.columns):
-            return format
+    # Columnar files have each column in every row, and null where it is of no use.
+    filled = {column for column, value in row.items() if value is not None}
+    for names in (filled, row):
+        for format in formats:
+            if all(columns.get(column, column) in names for column in format.columns):
+                return format
     if len(formats) == 1:
         wanted = " and ".join(columns.get(column, column) for column in formats[0].columns)
         raise TuneError(f"{place}: format={formats[0].name} needs the columns {wanted}; the row has {', '.join(row)}")
@@ -147,8 +150,6 @@ def recognise(row: Row, columns: Mapping[str, str], place: str, formats: tuple[F
 
 def renamed(row: Row, format: Format, columns: Mapping[str, str]) -> Row:
     """The row with the columns as the format calls them."""
-    if not isinstance(row, dict):
-        raise TuneError(f"the row is {shown(row)}; it must be an object with columns")
     row = {**row, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}
     missing = [columns.get(column, column) for column in format.columns if column not in row]
     if missing:

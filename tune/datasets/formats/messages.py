@@ -21,7 +21,10 @@ SHARE_GPT_ROLES = {
 
 def conversation(row: Row, column: str) -> list[Message]:
     """The messages in a column, behind the system message that may stand in the row's column `system`."""
-    messages = checked_messages(row[column], column)
+    messages = row[column]
+    if isinstance(messages, str) and messages.lstrip().startswith("["):
+        messages = _parsed(messages, column)  # all that CSV can hold
+    messages = checked_messages(messages, column)
     system = row.get("system")
     if not isinstance(system, str | None):
         raise TuneError(f"system is {shown(system)}; it must be a string")
@@ -76,7 +79,7 @@ def _checked(message: Any, place: str) -> Message:
 def _from_share_gpt(message: Message, place: str) -> Message:
     """`from` and `value` as `role` and `content`."""
     name, value = message["from"], message.get("value")
-    if name not in SHARE_GPT_ROLES:
+    if not isinstance(name, str) or name not in SHARE_GPT_ROLES:
         hint = suggestion(str(name), SHARE_GPT_ROLES)
         raise TuneError(f"{place}.from is {shown(name)}{hint}; it must be one of {', '.join(SHARE_GPT_ROLES)}")
     if not isinstance(value, str):

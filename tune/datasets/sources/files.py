@@ -21,6 +21,7 @@ from tune.errors import TuneError
 
 KINDS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 SEEKABLE = (".parquet", ".arrow")  # they have a compression of their own
+GIT_POINTER = b"version https://git-lfs.github.com"
 NOT_DATA = ("dataset_info.json", "dataset_infos.json")
 
 # The words by which files of a split are known, as the Hugging Face hub knows them.
@@ -55,6 +56,12 @@ class File:
     @property
     def is_local(self) -> bool:
         return isinstance(self.filesystem, LocalFileSystem)
+
+    @property
+    def is_git_pointer(self) -> bool:
+        """Whether the file was left on a Git server."""
+        with self.filesystem.open(self.path, "rb") as stream:
+            return stream.read(len(GIT_POINTER)) == GIT_POINTER
 
     def open(self) -> IO[bytes]:
         """The bytes in it, decompressed."""
@@ -143,8 +150,9 @@ def choose_files(tree: Tree, split: str) -> tuple[list[File], list[str]]:
     if tree.is_file(tree.root):
         _require_train(tree.path, split)
         if not _kind(tree.path):
-            suffix = "".join(Path(tree.path).suffixes[-2:]) or "this"
-            raise TuneError(f"{tree.path}: cannot read {suffix} files; known are {_known()}")
+            suffix = "".join(Path(tree.path).suffixes[-2:])
+            such = f"{suffix} files" if suffix else "files whose name has no suffix"
+            raise TuneError(f"{tree.path}: cannot read {such}; known are {_known()}")
         return [File(tree.filesystem, tree.root, os.path.basename(tree.root))], []
     is_folder = bool(tree.filesystem.isdir(tree.root))
     paths = tree.below() if is_folder else tree.matching()
@@ -163,7 +171,8 @@ def choose_files(tree: Tree, split: str) -> tuple[list[File], list[str]]:
         data = _of_split(tree.path, data, split)
     else:
         _require_train(tree.path, split)
-    return [File(tree.filesystem, paths[name], name) for name in data], [name for name in paths if name not in data]
+    files = [File(tree.filesystem, paths[name], name) for name in data]
+    return files, sorted(paths.keys() - data)
 
 
 def _of_split(folder: str, names: list[str], split: str) -> list[str]:

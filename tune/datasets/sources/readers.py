@@ -21,6 +21,8 @@ Rows = Iterator[tuple[str, Any]]
 def read(file: File) -> Rows:
     """The file's rows, each with its place. Raises TuneError, with the line where there are lines, if it is damaged."""
     try:
+        if file.is_git_pointer:
+            raise TuneError(f"{file.path} is a pointer of Git LFS and not the file itself: run git lfs pull")
         yield from READERS[file.kind](file)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise TuneError(f"{file.path} cannot be read: {error}") from error
@@ -74,7 +76,7 @@ def _json_lines(file: File) -> Rows:
             except json.JSONDecodeError as error:
                 raise TuneError(
                     f"{place}: malformed JSON: {error.msg} at column {error.colno}: {line[:60]!r}... "
-                    "Each line must be one whole row"
+                    f"Each line must be one whole row{', or the file one list of them' * (file.kind == '.json')}"
                 ) from error
             except UnicodeDecodeError as error:
                 raise _not_text(place, error) from error

@@ -33,37 +33,44 @@ def tokenizer() -> Any:
     return tokenizer
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def model(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=300,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            tie_word_embeddings=True,
-        )
-    ).eval()
+    config = transformers.AutoConfig.for_model(
+        request.param,
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128 if request.param == "qwen3" else 8,  # transformers takes that for every Qwen3
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+    return model
 
 
 @pytest.fixture
 def write(tmp_path: Path, model: Any, tokenizer: Any) -> Write:
     """A function that writes the model and its tokenizer to a GGUF file as llama.cpp's converter does."""
 
-    def write(splits: str = "smollm", architecture: str = "llama") -> Path:
+    def write(splits: str = "smollm", architecture: str | None = None) -> Path:
         file = tmp_path / "tiny.gguf"
         config = model.config
-        writer = gguf.GGUFWriter(file, architecture)
+        writer = gguf.GGUFWriter(file, architecture or config.model_type)
         writer.add_block_count(config.num_hidden_layers)
         writer.add_context_length(config.max_position_embeddings)
         writer.add_embedding_length(config.hidden_size)
         writer.add_feed_forward_length(config.intermediate_size)
         writer.add_head_count(config.num_attention_heads)
         writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
         writer.add_vocab_size(config.vocab_size)
@@ -75,12 +82,12 @@ def write(tmp_path: Path, model: Any, tokenizer: Any) -> Write:
         merges = tokenizers.models.BPE.__getstate__(tokenizer.model).decode()
         writer.add_token_merges([" ".join(pair) for pair in json.loads(merges)["merges"]])
         writer.add_eos_token_id(0)
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
         for name, weight in model.state_dict().items():
             if name == "lm_head.weight":
                 continue
             for projection, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
-                if projection in name:  # llama.cpp's rotary pairs are adjacent
+                if projection in name and config.model_type == "llama":  # there llama.cpp's rotary pairs are adjacent
                     weight = weight.view(heads, 2, -1, config.hidden_size).transpose(1, 2).reshape(weight.shape)
             stem, _, suffix = name.rpartition(".")
             writer.add_tensor(f"{names.get_name(stem)}.{suffix}", weight.numpy())
@@ -96,7 +103,7 @@ def write(tmp_path: Path, model: Any, tokenizer: Any) -> Write:
 def test_the_folder_has_the_models_logits_and_the_tokenizers_tokens(
     tmp_path: Path, write: Write, model: Any, tokenizer: Any
 ) -> None:
-    main(["import-gguf", str(write()), str(tmp_path / "out")])
+    main(["convert", str(write()), str(tmp_path / "out")])
     imported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     imported_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     tokens = tokenizer.encode(TEXT).ids
@@ -108,8 +115,8 @@ def test_the_folder_has_the_models_logits_and_the_tokenizers_tokens(
 
 
 def test_unknown_word_splitting_is_told(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["import-gguf", str(write(splits="mine")), str(tmp_path / "out")])
-    assert "warning: how the vocabulary 'mine' cuts text into words is not known here" in capsys.readouterr().err
+    main(["convert", str(write(splits="mine")), str(tmp_path / "out")])
+    assert "note: how the vocabulary 'mine' cuts text into words is not known here" in capsys.readouterr().out
 
 
 def test_a_truncated_file(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +137,9 @@ def test_not_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_an_architecture_that_transformers_does_not_read(
     tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "cannot be imported" in fails(write(architecture="unheard"), tmp_path / "out", capsys)
+    assert "does not convert the architecture 'unheard', but " in fails(
+        write(architecture="unheard"), tmp_path / "out", capsys
+    )
 
 
 def test_nothing_is_overwritten(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +151,7 @@ def test_nothing_is_overwritten(tmp_path: Path, write: Write, capsys: pytest.Cap
 
 def fails(file: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as stopped:
-        main(["import-gguf", str(file), str(out)])
+        main(["convert", str(file), str(out)])
     assert stopped.value.code == 2
     message = capsys.readouterr().err
     assert "Traceback" not in message

@@ -1,10 +1,7 @@
-"""`tune import-gguf`: a GGUF file as a folder in Hugging Face layout."""
+"""A GGUF file as a folder in Hugging Face layout."""
 
-import argparse
 import json
 import shutil
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,45 +13,46 @@ GPT2_SPLITS = {"gpt-2", "jais", "mpt", "olmo", "phi-2", "trillion"}
 DIGIT_SPLITS = {"codeshell", "command-r", "exaone", "refact", "smollm", "starcoder"}
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="tune import-gguf",
-        description="Turn a GGUF file into a folder in Hugging Face layout, with weights in fp32.",
-    )
-    parser.add_argument("file", metavar="FILE", type=Path, help="a .gguf file")
-    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write: absent or empty")
-    options = parser.parse_args(arguments)
-    import_gguf(options.file, options.out)
-    print(f"wrote {options.out}")
+def import_gguf(file: Path, out: Path) -> list[str]:
+    """Write the model and tokenizer of a GGUF file to `out`, with weights in fp32. It appears when it is complete.
 
+    Returns what could not be converted with certainty.
 
-def import_gguf(file: Path, out: Path) -> None:
-    """Write the model and tokenizer of a GGUF file to `out`, which appears only when it is complete."""
+    Raises:
+        TuneError: it is not a GGUF file, or damaged, or of an architecture that transformers does not convert.
+    """
     check_file(file)
-    check_absent(out)
     try:
         import accelerate  # noqa: F401  (transformers' reader asks for it only after the work has begun)
         import torch
         from gguf import GGUFReader
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+        from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
     except ImportError as error:
-        raise TuneError(f"`tune import-gguf` needs the hf extra ({error}): pip install 'tune-recipes[hf]'") from error
+        raise TuneError(f"GGUF files need the hf extra ({error}): pip install 'tune-recipes[hf]'") from error
 
     try:
         fields = GGUFReader(file).fields
     except (IndexError, ValueError) as error:
         raise TuneError(f"{file} is truncated or damaged ({error}). Get it again.") from error
+    architecture = fields["general.architecture"].contents() if "general.architecture" in fields else "(none)"
+    if architecture not in GGUF_SUPPORTED_ARCHITECTURES:
+        raise TuneError(
+            f"{file}: transformers does not convert the architecture '{architecture}', but "
+            f"{', '.join(sorted(GGUF_SUPPORTED_ARCHITECTURES))}. Take the original checkpoint of the model."
+        )
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
         model = AutoModelForCausalLM.from_pretrained(
             **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
         )
-    except ValueError as error:  # how transformers says that it does not know the architecture or the tokenizer
-        raise TuneError(f"{file} cannot be imported: {error}") from error
+    except (ValueError, KeyError, RuntimeError) as error:  # a tokenizer, a quantisation or shapes that it does not know
+        raise TuneError(f"{file} ({architecture}) cannot be converted: {error}") from error
 
-    if "tokenizer.ggml.pre" in fields:
-        mend_word_splitting(tokenizer, fields["tokenizer.ggml.pre"].contents())
+    notes = mend_word_splitting(
+        tokenizer, fields["tokenizer.ggml.pre"].contents() if "tokenizer.ggml.pre" in fields else ""
+    )
     model.hf_quantizer = None  # the weights are plain now: no trace of the quantisation in what is saved
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -64,6 +62,7 @@ def import_gguf(file: Path, out: Path) -> None:
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     unfinished.replace(out)
+    return notes
 
 
 def check_file(file: Path) -> None:
@@ -75,20 +74,14 @@ def check_file(file: Path) -> None:
         raise TuneError(f"{file} is not a GGUF file: it starts with {start!r}, not b'GGUF'.")
 
 
-def check_absent(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise TuneError(f"{out} exists already. Name a folder that is absent or empty.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-
-
-def mend_word_splitting(tokenizer: Any, name: str) -> None:
-    """Cut text into words as the vocabulary `name` was made with, where the conversion lost that."""
+def mend_word_splitting(tokenizer: Any, name: str) -> list[str]:
+    """Cut text into words as the vocabulary `name` was made with, where the conversion lost that; what is not known."""
     from tokenizers import pre_tokenizers
 
     backend = tokenizer.backend_tokenizer
     converted = json.loads(backend.to_str())["pre_tokenizer"]
-    if converted is None or converted["type"] != "ByteLevel" or name in GPT2_SPLITS:
-        return
+    if not name or converted is None or converted["type"] != "ByteLevel" or name in GPT2_SPLITS:
+        return []
     if name in DIGIT_SPLITS:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
@@ -96,9 +89,8 @@ def mend_word_splitting(tokenizer: Any, name: str) -> None:
                 pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True),
             ]
         )
-        return
-    print(
-        f"warning: how the vocabulary '{name}' cuts text into words is not known here; GPT-2's way was taken. "
-        "Compare the tokens with the original tokenizer, or put its tokenizer.json in the folder.",
-        file=sys.stderr,
-    )
+        return []
+    return [
+        f"how the vocabulary '{name}' cuts text into words is not known here; GPT-2's way was taken. Compare the "
+        "tokens with the original tokenizer, or put its tokenizer.json in the folder"
+    ]

@@ -1,0 +1,145 @@
+"""The formats that checkpoints come in: what transformers reads from a folder is what is read here."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+from tune.checkpointers import load_model
+from tune.checkpointers.disk import disk_tensors
+from tune.errors import TuneError
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.arange(40)[None]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def tensors(checkpoint):
+    return load_file(checkpoint / "model.safetensors")
+
+
+def save_torch(folder, tensors, shards, **options):
+    """pytorch_model.bin, or shards of it with their index."""
+    if shards == 1:
+        torch.save(tensors, folder / "pytorch_model.bin", **options)
+        return
+    weight_map = {}
+    for number in range(shards):
+        file, names = f"pytorch_model-{number + 1:05d}-of-{shards:05d}.bin", sorted(tensors)[number::shards]
+        torch.save({name: tensors[name] for name in names}, folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_torch_files(checkpoint, folder, tensors, shards):
+    save_torch(folder, {name: tensor.bfloat16() for name, tensor in tensors.items()}, shards)
+    (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        assert_close(load_model(str(folder))(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("save", [save_torch, lambda folder, tensors, _: save_file(tensors, folder / "a.safetensors")])
+def test_a_part_of_a_tensor(folder, save):
+    tensors = {"matrix": torch.randn(5, 7).bfloat16(), "scalar": torch.tensor(3.0), "stack": torch.randn(2, 3, 4)}
+    save(folder, tensors, 1)
+    found = disk_tensors(folder)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == {
+        name: (list(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
+    }
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name].read(), tensor)
+    assert torch.equal(found["matrix"].read((slice(1, 3), slice(0, 7))), tensors["matrix"][1:3])
+    assert torch.equal(found["stack"].read((slice(1, 2),)), tensors["stack"][1:])
+
+
+def test_safetensors_come_before_torch_files_and_the_whole_before_its_copies(folder):
+    save_torch(folder, {"old": torch.zeros(1)}, 1)
+    save_file({"shard": torch.zeros(1)}, folder / "consolidated.safetensors")
+    assert list(disk_tensors(folder)) == ["shard"]
+    save_file({"whole": torch.zeros(1)}, folder / "model.safetensors")
+    assert list(disk_tensors(folder)) == ["whole"]
+
+
+def refusal(folder):
+    with pytest.raises(TuneError) as error:
+        disk_tensors(folder)
+    return str(error.value)
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("this must not run",)
+
+
+def test_code_in_a_torch_file_does_not_run(folder, capsys):
+    torch.save({"weight": torch.zeros(2), "more": Evil()}, folder / "pytorch_model.bin")
+    assert "pytorch_model.bin holds more than tensors, and opening it could run code" in refusal(folder)
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
+    assert "pytorch_model.bin is damaged" in refusal(folder)
+    assert "this must not run" not in capsys.readouterr().out
+
+
+def test_what_is_no_state_dict(folder):
+    torch.save({"model": {"weight": torch.zeros(2)}, "epoch": 3}, folder / "pytorch_model.bin")
+    assert "must hold tensors by name; found {'model': 'dict', 'epoch': 'int'}" in refusal(folder)
+
+
+def test_the_format_of_old_torch(folder):
+    save_torch(folder, {"a": torch.zeros(2)}, 1, _use_new_zipfile_serialization=False)
+    message = refusal(folder)
+    assert "in the format of torch before 1.6" in message and "weights_only=True" in message
+
+
+@pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.99])
+def test_a_truncated_torch_file(folder, tensors, share):
+    torch.save(tensors, folder.parent / "whole.bin")
+    whole = (folder.parent / "whole.bin").read_bytes()
+    (folder / "pytorch_model.bin").write_bytes(whole[: int(len(whole) * share)])
+    assert "pytorch_model.bin is damaged" in refusal(folder)
+
+
+@pytest.mark.parametrize("suffix", ["bin", "safetensors"])
+def test_an_index_that_lies(folder, suffix):
+    stem, save = ("model", save_file) if suffix == "safetensors" else ("pytorch_model", torch.save)
+    for number, names in enumerate(("ab", "cd"), 1):
+        save({name: torch.zeros(1) for name in names}, folder / f"{stem}-{number:05d}-of-00002.{suffix}")
+    first, second = f"{stem}-00001-of-00002.{suffix}", f"{stem}-00002-of-00002.{suffix}"
+    assert sorted(disk_tensors(folder)) == ["a", "b", "c", "d"]
+    index = folder / f"{stem}.{suffix}.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": first, "b": second, "c": second, "e": second}}))
+    message = refusal(folder)
+    assert f"b is in {first}, the index says {second}" in message
+    assert f"e is in no file, the index says {second}" in message
+    assert f"d is in {second}, not in the index" in message
+    index.write_text(json.dumps({"weight_map": ["a"]}))
+    assert "is not a valid index" in refusal(folder)
+
+
+def test_shards_without_an_index(folder):
+    save_file({"a": torch.zeros(1)}, folder / "model-00002-of-00003.safetensors")
+    assert "has no model-00001-of-00003.safetensors, model-00003-of-00003.safetensors" in refusal(folder)
+
+
+def test_one_tensor_in_two_files(folder):
+    for name in ("one", "two"):
+        save_file({"a": torch.zeros(1)}, folder / f"{name}.safetensors")
+    assert "a is in both" in refusal(folder)
+
+
+def test_a_folder_of_something_else(folder):
+    assert "no *.safetensors or pytorch_model*.bin in" in refusal(folder)
+    (folder / "consolidated.00.pth").touch()
+    assert "found consolidated.00.pth: see `tune convert --help`" in refusal(folder)

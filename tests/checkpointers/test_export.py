@@ -1,0 +1,110 @@
+"""Load, export: every tensor, every name, every type and the config are as they were; transformers reads the result."""
+
+import json
+import sys
+
+import pytest
+import torch
+from helpers import save_checkpoint
+from safetensors.torch import load_file, save_file
+from stacked import NoTokenizer
+from torch.testing import assert_close
+
+from tune import distributed
+from tune.checkpointers import export, load_model
+from tune.tokenizers import Tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+
+def tensors_of(folder):
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def exported(source, out, change=lambda model: None, **options):
+    model = load_model(str(source))
+    with torch.no_grad():
+        change(model)
+    export(model, Tokenizer(str(source)), out, distributed.init("cpu"), source=str(source), **options)
+    return tensors_of(out)
+
+
+def mixed_types(tensors):
+    return {name: tensor.bfloat16() if "proj" in name else tensor for name, tensor in tensors.items()}
+
+
+def copied_head(tensors):
+    return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+
+
+def rotary_buffers(tensors):
+    return tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.arange(8.0)}
+
+
+SOURCES = {
+    "as it is": ({}, dict),
+    "half precision": ({}, lambda tensors: {name: tensor.half() for name, tensor in tensors.items()}),
+    "mixed types": ({"attention_bias": True}, mixed_types),
+    "tied": ({"tie_word_embeddings": True}, dict),
+    "tied with a copied head": ({"tie_word_embeddings": True}, copied_head),
+    "old rotary buffers": ({}, rotary_buffers),
+}
+
+
+@pytest.fixture(params=SOURCES)
+def source(request, tmp_path):
+    changes, change = SOURCES[request.param]
+    folder = save_checkpoint(tmp_path / "source", num_hidden_layers=2, **changes)
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_nothing_changes_on_the_way(source, tmp_path):
+    assert_close(exported(source, tmp_path / "out"), tensors_of(source), rtol=0, atol=0)
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    tokens = torch.arange(30)[None]
+    ours, theirs = load_model(str(source)), transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        assert_close(theirs.float()(tokens).logits, ours(tokens), atol=1e-5, rtol=1e-5)
+
+
+def test_what_was_trained_is_what_is_written(source, tmp_path):
+    def change(model):
+        for parameter in model.parameters():
+            parameter.mul_(2)
+
+    before, after = tensors_of(source), exported(source, tmp_path / "out", change)
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor if "inv_freq" in name else tensor * 2), name
+
+
+def test_another_type_for_all(source, tmp_path):
+    tensors = exported(source, tmp_path / "out", dtype="bf16")
+    assert {tensor.dtype for name, tensor in tensors.items() if "inv_freq" not in name} == {torch.bfloat16}
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "out"))
+    assert after == before | {"dtype": "bfloat16"}
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
+
+
+def test_shards(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[export.__module__], "SHARD_BYTES", 100_000)
+    assert_close(exported(checkpoint, tmp_path / "out"), tensors_of(checkpoint), rtol=0, atol=0)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    count = len(files)
+    assert count > 3 and files[0].name == f"model-00001-of-{count:05d}.safetensors"
+    assert all(sum(tensor.nbytes for tensor in load_file(file).values()) <= 100_000 for file in files)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors_of(checkpoint).values())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert_close(theirs.state_dict(), transformers.AutoModelForCausalLM.from_pretrained(checkpoint).state_dict())
+
+
+def test_a_source_without_weights(checkpoint, tmp_path):
+    """As training from random weights has it: the type is the one that config.json declares."""
+    (tmp_path / "config.json").write_text(
+        json.dumps(json.loads((checkpoint / "config.json").read_text()) | {"dtype": "bfloat16"})
+    )
+    export(load_model(str(checkpoint)), NoTokenizer(), tmp_path / "out", distributed.init("cpu"), source=str(tmp_path))
+    expected = {name: tensor.bfloat16() for name, tensor in tensors_of(checkpoint).items()}
+    assert_close(tensors_of(tmp_path / "out"), expected, rtol=0, atol=0)

@@ -1,0 +1,31 @@
+import torch
+from torch import nn
+
+from tune import distributed, peft, quantization
+from tune.loggers.memory import planned_memory
+from tune.models import build
+
+
+def held(tensors) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def test_planned_is_held(checkpoint):
+    """QLoRA in two precisions: what is planned on the meta device is what weights, gradients and AdamW then take."""
+    with torch.device("meta"):
+        model = build(str(checkpoint))
+    quantization.quantize_linears(model, double=True)
+    peft.add_adapters(model, peft.LoRA(rank=4))
+    planned = planned_memory(model, "bf16", "fp32", shards=1)
+
+    distributed.parallelize(model, distributed.init("cpu"), dtype="bf16", master_dtype="fp32")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        nn.init.zeros_(parameter)
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW(trained)
+    optimizer.step()
+    assert planned["weights"] * 2**30 == held(model.parameters())
+    assert planned["gradients"] * 2**30 == held(parameter.grad for parameter in trained)
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert planned["optimizer"] * 2**30 == held(moments)

@@ -1,0 +1,190 @@
+"""What transformers has and we have not is the same model, trained through our forward, and is the same files after."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from stacked import NoTokenizer
+from torch.testing import assert_close
+
+from tune import distributed
+from tune.checkpointers import Pretrained, export
+from tune.errors import TuneError
+from tune.losses import LinearCrossEntropy
+from tune.models import hf
+
+transformers = pytest.importorskip("transformers")
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+GROUPED = SHAPE | {"num_key_value_heads": 2, "head_dim": 8}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+LINEAR = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8
+}  # fmt: skip
+# The last says whether documents may share a row: only in some architectures does transformers keep them apart.
+VARIANTS = {
+    "gpt_neox": ("GPTNeoXConfig", SHAPE, True),
+    "gpt2: tied, learned positions": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}, True),
+    "phi: output bias": ("PhiConfig", SHAPE, True),
+    "opt": ("OPTConfig", SHAPE | {"ffn_dim": 64, "word_embed_proj_dim": 32}, False),
+    "bloom: alibi": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, False),
+    "cohere: logits scaled": ("CohereConfig", SHAPE | {"logit_scale": 0.5}, True),
+    "recurrent_gemma: logits bounded": (
+        "RecurrentGemmaConfig", SHAPE | {"num_hidden_layers": 3, "lru_width": 32, "logits_soft_cap": 2.0}, False
+    ),
+    "mamba": ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}, False),
+    "mixtral: other names, joined experts": ("MixtralConfig", GROUPED | {"num_local_experts": 4}, True),
+    "glm4_moe: a buffer that is a weight": ("Glm4MoeConfig", GROUPED | EXPERTS, True),
+    "qwen3_next: two kinds of blocks": ("Qwen3NextConfig", GROUPED | LINEAR | {
+        "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    }, False),
+}  # fmt: skip
+LENGTHS = [3, 15, 2, 20]
+TOKENS = torch.randint(3, 90, (2, 20), generator=torch.Generator().manual_seed(0))
+DOCUMENTS = torch.tensor([[0] * 3 + [1] * 15 + [2] * 2, [0] * 20])
+POSITIONS = torch.tensor([[*range(3), *range(15), *range(2)], [*range(20)]])
+
+
+def save(folder, config_class, **fields):
+    torch.manual_seed(0)
+    small = {"vocab_size": 90, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, config_class)(**small | fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():  # what starts at 0 or 1 hides mistakes
+            if tensor.is_floating_point() and not any(part in name for part in ("A_log", "dt_", "lambda", "recurrent")):
+                tensor.add_(torch.randn_like(tensor) * 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(folder):
+    """As recipes do it."""
+    with torch.device("meta"):
+        model = hf(str(folder))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    weights = Pretrained(str(folder), model)
+    distributed.parallelize(model, distributed.init("cpu"), dtype="fp32")
+    weights.fill(model)
+    return model
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def pair(request, tmp_path_factory):
+    config_class, fields, apart = VARIANTS[request.param]
+    folder = save(tmp_path_factory.mktemp("model"), config_class, **fields)
+    return folder, load(folder), transformers.AutoModelForCausalLM.from_pretrained(folder).eval(), apart
+
+
+def test_logits_and_buffers(pair):
+    _, ours, theirs, _ = pair
+    with torch.no_grad():
+        assert_close(ours(TOKENS), theirs(TOKENS).logits, atol=1e-6, rtol=1e-6)
+    assert_close(dict(ours.body.named_buffers()), dict(theirs.named_buffers()), rtol=0, atol=0)
+
+
+def test_documents_that_share_a_row_and_gradients(pair):
+    _, ours, theirs, apart = pair
+    alone = [theirs(document[None]).logits[0] for document in TOKENS.flatten().split(LENGTHS)]
+    assert_close(ours(TOKENS, POSITIONS, DOCUMENTS), torch.cat(alone).view(2, 20, -1), atol=1e-5, rtol=1e-5)
+    assert ours.keeps_documents_apart == apart and ours.training
+
+    labels = TOKENS.roll(-1)
+    loss = ours(TOKENS, POSITIONS, DOCUMENTS, labels=labels, loss_fn=LinearCrossEntropy(chunk_tokens=7))
+    expected = F.cross_entropy(torch.cat(alone), labels.flatten(), reduction="sum")
+    assert_close(loss, expected, rtol=1e-6, atol=0)
+    loss.backward()
+    expected.backward()
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters(remove_duplicate=False)}
+    head = theirs.get_output_embeddings()
+    gradients |= {f"head.{name}": parameter.grad for name, parameter in head.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        reference = gradients[name.removeprefix("body.")]
+        assert (parameter.grad is None) == (reference is None)
+        if reference is not None:
+            assert (parameter.grad - reference).norm() <= 1e-5 * reference.norm() + 1e-5, name
+
+
+def test_export(pair, tmp_path):
+    folder, ours, _, _ = pair
+    export(ours, NoTokenizer(), tmp_path / "out", distributed.init("cpu"), source=str(folder))
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert_close(tensors, load_file(folder / "model.safetensors"), rtol=0, atol=0)
+    assert (tmp_path / "out" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
+def test_a_checkpoint_of_the_body_alone(tmp_path):
+    """As that of GPT-2 on the hub: without the prefix, and with buffers of long ago. The export is no different."""
+    folder = save(tmp_path / "model", "GPT2Config", n_embd=32, n_layer=2, n_head=4)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    ours = load(folder)
+    with torch.no_grad():
+        assert_close(ours(TOKENS), theirs(TOKENS).logits, atol=1e-6, rtol=1e-6)
+    export(ours, NoTokenizer(), tmp_path / "out", distributed.init("cpu"), source=str(folder))
+    assert_close(load_file(tmp_path / "out" / "model.safetensors"), tensors, rtol=0, atol=0)
+
+
+def test_dropout_of_the_architecture_is_off(tmp_path):
+    """Its masks would depend on how rows are spread over devices."""
+    folder = save(tmp_path, "GPT2Config", n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.5, attn_pdrop=0.5)
+    model = load(folder).train()
+    assert torch.equal(model(TOKENS), model(TOKENS))
+    assert json.loads((folder / "config.json").read_text())["resid_pdrop"] == 0.5
+
+
+def test_an_encoder_is_refused(tmp_path):
+    folder = save(tmp_path, "BertConfig", **SHAPE, tie_word_embeddings=False)
+    with pytest.raises(TuneError, match="a token sees those that follow it"):
+        load(folder)(TOKENS, POSITIONS, DOCUMENTS)
+
+
+def test_logits_that_are_changed_in_an_unknown_way_are_refused(tmp_path):
+    folder = save(tmp_path, "CohereConfig", **SHAPE, logit_scale=0.5)
+    model = load(folder)
+    model.scale = 1.0
+    with pytest.raises(TuneError, match="CohereForCausalLM changes what its output head gives"):
+        model(TOKENS)
+
+
+def test_documents_beyond_the_trained_length_under_dynamic_scaling_are_refused(tmp_path):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    folder = save(tmp_path, "LlamaConfig", **SHAPE, max_position_embeddings=16, rope_parameters=rope)
+    with pytest.raises(TuneError, match="a document of 20 tokens is longer than 16"):
+        load(folder)(TOKENS, POSITIONS, DOCUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "unheard"}, "cannot make a model.*unheard"),
+        ({"model_type": "t5"}, "cannot make a model.*T5Config"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "the weights are quantised"),
+        ({"hidden_act": "unheard"}, "cannot make a model"),
+        ({"num_attention_heads": 5}, "cannot make a model"),
+        ({"hidden_size": "wide"}, "cannot make a model"),
+        ({"auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}, "model_type": "own"}, "trust_remote"),
+    ],
+)
+def test_configs_that_are_refused(tmp_path, changes, message):
+    folder = save(tmp_path, "GPTNeoXConfig", **SHAPE)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(TuneError, match=message) as error:
+        hf(str(folder))
+    assert str(file) in str(error.value)
+
+
+def test_a_folder_of_another_model_is_refused(tmp_path):
+    folder = save(tmp_path, "GPTNeoXConfig", **SHAPE)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["gpt_neox.more"] = tensors.pop("embed_out.weight" if "embed_out.weight" in tensors else "lm_head.weight")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(TuneError, match=r"missing: \w+\.weight \[90, 32\]\n  not known: gpt_neox\.more \[90, 32\]"):
+        load(folder)

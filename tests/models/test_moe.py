@@ -1,0 +1,179 @@
+"""The parts of a mixture of experts, against transformers and plain loops."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tune.checkpointers import load_model
+from tune.errors import TuneError
+from tune.losses import LinearCrossEntropy
+from tune.models import build
+from tune.models.grouped_product import grouped_product, product_by_group
+from tune.models.moe import Dispatch, combine, dispatch
+from tune.models.routing import Router, RouterConfig
+
+transformers = pytest.importorskip("transformers")
+mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+
+SHAPE = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "initializer_range": 0.2, "num_experts_per_tok": 2, "num_local_experts": 4, "pad_token_id": None,
+}  # fmt: skip
+COEFFICIENT = 0.7
+
+
+def save_mixtral(folder, **changes):
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**SHAPE | {"output_router_logits": True} | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.save_pretrained(folder)
+    return model, str(folder)
+
+
+def shifted(tokens):
+    labels = tokens.roll(-1, dims=1)
+    labels[:, -1] = -100
+    return labels
+
+
+def loss_and_gradients(model, tokens, labels, documents=None, positions=None):
+    model.zero_grad()
+    loss = model.train()(tokens, positions, documents, labels=labels, loss_fn=LinearCrossEntropy())
+    loss.backward()
+    return loss, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def product_by_loop(rows, weight, ends):
+    starts = [0, *ends.tolist()]
+    return torch.cat([rows[start:end] @ w for start, end, w in zip(starts, starts[1:], weight, strict=False)])
+
+
+@pytest.mark.parametrize("product", [grouped_product, product_by_group])
+@pytest.mark.parametrize("counts", [[10, 0, 25, 15], [0, 0, 0, 50], [50, 0, 0, 0]])
+@pytest.mark.parametrize("shape", [(20, 24), (17, 33)])  # that the kernel takes, and that it does not
+@pytest.mark.parametrize("transposed", [True, False])
+def test_grouped_product_is_a_product_for_each_group(product, counts, shape, transposed):
+    torch.manual_seed(0)
+    rows, weight = torch.randn(50, shape[0], requires_grad=True), torch.randn(4, *shape)
+    weight = (weight.mT.contiguous().mT if transposed else weight).requires_grad_()
+    ends = torch.tensor(counts).cumsum(0).int()
+    output, expected = product(rows, weight, ends), product_by_loop(rows, weight, ends)
+    assert_close(output, expected)
+    gradient = torch.randn_like(expected)
+    gradients, references = (torch.autograd.grad(each, (rows, weight), gradient) for each in (output, expected))
+    assert_close(gradients, references)
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, (20, 24)), (torch.bfloat16, (16, 24))])
+def test_grouped_product_compiles(dtype, shape):
+    torch.compiler.reset()
+    rows, weight = torch.randn(50, shape[0], dtype=dtype), torch.randn(4, *shape, dtype=dtype, requires_grad=True)
+    compiled = torch.compile(grouped_product, fullgraph=True, backend="aot_eager")
+    for counts in ([10, 0, 25, 15], [1, 2, 3, 44]):
+        ends = torch.tensor(counts).cumsum(0).int()
+        output, expected = compiled(rows, weight, ends), product_by_loop(rows, weight, ends)
+        assert_close(output, expected)
+        gradient, reference = (torch.autograd.grad(each.sum(), weight) for each in (output, expected))
+        assert_close(gradient, reference)
+
+
+def test_every_choice_of_a_token_gets_a_row():
+    experts = torch.tensor([[2, 0], [2, 3], [2, 0]])
+    weights, tokens = torch.rand(3, 2), torch.randn(3, 8, dtype=torch.double, requires_grad=True)
+    plan = Dispatch.of(experts, num_experts=5)
+    assert plan.ends.tolist() == [2, 2, 5, 6, 6]
+    assert plan.experts.tolist() == [0, 0, 2, 2, 2, 3]
+    assert plan.tokens.tolist() == [0, 2, 0, 1, 2, 1]
+    scaled = dispatch(tokens, plan) * (plan.experts[:, None] + 1)
+    output = combine(scaled, weights, plan)
+    assert_close(output, (weights * (experts + 1)).sum(dim=1, keepdim=True).double() * tokens)
+    assert torch.autograd.gradcheck(lambda tokens: combine(dispatch(tokens, plan) ** 2, weights, plan), (tokens,))
+
+
+def test_a_correction_stays_in_fp32():
+    with torch.device("meta"):
+        router = Router(RouterConfig(4, 2, scores="sigmoid", correction=True), 8)
+    router.to(torch.bfloat16).to_empty(device="cpu")
+    assert (router.weight.dtype, router.correction.dtype) == (torch.bfloat16, torch.float32)
+    router.correction.copy_(values := torch.tensor([1.001, 1.002, 1.003, 1.004]))
+    assert torch.equal(router.to(torch.bfloat16).correction, values)
+
+
+def test_one_document_and_one_layer_train_as_in_transformers(tmp_path):
+    theirs, folder = save_mixtral(tmp_path, num_hidden_layers=1, router_aux_loss_coef=COEFFICIENT)
+    ours = load_model(folder)
+    tokens = torch.randint(128, (1, 60))
+    expected = theirs.train()(tokens, labels=tokens)
+    expected.loss.backward()
+    loss, gradients = loss_and_gradients(ours, tokens, shifted(tokens))
+    assert_close(loss / 59 + COEFFICIENT * expected.aux_loss, expected.loss)  # the loss itself is the cross-entropy
+    references = dict(theirs.named_parameters())
+    router = references["model.layers.0.mlp.gate.weight"].grad
+    assert_close(gradients["blocks.0.mlp.router.weight"] / 59, router, atol=1e-6, rtol=1e-4)
+    embedding = references["model.embed_tokens.weight"].grad
+    assert_close(gradients["embedding.weight"] / 59, embedding, atol=1e-6, rtol=1e-4)
+    assert expected.aux_loss > 2.01
+
+
+def test_the_loss_is_a_mean_over_layers_and_documents_by_their_supervised_tokens(tmp_path):
+    theirs, folder = save_mixtral(tmp_path, num_hidden_layers=3)
+    ours = load_model(folder).train()
+    lengths, supervised = [20, 7, 33], [19, 2, 0]
+    tokens = torch.randint(128, (1, 60))
+    labels, balances = torch.full((1, 60), -100), []
+    for document, start, count in zip(tokens.split(lengths, dim=1), [0, 20, 27], supervised, strict=True):
+        labels[:, start : start + count] = 5
+        logits = theirs(document, output_router_logits=True).router_logits
+        balances.append(torch.stack([mixtral.load_balancing_loss_func((layer,), 4, 2) for layer in logits]).mean())
+    documents = torch.tensor([[i for i, length in enumerate(lengths) for _ in range(length)]])
+    positions = torch.tensor([[p for length in lengths for p in range(length)]])
+    ours(tokens, positions, documents, labels=labels, loss_fn=LinearCrossEntropy())
+    rows = ours.routing.take()
+    assert_close(rows[:, -3].mean(), 19 * balances[0] + 2 * balances[1])
+    assert rows[:, -2:].tolist() == [[27, 21]] * 3
+    assert rows[:, :-4].sum(dim=1).tolist() == [54] * 3  # two choices a token
+
+
+def test_packing_and_padding_do_not_change_the_gradients(tmp_path):
+    ours = load_model(save_mixtral(tmp_path, num_hidden_layers=2, router_aux_loss_coef=COEFFICIENT)[1])
+    one, other = torch.randint(128, (1, 20)), torch.randint(128, (1, 12))
+    alone = [loss_and_gradients(ours, tokens, shifted(tokens)) for tokens in (one, other)]
+    padding = torch.zeros(1, 8, dtype=torch.long)
+    packed = torch.cat([one, other, padding], dim=1)
+    labels = torch.cat([shifted(one), shifted(other), padding - 100], dim=1)
+    documents = torch.tensor([[0] * 20 + [1] * 12 + [2] * 8])
+    positions = torch.cat([torch.arange(n) for n in (20, 12, 8)])[None]
+    loss, gradients = loss_and_gradients(ours, packed, labels, documents, positions)
+    assert_close(loss, alone[0][0] + alone[1][0])
+    for name, gradient in gradients.items():
+        assert_close(gradient, alone[0][1][name] + alone[1][1][name], atol=1e-5, rtol=1e-4)
+
+
+def test_compiled_blocks(tmp_path):
+    ours = load_model(save_mixtral(tmp_path, num_hidden_layers=2, router_aux_loss_coef=COEFFICIENT)[1])
+    torch.compiler.reset()
+    batches = []
+    for lengths in ([24, 24], [5, 19, 24], [11, 13, 2, 22]):
+        tokens = torch.randint(128, (2, 24))
+        documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).view(2, 24)
+        batches.append((tokens, shifted(tokens), documents))
+    expected = [loss_and_gradients(ours, *batch) for batch in batches]
+    for block in ours.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    for batch, reference in zip(batches, expected, strict=True):
+        assert_close(loss_and_gradients(ours, *batch), reference, atol=1e-5, rtol=1e-5)
+
+
+def test_router_loss_is_an_option(tmp_path):
+    folder = save_mixtral(tmp_path, num_hidden_layers=1, router_aux_loss_coef=COEFFICIENT, output_router_logits=False)[
+        1
+    ]
+    assert build(folder).config.router_loss == 0
+    assert build(folder, router_loss=0.1).config.router_loss == 0.1
+    assert build(save_mixtral(tmp_path, num_hidden_layers=1)[1]).config.router_loss == 0.001
+    assert build(save_mixtral(tmp_path, num_hidden_layers=1)[1], router_loss=0).config.router_loss == 0
+
+
+def test_a_dense_model_has_no_router_loss(checkpoint):
+    with pytest.raises(TuneError, match=r"model\.router_loss: .* has no experts"):
+        build(str(checkpoint), router_loss=0.1)

@@ -1,0 +1,123 @@
+"""Our forms of optimizers against torch's own."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tune import distributed
+from tune.optimizers import Adafactor, InBackward, Muon, cosine, parameter_groups
+
+
+class Model(nn.Module):
+    """Blocks between an embedding and a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(7, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(6, 7, bias=False)
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        return self.head(hidden)
+
+
+def train(model, optimizers, steps=4):
+    for step in range(steps):
+        tokens = torch.arange(step, step + 5) % 7
+        nn.functional.cross_entropy(model(tokens), (tokens + 1) % 7).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict()
+
+
+def assert_equal(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_muon_is_torchs_muon_for_matrices_of_blocks_and_adamw_for_the_rest():
+    ours, theirs = Model(), Model()
+    optimizer = Muon(parameter_groups(ours, 0.02), 0.02, weight_decay=0.1, betas=(0.8, 0.9))
+    matrices = [block.weight for block in theirs.blocks]
+    vectors = [block.bias for block in theirs.blocks]
+    embeddings = [theirs.embedding.weight, theirs.head.weight]
+    muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(
+        [{"params": embeddings, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=0.02,
+        betas=(0.8, 0.9),
+    )
+    assert_equal(train(ours, [optimizer]), train(theirs, [muon, adamw]))
+
+
+def test_muon_without_anything_left_for_adamw():
+    ours, theirs = Model().requires_grad_(False), Model().requires_grad_(False)
+    for model in (ours, theirs):
+        model.blocks[1].weight.requires_grad_()
+    muon = torch.optim.Muon([theirs.blocks[1].weight], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    assert_equal(train(ours, [Muon(parameter_groups(ours, 0.02), 0.02)]), train(theirs, [muon]))
+
+
+@pytest.mark.parametrize("make", [Muon, Adafactor])
+def test_continued_from_its_state(make):
+    def start():
+        model = Model()
+        return model, make(parameter_groups(model, 0.02), lr=0.02)
+
+    whole, optimizer = start()
+    expected = dict(train(whole, [optimizer], steps=3))
+    first, second = start(), start()
+    train(first[0], [first[1]], steps=2)
+    second[0].load_state_dict(first[0].state_dict())
+    second[1].load_state_dict(first[1].state_dict())
+    tokens = torch.arange(2, 7) % 7
+    nn.functional.cross_entropy(second[0](tokens), (tokens + 1) % 7).backward()
+    second[1].step()
+    assert_equal(second[0].state_dict(), expected)
+
+
+def test_adafactor_of_sharded_parameters_is_torchs():
+    mesh = distributed.init("cpu").mesh["dp_shard"]
+    start = [torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.ones(4)]
+    gradients = [torch.full((5, 3), 0.1).cumsum(0), torch.arange(4.0)]
+    whole = [nn.Parameter(tensor.clone()) for tensor in start]
+    sharded = [nn.Parameter(distribute_tensor(tensor, mesh, [Shard(0)])) for tensor in start]
+    theirs = torch.optim.Adafactor(whole, lr=0.1, weight_decay=0.1)
+    ours = Adafactor(sharded, lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        for gradient, each, shards in zip(gradients, whole, sharded, strict=True):
+            each.grad = gradient.clone()
+            shards.grad = distribute_tensor(gradient.clone(), mesh, [Shard(0)])
+        theirs.step()
+        ours.step()
+    assert_equal([parameter.full_tensor() for parameter in sharded], whole)
+    assert len(ours.state) == len(theirs.state) == 2
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, Adafactor, Muon])
+def test_updates_in_backward_are_those_of_a_step(make):
+    """With groups that differ in learning rate and decay, and a schedule on them."""
+    models, norms = (Model(), Model()), ([], [])
+    for model, found in zip(models, norms, strict=True):
+        groups = parameter_groups(model, 0.02, lr_ratios={"embedding": 0.1})
+        optimizer = make(groups, lr=0.02, weight_decay=0.1)
+        in_backward = InBackward(optimizer, distributed.init("cpu")) if model is models[1] else None
+        schedule = cosine(optimizer, 4)
+        for step in range(4):
+            tokens = torch.arange(step, step + 5) % 7
+            nn.functional.cross_entropy(model(tokens), (tokens + 1) % 7).backward()
+            if in_backward:
+                assert all(parameter.grad is None for parameter in model.parameters())
+                found.append(in_backward.norm())
+            else:
+                found.append(distributed.clip_grad_norm_(model.parameters(), None).item())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    assert_equal(models[1].state_dict(), models[0].state_dict())
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)

@@ -1,0 +1,45 @@
+"""The same recipes, unchanged, train every family, on two processes as on one."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers import run_processes, save_checkpoint
+from models.test_families import VARIANTS
+from recipes.run_variants import run_variants
+
+RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
+FAMILIES = {name.partition("-")[0]: variant for name, variant in reversed(VARIANTS.items())}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A model of each family, in the first of its variants."""
+    folder = tmp_path_factory.mktemp("families")
+    shared = {"pad_token_id": None}
+    return {
+        family: save_checkpoint(folder / family, config_class, **shared | changes)
+        for family, (config_class, changes) in FAMILIES.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "settings"), [("full_finetune", []), ("lora_finetune", ["adapter.rank=1"])])
+def test_one_and_two_processes(recipe, settings, checkpoints, chats, tmp_path):
+    common = [
+        *settings,
+        f"dataset.path={chats}", "max_seq_len=128", "global_batch_size=48", "dtype=fp32", "device=cpu", "epochs=3",
+        "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
+    ]  # fmt: skip
+    variants = {family: [f"model.path={folder}"] for family, folder in checkpoints.items()}
+    run_variants(recipe, tmp_path / "1", [*common, "micro_batch_size=24"], variants)
+    smaller = [*common, "micro_batch_size=12"]
+    run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "2"), json.dumps(smaller), json.dumps(variants), timeout=500)
+    for family in variants:
+        curve = losses(tmp_path / "1" / family)
+        assert len(curve) == 3 and curve[-1] < curve[0]
+        assert losses(tmp_path / "2" / family) == pytest.approx(curve, rel=1e-5), family
+
+
+def losses(run):
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,67 @@
+"""Models with experts train as others do: one curve on any layout, whatever is done to save memory."""
+
+import json
+from pathlib import Path
+
+import full_finetune
+import pytest
+from helpers import run_processes, save_checkpoint
+
+from tune import config
+
+RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
+WAYS = {
+    "unpacked": [],
+    "packed": ["packed=true"],
+    "packed, micro-batches of 4": ["packed=true", "micro_batch_size=4"],
+    "full recomputation": ["memory.activation_checkpointing=full"],
+    "selective recomputation": ["memory.activation_checkpointing=selective"],
+    "parameters on the host": ["memory.cpu_offload=true"],
+    "gradients reduced once": ["parallel.reduce_every_micro_batch=false"],
+}
+KEYS = ("loss", "grad_norm", "expert_load", "router_entropy", "router_loss")
+
+
+@pytest.fixture(scope="module")
+def common(chats, tmp_path_factory):
+    folder = save_checkpoint(
+        tmp_path_factory.mktemp("qwen3_moe"), "Qwen3MoeConfig", num_experts=6, num_experts_per_tok=2, head_dim=16,
+        moe_intermediate_size=32, mlp_only_layers=[0], norm_topk_prob=True,
+    )  # fmt: skip
+    return [
+        f"model.path={folder}", "model.router_loss=0.1", f"dataset.path={chats}", "max_seq_len=128",
+        "global_batch_size=8", "micro_batch_size=2", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3", "max_steps=3",
+        "checkpointer.every=null",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(common, tmp_path_factory):
+    """The curves of one process, computed in this one."""
+    folder = tmp_path_factory.mktemp("alone")
+    for name, overrides in WAYS.items():
+        full_finetune.main(config.load("full_finetune", [*common, *overrides, f"output_dir={folder / name}"]))
+    return {name: curves(folder / name) for name in WAYS}
+
+
+def curves(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 3
+    return {key: [line[key] for line in lines] for key in KEYS}
+
+
+def assert_same_curves(ours, reference):
+    for key in KEYS:
+        assert ours[key] == pytest.approx(reference[key], rel=1e-5), key
+
+
+def test_one_process(alone):
+    for name in WAYS:
+        assert_same_curves(alone[name], alone["packed" if "packed" in name.split(",")[0].split() else "unpacked"])
+
+
+@pytest.mark.slow
+def test_two_processes(alone, common, tmp_path):
+    run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path), json.dumps(common), json.dumps(WAYS))
+    for name in WAYS:
+        assert_same_curves(curves(tmp_path / name), alone[name])

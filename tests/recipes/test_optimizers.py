@@ -1,0 +1,200 @@
+"""Optimizers by name, in both recipes: on any number of processes, continued exactly, and updating in backward."""
+
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import run_processes, save_checkpoint
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tune import config
+from tune.errors import TuneError
+
+RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
+
+# What to give for each, and how far 1 and 2 processes may differ: low-bit states are quantised in blocks of what a
+# process holds, and only where it holds at least 4,096 numbers; Muon multiplies in bf16.
+OPTIMIZERS = {
+    "AdamW": ([], 1e-6),
+    "SGD": (["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1", "optimizer.momentum=0.9"], 1e-6),
+    "Adafactor": (["optimizer._component_=tune.optimizers.Adafactor", "optimizer.lr=1e-2"], 1e-6),
+    "Muon": (["optimizer._component_=tune.optimizers.Muon"], 1e-4),
+    "AdamW8bit": (["optimizer._component_=torchao.optim.AdamW8bit"], 1e-3),
+    "AdamW4bit": (["optimizer._component_=torchao.optim.AdamW4bit"], 1e-3),
+    "AdamWFp8": (["optimizer._component_=torchao.optim.AdamWFp8"], 1e-3),
+}
+SCHEDULES = {
+    "constant": ["schedule._component_=tune.optimizers.constant"],
+    "linear": ["schedule._component_=tune.optimizers.linear"],
+    "cosine": ["schedule._component_=tune.optimizers.cosine", "schedule.min_ratio=0"],
+    "cosine with minimum": ["schedule._component_=tune.optimizers.cosine"],
+    "WSD": ["schedule._component_=tune.optimizers.warmup_stable_decay", "schedule.decay=0.5"],
+    "inverse square root": ["schedule._component_=tune.optimizers.inverse_square_root", "schedule.warmup=2"],
+}
+# Adapters large enough for low-bit states.
+RECIPES = {
+    "full_finetune": ["optimizer.lr=1e-3"],
+    "lora_finetune": ["optimizer.lr=1e-3", "adapter.rank=64", "adapter.target_modules=[gate_proj,up_proj,down_proj]"],
+}
+
+
+@pytest.fixture(autouse=True)
+def uncompiled():
+    """torchao's optimizers compile themselves, which takes long."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Matrices of at least 8,192 numbers, so that low-bit states are quantised on two processes too."""
+    return save_checkpoint(tmp_path_factory.mktemp("model"), hidden_size=128, num_hidden_layers=2)
+
+
+@pytest.fixture
+def common(checkpoint, chats):
+    return [
+        f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=128", "device=cpu", "dtype=fp32",
+        "global_batch_size=8", "max_steps=4", "schedule.warmup=2", "checkpointer.every=2", "checkpointer.keep=null",
+    ]  # fmt: skip
+
+
+def curve(run):
+    """What does not depend on the clock, of each step."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in lines]
+
+
+def losses(run):
+    return [loss for _, loss, _, _ in curve(run)]
+
+
+def train(recipe, folder, *overrides):
+    main = importlib.import_module(recipe).main
+    main(config.load(recipe, [*overrides, f"output_dir={folder}"]))
+    return curve(folder)
+
+
+def state(checkpoint, folder):
+    dcp_to_torch_save(checkpoint, folder / "state.pt")
+    return torch.load(folder / "state.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_continued_run_is_that_without_interruption(name, recipe, common, tmp_path):
+    settings = [*common, *RECIPES[recipe], *OPTIMIZERS[name][0]]
+    whole = train(recipe, tmp_path / "whole", *settings)
+    middle, end = (tmp_path / "whole" / "checkpoints" / f"step-{step:08d}" for step in (2, 4))
+    resumed = train(recipe, tmp_path / "resumed", *settings, f"resume={middle}")
+    assert resumed == whole[2:]
+    ours, theirs = (state(run, tmp_path) for run in (tmp_path / "resumed" / "checkpoints" / end.name, end))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_processes(recipe, common, tmp_path):
+    """The curves of one process, which continues what they begin; bitwise among themselves, resumed or in backward."""
+    common = [*common, *RECIPES[recipe], "micro_batch_size=4", "max_grad_norm=null"]
+    variants = {}
+    for name, (settings, _) in OPTIMIZERS.items():
+        middle = tmp_path / "2" / name / "checkpoints" / "step-00000002"
+        variants |= {
+            name: settings,
+            f"{name}, resumed": [*settings, f"resume={middle}"],
+            f"{name}, in backward": [*settings, "optimizer_in_backward=true"],
+        }
+    run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "2"), json.dumps(common), json.dumps(variants))
+    for name, (settings, tolerance) in OPTIMIZERS.items():
+        two = curve(tmp_path / "2" / name)
+        train(recipe, tmp_path / name, *common, *settings)
+        assert losses(tmp_path / "2" / name) == pytest.approx(losses(tmp_path / name), rel=tolerance)
+        assert curve(tmp_path / "2" / f"{name}, resumed") == two[2:]
+        assert losses(tmp_path / "2" / f"{name}, in backward") == losses(tmp_path / "2" / name)
+        middle = f"resume={tmp_path / '2' / name / 'checkpoints' / 'step-00000002'}"
+        train(recipe, tmp_path / f"{name}, continued", *common, *settings, middle)
+        assert losses(tmp_path / f"{name}, continued") == pytest.approx(losses(tmp_path / name)[2:], rel=tolerance)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_continue_exactly(name, common, tmp_path):
+    settings = [*common, *RECIPES["full_finetune"], "max_steps=6", *SCHEDULES[name]]
+    whole = train("full_finetune", tmp_path / "whole", *settings)
+    assert len({lr for _, _, _, lr in whole}) > 2
+    for step in (2, 4):
+        middle = tmp_path / "whole" / "checkpoints" / f"step-{step:08d}"
+        assert train("full_finetune", tmp_path / str(step), *settings, f"resume={middle}") == whole[step:]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_in_backward_or_in_a_step_is_the_same(recipe, common, tmp_path):
+    """A run that began with one may go on with the other."""
+    common = [*common, *RECIPES[recipe], "max_grad_norm=null", "micro_batch_size=8"]
+    in_step = train(recipe, tmp_path / "step", *common)
+    in_backward = train(recipe, tmp_path / "backward", *common, "optimizer_in_backward=true")
+    for ours, theirs in zip(in_backward, in_step, strict=True):
+        assert ours == (*theirs[:2], pytest.approx(theirs[2], rel=1e-6), theirs[3])  # the norm is summed otherwise
+    middle = tmp_path / "step" / "checkpoints" / "step-00000002"
+    resumed = train(recipe, tmp_path / "resumed", *common, "optimizer_in_backward=true", f"resume={middle}")
+    assert resumed == in_backward[2:]
+
+
+def test_in_backward_wants_one_micro_batch(common, tmp_path):
+    one_backward = ["optimizer_in_backward=true", "max_grad_norm=null", "micro_batch_size=2"]
+    with pytest.raises(TuneError, match="Set micro_batch_size to 8, or global_batch_size to 2"):
+        train("full_finetune", tmp_path / "run", *common, *one_backward)
+
+
+def test_in_backward_does_not_update_on_a_loss_that_is_not_finite(common, tmp_path, monkeypatch):
+    recipe, models, weights = importlib.import_module("full_finetune"), [], []
+    forward = recipe.forward
+
+    def spoilt(model, batch, loss_fn):
+        weights.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        models.append(model)
+        return forward(model, batch, loss_fn) * (torch.nan if len(weights) == 3 else 1)
+
+    monkeypatch.setattr(recipe, "forward", spoilt)
+    settings = ["optimizer_in_backward=true", "max_grad_norm=null", "micro_batch_size=8"]
+    with pytest.raises(TuneError, match="loss is nan at step 3"):
+        train("full_finetune", tmp_path / "run", *common, *settings)
+    torch.testing.assert_close(models[-1].state_dict(), weights[-1], rtol=0, atol=0)
+
+
+def test_a_lower_learning_rate_counts_from_the_checkpoint_on(common, tmp_path):
+    settings = [*common, "schedule._component_=tune.optimizers.constant", "schedule.warmup=0"]
+    train("full_finetune", tmp_path / "run", *settings, "optimizer.lr=1e-3")
+    middle = tmp_path / "run" / "checkpoints" / "step-00000002"
+    resumed = train("full_finetune", tmp_path / "resumed", *settings, "optimizer.lr=5e-4", f"resume={middle}")
+    assert [lr for _, _, _, lr in resumed] == [5e-4, 5e-4]
+
+
+def test_adapters_are_not_continued_on_another_base(checkpoint, common, tmp_path):
+    base = shutil.copytree(checkpoint, tmp_path / "base")
+    settings = [*common, *RECIPES["lora_finetune"], f"model.path={base}"]
+    train("lora_finetune", tmp_path / "run", *settings, "max_steps=2")
+    moved = base.rename(tmp_path / "moved")
+    settings[-1] = f"model.path={moved}"
+    train("lora_finetune", tmp_path / "run", *settings)
+    save_checkpoint(tmp_path / "other", hidden_size=128, num_hidden_layers=2, initializer_range=0.04)
+    settings[-1] = f"model.path={tmp_path / 'other'}"
+    with pytest.raises(TuneError, match=f"another base than {re.escape(str(tmp_path / 'other'))}"):
+        train("lora_finetune", tmp_path / "run", *settings, "max_steps=6")
+
+
+@pytest.mark.slow
+def test_a_missing_compiler_is_named(common, tmp_path):
+    env = os.environ | {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    settings = [*common, "optimizer._component_=torchao.optim.AdamW8bit", f"output_dir={tmp_path / 'run'}"]
+    command = [sys.executable, str(config.find_recipe("full_finetune")), *settings]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert "error: torch.compile found no C++ compiler" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,115 @@
+"""What users get wrong with adapters: one message with the place, the cause and the way out, and exit code 2."""
+
+import json
+
+import full_finetune
+import lora_finetune
+import pytest
+import torch
+from helpers import save_checkpoint
+
+from tune import distributed
+from tune.checkpointers import load_model
+from tune.cli import main
+from tune.peft import LoRA, add_adapters, export_adapter
+from tune.tokenizers import Tokenizer
+
+SETTINGS = {
+    "adapter.rank=0": "adapter.rank: 0 is not a positive integer",
+    "adapter.rank=65": "adapter.rank: 65 is more than blocks.0.attention.query has dimensions (64)",
+    "adapter.alpha=0": "adapter.alpha: 0 is not a positive number",
+    "adapter.dropout=1": "adapter.dropout: 1 is not a number from 0 to below 1",
+    "adapter.dropout=-0.1": "adapter.dropout: -0.1 is not a number from 0 to below 1",
+    "adapter.target_modules=[]": "adapter.target_modules: '[]' matches no layer",
+    "adapter.target_modules=[q_prj]": "'q_prj' matches no layer. Did you mean 'q_proj'?",
+    "adapter.target_modules=[norm]": "'norm' is norm, which is neither a linear layer nor an embedding",
+    "adapter.target_modules=.*(": "adapter.target_modules: '.*(' is not a regular expression",
+    "adapter.rank_pattern={q_prj: 4}": "adapter.rank_pattern: 'q_prj' is the end of no adapted layer's name",
+    "adapter.alpha_pattern={lm_head: 4}": "adapter.alpha_pattern: 'lm_head' is the end of no adapted layer's name",
+    "adapter.rank_pattern={q_proj: 0}": "adapter.rank_pattern: {'q_proj': 0} is not a group of keys (each a",
+    "adapter.init=pisa": "adapter.init: 'pisa' is not one of default, pissa, olora",
+    "adapter.modules_to_save=[embed_token]": "Did you mean 'embed_tokens'?",
+    "adapter.trainable_tokens=[9999]": "adapter.trainable_tokens: 9999 is no row of the embedding",
+    "quantization.weights=int4": "quantization.weights: 'int4' is not nf4 or null",
+    "parameter_groups.lr_ratios={lora_c: 16}": "parameter_groups.lr_ratios: 'lora_c' is in the name of no trained",
+    "adapter.path=nowhere": "adapter.path: nowhere has no adapter_config.json",
+    "from_scratch=true": "from_scratch: is not a setting. full_finetune has it",
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_setting(setting, inputs, run_recipe, capfd):
+    settings = [*inputs.settings(), f"output_dir={inputs.folder / 'new'}", setting]
+    assert run_recipe(settings, lora_finetune) == 2
+    message = capfd.readouterr().err
+    assert message.startswith("error: ") and "Traceback" not in message
+    assert SETTINGS[setting] in message
+
+
+def test_quantisation_of_what_is_trained(inputs, run_recipe, capfd):
+    assert run_recipe([*inputs.settings(), "quantization.weights=nf4"], full_finetune) == 2
+    assert "quantization: is not a setting. lora_finetune has it: use that recipe." in capfd.readouterr().err
+
+
+def test_quantised_modules_are_not_trained_whole(inputs, run_recipe, capfd):
+    settings = ["quantization.weights=nf4", "adapter.modules_to_save=[q_proj]", "adapter.target_modules=[v_proj]"]
+    assert run_recipe([*inputs.settings(), *settings, f"output_dir={inputs.folder / 'new'}"], lora_finetune) == 2
+    assert "blocks.0.attention.query is quantised and cannot be trained whole" in capfd.readouterr().err
+
+
+@pytest.fixture
+def adapter(inputs, checkpoint):
+    """A folder with an adapter for `checkpoint`."""
+    model, lora = load_model(str(checkpoint)), LoRA(rank=4, modules_to_save=["embed_tokens"])
+    add_adapters(model, lora)
+    folder, world = inputs.folder / "adapter", distributed.init("cpu")
+    export_adapter(model, lora, folder, world, base=str(checkpoint), tokenizer=Tokenizer(str(checkpoint)))
+    return folder
+
+
+def test_adapter_of_another_base(adapter, inputs, run_recipe, capfd):
+    wider = save_checkpoint(inputs.folder / "wider", intermediate_size=160)
+    settings = [f"model.path={wider}", f"adapter.path={adapter}", f"output_dir={inputs.folder / 'new'}"]
+    assert run_recipe([*inputs.settings(), *settings], lora_finetune) == 2
+    message = capfd.readouterr().err
+    assert "is for another model" in message and "has shape [4, 128], this model needs [4, 160]" in message
+
+
+def test_adapter_with_a_damaged_file(adapter, inputs, run_recipe, capfd):
+    (adapter / "adapter_model.safetensors").write_bytes(b"damaged")
+    settings = [f"adapter.path={adapter}", f"output_dir={inputs.folder / 'new'}"]
+    assert run_recipe([*inputs.settings(), *settings], lora_finetune) == 2
+    assert "adapter_model.safetensors cannot be read" in capfd.readouterr().err
+
+
+def test_merging_into_quantised_weights(adapter, inputs, capfd):
+    inputs.change_json("config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    assert fails(["merge", str(inputs.model), str(adapter), str(inputs.folder / "out")]) == 2
+    assert "has quantised weights, which cannot take an adapter in" in capfd.readouterr().err
+
+
+def test_merging_into_a_base_with_another_vocabulary(adapter, inputs, capfd):
+    """The same number of tokens, but two of them with each other's ids."""
+    fields = json.loads((inputs.model / "tokenizer.json").read_text())
+    vocabulary = fields["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (inputs.model / "tokenizer.json").write_text(json.dumps(fields))
+    assert fails(["merge", str(inputs.model), str(adapter), str(inputs.folder / "out")]) == 2
+    assert "was trained with another vocabulary" in capfd.readouterr().err
+
+
+def test_merging_an_adapter_that_is_not_finite(adapter, inputs, capfd):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    next(iter(tensors.values())).fill_(torch.nan)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    assert fails(["merge", str(inputs.model), str(adapter), str(inputs.folder / "out")]) == 2
+    assert "has values that are not finite" in capfd.readouterr().err
+    assert not (inputs.folder / "out").exists()
+
+
+def fails(arguments: list[str]) -> int | str | None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    return end.value.code

@@ -1,0 +1,77 @@
+"""Real vocabularies and templates, fetched by fetch_real.py: every string and conversation as the reference has it."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from references import sentencepiece_reference, tekken_reference, tiktoken_reference, transformers_rendering
+from texts import conversations, texts
+
+from tune.errors import TuneError
+from tune.tokenizers import ChatTemplate, Tokenizer
+from tune.tokenizers.ranks import LLAMA3_WORDS, QWEN_WORDS
+
+FOLDER = Path(os.environ.get("TUNE_REAL_TOKENIZERS", "no such folder")).expanduser()
+TOKENIZERS = sorted(file.parent for pattern in ("tok*", "tek*", "*.tiktoken") for file in FOLDER.glob(f"*/{pattern}"))
+TEMPLATES = sorted(FOLDER.glob("templates/*.jinja"))
+pytestmark = pytest.mark.skipif(not TOKENIZERS, reason="TUNE_REAL_TOKENIZERS names no folder filled by fetch_real.py")
+
+
+def reference(folder: Path) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
+    """Encodes texts as plain texts, and decodes."""
+    if (folder / "tokenizer.json").exists():
+        from transformers import AutoTokenizer
+
+        theirs = AutoTokenizer.from_pretrained(folder)
+        return lambda text: theirs.encode(text, add_special_tokens=False, split_special_tokens=True), theirs.decode
+    if (folder / "tekken.json").exists():
+        return tekken_reference(folder / "tekken.json")
+    if (folder / "qwen.tiktoken").exists():
+        return tiktoken_reference(folder / "qwen.tiktoken", QWEN_WORDS, normalize="NFC")
+    if folder.name.startswith("llama3"):
+        return tiktoken_reference(folder / "tokenizer.model", LLAMA3_WORDS)
+    return sentencepiece_reference(folder / "tokenizer.model")
+
+
+@pytest.mark.parametrize("folder", dict.fromkeys(TOKENIZERS), ids=lambda folder: folder.name)
+def test_encodes_and_decodes_as_the_reference_does(folder):
+    ours = Tokenizer(str(folder))
+    encode, decode = reference(folder)
+    for text in texts(2000):
+        ids = encode(text)
+        assert ours.encode(text, parse_special_tokens=False) == ids, text
+        assert ours.decode(ids) == decode(ids), text
+        stream = ours.stream()
+        assert "".join([*map(stream.add, ids), stream.finish()]) == ours.decode(ids), text
+
+
+@pytest.mark.parametrize("folder", dict.fromkeys(TOKENIZERS), ids=lambda folder: folder.name)
+def test_what_is_saved_gives_the_same_ids_in_transformers(folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    ours = Tokenizer(str(folder))
+    added = ours.add_tokens(["<|one|>", "<|two|>"])
+    ours.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.convert_tokens_to_ids(["<|one|>", "<|two|>"]) == added
+    for text in texts(2000):
+        text = f"{text}<|one|>{text[:5]} <|two|>"
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False), text
+    assert ours.encode("a", add_special_tokens=True) == theirs.encode("a")
+
+
+@pytest.mark.parametrize("file", TEMPLATES, ids=lambda file: file.stem)
+def test_renders_as_transformers_does(file):
+    source = file.read_text(encoding="utf-8")
+    variables = {"bos_token": "<s>", "eos_token": "</s>"}
+    template, theirs = ChatTemplate(source, variables), transformers_rendering(source, variables)
+    for conversation in conversations(200):
+        try:
+            expected = theirs(**conversation)
+        except Exception as refusal:
+            with pytest.raises(TuneError) as error:
+                template.render(**conversation)
+            assert str(refusal) in str(error.value)
+        else:
+            assert template.render(**conversation) == expected

@@ -1,0 +1,303 @@
+"""sentencepiece, tiktoken and tekken files give the ids and texts of their own libraries, and save what was loaded."""
+
+import base64
+import io
+import json
+import re
+import unicodedata
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from references import Reference, sentencepiece_reference, tekken_reference, tiktoken_reference
+from texts import texts
+
+from tune.errors import TuneError
+from tune.tokenizers import Tokenizer
+from tune.tokenizers.ranks import LLAMA3_TOKENS, LLAMA3_WORDS, QWEN_TOKENS, QWEN_WORDS
+
+transformers = pytest.importorskip("transformers")
+TEKKEN_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def train_sentencepiece(file: Path, **options) -> None:
+    import sentencepiece
+
+    model = io.BytesIO()
+    usual = {"model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts(700, seed=1)),
+        model_writer=model,
+        minloglevel=3,
+        **{**usual, "vocab_size": 1000, "byte_fallback": True, "character_coverage": 0.99, **options},
+    )
+    file.write_bytes(model.getvalue())
+
+
+@pytest.fixture(scope="session")
+def ranked() -> list[bytes]:
+    """A byte-level vocabulary in the order in which its tokens were learned."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        texts(700, seed=1), trainers.BpeTrainer(vocab_size=3000, initial_alphabet=alphabet, show_progress=False)
+    )
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    vocabulary = tokenizer.get_vocab()
+    return [bytes(byte_of[character] for character in token) for token in sorted(vocabulary, key=vocabulary.get)]
+
+
+def write_tiktoken(file: Path, ranked: list[bytes], size: int) -> None:
+    """Filled up with tokens that no text reaches, as nothing merges into them."""
+    tokens = [*ranked, *(b"\xff%09d" % number for number in range(size - len(ranked)))]
+    file.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
+
+
+def write_tekken(file: Path, ranked: list[bytes], **changes) -> None:
+    """A tokenizer uses fewer tokens than its file lists."""
+    vocabulary = [{"rank": rank, "token_bytes": base64.b64encode(token).decode()} for rank, token in enumerate(ranked)]
+    config = {"pattern": TEKKEN_WORDS, "default_vocab_size": 2500, "default_num_special_tokens": 100, "version": "v3"}
+    file.write_text(json.dumps({"config": config, "vocab": vocabulary, **changes}))
+
+
+KINDS = ["sentencepiece", "user-defined", "no bytes", "llama3", "qwen", "tekken"]
+SYMBOLS = ["\n\n", "▁▁", "▁▁▁▁", "<tool>", "<tool>x"]
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def vocabulary(request, tmp_path_factory, ranked) -> tuple[Path, Reference]:
+    """A folder, and the reference for plain texts."""
+    folder = tmp_path_factory.mktemp("vocabulary")
+    file = folder / {"qwen": "qwen.tiktoken", "tekken": "tekken.json"}.get(request.param, "tokenizer.model")
+    if request.param == "llama3":
+        write_tiktoken(file, ranked, LLAMA3_TOKENS)
+        return folder, tiktoken_reference(file, LLAMA3_WORDS)
+    if request.param == "qwen":
+        write_tiktoken(file, ranked, QWEN_TOKENS)
+        return folder, tiktoken_reference(file, QWEN_WORDS, normalize="NFC")
+    if request.param == "tekken":
+        write_tekken(file, ranked)
+        return folder, tekken_reference(file)
+    options = {"user-defined": {"user_defined_symbols": SYMBOLS, "add_dummy_prefix": False, "pad_id": 3}}
+    options["no bytes"] = {"byte_fallback": False, "character_coverage": 1.0, "vocab_size": 2000}
+    train_sentencepiece(file, **options.get(request.param, {}))
+    return folder, sentencepiece_reference(file)
+
+
+def test_2000_texts_as_the_reference_has_them(vocabulary):
+    folder, (encode, decode) = vocabulary
+    ours = Tokenizer(str(folder))
+    for text in texts(2000):
+        ids = encode(text)
+        assert ours.encode(text, parse_special_tokens=False) == ids, text
+        if ours.special_tokens.get("unk_token") not in map(ours.decode, [[token] for token in set(ids)]):
+            assert ours.decode(ids) == decode(ids), text
+
+
+def test_offsets_cover_the_text(vocabulary):
+    ours = Tokenizer(str(vocabulary[0]))
+    for text in filter(partial(unicodedata.is_normalized, "NFC"), texts(300)):
+        (encoding,) = ours.encode_with_offsets([text])
+        assert {at for start, end in encoding.offsets for at in range(start, end)} == set(range(len(text))), text
+
+
+def test_what_is_saved_gives_the_same_ids_in_transformers(vocabulary, tmp_path):
+    folder, _ = vocabulary
+    ours = Tokenizer(str(folder))
+    ours.save(tmp_path)
+    assert all((tmp_path / file.name).read_bytes() == file.read_bytes() for file in folder.iterdir())
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in texts(500):
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False), text
+        assert ours.encode(text, add_special_tokens=True) == theirs.encode(text), text
+        assert ours.decode(ours.encode(text)) == theirs.decode(ours.encode(text)), text
+    assert (ours.bos_id, ours.eos_id, ours.pad_id) == (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id)
+
+
+def test_added_tokens_are_saved(vocabulary, tmp_path):
+    ours = Tokenizer(str(vocabulary[0]))
+    size = ours.vocab_size
+    assert ours.add_tokens(["<|new|>", "<|newer|>", "<|new|>"]) == [size, size + 1, size]
+    assert ours.add_tokens(["plain"], special=False) == [size + 2]
+    assert ours.vocab_size == size + 3
+    ours.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "A plain<|new|> and a <|newer|>one"
+    ids = ours.encode(text)
+    assert {size, size + 1, size + 2} < set(ids)
+    assert theirs.encode(text, add_special_tokens=False) == ids == Tokenizer(str(tmp_path)).encode(text)
+    assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids, skip_special_tokens=True)
+    assert "<|new|>" not in ours.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_dummy_prefix_between_special_tokens(tmp_path, legacy):
+    train_sentencepiece(tmp_path / "tokenizer.model")
+    config = {"tokenizer_class": "LlamaTokenizer", "legacy": legacy}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = Tokenizer(str(tmp_path)), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    prefixed, bare = (ours.encode(text)[1:] for text in ("</s>fox", "a</s>fox"))
+    assert (ours.decode(prefixed), len(prefixed), prefixed == bare[1:]) == ("fox", len(prefixed), True)
+    for form in ("{}</s>fox", "<s>{}", "fox<s>{}"):
+        for text in map(form.format, map(str.lstrip, texts(500))):
+            if not re.search("> |▁", text):  # which transformers takes for the prefix
+                assert ours.encode(text) == theirs.encode(text, add_special_tokens=False), text
+
+
+def test_special_tokens_of_llama_3(tmp_path, ranked):
+    write_tiktoken(tmp_path / "tokenizer.model", ranked, LLAMA3_TOKENS)
+    tokenizer = Tokenizer(str(tmp_path))
+    named = {"<|begin_of_text|>": 0, "<|finetune_right_pad_id|>": 4, "<|start_header_id|>": 6, "<|eot_id|>": 9}
+    named |= {
+        "<|reserved_special_token_1|>": 3,
+        "<|reserved_special_token_2|>": 12,
+        "<|reserved_special_token_245|>": 255,
+    }
+    for token, index in named.items():
+        assert tokenizer.encode(f"a{token}")[1:] == [LLAMA3_TOKENS + index]
+    assert tokenizer.vocab_size == 128_256
+    assert tokenizer.prefix_ids == [128_000]
+
+
+def test_special_tokens_of_qwen(tmp_path, ranked):
+    write_tiktoken(tmp_path / "qwen.tiktoken", ranked, QWEN_TOKENS)
+    tokenizer = Tokenizer(str(tmp_path))
+    assert tokenizer.encode("<|endoftext|><|im_start|><|extra_204|>") == [151_643, 151_644, 151_850]
+    assert (tokenizer.prefix_ids, tokenizer.eos_id) == ([], 151_643)
+
+
+def test_special_tokens_of_tekken(tmp_path, ranked):
+    write_tekken(tmp_path / "tekken.json", ranked)
+    tokenizer = Tokenizer(str(tmp_path))
+    assert tokenizer.encode("<s>[INST][TOOL_CONTENT]<SPECIAL_20>") == [1, 3, 19, 20]
+    assert (tokenizer.prefix_ids, tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == ([1], 2, 11, 2500)
+    own = [{"rank": 0, "token_str": "<unk>"}, {"rank": 2, "token_str": "</s>"}, {"rank": 1, "token_str": "<s>"}]
+    write_tekken(tmp_path / "tekken.json", ranked, special_tokens=[*own, {"rank": 3, "token_str": "<pad>"}])
+    assert Tokenizer(str(tmp_path)).encode("<pad><SPECIAL_4></s>") == [3, 4, 2]
+
+
+def test_a_config_names_placeholders_and_adds_tokens(tmp_path):
+    train_sentencepiece(tmp_path / "tokenizer.model", control_symbols=["<unused0>"])
+    decoder = {"3": {"content": "<|im_end|>", "special": True}, "1000": {"content": "<|more|>", "special": True}}
+    config = {"tokenizer_class": "LlamaTokenizer", "eos_token": "<|im_end|>", "added_tokens_decoder": decoder}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(str(tmp_path))
+    assert tokenizer.encode("<|im_end|><|more|>") == [3, 1000]
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (3, 1001)
+    assert tokenizer.encode("<unused0>") != [3]
+    tokenizer.add_tokens(["<|most|>"])
+    (tmp_path / "saved").mkdir()
+    tokenizer.save(tmp_path / "saved")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    text = "<|im_end|>a<|more|>b<|most|>"
+    assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(text)
+
+
+def test_added_tokens_json(tmp_path):
+    train_sentencepiece(tmp_path / "tokenizer.model")
+    (tmp_path / "added_tokens.json").write_text('{"<b>": 1001, "[PAD]": 1000}')
+    (tmp_path / "special_tokens_map.json").write_text('{"pad_token": "[PAD]"}')
+    tokenizer = Tokenizer(str(tmp_path))
+    assert (tokenizer.pad_id, tokenizer.encode("[PAD]<b>")) == (1000, [1000, 1001])
+    assert tokenizer.decode([1000, 1001], skip_special_tokens=True) == "<b>"
+    tokenizer.add_tokens(["<c>"])
+    (tmp_path / "saved").mkdir()
+    tokenizer.save(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "added_tokens.json").read_text()) == {
+        "<b>": 1001,
+        "[PAD]": 1000,
+        "<c>": 1002,
+    }
+
+
+def test_beginning_and_end_as_the_config_says(tmp_path):
+    train_sentencepiece(tmp_path / "tokenizer.model")
+    for config, expected in (
+        ({}, ([1], [])),
+        ({"add_bos_token": False}, ([], [])),
+        ({"add_eos_token": True}, ([1], [2])),
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        tokenizer = Tokenizer(str(tmp_path))
+        assert tokenizer.encode("a", add_special_tokens=True) == expected[0] + tokenizer.encode("a") + expected[1]
+
+
+def test_tokenizer_json_decides(folder, ranked):
+    before = Tokenizer(str(folder)).encode("hello")
+    write_tekken(folder / "tekken.json", ranked)
+    train_sentencepiece(folder / "tokenizer.model")
+    assert Tokenizer(str(folder)).encode("hello") == before
+
+
+def cut_off(path: Path) -> None:
+    train_sentencepiece(path / "tokenizer.model")
+    (path / "tokenizer.model").write_bytes((path / "tokenizer.model").read_bytes()[:5000])
+
+
+def two(path: Path) -> None:
+    (path / "tekken.json").touch()
+    (path / "tokenizer.model").touch()
+
+
+def writes(name: str, content: str) -> Callable[[Path], object]:
+    return lambda path: (path / name).write_text(content)
+
+
+def trains(**options) -> Callable[[Path], object]:
+    return lambda path: train_sentencepiece(path / "tokenizer.model", **options)
+
+
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "two": (two, r"several vocabularies, tekken\.json, tokenizer\.model, and no tokenizer\.json that decides"),
+    "none": (writes("a.txt", ""), r"no tokenizer in .*found: a\.txt.*must have a tokenizer\.json"),
+    "empty": (writes("tokenizer.model", ""), r"tokenizer\.model .*no complete vocabulary"),
+    "not a model": (writes("tokenizer.model", "\x07" * 50), "not a protocol buffer"),
+    "git lfs": (
+        writes("tokenizer.model", "version https://git-lfs.github.com/spec/v1\n"),
+        r"tokenizer\.model is not a",
+    ),
+    "cut off": (cut_off, "it ends in the middle"),
+    "unigram": (trains(model_type="unigram", hard_vocab_limit=False), r"not a BPE model.*put a tokenizer\.json beside"),
+    "normalising": (trains(normalization_rule_name="nmt_nfkc"), "not a BPE model that keeps texts as they are"),
+    "other": (writes("tokenizer.model", "YQ== 0\nYg== 1\n"), "ranks 2 tokens, and Llama 3's 128,000: put the"),
+    "not base64": (writes("a.tiktoken", "YQ== 0\nYg 1\n"), r"a\.tiktoken .*not every line is a token"),
+    "no rank": (writes("a.tiktoken", "YQ== 0\nYg==\n"), r"a\.tiktoken .*not every line is a token"),
+    "tekken version": (
+        lambda path: write_tekken(path / "tekken.json", [], config={"version": "v99", "default_num_special_tokens": 1}),
+        r"tekken\.json .*version 'v99'; known are v1, v2, v3, v7, v11",
+    ),
+    "tekken without": (writes("tekken.json", '{"config": {}, "vocab": []}'), "it lacks 'version'"),
+    "tekken list": (writes("tekken.json", "[]"), r"tekken\.json is not a tokenizer"),
+    "tekken broken": (writes("tekken.json", "{"), r"tekken\.json is not a tokenizer"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_files(tmp_path, case):
+    make, message = WRONG[case]
+    make(tmp_path)
+    with pytest.raises(TuneError, match=message):
+        Tokenizer(str(tmp_path))
+
+
+def test_contradicting_ids(folder):
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["added_tokens_decoder"] = {"1": {"content": "<|im_end|>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(TuneError, match=r"'<\|im_end\|>' the id 1, but it is 3 after tokenizer\.json"):
+        Tokenizer(str(folder))
+
+
+def test_token_of_nothing(folder):
+    with pytest.raises(TuneError, match="' ' cannot be added"):
+        Tokenizer(str(folder)).add_tokens([" "])

@@ -1,0 +1,163 @@
+"""The tensors of a checkpoint folder, in the formats that people have them in."""
+
+import json
+import pickle
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tune.errors import TuneError
+
+
+@dataclass(frozen=True)
+class DiskTensor:
+    """A tensor in a safetensors or a torch file, not yet read."""
+
+    name: str
+    file: Path
+    shape: list[int]
+    dtype: torch.dtype
+
+    def read(self, where: tuple[slice, ...] = ()) -> Tensor:
+        """The part of it at `where`; no other part takes memory."""
+        # Opened anew for each tensor: a file that stays open keeps all its pages that were read in memory.
+        if self.file.suffix == ".safetensors":
+            with safe_open(self.file, framework="pt") as tensors:
+                return tensors.get_slice(self.name)[where or ...]
+        return load_torch_file(self.file)[self.name][where].clone()
+
+
+def disk_tensors(folder: Path) -> dict[str, DiskTensor]:
+    """Every tensor of a checkpoint by its name; only headers are read.
+
+    `*.safetensors` come first, then `pytorch_model*.bin`; of each an index, the file of all, or the shards.
+
+    Raises:
+        TuneError: no weights, or files that are absent, damaged, or not as the index says.
+    """
+    for whole in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{whole}.index.json"
+        if index.exists():
+            return _indexed(index)
+        if (folder / whole).exists():
+            return {tensor.name: tensor for tensor in _headers(folder / whole)}
+        stem, _, suffix = whole.rpartition(".")
+        files = sorted(folder.glob(f"{stem}-*.{suffix}"))
+        if suffix == "safetensors":
+            files = files or sorted(folder.glob("*.safetensors"))
+        files = [file for file in files if not file.name.startswith("adapter_")]
+        if files:
+            _require_all_shards(files)
+            return _disjoint(files)
+    others = sorted(child.name for child in folder.glob("*") if child.suffix in (".pt", ".pth", ".gguf"))
+    hint = f"; found {', '.join(others)}: see `tune convert --help`" if others else ""
+    raise TuneError(
+        f"model.path: no *.safetensors or pytorch_model*.bin in {folder}{hint}. To train from random weights set "
+        "from_scratch=true"
+    )
+
+
+def has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+
+
+def _indexed(index: Path) -> dict[str, DiskTensor]:
+    folder = index.parent
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TuneError(f"{index} is not a valid index of tensors: {error!r}") from error
+    if missing := [file for file in names if not (folder / file).is_file()]:
+        raise TuneError(
+            f"model.path: {index.name} names files that are not in {folder}: {', '.join(missing)}. Download them again"
+        )
+    found = _disjoint([folder / file for file in names])
+    wrong = [
+        f"{name} is in {found[name].file.name if name in found else 'no file'}, the index says {file}"
+        for name, file in weight_map.items()
+        if name not in found or found[name].file.name != file
+    ]
+    wrong += [f"{name} is in {found[name].file.name}, not in the index" for name in found.keys() - weight_map.keys()]
+    if wrong:
+        raise TuneError(
+            f"model.path: {index} and the files it names are not of one checkpoint:\n  "
+            + "\n  ".join(sorted(wrong)[:12])
+            + "\nDownload them again, or remove the index to take all tensors there are"
+        )
+    return found
+
+
+def _disjoint(files: list[Path]) -> dict[str, DiskTensor]:
+    tensors: dict[str, DiskTensor] = {}
+    for file in files:
+        for tensor in _headers(file):
+            if tensor.name in tensors:
+                raise TuneError(
+                    f"model.path: {tensor.name} is in both {tensors[tensor.name].file} and {file}: remove the one that "
+                    "is not of this checkpoint"
+                )
+            tensors[tensor.name] = tensor
+    return tensors
+
+
+def _require_all_shards(files: list[Path]) -> None:
+    """Shards are named ...-00001-of-00003."""
+    for file in files:
+        if match := re.fullmatch(r"(.*-)\d+(-of-(\d+)\.\w+)", file.name):
+            start, end, count = match.groups()
+            shards = [f"{start}{number:0{len(count)}d}{end}" for number in range(1, int(count) + 1)]
+            if missing := [shard for shard in shards if not (file.parent / shard).exists()]:
+                raise TuneError(f"model.path: {file.parent} has no {', '.join(missing)}. Download them again")
+
+
+def _headers(file: Path) -> Iterator[DiskTensor]:
+    if file.suffix != ".safetensors":
+        for name, tensor in load_torch_file(file).items():
+            yield DiskTensor(name, file, list(tensor.shape), tensor.dtype)
+        return
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                header = tensors.get_slice(name)
+                yield DiskTensor(name, file, header.get_shape(), SAFETENSORS_DTYPES[header.get_dtype()])
+    except SafetensorError as error:
+        raise TuneError(
+            f"model.path: {file} is damaged or not a safetensors file ({error}). Download it again"
+        ) from error
+
+
+def load_torch_file(file: Path) -> dict[str, Tensor]:
+    """A torch file of tensors by name. They are mapped: what is not looked at is not read."""
+    try:
+        content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise TuneError(
+            f"model.path: {file} holds more than tensors, and opening it could run code of whoever made it: it is not "
+            "read. Take the checkpoint's safetensors, or, if you trust its maker, load it and save its state dict alone"
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        if "mmap can only be used" in str(error):
+            raise TuneError(
+                f"model.path: {file} is damaged, or in the format of torch before 1.6, which cannot be read in parts. "
+                f"Convert it: torch.save(torch.load('{file.name}', weights_only=True), '{file.name}')"
+            ) from error
+        raise TuneError(f"model.path: {file} is damaged ({error}). Download it again") from error
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        kinds = {key: type(value).__name__ for key, value in content.items()} if isinstance(content, dict) else content
+        raise TuneError(f"model.path: {file} must hold tensors by name; found {str(kinds)[:200]}")
+    return content
+
+
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
+}  # fmt: skip

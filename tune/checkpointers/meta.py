@@ -1,0 +1,161 @@
+"""Llama in Meta's own format, consolidated.NN.pth and params.json, as a folder in Hugging Face layout."""
+
+import json
+import shutil
+from collections.abc import Callable, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tune.checkpointers.disk import load_torch_file
+from tune.checkpointers.export import TensorFiles
+from tune.errors import TuneError
+
+# Name on disk there -> here, and the dimension that model-parallel files divide (None: each has the whole).
+NAMES: dict[str, tuple[str, int | None]] = {
+    "tok_embeddings": ("model.embed_tokens", 0),
+    "layers.{}.attention_norm": ("model.layers.{}.input_layernorm", None),
+    "layers.{}.attention.wq": ("model.layers.{}.self_attn.q_proj", 0),
+    "layers.{}.attention.wk": ("model.layers.{}.self_attn.k_proj", 0),
+    "layers.{}.attention.wv": ("model.layers.{}.self_attn.v_proj", 0),
+    "layers.{}.attention.wo": ("model.layers.{}.self_attn.o_proj", 1),
+    "layers.{}.ffn_norm": ("model.layers.{}.post_attention_layernorm", None),
+    "layers.{}.feed_forward.w1": ("model.layers.{}.mlp.gate_proj", 0),
+    "layers.{}.feed_forward.w3": ("model.layers.{}.mlp.up_proj", 0),
+    "layers.{}.feed_forward.w2": ("model.layers.{}.mlp.down_proj", 1),
+    "norm": ("model.norm", None),
+    "output": ("lm_head", 0),
+}
+PARAMS = {
+    "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps",
+    "rope_theta", "use_scaled_rope", "max_seq_len", "max_batch_size", "model_parallel_size",
+}  # fmt: skip
+
+
+def import_meta(folder: Path, out: Path) -> list[str]:
+    """Write the model in `folder` to `out`, which appears only when it is complete: tensors keep their types.
+
+    params.json does not say everything; returns what was concluded from other things, for people to check.
+
+    Raises:
+        TuneError: files that are absent or damaged, that do not fit together or are not of a Llama model.
+    """
+    params = _read_params(folder / "params.json")
+    shards = [load_torch_file(file) for file in _files(folder)]
+    plan = {
+        f"{theirs.format(layer)}.weight": (f"{ours.format(layer)}.weight", dimension)
+        for theirs, (ours, dimension) in NAMES.items()
+        for layer in range(params["n_layers"])
+    }
+    _require_names(folder, plan.keys(), shards)
+
+    def whole(name: str) -> Tensor:
+        pieces, dimension = [shard[name] for shard in shards], plan[name][1]
+        if name == "tok_embeddings.weight" and pieces[0].shape[1] < params["dim"]:
+            dimension = 1  # Llama 2 divided the width, Llama 3 the vocabulary
+        return pieces[0] if dimension is None else torch.cat(pieces, dim=dimension)
+
+    config, concluded = _config(params, whole)
+    unfinished = out.with_name(f".{out.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    files = TensorFiles(unfinished)
+    dim, heads = params["dim"], {"wq": params["n_heads"], "wk": config["num_key_value_heads"]}
+    rows = {"wq": dim, "wk": dim // heads["wq"] * heads["wk"], "wv": dim // heads["wq"] * heads["wk"], "wo": dim}
+    for name, (ours, _) in plan.items():
+        weight, kind = whole(name), name.split(".")[-2]
+        if kind in rows and weight.shape != (rows[kind], dim):
+            shutil.rmtree(unfinished)
+            raise TuneError(
+                f"{folder}: its {len(shards)} files make {name} of {list(weight.shape)}, params.json says "
+                f"{[rows[kind], dim]}: are files missing?"
+            )
+        if ours != "lm_head.weight" or not config["tie_word_embeddings"]:
+            files.add(ours, _halves(weight, heads[kind]) if kind in heads else weight.clone())
+    files.close()
+    (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tokenizer = next((file for file in (folder, folder.parent) if (file / "tokenizer.model").is_file()), None)
+    if tokenizer:
+        shutil.copyfile(tokenizer / "tokenizer.model", unfinished / "tokenizer.model")
+    else:
+        concluded.append(f"no tokenizer.model in {folder}: put the model's tokenizer files into {out}")
+    unfinished.replace(out)
+    return concluded
+
+
+def _require_names(folder: Path, wanted: Set[str], shards: list[dict[str, Tensor]]) -> None:
+    found = {name for shard in shards for name in shard if not name.endswith("rope.freqs")}
+    problems = [f"missing: {name}" for name in wanted - found] + [f"not known: {name}" for name in found - wanted]
+    problems += [f"not in all files: {name}" for name in wanted & found if any(name not in shard for shard in shards)]
+    if problems:
+        raise TuneError(f"the tensors in {folder} do not fit its params.json:\n  " + "\n  ".join(sorted(problems)[:12]))
+
+
+def _files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("consolidated.*.pth"))
+    expected = [folder / f"consolidated.{number:02d}.pth" for number in range(len(files))]
+    if not files or files != expected:
+        names = ", ".join(file.name for file in files) or "none"
+        raise TuneError(f"{folder} must have consolidated.00.pth, consolidated.01.pth and so on; found {names}")
+    return files
+
+
+def _read_params(file: Path) -> dict[str, Any]:
+    try:
+        params = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise TuneError(f"{file.parent} has no params.json, which comes with consolidated.*.pth") from error
+    except ValueError as error:
+        raise TuneError(f"{file} is not valid JSON: {error}") from error
+    if unknown := {name: value for name, value in params.items() if name not in PARAMS and value is not None}:
+        raise TuneError(
+            f"{file}: not of a Llama 1, 2 or 3 text model: {', '.join(unknown)}. Take the model in Hugging Face layout"
+        )
+    if missing := [name for name in ("dim", "n_layers", "n_heads", "norm_eps") if name not in params]:
+        raise TuneError(f"{file} has no {', '.join(missing)}")
+    return params
+
+
+def _config(params: dict[str, Any], whole: Callable[[str], Tensor]) -> tuple[dict[str, Any], list[str]]:
+    embedding, head = whole("tok_embeddings.weight"), whole("output.weight")
+    vocab_size = len(head)
+    scaled, llama3 = bool(params.get("use_scaled_rope")), vocab_size == 128256
+    tied = torch.equal(embedding, head)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": params.get("rope_theta", 10000.0)}
+    if scaled:
+        factor = 32.0 if tied else 8.0
+        rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope["original_max_position_embeddings"] = 8192
+    length = 131072 if scaled else 8192 if llama3 else 16384 if rope["rope_theta"] > 10000 else 4096
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": str(head.dtype).removeprefix("torch."),
+        "vocab_size": vocab_size,
+        "hidden_size": params["dim"],
+        "intermediate_size": len(whole("layers.0.feed_forward.w1.weight")),
+        "num_hidden_layers": params["n_layers"],
+        "num_attention_heads": params["n_heads"],
+        "num_key_value_heads": params.get("n_kv_heads") or params["n_heads"],
+        "max_position_embeddings": length,
+        "rms_norm_eps": params["norm_eps"],
+        "rope_parameters": rope,
+        "tie_word_embeddings": tied,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 128000 if llama3 else 1,
+        "eos_token_id": 128001 if llama3 else 2,
+    }
+    concluded = [f"max_position_embeddings={length}: from vocabulary and rope, params.json does not say it"]
+    if scaled:
+        version = "3.2, since the head is the embedding" if tied else "3.1, since the head is not the embedding"
+        concluded.append(f"rope scaling factor {rope['factor']}: as in Llama {version}")
+    return config, concluded
+
+
+def _halves(weight: Tensor, heads: int) -> Tensor:
+    """Rotated pairs are adjacent rows there, and the two halves of a head here."""
+    return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)

@@ -1,0 +1,72 @@
+"""New tokens for a model, on disk."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tune.checkpointers.disk import disk_tensors
+from tune.checkpointers.export import TensorFiles
+from tune.checkpointers.weights import disk_copies, disk_names
+from tune.errors import TuneError
+from tune.models import build
+from tune.tokenizers import Tokenizer
+
+
+def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list[int]:
+    """Make `out` the checkpoint `base` with `tokens` in its tokenizer and a row for each in embedding and head.
+
+    A new row is the mean of the rows of all tokens there were. Rows that a model has in reserve, behind the tokens of
+    its tokenizer, are taken first. Everything else is as in `base`. `out` appears when it is complete. Returns the ids.
+
+    Raises:
+        TuneError: a token is there already, or the model is of no family whose embedding is known.
+    """
+    source, target = Path(base), Path(out)
+    tokenizer = Tokenizer(str(source))
+    known = tokenizer.vocab_size
+    ids = tokenizer.add_tokens(tokens)
+    if there := [token for token, index in zip(tokens, ids, strict=True) if index < known]:
+        raise TuneError(
+            f"{source} has {', '.join(map(repr, there))} in its vocabulary already; leave out what is there"
+        )
+    with torch.device("meta"):
+        model = build(str(source))
+    tensors, rows = disk_tensors(source), max(model.config.vocab_size, tokenizer.vocab_size)
+    ours = {"embedding.weight", "head.weight"}
+    resized = {on_disk for name, on_disk in disk_names(model, tensors).items() if name in ours}
+    resized |= {copy for copy, name in disk_copies(model).items() if name in ours}
+
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    ignored = shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", "*.gguf", "*.pth")
+    shutil.copytree(source, unfinished, ignore=ignored)
+    files = TensorFiles(unfinished)
+    for name, tensor in tensors.items():
+        weight = tensor.read()
+        files.add(name, _with_rows(weight, rows, known, ids) if name in resized else weight)
+    files.close()
+    config = json.loads((source / "config.json").read_text())
+    _set_vocab_size(config, rows)
+    (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tokenizer.save(unfinished)
+    shutil.rmtree(target, ignore_errors=True)
+    unfinished.rename(target)
+    return ids
+
+
+def _with_rows(weight: Tensor, rows: int, known: int, ids: list[int]) -> Tensor:
+    larger = torch.cat([weight, weight.new_zeros(rows - len(weight), weight.shape[1])])
+    larger[ids] = weight[:known].float().mean(dim=0).to(weight.dtype)
+    return larger
+
+
+def _set_vocab_size(config: dict[str, Any], rows: int) -> None:
+    """At the top, and for the text part of a model with others."""
+    for section in (config, config.get("text_config", {})):
+        if "vocab_size" in section:
+            section["vocab_size"] = rows

@@ -1,0 +1,33 @@
+"""Settings that are right alone and wrong together."""
+
+import functools
+from collections.abc import Iterator
+
+from omegaconf import DictConfig, OmegaConf
+
+# Optimizers of torch and torchao that do not do here, and what does.
+INSTEAD = {
+    "torch.optim.Muon": "takes matrices only. Use tune.optimizers.Muon: torch's, with AdamW for all other parameters.",
+    "torch.optim.Adafactor": "does not take sharded parameters. Use tune.optimizers.Adafactor: torch's, which does.",
+    "torchao.optim.CPUOffloadOptimizer": "keeps no states by parameter: its runs could not be continued. "
+    "memory.cpu_offload=true keeps the states of any optimizer in host memory.",
+}
+CLIPPED_IN_BACKWARD = (
+    "gradients are gone before their norm is known when optimizer_in_backward=true. Set max_grad_norm=null, or "
+    "optimizer_in_backward=false."
+)
+OFFLOADED_IN_BACKWARD = (
+    "gradients may still be on their way to the host when optimizer_in_backward=true uses them. Set one of the two to "
+    "false."
+)
+
+
+def conflicts(cfg: DictConfig) -> Iterator[tuple[str, str]]:
+    """The key of each setting that others forbid, and what is wrong with it."""
+    value = functools.partial(OmegaConf.select, cfg, throw_on_resolution_failure=False)
+    if (optimizer := value("optimizer._component_")) in INSTEAD:
+        yield "optimizer._component_", f"{optimizer} {INSTEAD[optimizer]}"
+    if value("optimizer_in_backward") and value("max_grad_norm") is not None:
+        yield "max_grad_norm", CLIPPED_IN_BACKWARD
+    if value("optimizer_in_backward") and value("memory.cpu_offload"):
+        yield "memory.cpu_offload", OFFLOADED_IN_BACKWARD

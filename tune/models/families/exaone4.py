@@ -1,0 +1,30 @@
+"""EXAONE 4: norms after the parts, normalised queries and keys; full layers do not rotate if others slide."""
+
+from tune.models.config_file import ConfigFile
+from tune.models.decoder import DecoderConfig, LayerConfig
+from tune.models.families import Family, read
+from tune.models.families.olmo2 import NAMES
+
+
+def read_config(file: ConfigFile) -> DecoderConfig:
+    file.assume(sliding_window=4096, sliding_window_pattern=4, rms_norm_eps=1e-5)
+    every = file.get("sliding_window_pattern")
+    if isinstance(every, str):
+        file.expect(sliding_window_pattern="L" * (len(every) - 1) + "G")
+        every = len(every)
+    norm, rope, mlp = read.rms_norm(file), read.rope(file), read.mlp(file)
+    windows = read.windows(file, lambda index: bool(every) and (index + 1) % every != 0)
+    mixed = file.get("sliding_window") is not None
+    layers = [
+        LayerConfig(
+            read.attention(file, rope if window or not mixed else None, window=window, query_key_norm=norm),
+            mlp,
+            norm_before=False,
+            norm_after=True,
+        )
+        for window in windows
+    ]
+    return read.decoder(file, layers, norm)
+
+
+FAMILY = Family(read_config, NAMES)

@@ -1,0 +1,40 @@
+"""gpt-oss, in bf16: attention sinks, a window in every other layer, and experts with biases and a clamped gate."""
+
+from tune.models.config_file import ConfigFile
+from tune.models.decoder import DecoderConfig, LayerConfig
+from tune.models.families import Family, read
+from tune.models.families.llama import NAMES as LLAMA_NAMES
+
+NAMES = LLAMA_NAMES | {
+    "model.layers.{}.self_attn.sinks": "blocks.{}.attention.sinks",
+    "model.layers.{}.mlp.router": "blocks.{}.mlp.router",
+    "model.layers.{}.mlp.experts.gate_up_proj": "blocks.{}.mlp.experts.gate_up.weight",
+    "model.layers.{}.mlp.experts.gate_up_proj_bias": "blocks.{}.mlp.experts.gate_up.bias",
+    "model.layers.{}.mlp.experts.down_proj": "blocks.{}.mlp.experts.down.weight",
+    "model.layers.{}.mlp.experts.down_proj_bias": "blocks.{}.mlp.experts.down.bias",
+}
+YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def read_config(file: ConfigFile) -> DecoderConfig:
+    file.assume(
+        head_dim=64, max_position_embeddings=131072, sliding_window=128, rope_theta=150000.0, rms_norm_eps=1e-5,
+        num_experts_per_tok=4,
+    )  # fmt: skip
+    scaling = file.get("rope_scaling", {}) | file.get("rope_parameters", {}) or YARN
+    file.ignore("experts_per_token", "initial_context_length")  # copies of other fields
+    rope, bias = read.rope(file, fields=scaling), file.flag("attention_bias", True)
+    attention = read.attention(file, rope, bias=bias, output_bias=bias, sinks=True)
+    experts = read.experts(
+        file, read.num_experts(file, 128), "intermediate_size", router={"scores": "softmax_of_chosen", "bias": True},
+        fused="interleaved", bias=True, transposed=True,
+        clamp=(file.number("swiglu_alpha", 1.702), file.number("swiglu_limit", 7.0)),
+    )  # fmt: skip
+    layers = read.with_windows(LayerConfig(attention, experts), read.windows(file, lambda number: number % 2 == 0))
+    return read.decoder(file, layers, read.rms_norm(file), router_loss=read.router_loss(file))
+
+
+FAMILY = Family(read_config, NAMES)

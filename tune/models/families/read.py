@@ -1,0 +1,186 @@
+"""Reading what most families' config.json has alike, so that a family's file says what is special about it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tune.errors import TuneError
+from tune.models.config_file import ConfigFile
+from tune.models.decoder import DecoderConfig, LayerConfig
+from tune.models.layers import AttentionConfig, MLPConfig, NormConfig
+from tune.models.moe import ExpertsConfig
+from tune.models.rope import RopeConfig
+from tune.models.routing import RouterConfig
+
+ACTIVATION_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
+}
+ROPE_FIELDS = {
+    "factor", "original_max_position_embeddings", "attention_factor", "low_freq_factor", "high_freq_factor",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor", "finetuned",
+}  # fmt: skip
+
+
+NEEDED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+
+
+def decoder(file: ConfigFile, layers: Sequence[LayerConfig], norm: NormConfig, **special: Any) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=file.integer("vocab_size"),
+        hidden_size=file.integer("hidden_size"),
+        layers=tuple(layers),
+        norm=norm,
+        tied_head=file.flag("tie_word_embeddings"),
+        initializer_range=file.number("initializer_range", 0.02),
+        **special,
+    )
+
+
+def num_layers(file: ConfigFile) -> int:
+    return file.integer("num_hidden_layers")
+
+
+def head_dim(file: ConfigFile) -> int:
+    return file.integer("head_dim", file.integer("hidden_size") // file.integer("num_attention_heads"))
+
+
+def attention(file: ConfigFile, rope: RopeConfig | None, **special: Any) -> AttentionConfig:
+    file.without_dropout("attention_dropout")
+    num_heads = file.integer("num_attention_heads")
+    num_kv_heads = file.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise TuneError(
+            f"{file.path}: num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}"
+        )
+    return AttentionConfig(num_heads, num_kv_heads, head_dim(file), rope, **special)
+
+
+def mlp(file: ConfigFile, activation: str = "hidden_act", **special: Any) -> MLPConfig:
+    """`activation` is the name of its field."""
+    file.assume(**{activation: "silu"})
+    name = ACTIVATION_NAMES[file.choice(activation, ACTIVATION_NAMES)]
+    return MLPConfig(file.integer("intermediate_size"), name, **special)
+
+
+def rms_norm(file: ConfigFile) -> NormConfig:
+    return NormConfig("rms", file.number("rms_norm_eps", 1e-6))
+
+
+def windows(file: ConfigFile, slides: Callable[[int], bool] = lambda layer: True) -> list[int | None]:
+    """Each layer's window: `sliding_window` where `layer_types`, or in files without them `slides(layer)`, says so."""
+    window, count = file.get("sliding_window"), num_layers(file)
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise TuneError(f"{file.path}: sliding_window must be a positive integer or null; found {window!r}")
+    sliding, full = "sliding_attention", "full_attention"
+    types = file.get("layer_types", [sliding if slides(layer) else full for layer in range(count)])
+    if unknown := set(types) - {sliding, full}:
+        raise TuneError(f"{file.path}: layer_types has {sorted(unknown)}; supported: {sliding}, {full}")
+    if len(types) != count:
+        raise TuneError(f"{file.path}: layer_types has {len(types)} entries for num_hidden_layers={count}")
+    return [window if name == sliding else None for name in types]
+
+
+def with_windows(
+    layer: LayerConfig, windows: list[int | None], sliding_rope: RopeConfig | None = None
+) -> list[LayerConfig]:
+    """The same layer with each of the windows; those that slide rotate by `sliding_rope` if there is one."""
+    assert isinstance(layer.attention, AttentionConfig)
+    sliding = replace(layer.attention, rope=sliding_rope or layer.attention.rope)
+    return [replace(layer, attention=replace(sliding, window=window)) if window else layer for window in windows]
+
+
+def rope(
+    file: ConfigFile,
+    size: int | None = None,
+    *,
+    partial: bool = False,
+    interleaved: bool = False,
+    fields: dict[str, Any] | None = None,
+) -> RopeConfig:
+    """The rotary embedding, as older (`rope_theta`, `rope_scaling`) or newer (`rope_parameters`) files have it.
+
+    `size` is that of a head if not the usual one; `partial`: the family may rotate a part of it. `fields` are the
+    file's where it has several sets of them.
+    """
+    theta = file.number("rope_theta", 10000.0)
+    if fields is None:
+        fields = dict(file.get("rope_scaling", {})) | dict(file.get("rope_parameters", {}))
+    fields = {name: value for name, value in fields.items() if value is not None}
+    kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
+    fields.pop("type", None)
+    theta = fields.pop("rope_theta", theta)
+    share = fields.pop("partial_rotary_factor", file.number("partial_rotary_factor", 1.0))
+    if share != 1 and not partial:
+        raise TuneError(f"{file.path}: partial_rotary_factor={share} is not supported in this family")
+    max_positions = file.integer("max_position_embeddings", 2048)
+    if original := file.get("original_max_position_embeddings"):
+        fields["original_max_position_embeddings"] = original
+    if kind in ("llama3", "yarn", "longrope"):  # left out by some exporters, and meant as the trained length
+        fields.setdefault("original_max_position_embeddings", max_positions)
+    for name in NEEDED.get(kind, ()):
+        if name not in fields:
+            raise TuneError(f"{file.path}: rope scaling '{kind}' has no '{name}'")
+    if unknown := fields.keys() - ROPE_FIELDS:
+        raise TuneError(f"{file.path}: rope scaling '{kind}' has unknown fields: {', '.join(sorted(unknown))}")
+    return RopeConfig(int((size or head_dim(file)) * share), max_positions, theta, kind, fields, interleaved)
+
+
+def two_ropes(file: ConfigFile, sliding_theta: float) -> tuple[RopeConfig, RopeConfig]:
+    """The rotations of full and of sliding layers. In older files a `rope_scaling` is for full layers only."""
+    types = file.get("rope_parameters", {})
+    if unknown := types.keys() - {"full_attention", "sliding_attention"}:
+        raise TuneError(
+            f"{file.path}: rope_parameters must have full_attention and sliding_attention; found {sorted(unknown)}"
+        )
+    file.integer("sliding_window")  # which of the two a layer takes is told by its having one
+    full = file.get("rope_scaling", {}) | (types.get("full_attention") or {})
+    sliding = {"rope_theta": sliding_theta} | (types.get("sliding_attention") or {})
+    return rope(file, fields=full), rope(file, fields=sliding)
+
+
+EXPERT_NAMES = {
+    "model.layers.{}.mlp.gate": "blocks.{}.mlp.router",
+    "model.layers.{}.mlp.experts.{}.gate_proj": "blocks.{}.mlp.experts.gate",
+    "model.layers.{}.mlp.experts.{}.up_proj": "blocks.{}.mlp.experts.up",
+    "model.layers.{}.mlp.experts.{}.down_proj": "blocks.{}.mlp.experts.down",
+}
+
+
+def num_experts(file: ConfigFile, default: int) -> int:
+    """Under either of the names that exporters have given it."""
+    older, newer = file.get("num_experts"), file.get("num_local_experts")
+    if older is not None and newer is not None:
+        file.expect(num_local_experts=older)
+    return file.integer("num_local_experts" if older is None else "num_experts", default)
+
+
+def experts(
+    file: ConfigFile, count: int, size: str = "moe_intermediate_size", *, router: dict[str, Any], **special: Any
+) -> ExpertsConfig:
+    """`size` is the name of its field; `router` is what is special about that."""
+    config = RouterConfig(count, file.integer("num_experts_per_tok"), **router)
+    group = count // config.num_groups
+    if config.num_groups > 1 and (count % config.num_groups or group < 2):
+        raise TuneError(f"{file.path}: {count} experts do not make {config.num_groups} groups of two or more")
+    if config.kept_groups > config.num_groups:
+        raise TuneError(f"{file.path}: topk_group={config.kept_groups}, but there are {config.num_groups} groups")
+    if config.chosen > group * config.kept_groups:
+        raise TuneError(
+            f"{file.path}: num_experts_per_tok={config.chosen} of {group * config.kept_groups} experts to choose from"
+        )
+    return ExpertsConfig(config, file.integer(size), mlp(file).activation, **special)
+
+
+def router_loss(file: ConfigFile) -> float:
+    """The weight of the load-balancing loss, where the model is to be trained with it."""
+    trained, coefficient = file.flag("output_router_logits"), file.get("router_aux_loss_coef", 0.001)
+    return file.number("router_aux_loss_coef", 0.001) if trained and coefficient else 0.0

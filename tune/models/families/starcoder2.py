@@ -1,0 +1,29 @@
+"""StarCoder2: layer norms with biases, biases everywhere, a feed-forward without a gate."""
+
+from tune.models.config_file import ConfigFile
+from tune.models.decoder import DecoderConfig, LayerConfig
+from tune.models.families import Family, read
+from tune.models.families.llama import NAMES as LLAMA_NAMES
+from tune.models.layers import NormConfig
+
+NAMES = LLAMA_NAMES | {
+    "model.layers.{}.mlp.c_fc": "blocks.{}.mlp.up",
+    "model.layers.{}.mlp.c_proj": "blocks.{}.mlp.down",
+}
+
+
+def read_config(file: ConfigFile) -> DecoderConfig:
+    file.assume(
+        hidden_act="gelu_pytorch_tanh", max_position_embeddings=4096, initializer_range=0.018042, use_bias=True,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    file.expect(mlp_type="default", norm_type="layer_norm")
+    file.without_dropout("residual_dropout", "embedding_dropout")
+    bias = file.flag("use_bias")
+    attention = read.attention(file, read.rope(file), bias=bias, output_bias=bias)
+    layer = LayerConfig(attention, read.mlp(file, bias=bias, gated=False))
+    norm = NormConfig("layer", file.number("norm_epsilon", 1e-5), bias=True)
+    return read.decoder(file, read.with_windows(layer, read.windows(file)), norm)
+
+
+FAMILY = Family(read_config, NAMES)

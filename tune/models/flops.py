@@ -1,0 +1,55 @@
+"""How much there is to compute: for model FLOPs utilisation (Chowdhery et al., PaLM, 2022, appendix B)."""
+
+from typing import Any
+
+from torch import nn
+
+from tune.models.decoder import Decoder
+from tune.quantization import NF4Weight
+
+
+def flops_per_token(model: nn.Module, seq_len: int) -> float:
+    """Floating-point operations of forward and backward for a token in a document of `seq_len`, recomputation left out.
+
+    6 for each trained weight (2 forward, 4 backward) and 4 for each frozen one (no gradient of its own), without the
+    embedding unless it is the head; 6 for each pair of tokens and each dimension of queries and values, as if attention
+    was not causal, within the window. Of experts those count that a token is sent to. What recurrent layers do beside
+    their weights is left out, which is little.
+    """
+    lookups = {id(module.weight): module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    if getattr(model, "head", None) is None and lookups:
+        lookups.pop(max(lookups, key=lambda key: lookups[key].numel()))
+    total = 0.0
+    for name, module in model.named_modules():
+        if isinstance(module, NF4Weight):  # two weights a byte
+            total += 4 * 2 * module.codes.numel()
+            continue
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in lookups:
+                share = _activated_share(model, name, parameter.ndim)
+                total += (6 if parameter.requires_grad else 4) * parameter.numel() * share
+    return total + 6 * _pair_widths(model, seq_len)
+
+
+def _activated_share(model: nn.Module, name: str, dimensions: int) -> float:
+    """Of experts, whose weights are stacked in one parameter, how many a token is sent to."""
+    module = model.get_submodule(name)
+    config: Any = getattr(model, "config", None)
+    if isinstance(model, Decoder) or dimensions < 3 or "experts" not in name:
+        return getattr(module, "activated_share", 1.0)
+    return config.num_experts_per_tok / next(module.parameters()).shape[0]
+
+
+def _pair_widths(model: nn.Module, seq_len: int) -> float:
+    """Dimensions of queries and of values that meet, over all layers and all tokens of a document."""
+    config: Any = getattr(model, "config", None)
+    if isinstance(model, Decoder):
+        attentions = [layer.attention for layer in config.layers]
+        return sum(each.pair_width * min(seq_len, getattr(each, "window", None) or seq_len) for each in attentions)
+    if not getattr(config, "num_attention_heads", None):
+        return 0.0
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    window = getattr(config, "sliding_window", None) or seq_len
+    lengths = {"full_attention": seq_len, "attention": seq_len, "sliding_attention": min(seq_len, window)}
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return 2 * config.num_attention_heads * head_dim * sum(lengths.get(kind, 0) for kind in types)

@@ -1,0 +1,300 @@
+"""Any causal language model of transformers, in the form that recipes train: `model._component_: tune.models.hf`."""
+
+import contextlib
+import inspect
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tune.errors import TuneError
+from tune.models.attention import Segments
+from tune.models.config_file import ConfigFile
+from tune.models.decoder import LossFunction, head_operands
+
+OnDisk = str | list[str] | list[list[str]]
+# Documents are put below each other, padded to the longest, where that costs at most this many times their tokens:
+# then attention is plainly causal, which has the faster kernels.
+FEW_PADDINGS = 1.25
+
+
+def hf(path: str, trust_remote_code: bool = False) -> "HuggingFaceModel":
+    """The model that transformers makes of `path`/config.json, without weights: parameters are on the meta device.
+
+    For architectures that `tune.models.build` does not have. Code in the folder runs only with `trust_remote_code`.
+
+    Raises:
+        TuneError: transformers does not know it as a causal language model, or it cannot be trained as one here.
+    """
+    file = ConfigFile(Path(path))
+    try:
+        import transformers
+    except ImportError as error:
+        raise TuneError("tune.models.hf needs the hf extra: pip install 'tune-recipes[hf]'") from error
+    if quantization := file.fields.get("quantization_config"):
+        raise TuneError(f"{file.path}: the weights are quantised ({quantization}); fine-tune the original checkpoint")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        # The masks of the model's own dropout would depend on how rows are spread over devices; router noise likewise.
+        for part in {id(part): part for part in (config, config.get_text_config())}.values():
+            part.use_cache = False
+            for name, value in vars(part).items():
+                if re.search("drop|jitter", name) and isinstance(value, float):
+                    setattr(part, name, 0.0)
+        with torch.device("cpu"), _parameters_on_meta():
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=trust_remote_code
+            )
+    except Exception as error:  # nothing narrower: each of hundreds of constructors has its own
+        raise TuneError(f"{file.path}: transformers {transformers.__version__} cannot make a model: {error}") from error
+    return HuggingFaceModel(model)
+
+
+class HuggingFaceModel(nn.Module):
+    """A causal language model of transformers with its output head taken out, so that head and loss are computed by
+    chunks and FSDP has their weight gathered. `body` is the rest; `head` is None where the weight is the embedding.
+
+    Called as `tune.models.Decoder` is; a cache is not supported: to generate, load the export in transformers.
+    """
+
+    def __init__(self, model: Any):
+        super().__init__()
+        name = type(model).__name__
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or model.config.is_encoder_decoder:
+            raise TuneError(f"model: {name} has no linear output head over a decoder: it cannot be trained here")
+        on_disk = _disk_names(model)
+        self.disk_prefix = f"{model.base_model_prefix}."
+        self.not_weights = (*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$")
+        self.config = model.config.get_text_config()
+        self.body = model
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.longest = _longest(self.config)
+        self.knows_logits = False  # whether they are those of the head, scaled and bounded; looked at once
+        self.keeps_documents_apart: bool | None = None  # in one row; found out in the first forward
+        self.scale, self.softcap = _after_head(self.config)
+
+        head_name = next(each for each, module in model.named_modules() if module is head)
+        self.caught = _Caught(self)
+        model.set_submodule(head_name, self.caught)
+        body = {id(parameter): f"body.{each}" for each, parameter in model.named_parameters()}
+        self.tied = body.get(id(head.weight), "")
+        if self.tied and head.bias is not None:
+            raise TuneError(f"model: {name} has an output bias beside tied weights: it cannot be trained here")
+        self.head = None if self.tied else head
+        ours = body | ({} if self.tied else {id(each): f"head.{kind}" for kind, each in head.named_parameters()})
+        ours |= {id(buffer): f"body.{each}" for each, buffer in model.named_buffers()}
+        self.disk_names: dict[str, OnDisk] = {}
+        self.disk_copies: dict[str, str] = {}
+        for identity, names in on_disk:
+            if ours[identity] not in self.disk_names:
+                self.disk_names[ours[identity]] = names
+            elif isinstance(names, str):
+                self.disk_copies[names] = ours[identity]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        loss_fn: LossFunction | None = None,
+    ) -> Tensor:
+        """As `tune.models.Decoder.forward`."""
+        hidden = self._run(tokens) if documents is None else self._run_documents(tokens, documents)
+        if self.scale != 1:
+            hidden = hidden * self.scale
+        hidden, weight = head_operands(self.head_module, hidden)
+        bias = None if self.head is None else self.head.bias
+        if loss_fn is not None:
+            assert labels is not None, "loss_fn needs labels"
+            if bias is not None:  # as one more column, for a feature that is one
+                hidden = torch.cat([hidden, hidden.new_full((*hidden.shape[:-1], 1), self.scale)], dim=-1)
+                weight = torch.cat([weight, bias[:, None]], dim=1)
+            return loss_fn(hidden, weight, labels, **{"softcap": self.softcap} if self.softcap else {})
+        return self._bounded(F.linear(hidden, weight, None if bias is None else bias * self.scale))
+
+    def _run(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """What reaches the head, `[batch, seq, hidden]`."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        arguments = {"position_ids": positions} if self.takes_positions else {}
+        logits = self.body(input_ids=tokens, return_dict=True, **arguments).logits
+        hidden = self.caught.taken()
+        if not self.knows_logits:
+            if logits is not hidden and not _close(logits, self._bounded(hidden * self.scale)):
+                raise TuneError(
+                    f"model: {type(self.body).__name__} changes what its output head gives in a way that is not known "
+                    "here, so that head and loss cannot be computed by chunks: it cannot be trained"
+                )
+            self.knows_logits = True
+        return hidden
+
+    @property
+    def head_module(self) -> nn.Module:
+        """The head, or the embedding whose weight it shares."""
+        return self.get_submodule(self.tied.rpartition(".")[0]) if self.head is None else self.head
+
+    def _bounded(self, logits: Tensor) -> Tensor:
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def _run_documents(self, tokens: Tensor, documents: Tensor) -> Tensor:
+        segments = Segments.of(documents)
+        if self.keeps_documents_apart is None:
+            self.keeps_documents_apart = self._find_out(tokens.device)
+        lengths = torch.tensor(segments.lengths, device=tokens.device)
+        longest = max(segments.lengths)
+        if self.longest and longest > self.longest:
+            raise TuneError(
+                f"max_seq_len: a document of {longest} tokens is longer than {self.longest}, where this model changes "
+                "its rope scaling for all that is in a batch. Lower max_seq_len"
+            )
+        offsets = torch.arange(longest, device=tokens.device)
+        starts = segments.boundaries[:-1].long()
+        if self.keeps_documents_apart and len(lengths) * longest > FEW_PADDINGS * tokens.numel():
+            positions = torch.arange(tokens.numel(), device=tokens.device) - starts.repeat_interleave(lengths)
+            return self._run(tokens, positions.view_as(tokens))
+        # One document a row. What stands behind its end is seen by nothing before, and left out afterwards.
+        index = (starts[:, None] + offsets).clamp(max=tokens.numel() - 1)
+        self._move_dropout_keys(tokens, index)
+        hidden = self._run(tokens.flatten()[index])
+        return hidden[offsets < lengths[:, None]].view(*tokens.shape, -1)
+
+    def _move_dropout_keys(self, tokens: Tensor, index: Tensor) -> None:
+        for module in self.modules():
+            keys = getattr(module, "dropout_keys", None)
+            if keys is not None and keys.shape == tokens.shape:
+                module.dropout_keys = keys.flatten()[index]
+
+    @torch.no_grad()
+    def _find_out(self, device: torch.device) -> bool:
+        """Whether documents in one row can be told apart by their positions.
+
+        Raises:
+            TuneError: a token sees those behind it.
+        """
+        training = self.training
+        self.eval()
+        tokens = (torch.arange(12, device=device) * 7 + 3) % self.config.vocab_size
+        document, alone = tokens[None, 5:], self._run(tokens[None, 5:])
+        followed = self._run(torch.cat([document, tokens[None, :5]], dim=1))
+        if not _close(followed[:, :7], alone):
+            raise TuneError(
+                f"model: in {type(self.body).__name__} a token sees those that follow it, so that it would be given "
+                "the answer it has to learn. If config.json has is_decoder=false, the model is an encoder"
+            )
+        positions = torch.cat([torch.arange(5, device=device), torch.arange(7, device=device)])
+        apart = self.takes_positions and _close(self._run(tokens[None], positions[None])[:, 5:], alone)
+        self.train(training)
+        return apart
+
+
+class _Caught(nn.Module):
+    """Stands where the head was."""
+
+    def __init__(self, owner: HuggingFaceModel) -> None:
+        super().__init__()
+        self.owner = [owner]  # in a list, so as not to be its parent
+        self.hidden: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """Some models look at its type."""
+        return self.owner[0].head_module.weight  # type: ignore[return-value]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.hidden = hidden
+        return hidden
+
+    def taken(self) -> Tensor:
+        hidden, self.hidden = self.hidden, None
+        assert hidden is not None, "the model does not call its output head"
+        return hidden
+
+
+def _after_head(config: Any) -> tuple[float, float | None]:
+    """What the logits are multiplied by, and their bound, by the names that configs of transformers have for them."""
+    scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
+    if scaling := getattr(config, "logits_scaling", None):
+        scale /= scaling
+    return scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+
+
+def _longest(config: Any) -> int | None:
+    """The length beyond which the rotary angles depend on the longest row of the batch."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes] if "rope_type" in ropes else ropes.values():
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            return rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    return None
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    tolerance = 1e-3 if expected.dtype == torch.float32 else 5e-2
+    difference = (found.float() - expected.float()).norm()
+    return found.shape == expected.shape and bool(difference <= tolerance * expected.float().norm())
+
+
+def _disk_names(model: Any) -> list[tuple[int, OnDisk]]:
+    """(identity, name or names on disk) of every tensor that transformers saves of a model."""
+    names = []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        on_disk = _parts(model, name, tensor.detach())
+        if on_disk is None:
+            raise TuneError(
+                f"model: {type(model).__name__} is not in memory as it is on disk, and how {name} is made is not known "
+                "here. Take tune.models.build if it has this architecture"
+            )
+        names.append((id(tensor), on_disk))
+    return names
+
+
+def _parts(model: Any, name: str, whole: Tensor) -> OnDisk | None:
+    """What is on disk for a tensor: its name; those of its members along the first dimension; or for each member those
+    of its equal parts. None if it is anything else.
+
+    transformers says it only by what it would save of given values. So it is given a small tensor of different ones.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    saved: dict[str, Tensor] = revert_weight_conversion(model, {name: whole})
+    first = next(iter(saved))
+    if len(saved) == 1 and saved[first] is whole:
+        return first
+    parts, rest = divmod(len(saved), len(whole))
+    if rest or not parts or whole.ndim < 2 or whole.shape[1] % parts:
+        return None
+    small = (*whole.shape[:2], *(min(size, 4) for size in whole.shape[2:]))
+    values = torch.arange(math.prod(small), device="cpu").view(small)
+    try:
+        found: dict[str, Tensor] = revert_weight_conversion(model, {name: values})
+    except (RuntimeError, ValueError):
+        return None
+    ordered = sorted(found, key=lambda each: int(found[each].min()))
+    expected = [part for member in values for part in member.chunk(parts)]
+    if not all(torch.equal(found[each], part) for each, part in zip(ordered, expected, strict=True)):
+        return None
+    return ordered if parts == 1 else [ordered[start : start + parts] for start in range(0, len(ordered), parts)]
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters take no memory, and buffers are what the constructors compute: no checkpoint has most of them."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore

@@ -1,0 +1,78 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads come from one small vector a token."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tune.models.attention import Scoring, attend, attend_cached
+from tune.models.context import Context
+from tune.models.layers import NormConfig
+from tune.models.rope import RopeConfig, rotate
+
+
+@dataclass(frozen=True)
+class LatentAttentionConfig:
+    """Queries and keys have `plain_size` dimensions and those that `rope` rotates, which all heads share in the key.
+
+    Keys and values come from `key_value_rank` dimensions, queries from `query_rank`, or from the hidden states if None.
+    """
+
+    num_heads: int
+    plain_size: int
+    value_size: int
+    rope: RopeConfig
+    key_value_rank: int
+    query_rank: int | None
+    norm: NormConfig
+    scale: float
+    bias: bool = False
+
+    @property
+    def pair_width(self) -> int:
+        """Multiplications for a pair of tokens: of query and key, and of weight and value."""
+        return self.num_heads * (self.plain_size + self.rope.size + self.value_size)
+
+    def build(self, hidden_size: int) -> nn.Module:
+        return LatentAttention(self, hidden_size)
+
+
+class LatentAttention(nn.Module):
+    def __init__(self, config: LatentAttentionConfig, hidden_size: int):
+        super().__init__()
+        self.config = config
+        query_width = config.num_heads * (config.plain_size + config.rope.size)
+        if config.query_rank is None:
+            self.query = nn.Linear(hidden_size, query_width, bias=False)
+        else:
+            self.query_down = nn.Linear(hidden_size, config.query_rank, bias=config.bias)
+            self.query_norm = config.norm.build(config.query_rank)
+            self.query_up = nn.Linear(config.query_rank, query_width, bias=False)
+        self.key_value_down = nn.Linear(hidden_size, config.key_value_rank + config.rope.size, bias=config.bias)
+        self.key_value_norm = config.norm.build(config.key_value_rank)
+        key_value_width = config.num_heads * (config.plain_size + config.value_size)
+        self.key_value_up = nn.Linear(config.key_value_rank, key_value_width, bias=False)
+        self.output = nn.Linear(config.num_heads * config.value_size, hidden_size, bias=config.bias)
+
+    def forward(self, hidden: Tensor, context: Context) -> Tensor:
+        config = self.config
+        if config.query_rank is None:
+            query = self.query(hidden)
+        else:
+            query = self.query_up(self.query_norm(self.query_down(hidden)))
+        latent, key_rotated = self.key_value_down(hidden).split([config.key_value_rank, config.rope.size], dim=-1)
+        key_value = self.key_value_up(self.key_value_norm(latent)).unflatten(-1, (config.num_heads, -1))
+        key_plain, value = key_value.split([config.plain_size, config.value_size], dim=-1)
+        query = query.unflatten(-1, (config.num_heads, -1))
+        query_plain, query_rotated = query.split([config.plain_size, config.rope.size], dim=-1)
+        assert context.rotation is not None
+        key_rotated = rotate(key_rotated[:, :, None], context.rotation).expand(-1, -1, config.num_heads, -1)
+        query = torch.cat([query_plain, rotate(query_rotated, context.rotation)], dim=-1)
+        key = torch.cat([key_plain, key_rotated], dim=-1)
+        scoring = Scoring(scale=config.scale)
+        if context.cache is None:
+            heads = attend(query, key, value, context.segments, scoring)
+        else:
+            key, value = context.cache.update(key, value, positions=context.positions)
+            heads = attend_cached(query, key, value, context.positions, scoring)
+        return self.output(heads.flatten(-2))

@@ -1,0 +1,168 @@
+"""The parts of a decoder's block. A part's config builds it; a part is called with hidden states and the context."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tune.models.attention import Scoring, attend, attend_cached
+from tune.models.context import Context
+from tune.models.rope import RopeConfig, rotate
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda hidden: F.relu(hidden).square(),
+}
+
+
+class PartConfig(Protocol):
+    """What describes an attention or a feed-forward part: `build` makes a module called with (hidden, context)."""
+
+    def build(self, hidden_size: int) -> nn.Module: ...
+
+
+class AttentionPartConfig(PartConfig, Protocol):
+    @property
+    def rope(self) -> RopeConfig | None:
+        """The rotation that the part finds in its context."""
+
+    @property
+    def pair_width(self) -> int:
+        """Multiplications for a pair of tokens: of query and key, and of weight and value."""
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """`rms` (Zhang and Sennrich, 2019), `rms_offset` (Gemma's: the weight is stored as what it exceeds one by) or
+    `layer` (Ba et al., 2016). All compute in fp32."""
+
+    kind: Literal["rms", "rms_offset", "layer"]
+    eps: float
+    bias: bool = False
+
+    def build(self, size: int) -> nn.Module:
+        if self.kind == "layer":
+            return nn.LayerNorm(size, eps=self.eps, bias=self.bias)
+        return (nn.RMSNorm if self.kind == "rms" else OffsetRMSNorm)(size, eps=self.eps)
+
+
+class OffsetRMSNorm(nn.RMSNorm):
+    """RMSNorm with the weight 1 + w, and the product in fp32, as Gemma has it."""
+
+    initial_weight = 0.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.rms_norm(input.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).type_as(input)
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Attention to `num_kv_heads` keys and values; see `Scoring` for window, scale, softcap and sinks.
+
+    `bias` is that of the query, key and value projections, which `fused` makes one. `rope=None` leaves positions out.
+    `query_key_norm` normalises each head, or with `norm_all_heads` all heads together.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig | None
+    bias: bool = False
+    output_bias: bool = False
+    fused: bool = False
+    query_key_norm: NormConfig | None = None
+    norm_all_heads: bool = False
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+    @property
+    def pair_width(self) -> int:
+        """Multiplications for a pair of tokens: of query and key, and of weight and value."""
+        return 2 * self.num_heads * self.head_dim
+
+    def build(self, hidden_size: int) -> nn.Module:
+        return Attention(self, hidden_size)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: AttentionConfig, hidden_size: int):
+        super().__init__()
+        self.config = config
+        widths = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        self.widths = widths
+        if config.fused:
+            self.query_key_value = nn.Linear(hidden_size, sum(widths), bias=config.bias)
+        else:
+            self.query, self.key, self.value = (nn.Linear(hidden_size, width, bias=config.bias) for width in widths)
+        self.output = nn.Linear(widths[0], hidden_size, bias=config.output_bias)
+        if norm := config.query_key_norm:
+            sizes = widths[:2] if config.norm_all_heads else [config.head_dim] * 2
+            self.query_norm, self.key_norm = (norm.build(size) for size in sizes)
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
+
+    def forward(self, hidden: Tensor, context: Context) -> Tensor:
+        config = self.config
+        if config.fused:
+            query, key, value = self.query_key_value(hidden).split(self.widths, dim=-1)
+        else:
+            query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
+        if config.query_key_norm and config.norm_all_heads:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key, value = (heads.unflatten(-1, (-1, config.head_dim)) for heads in (query, key, value))
+        if config.query_key_norm and not config.norm_all_heads:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if context.rotation is not None:
+            query, key = rotate(query, context.rotation), rotate(key, context.rotation)
+            if context.rotation.query_scale is not None:
+                query = query * context.rotation.query_scale
+        scoring = Scoring(config.window, config.scale, config.softcap, self.sinks)
+        if context.cache is None:
+            heads = attend(query, key, value, context.segments, scoring)
+        else:
+            key, value = context.cache.update(key, value, positions=context.positions)
+            heads = attend_cached(query, key, value, context.positions, scoring)
+        return self.output(heads.flatten(-2))
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    """Feed-forward of width `size`, by default gated (Shazeer, 2020); `fused` makes gate and up one projection."""
+
+    size: int
+    activation: str = "silu"
+    gated: bool = True
+    bias: bool = False
+    fused: bool = False
+
+    def build(self, hidden_size: int) -> nn.Module:
+        return MLP(self, hidden_size)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: MLPConfig, hidden_size: int):
+        super().__init__()
+        self.config = config
+        if config.fused:
+            self.gate_up = nn.Linear(hidden_size, 2 * config.size, bias=config.bias)
+        else:
+            if config.gated:
+                self.gate = nn.Linear(hidden_size, config.size, bias=config.bias)
+            self.up = nn.Linear(hidden_size, config.size, bias=config.bias)
+        self.down = nn.Linear(config.size, hidden_size, bias=config.bias)
+
+    def forward(self, hidden: Tensor, context: Context) -> Tensor:
+        activation = ACTIVATIONS[self.config.activation]
+        if self.config.fused:
+            gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+            return self.down(activation(gate) * up)
+        if self.config.gated:
+            return self.down(activation(self.gate(hidden)) * self.up(hidden))
+        return self.down(activation(self.up(hidden)))

@@ -1,0 +1,172 @@
+"""Mixtures of experts: routing -> dispatch -> experts -> combination, each on its own. No token is ever dropped."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tune.models.context import Context
+from tune.models.grouped_product import grouped_product
+from tune.models.layers import ACTIVATIONS, MLPConfig
+from tune.models.routing import Router, RouterConfig, RoutingFigures
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Experts of width `size`, chosen by `router`, beside an expert that all tokens share if `shared` is its width.
+
+    `fused` makes gate and up one projection: its first and second half, or its even and odd outputs. `transposed`
+    weights are `[experts, in, out]`. `clamp` is (alpha, limit) of the gating of gpt-oss. `shared_gate` weighs the
+    shared expert by a sigmoid.
+    """
+
+    router: RouterConfig
+    size: int
+    activation: str = "silu"
+    fused: Literal["no", "halves", "interleaved"] = "no"
+    bias: bool = False
+    transposed: bool = False
+    clamp: tuple[float, float] | None = None
+    shared: int | None = None
+    shared_gate: bool = False
+
+    def build(self, hidden_size: int) -> nn.Module:
+        return MixtureOfExperts(self, hidden_size)
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self, config: ExpertsConfig, hidden_size: int):
+        super().__init__()
+        self.router = Router(config.router, hidden_size)
+        self.experts = Experts(config, hidden_size)
+        self.shared = MLPConfig(config.shared, config.activation).build(hidden_size) if config.shared else None
+        self.shared_gate = nn.Linear(hidden_size, 1, bias=False) if config.shared_gate else None
+
+    def forward(self, hidden: Tensor, context: Context) -> tuple[Tensor, RoutingFigures | None]:
+        """`hidden` `[batch, seq, dim]` -> the same; in training also what the router did."""
+        tokens = hidden.flatten(0, 1)
+        routing = self.router(tokens)
+        plan = Dispatch.of(routing.experts, self.router.config.num_experts)
+        output = combine(self.experts(dispatch(tokens, plan), plan), routing.weights, plan).view_as(hidden)
+        if self.shared is not None:
+            shared = self.shared(hidden, context)
+            output = output + (shared if self.shared_gate is None else self.shared_gate(hidden).sigmoid() * shared)
+        supervision = context.supervision
+        return output, None if supervision is None else RoutingFigures.of(routing, supervision)
+
+
+class Dispatch(NamedTuple):
+    """Which rows the experts work on: the choices `[tokens * chosen]` of all tokens, sorted by expert.
+
+    Row i is choice `order[i]`; choice j is row `places[j]`, and of token j // `chosen`. The rows of expert e end before
+    `ends[e]`.
+    """
+
+    order: Tensor
+    places: Tensor
+    ends: Tensor
+    chosen: int
+
+    @classmethod
+    def of(cls, experts: Tensor, num_experts: int) -> "Dispatch":
+        """For the `experts` `[tokens, chosen]` of each token."""
+        by_expert, order = experts.flatten().sort(stable=True)
+        numbers = torch.arange(num_experts, device=experts.device)
+        ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)  # counting would wait for the device
+        return cls(order, order.argsort(), ends, experts.shape[1])
+
+    @property
+    def tokens(self) -> Tensor:
+        """The token of each row."""
+        return self.order // self.chosen
+
+    @property
+    def experts(self) -> Tensor:
+        """The expert of each row."""
+        return torch.searchsorted(self.ends, torch.arange(len(self.order), device=self.ends.device), right=True)
+
+
+def dispatch(tokens: Tensor, plan: Dispatch) -> Tensor:
+    """`tokens` `[tokens, dim]` -> rows `[tokens * chosen, dim]`, sorted by expert."""
+    return _Reorder.apply(tokens, plan.order, plan.places, plan.chosen)
+
+
+def combine(rows: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
+    """The sum of each token's rows, weighted by `weights` `[tokens, chosen]`: `[tokens, dim]`."""
+    choices = _Reorder.apply(rows, plan.places, plan.order, 1).unflatten(0, weights.shape)
+    return torch.bmm(weights.to(rows.dtype)[:, None], choices)[:, 0]
+
+
+class _Reorder(torch.autograd.Function):
+    """Takes row order[i] // copies to place i. Backward gathers too: torch would scatter, slowly or in random order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.copies = copies
+        return rows[order // copies if copies > 1 else order]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        return gradient[places].unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None
+
+
+class Experts(nn.Module):
+    """Gated feed-forward networks, one for each expert."""
+
+    def __init__(self, config: ExpertsConfig, hidden_size: int):
+        super().__init__()
+        self.config = config
+
+        def projection(inputs: int, outputs: int) -> ExpertLinear:
+            layer = ExpertLinear(config.router.num_experts, inputs, outputs, config.bias, config.transposed)
+            layer.activated_share = config.router.chosen / config.router.num_experts
+            return layer
+
+        if config.fused == "no":
+            self.gate, self.up = (projection(hidden_size, config.size) for _ in range(2))
+        else:
+            self.gate_up = projection(hidden_size, 2 * config.size)
+        self.down = projection(config.size, hidden_size)
+
+    def forward(self, rows: Tensor, plan: Dispatch) -> Tensor:
+        if self.config.fused == "no":
+            gate, up = self.gate(rows, plan), self.up(rows, plan)
+        elif self.config.fused == "halves":
+            gate, up = self.gate_up(rows, plan).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_up(rows, plan).unflatten(-1, (-1, 2)).unbind(-1)
+        return self.down(self._gated(gate, up), plan)
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.config.clamp is None:
+            activation: Callable[[Tensor], Tensor] = ACTIVATIONS[self.config.activation]
+            return activation(gate) * up
+        alpha, limit = self.config.clamp
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+class ExpertLinear(nn.Module):
+    """A linear layer for each expert: `weight` `[experts, out, in]`, or `[experts, in, out]` if `transposed`.
+
+    `activated_share` is that of the experts that work on a token.
+    """
+
+    activated_share = 1.0
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, bias: bool, transposed: bool):
+        super().__init__()
+        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
+        self.transposed = transposed
+        shape = (in_features, out_features) if transposed else (out_features, in_features)
+        self.weight = nn.Parameter(torch.empty(num_experts, *shape))
+        self.bias = nn.Parameter(torch.empty(num_experts, out_features)) if bias else None
+
+    def forward(self, rows: Tensor, plan: Dispatch) -> Tensor:
+        """`rows` `[rows, in]` sorted by expert -> `[rows, out]`."""
+        output = grouped_product(rows, self.weight if self.transposed else self.weight.mT, plan.ends)
+        return output if self.bias is None else output + self.bias[plan.experts]

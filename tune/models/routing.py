@@ -1,0 +1,164 @@
+"""Which experts a token goes to, how evenly, and the loss that evens it out."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tune.losses import IGNORED
+from tune.models.attention import Segments
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How `chosen` of `num_experts` are found for a token, and with what weights.
+
+    `scores` are the softmax or the sigmoid of the logits, or the softmax over the `chosen` alone. `normalized` weights
+    of the chosen sum to one; then all are multiplied by `scale`. The choice alone is made by scores plus `correction`,
+    which is no trained parameter, and within the `kept_groups` of the `num_groups` groups of experts whose two best
+    have the largest sum (DeepSeek-V3).
+    """
+
+    num_experts: int
+    chosen: int
+    scores: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    normalized: bool = True
+    bias: bool = False
+    correction: bool = False
+    num_groups: int = 1
+    kept_groups: int = 1
+    scale: float = 1.0
+
+
+class Routing(NamedTuple):
+    """`weights` (fp32) and `experts` `[tokens, chosen]`; `probabilities` (fp32) `[tokens, num_experts]`, of sum one."""
+
+    weights: Tensor
+    experts: Tensor
+    probabilities: Tensor
+
+
+class Router(nn.Module):
+    correction: Tensor | None
+
+    def __init__(self, config: RouterConfig, hidden_size: int):
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.bias else None
+        self.register_buffer("correction", torch.empty(config.num_experts) if config.correction else None)
+
+    def forward(self, tokens: Tensor) -> Routing:
+        """For `tokens` `[tokens, dim]`."""
+        config = self.config
+        if config.scores == "sigmoid":
+            scores = F.linear(tokens.float(), self.weight.float()).sigmoid()
+            experts = self._choose(scores)
+            weights, probabilities = scores.gather(1, experts), scores / (scores.sum(dim=1, keepdim=True) + 1e-20)
+        else:
+            logits = F.linear(tokens, self.weight, self.bias).float()
+            probabilities = logits.softmax(dim=1)
+            if config.scores == "softmax":
+                weights, experts = probabilities.topk(config.chosen)
+            else:
+                best, experts = logits.topk(config.chosen)
+                weights = best.softmax(dim=1)
+        if config.normalized:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+        return Routing(weights * config.scale if config.scale != 1 else weights, experts, probabilities)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        config = self.config
+        if self.correction is not None:
+            scores = scores.detach() + self.correction
+        if config.num_groups > 1:
+            groups = scores.unflatten(1, (config.num_groups, -1))
+            kept = groups.topk(2).values.sum(dim=2).topk(config.kept_groups).indices
+            dropped = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(1, kept, False)
+            scores = groups.masked_fill(dropped[..., None], float("-inf")).flatten(1)
+        return scores.topk(config.chosen).indices
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Router":
+        """What `to` and `to_empty` do. The correction stays in fp32: rounded, it would choose other experts."""
+        correction = self.correction
+        super()._apply(fn, recurse)
+        if correction is not None and self.correction is not None:
+            self.correction = torch.empty_like(self.correction, dtype=torch.float32)
+            if not correction.is_meta:
+                self.correction.copy_(correction)
+        return self
+
+
+class Supervision(NamedTuple):
+    """The documents of a batch: which one each token is of, `[tokens]`, and how many tokens and supervised tokens each
+    has, `[documents]`. Padding is a document without supervised tokens."""
+
+    documents: Tensor
+    lengths: Tensor
+    supervised: Tensor
+
+    @classmethod
+    def of(cls, labels: Tensor, segments: Segments | None) -> "Supervision":
+        """For `labels` `[batch, seq]`."""
+        if segments is None:
+            lengths = torch.full((labels.shape[0],), labels.shape[1], device=labels.device)
+        else:
+            lengths = segments.boundaries.diff()
+        numbers = torch.arange(len(lengths), device=labels.device)
+        documents = numbers.repeat_interleave(lengths, output_size=labels.numel())
+        supervised = (labels != IGNORED).flatten().float()
+        return cls(documents, lengths.float(), supervised.new_zeros(len(lengths)).index_add(0, documents, supervised))
+
+
+class RoutingFigures(NamedTuple):
+    """What a router did, summed over the documents that are trained on: choices of each expert `[num_experts]`, entropy
+    of the tokens' probabilities, and the load-balancing loss, weighted by supervised tokens."""
+
+    load: Tensor
+    entropy: Tensor
+    balance: Tensor
+
+    @classmethod
+    def of(cls, routing: Routing, supervision: Supervision) -> "RoutingFigures":
+        """The load-balancing loss is that of the Switch Transformer (Fedus et al., 2021), for each document by itself:
+        num_experts * sum over experts of (choices per token) * (mean probability).
+
+        transformers' `load_balancing_loss_func` computes it over all tokens of a batch, which would make the training
+        depend on how documents are batched, and over all layers as if they had the same experts; for one document and
+        one layer the two are equal. The sum over documents, weighted by supervised tokens, is to be divided by the
+        supervised tokens of the whole step, as the loss is. Gradients flow through the probabilities alone.
+        """
+        documents, lengths, supervised = supervision
+        num_experts = routing.probabilities.shape[1]
+        choices = torch.zeros_like(routing.probabilities).scatter(1, routing.experts, 1.0)
+        load, probability = (
+            choices.new_zeros(len(lengths), num_experts).index_add(0, documents, each)
+            for each in (choices, routing.probabilities)
+        )
+        balance = num_experts * (load * probability).sum(dim=1) / lengths.square()
+        trained = (supervised > 0).float()
+        entropy = torch.special.entr(routing.probabilities.detach()).sum(dim=1)
+        return cls(trained @ load, trained[documents] @ entropy, supervised @ balance)
+
+
+class RoutingSums:
+    """The figures of all forwards in training since they were last taken, kept on the device."""
+
+    def __init__(self) -> None:
+        self.rows: Tensor | None = None
+
+    def add(self, layers: list[RoutingFigures], supervision: Supervision) -> Tensor:
+        """The load-balancing loss, averaged over layers."""
+        trained = supervision.lengths @ (supervision.supervised > 0).float()
+        common = torch.stack([trained, supervision.supervised.sum()])
+        rows = [torch.cat([load, entropy[None], balance[None], common]).detach() for load, entropy, balance in layers]
+        self.rows = torch.stack(rows) if self.rows is None else self.rows + torch.stack(rows)
+        return torch.stack([figures.balance for figures in layers]).mean()
+
+    def take(self) -> Tensor:
+        """A row a layer: choices of each expert; entropy and load-balancing loss, tokens and supervised tokens."""
+        assert self.rows is not None, "figures are counted in a forward in training, with labels"
+        rows, self.rows = self.rows, None
+        return rows

@@ -1,0 +1,40 @@
+"""Updates while gradients are being computed."""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tune.distributed import World, local_shard
+
+
+class InBackward:
+    """From its creation on, `optimizer` updates each parameter during backward, when its gradient is complete, and the
+    gradient is freed. `optimizer.step()` then finds nothing to do; learning rates and state stay where they were.
+
+    There must be one backward per optimizer step, and gradients cannot be clipped by their norm: they are gone by then.
+    """
+
+    def __init__(self, optimizer: Optimizer, world: World):
+        self.optimizer, self.world = optimizer, world
+        self.squares = torch.zeros((), device=world.device)
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._update, index))
+
+    def norm(self) -> float:
+        """That of all gradients since the last call, together."""
+        squares = self.world.sum(self.squares)[0] / self.world.mesh["dp_replicate"].size()  # replicas hold the same
+        self.squares.zero_()
+        return math.sqrt(squares)
+
+    def _update(self, index: int, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.squares += torch.linalg.vector_norm(local_shard(parameter.grad)[0], dtype=torch.float32).square()
+        groups = self.optimizer.param_groups
+        self.optimizer.param_groups = [groups[index] | {"params": [parameter]}]
+        self.optimizer.step()
+        self.optimizer.param_groups = groups
+        parameter.grad = None

@@ -1,0 +1,47 @@
+"""Muon, with AdamW for what Muon is not for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+
+class Muon(Optimizer):
+    """torch's Muon (Jordan et al., 2024) for the matrices of the blocks, torch's AdamW for everything else: vectors,
+    embeddings, output head.
+
+    `params` are the groups that `parameter_groups` makes. Updates of matrices are scaled to the size that those of
+    AdamW have (Liu et al., 2025), so that one `lr` and `weight_decay` suit both. `betas` and `eps` are AdamW's.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        *,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "in_blocks": False})
+        self.parts: dict[bool, Optimizer] = {}
+        if groups := self._groups(in_blocks=True):
+            self.parts[True] = torch.optim.Muon(
+                groups, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw"
+            )
+        if groups := self._groups(in_blocks=False):
+            self.parts[False] = torch.optim.AdamW(groups, betas=betas, eps=eps)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for in_blocks, part in self.parts.items():
+            # Groups and state are kept here, in one place to save and restore; the parts only work on them.
+            part.param_groups, part.state = self._groups(in_blocks), self.state
+            part.step()
+
+    def _groups(self, in_blocks: bool) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["in_blocks"] == in_blocks]

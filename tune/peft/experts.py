@@ -1,0 +1,66 @@
+"""LoRA on the experts of a mixture, one adapter for each of them."""
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tune.errors import TuneError
+from tune.models.grouped_product import grouped_product
+from tune.models.moe import Dispatch, ExpertLinear
+from tune.peft.dropout import THIRD, dropout, mix
+from tune.peft.lora import LoRA
+
+
+class LoRAExperts(ExpertLinear):
+    """A linear layer for each expert, whose weight W is used as W + scaling * B @ A, with a B and an A of its own.
+
+    `lora_a` is `[experts, rank, in]`, `lora_b` `[experts, out, rank]`, however W lies. Made from the layer in place.
+    """
+
+    PARTS: ClassVar = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    rank: int
+    alpha: float
+    scaling: float
+    dropout: float
+    dropout_keys: Tensor | None
+    name: str
+
+    @classmethod
+    def adapt(cls, layer: ExpertLinear, name: str, rank: int, alpha: float, lora: LoRA) -> None:
+        """Raises TuneError for a rank above the layer's dimensions, and for kinds that PEFT has not for experts."""
+        if rank > (smallest := min(layer.in_features, layer.out_features)):
+            raise TuneError(f"adapter.rank: {rank} is more than {name} has dimensions ({smallest}); lower it")
+        if lora.dora or lora.init != "default":
+            kind = "dora=true" if lora.dora else f"init={lora.init}"
+            raise TuneError(f"adapter.target_modules: {name} are experts, which {kind} has no form for; leave them out")
+        layer.__class__ = cls
+        assert isinstance(layer, LoRAExperts)
+        layer.lora_a = nn.Parameter(layer.weight.new_empty(layer.num_experts, rank, layer.in_features))
+        layer.lora_b = nn.Parameter(layer.weight.new_empty(layer.num_experts, layer.out_features, rank))
+        layer.rank, layer.alpha, layer.scaling = rank, alpha, lora.scaling(rank, alpha)
+        layer.dropout, layer.dropout_keys, layer.name = lora.dropout, None, name
+
+    def start(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Where the parameters start, in full: A uniform as in `nn.Linear`, B zero."""
+        bound = 1 / math.sqrt(self.in_features)
+        return {
+            "lora_a": torch.empty(self.lora_a.shape).uniform_(-bound, bound, generator=generator),
+            "lora_b": torch.zeros(self.lora_b.shape),
+        }
+
+    def forward(self, rows: Tensor, plan: Dispatch) -> Tensor:
+        low_rank = grouped_product(self._dropped(rows, plan), self.lora_a.mT, plan.ends)
+        return super().forward(rows, plan) + grouped_product(low_rank, self.lora_b.mT, plan.ends) * self.scaling
+
+    def _dropped(self, rows: Tensor, plan: Dispatch) -> Tensor:
+        if not (self.dropout and self.training):
+            return rows
+        assert self.dropout_keys is not None, "set_dropout_keys must come before a forward in training"
+        # The bits are those of the token and the expert, wherever the row of the two lies.
+        keys = mix(self.dropout_keys.flatten()[plan.tokens] ^ (plan.experts.int() * THIRD))
+        return dropout(rows, self.dropout, keys, self.name)

@@ -1,0 +1,54 @@
+"""Training the rows of a few tokens, of an embedding and an output head that are otherwise frozen."""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tune.distributed import full_tensor
+
+
+class TokenRows(nn.Module):
+    """The mixin of both: `rows` `[len(tokens), dim]` stand for those of the `tokens` in the weight."""
+
+    PARTS: ClassVar = {"rows": "token_adapter.trainable_tokens_delta"}
+
+    rows: nn.Parameter
+    tokens: list[int]
+
+    @classmethod
+    def adapt(cls, module: nn.Module, tokens: list[int], tied_to: "TokenRows | None" = None) -> "TokenRows":
+        module.__class__ = cls
+        assert isinstance(module, TokenRows)
+        module.tokens = tokens
+        weight = module.base_weight()
+        rows = weight.new_empty(len(tokens), weight.shape[1])
+        module.rows = nn.Parameter(rows) if tied_to is None else tied_to.rows
+        return module
+
+    def base_weight(self) -> Tensor:
+        assert isinstance(self.weight, Tensor)
+        return self.weight
+
+    def start(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Where the parameters start, in full: at what the rows are."""
+        return {"rows": full_tensor(self.base_weight())[self.tokens]}
+
+    def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Of an output head: what the product of which are the logits, for a loss that takes it by parts."""
+        weight = self.base_weight()
+        return hidden, weight.index_copy(0, torch.tensor(self.tokens, device=weight.device), self.rows)
+
+
+class TokenEmbedding(TokenRows, nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        matches = input[..., None] == torch.tensor(self.tokens, device=input.device)
+        trained = F.embedding(matches.int().argmax(dim=-1), self.rows)
+        return torch.where(matches.any(dim=-1, keepdim=True), trained, super().forward(input))
+
+
+class TokenHead(TokenRows, nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        _, weight = self.operands(input)
+        return F.linear(input, weight, self.bias)
