@@ -57,7 +57,7 @@ class Accounting:
     def add(self, other: "Accounting") -> None:
         """Count what became of other rows too."""
         for name, value in vars(other).items():
-            if isinstance(value, int | Counter):
+            if isinstance(value, int | Counter) and name != "row_capacity":
                 setattr(self, name, getattr(self, name) + value)
 
     def steps_per_epoch(self, global_batch_size: int) -> int:
@@ -80,7 +80,8 @@ class Accounting:
             lines += [("  without an end of turn", f"{self.endless:,} (the model does not learn to stop there)")]
         lines += [("tokens", f"{self.tokens:,}")]
         lines += [("  supervised", f"{self.supervised_tokens:,} ({self.supervised_share:.1%})")]
-        lines += [("tokens per sample", ", ".join(f"{name} {length:,}" for name, length in self.lengths.items()))]
+        if self.lengths:
+            lines += [("tokens per sample", ", ".join(f"{name} {length:,}" for name, length in self.lengths.items()))]
         if self.row_capacity:
             filled = f"{self.packing_efficiency:.1%} filled"
             lines += [("packed rows", f"{self.training_rows:,} of {self.row_capacity:,} tokens, {filled}")]

@@ -118,7 +118,7 @@ def _read(folder: Path, accounting: Accounting) -> Samples | None:
     """None if the folder is not there, or damaged."""
     try:
         about = json.loads((folder / "about.json").read_text())
-        arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ARRAYS}
+        arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="c")) for name in ARRAYS}
     except (FileNotFoundError, ValueError, EOFError):
         return None
     for name, value in about["accounting"].items():

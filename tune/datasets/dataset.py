@@ -48,6 +48,10 @@ class Dataset:
     def __len__(self) -> int:
         return len(self._row_starts) - 1
 
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        """The rows of an epoch in the order of training."""
+        return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(len(self))
+
     def row(self, index: int) -> list[Sample]:
         """The documents of one row."""
         return [self._sample(sample) for sample in self._order[self._row_starts[index] : self._row_starts[index + 1]]]

@@ -1,8 +1,9 @@
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from tune.datasets.accounting import Accounting
@@ -12,12 +13,15 @@ from tune.datasets.formats import FORMATS, Format, recognise, suggestion
 from tune.datasets.rows import RowReader, TooLong
 from tune.datasets.samples import Part, part
 from tune.datasets.sources import Source, open_source
+from tune.datasets.stream import Stream
 from tune.datasets.supervision import TrainOn
 from tune.datasets.user_functions import load_function, source_of
-from tune.datasets.workers import map_chunks
+from tune.datasets.workers import available_cores, map_chunks
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 from tune.types import Fraction, NonNegativeInt, PositiveInt
+
+WINDOW = 8192  # rows of a stream that are shuffled together
 
 
 def load(
@@ -39,7 +43,9 @@ def load(
     validation_seed: NonNegativeInt = 0,
     cache_dir: str | None = None,
     workers: PositiveInt | None = None,
-) -> Dataset:
+    streaming: bool = False,
+    shuffle_buffer: PositiveInt | None = None,
+) -> Dataset | Stream:
     """Tokenises a dataset: a file, a folder, a glob, a URL of these, a name on the hub, or a generator function.
 
     A generator function is given as `python:my_data.rows`. `format` is the name of a format or the dotted path of a
@@ -54,6 +60,9 @@ def load(
 
     What it makes is kept in `cache_dir` (default: $TUNE_CACHE or ~/.cache/tune) and used again for the same content,
     tokenizer and options. `workers` is the number of processes that tokenise; None: one for each core.
+
+    `streaming` keeps nothing: rows are tokenised while they are read, and shuffled and packed among `shuffle_buffer` of
+    them (default: 8,192).
     """
     reader = RowReader(
         tokenizer, max_seq_len, _named(format), dict(columns or {}), filter, train_on, train_on_end_of_turn, too_long,
@@ -62,6 +71,10 @@ def load(
     folder = cache_folder(cache_dir)
     open_rows = partial(open_source, path, split, subset, take)
     source = open_rows()
+    if streaming:
+        return _streamed(reader, open_rows, workers, packed, shuffle_buffer or WINDOW)
+    if shuffle_buffer:
+        raise TuneError("shuffle_buffer: without streaming=true all rows are shuffled together; remove it")
     content = content_of(source.files, folder) if source.files else _content_of_rows(open_rows())
 
     def samples_of(reader: RowReader, source: Source, accounting: Accounting) -> Dataset:
@@ -107,8 +120,27 @@ def _content_of_rows(source: Source) -> str:
     return digest.hexdigest()
 
 
-def _parts(reader: RowReader, source: Source, accounting: Accounting, workers: int | None) -> Iterator[Part]:
-    """The rows' samples. The first row decides the format where none is given."""
+def _streamed(
+    reader: RowReader, open_rows: Callable[[], Source], workers: int | None, packed: bool, window: int
+) -> Stream:
+    if reader.validation_fraction:
+        raise TuneError("validation_fraction: a stream holds no rows out; give validation_dataset.path")
+    source = open_rows()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes of this machine that read the same
+    workers = workers or max(1, available_cores() // here)
+
+    def parts(start: int) -> Iterator[Part]:
+        return _parts(reader, open_rows(), Accounting(), workers, start)
+
+    names = [file.name for file in source.files]
+    fingerprint = key_of(names, reader.tokenizer.fingerprint, _settings(reader), packed, window)
+    return Stream(parts, source.name, reader.max_seq_len, reader.max_seq_len if packed else None, window, fingerprint)
+
+
+def _parts(
+    reader: RowReader, source: Source, accounting: Accounting, workers: int | None, start: int = 0
+) -> Iterator[Part]:
+    """The samples of the rows behind the first `start`. The very first row decides the format where none is given."""
     ahead = []
     for place, row in source.rows:
         ahead.append((place, row))
@@ -116,7 +148,7 @@ def _parts(reader: RowReader, source: Source, accounting: Accounting, workers: i
             reader = _for_rows_like(row, place, reader, accounting)
             break
     function: Callable[[list[tuple[str, Any]]], Part] = partial(_part, reader)
-    return map_chunks(function, chain(ahead, source.rows), workers)
+    return map_chunks(function, islice(chain(ahead, source.rows), start, None), workers)
 
 
 def _for_rows_like(row: dict[str, Any], place: str, reader: RowReader, accounting: Accounting) -> RowReader:
