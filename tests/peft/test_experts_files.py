@@ -37,7 +37,7 @@ def checkpoint_of(family, folder):
 @pytest.mark.parametrize("family", TARGETS)
 def test_peft_and_merge(family, tmp_path):
     folder = checkpoint_of(family, tmp_path / "base")
-    model, lora = load_model(str(folder)), LoRA(rank=4, alpha=12, target_modules=TARGETS[family])
+    model, lora = load_model(str(folder)), LoRA(rank=4, alpha=12, dropout=0.1, target_modules=TARGETS[family])
     before = model(TOKENS)
     add_adapters(model, lora)
     assert_close(model(TOKENS), before, atol=1e-6, rtol=1e-6)

@@ -211,7 +211,8 @@ def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:
         "base_model_name_or_path": base,
         "r": lora.rank * rank_factor,
         "lora_alpha": lora.alpha * alpha_factor,
-        "lora_dropout": lora.dropout,
+        # PEFT cannot drop inputs of experts, and refuses to load what says so.
+        "lora_dropout": 0.0 if any(isinstance(layer, LoRAExperts) for layer in layers.values()) else lora.dropout,
         "target_modules": _target_modules(model, set(layers)),
         "rank_pattern": {name: layer.rank * rank_factor for name, layer in layers.items() if layer.rank != lora.rank},
         "alpha_pattern": {
