@@ -12,6 +12,7 @@ from tune import config
 config.check_early(__name__, "lora_finetune")  # explain wrong settings before the imports that take seconds
 
 import sys  # noqa: E402
+from collections import Counter  # noqa: E402
 
 import torch  # noqa: E402
 
@@ -35,7 +36,9 @@ def main(cfg):
     tokenizer = instantiate(cfg.tokenizer)
     rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed}
     dataset = instantiate(cfg.dataset, tokenizer, **rows)
-    validation = instantiate(cfg.validation_dataset, tokenizer, **rows) if cfg.validation_dataset.path else None
+    validation = dataset.validation
+    if cfg.validation_dataset.get("path", True):
+        validation = instantiate(cfg.validation_dataset, tokenizer, **rows)
     for part in filter(None, (dataset, validation)):
         part.require_vocabulary(model.config.vocab_size)
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
@@ -106,13 +109,13 @@ def main(cfg):
             optimizer.zero_grad()
 
             is_end = step == len(data) or interrupted
-            validation_loss = None
+            validation_losses = {}
             if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
-                    validation_loss = evaluate(model, batches, loss_fn, world)
+                    validation_losses = evaluate(model, batches, loss_fn, world)
             run.log(
-                step, loss=loss, validation_loss=validation_loss, grad_norm=grad_norm, lr=lr,
+                step, loss=loss, **validation_losses, grad_norm=grad_norm, lr=lr,
                 tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **loggers.routing(model, world),
             )  # fmt: skip
             checkpointer.step(step, now=is_end)
@@ -122,7 +125,7 @@ def main(cfg):
                 sys.exit(130)
 
     checkpointer.wait()
-    card = checkpointers.model_card("lora_finetune", cfg.model.path, cfg.dataset.path)
+    card = checkpointers.model_card("lora_finetune", cfg.model.path, dataset.accounting.source)
     peft.export_adapter(model, lora, run.path / "adapter", world, base=cfg.model.path, tokenizer=tokenizer, card=card)
     run.info(f"done: the adapter is in {run.path / 'adapter'}")
     if cfg.export.merge and world.is_main:
@@ -138,15 +141,18 @@ def forward(model, batch, loss_fn):
 
 @torch.no_grad()
 def evaluate(model, batches, loss_fn, world):
-    """Mean loss over all supervised tokens of the `batches` of all processes."""
+    """Mean loss over all supervised tokens of the `batches` of all processes, and over those of each source."""
     model.eval()  # no dropout
-    loss_sum, count = 0.0, 0
-    for batch in batches:
-        loss_sum += forward(model, batch.to(world.device), loss_fn)
-        count += batch.num_supervised
+    sums: Counter = Counter()
+    counts: Counter = Counter()
+    for metrics, batch in batches:
+        loss = forward(model, batch.to(world.device), loss_fn)
+        for metric in metrics:
+            sums[metric] += loss
+            counts[metric] += batch.num_supervised
     model.train()
-    loss_sum, count = world.sum(loss_sum, count)
-    return loss_sum / count
+    means = zip(world.sum(*sums.values()), world.sum(*counts.values()), strict=True)
+    return {metric: loss_sum / count for metric, (loss_sum, count) in zip(sums, means, strict=True)}
 
 
 if __name__ == "__main__":

@@ -1,14 +1,19 @@
 import json
 import os
 import random
+import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from helpers import WORDS, save_checkpoint
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["TUNE_CACHE"] = tempfile.mkdtemp(prefix="tune-cache-")
+hypothesis.settings.register_profile("tune", deadline=None)  # the machine may be busy with other work
+hypothesis.settings.load_profile("tune")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from tune.config import instantiate
@@ -48,6 +49,19 @@ def test_a_mistake(folder: Path, node: dict[str, object], message: str) -> None:
 def test_an_argument_that_the_recipe_gives_too(folder: Path) -> None:
     with pytest.raises(TuneError, match=r"parts\.Writer: folder is given by the recipe: remove it"):
         instantiate({"_component_": "parts.Writer", "folder": "x"}, folder="y")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"_component_": "torch.optim.SGD", "nesterov": True}, "Nesterov momentum requires a momentum"),
+        ({"_component_": "torch.optim.LBFGS"}, "LBFGS doesn't support per-parameter options"),
+    ],
+)
+def test_what_torch_does_not_take_is_the_users_mistake(arguments: dict[str, object], message: str) -> None:
+    groups = [{"params": [torch.zeros(1)]}, {"params": [torch.ones(1)]}]
+    with pytest.raises(TuneError, match=f"{arguments['_component_']} does not take these arguments: {message}"):
+        instantiate(arguments, groups)
 
 
 def test_errors_inside_a_component_are_its_own(folder: Path) -> None:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tune.config import load
+from tune.config import load, source
 from tune.errors import TuneError
 
 
@@ -106,6 +106,14 @@ def test_a_value_that_comes_from_another_setting_is_checked_too() -> None:
 )
 def test_a_component_that_does_not_exist(component: str, finding: str) -> None:
     assert full_finetune(f"optimizer._component_={component}") == [f"optimizer._component_: {finding}"]
+
+
+def test_what_brings_an_optimizer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = source.find_module
+    monkeypatch.setattr(source, "find_module", lambda name: None if name == "torchao" else find(name))
+    assert full_finetune("optimizer._component_=torchao.optim.AdamW8bit") == [
+        "optimizer._component_: there is no module 'torchao'. It comes with: pip install 'tune-recipes[torchao]'"
+    ]
 
 
 def test_settings_of_a_default_without_declared_types_keep_the_type_of_their_default(folder: Path) -> None:

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,23 +21,32 @@ CHATML = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A checkpoint folder whose tokenizer has one token per byte, puts <s> before plain texts, and speaks ChatML."""
+def byte_tokenizer(path: Path, special: list[str], template: str) -> Path:
+    """A checkpoint folder whose tokenizer has one token per byte and puts <s> before plain texts."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
-    path = tmp_path / "checkpoint"
-    path.mkdir()
+    bos = ("<s>", tokenizer.token_to_id("<s>"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[bos])
+    path.mkdir(exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
-    (path / "chat_template.jinja").write_text(CHATML)
+    (path / "chat_template.jinja").write_text(template)
     return path
+
+
+@pytest.fixture(scope="session")
+def byte_checkpoint() -> Callable[[Path, list[str], str], Path]:
+    return byte_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint folder with one token per byte that speaks ChatML."""
+    return byte_tokenizer(tmp_path / "checkpoint", ["<s>", "</s>", "<|im_start|>", "<|im_end|>"], CHATML)
 
 
 def sample(length: int, supervised: int, token: int = 1) -> Sample:

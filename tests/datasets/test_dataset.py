@@ -9,13 +9,18 @@ def test_counts_what_happened_to_the_samples(make):
     accounting = Dataset.from_samples(samples, max_seq_len=7).accounting
     assert accounting.as_dict() == {
         "source": "the dataset",
+        "format": None,
         "ignored_files": [],
+        "ignored_columns": [],
         "rows": 4,
         "dropped": {"fully masked": 2},  # the third after truncation
         "fully_masked": 2,
-        "truncated": 2,
-        "endless": 0,
         "kept": 2,
+        "truncated": 2,
+        "cut_tokens": 5,
+        "split": 0,
+        "endless": 0,
+        "samples": 2,
         "tokens": 12,
         "supervised_tokens": 5,  # of the first sample's four targets one is left
         "supervised_share": 5 / 12,

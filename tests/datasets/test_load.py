@@ -148,7 +148,10 @@ def test_parquet_and_the_nulls_it_adds(folder, tokenizer, tmp_path):
     import pyarrow
 
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m | tojson }}{% endfor %}")
-    calls = [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {name: 1}}]} for name in "ab"]
+    calls = [
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {name: 1}}}]}
+        for name in "ab"
+    ]
     parquet.write_table(pyarrow.Table.from_pylist([{"messages": [CHAT[0], *calls]}]), tmp_path / "data.parquet")
     data = load(Tokenizer(str(folder)), str(tmp_path / "data.parquet"), max_seq_len=1000)
     assert learned(data, tokenizer)[0][0] == "".join(map(json.dumps, [CHAT[0], *calls]))
@@ -174,7 +177,7 @@ def test_dataset_of_the_hub(tokenizer, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     data = load(tokenizer, "someone/rows", "test", max_seq_len=100, subset="main")
     assert learned(data, tokenizer) == EXPECTED
-    assert asked == [("someone/rows", "main", "test")]
+    assert set(asked) == {("someone/rows", "main", "test")}
 
 
 def test_hub_that_cannot_be_reached(tokenizer, monkeypatch):
@@ -211,43 +214,7 @@ def test_many_rows_keep_their_order(tokenizer, write):
     ]
 
 
-# mistakes
-
-
-MISTAKES = {
-    "role": ({"messages": [{"role": "asistant"}]}, r"messages\[0\].role is \"asistant\" \(did you mean assistant\?\)"),
-    "no role": ({"messages": [{"content": "a"}]}, r"messages\[0\].role is missing; it must be one of system, "),
-    "content": ({"messages": [{"role": "user", "content": ["a"]}]}, r"content is \[\"a\"\]; it must be a string"),
-    "no content": ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content is missing"),
-    "share gpt": ({"messages": [{"from": "human", "value": "a"}]}, "has `from` and `value`"),
-    "empty": ({"messages": []}, r"messages is \[\]; it must be a list of messages"),
-    "message": ({"messages": ["a"]}, r"messages\[0\] is \"a\"; it must be an object"),
-    "train": ({"messages": [{**CHAT[1], "train": "no"}]}, r"messages\[0\].train is \"no\"; it must be true or false"),
-    "tools": ({"messages": CHAT, "tools": "{"}, "tools is not valid JSON"),
-    "tool": ({"messages": CHAT, "tools": ["f"]}, "it must be a list of JSON schemas"),
-    "no object": (["a"], r"the row is \[\"a\"\]; it must be an object"),
-    "no column": ({"text": "a"}, "no column messages as in the rows before; it has text"),
-    "half a pair": ('{"messages": [{"role": "assistant", "content": "\\ud83d"}]}', "half of a character pair"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("row", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_mistakes_in_a_row(tokenizer, write, row, message):
-    with pytest.raises(TuneError, match=rf"(?s)rows that cannot be used:\n  data\.jsonl:3: .*{message}"):
-        load(tokenizer, write({"messages": CHAT}, "", row), max_seq_len=100)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"text": 5}, "text is 5; it must be a string"),
-        ({"prompt": None, "completion": "a"}, "prompt is missing; prompt and completion must be two strings"),
-        ({"prompt": CHAT, "completion": "a"}, "prompt and completion must be two strings or two lists of messages"),
-    ],
-)
-def test_mistakes_in_a_plain_row(tokenizer, write, row, message):
-    with pytest.raises(TuneError, match=rf"data\.jsonl:1: .*{message}"):
-        load(tokenizer, write(row), max_seq_len=100)
+# mistakes; tests/datasets/test_wrong_rows.py has more
 
 
 def test_up_to_five_mistakes_are_told_at_once(tokenizer, write):
@@ -287,38 +254,6 @@ def test_no_eos_token(folder, write):
         load(Tokenizer(str(folder)), write({"text": "a"}), max_seq_len=100)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("data.jsonl", '{"text": "a"}\n{"text": "b"', r"data\.jsonl:2: malformed JSON: .* at column 13"),
-        ("data.json", '[{"text": "a"},\n {"text" "b"}]', r"data\.json:2: malformed JSON: .* at column 10"),
-        ("data.json", '{"text":\n"a"}', r"data\.json:1: malformed JSON"),
-        ("data.csv", 'text\n"a', r"data\.csv: malformed CSV"),
-        ("data.csv", "text\na\nb, c", r"data\.csv:row 2 has more cells than the header"),
-        ("data.parquet", "PAR1", r"data\.parquet: malformed Parquet"),
-        ("data.txt", "a", r"cannot read \.txt files; known are \.json, \.jsonl, \.csv, \.parquet"),
-        ("data.jsonl", "", "has no rows"),
-        ("data.json", "[[1], {}]", r"data\.json:row 2: the columns \(none\) are none of the known formats"),
-        ("data.json", "[[1]]", r"data\.json:row 1: the row is \[1\]; it must be an object"),
-        (
-            "data.jsonl",
-            '{"instruction": "a", "output": "b"}',
-            "the columns instruction, output are none of the known formats",
-        ),
-    ],
-)
-def test_mistakes_in_a_file(tokenizer, tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(TuneError, match=message):
-        load(tokenizer, str(tmp_path / name), max_seq_len=100)
-
-
-def test_text_that_is_not_utf8(tokenizer, tmp_path):
-    (tmp_path / "data.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n')
-    with pytest.raises(TuneError, match=r"data\.jsonl:2: not UTF-8 text"):
-        load(tokenizer, str(tmp_path / "data.jsonl"), max_seq_len=100)
-
-
 def test_paths_that_are_not_there(tokenizer, write, tmp_path):
     write(*ROWS, name="chats.jsonl")
     with pytest.raises(TuneError, match=r"chat\.jsonl does not exist; did you mean .*chats\.jsonl\?"):
@@ -338,7 +273,7 @@ def test_folder_without_data_or_with_several_kinds(tokenizer, write, tmp_path):
 
 
 def test_split_of_a_file(tokenizer, write):
-    with pytest.raises(TuneError, match="all rows are the split `train`; found split=test"):
+    with pytest.raises(TuneError, match="all rows are the split `train`; found split=test: remove it"):
         load(tokenizer, write(*ROWS), "test", max_seq_len=100)
 
 

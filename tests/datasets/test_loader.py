@@ -109,7 +109,7 @@ def test_other_data_are_refused(make):
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (2, 2), (3, 4)])
 def test_validation_reads_every_row_once(make, ranks, micro):
     data = make.dataset(list(range(4, 17)))
-    parts = [list(validation_batches(data, make.world(rank, ranks), micro)) for rank in range(ranks)]
+    parts = [[batch for _, batch in validation_batches(data, make.world(rank, ranks), micro)] for rank in range(ranks)]
     assert sorted(document for part in parts for document in documents(part)) == list(range(13))
     assert len({len(part) for part in parts}) == 1
 
@@ -123,6 +123,16 @@ def test_batch_sizes_that_do_not_divide(make):
         DataLoader(data, make.world(0, 4), 12, 2)
     with pytest.raises(TuneError, match=r"Set global_batch_size to 4$"):
         DataLoader(data, make.world(0, 4), 3, 1)
+
+
+def test_one_backward_per_step(make):
+    data = make.dataset([4] * 20)
+    with pytest.raises(TuneError, match=r"12 must be micro_batch_size=1 x 4 .* Set micro_batch_size to 3, or global_"):
+        DataLoader(data, make.world(0, 4), 12, 1, accumulate=False)
+    with pytest.raises(TuneError, match=r"data-parallel processes\. Set global_batch_size to 8$"):
+        DataLoader(data, make.world(0, 4), 3, 2, accumulate=False)
+    steps = list(DataLoader(data, make.world(0, 4), 12, 3, accumulate=False))
+    assert [len(batch.micro_batches) for _, batch in steps] == [1, 1]
 
 
 def test_more_processes_than_rows(make):

@@ -14,6 +14,11 @@ LLAMA = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
     "num_attention_heads": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu",
 }  # fmt: skip
+LONGROPE = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+PHI3 = LLAMA | {
+    "model_type": "phi3", "max_position_embeddings": 256, "original_max_position_embeddings": 64,
+    "rope_scaling": LONGROPE,
+}  # fmt: skip
 QWEN3 = LLAMA | {"model_type": "qwen3", "head_dim": 8}
 
 
@@ -35,16 +40,41 @@ def build_from(tmp_path, fields):
         (LLAMA | {"quantization_config": {"bits": 4}}, "the weights are quantised"),
         (LLAMA | {"rope_scaling": {"rope_type": "ntk"}}, "rope type 'ntk' is not supported; supported: default"),
         (LLAMA | {"rope_scaling": {"type": "longrope", "short_factor": [1] * 4}}, "'longrope' has no 'long_factor'"),
-        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0, "mrope": 1}}, "unknown fields: mrope"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0, "mrope": 1}}, "not supported: mrope=1"),
         (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "rope scaling 'linear' has no 'factor'"),
         (LLAMA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         (LLAMA | {"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         (LLAMA | {"tie_word_embeddings": "yes"}, "field 'tie_word_embeddings' must be true or false; found 'yes'"),
         (LLAMA | {"rms_norm_eps": "small"}, "field 'rms_norm_eps' must be a positive number; found 'small'"),
         (LLAMA | {"rope_interleaved": True}, "not supported for model_type 'llama': rope_interleaved=True"),
-        (QWEN3 | {"layer_types": ["linear_attention"]}, r"layer_types has \['linear_attention'\]"),
+        (QWEN3 | {"layer_types": ["linear_attention"]}, "layer_types has 'linear_attention'; supported"),
         (QWEN3 | {"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for num_hidden_layers=1"),
-        (QWEN3 | {"use_sliding_window": True, "sliding_window": 0}, "sliding_window must be a positive integer"),
+        (QWEN3 | {"use_sliding_window": True, "sliding_window": 0}, "'sliding_window' must be a positive integer"),
+        (LLAMA | {"vocab_size": True}, "field 'vocab_size' must be a positive integer; found True"),
+        (LLAMA | {"rope_scaling": "linear"}, "field 'rope_scaling' must be a mapping; found 'linear'"),
+        (LLAMA | {"rope_parameters": {"rope_theta": "1e4"}}, "not supported: rope_theta='1e4'"),
+        (LLAMA | {"head_dim": 7}, "7 dimensions of a head cannot be rotated in pairs"),
+        (LLAMA | {"hidden_size": 30}, "hidden_size=30 is not a multiple of num_attention_heads=4"),
+        (LLAMA | {"model_type": ["llama"]}, "has no family"),
+        (LLAMA | {"hidden_act": ["silu"]}, r"hidden_act=\['silu'\] is not supported"),
+        (QWEN3 | {"layer_types": "full_attention"}, "field 'layer_types' must be a list; found 'full_attention'"),
+        (QWEN3 | {"use_sliding_window": True, "max_window_layers": "8"}, "must be an integer, at least 0; found '8'"),
+        (LLAMA | {"model_type": "smollm3", "no_rope_layers": []}, "no_rope_layers has 0 entries"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 3}}, "short_factor must have 4 numbers; found 3"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"short_factor": 1.0}}, "not supported: short_factor=1.0"),
+        (LLAMA | {"model_type": "gemma2", "attn_logit_softcapping": 0}, "must be a positive number; found 0"),
+        (
+            LLAMA | {"model_type": "gemma3_text", "rope_parameters": {"factor": 2.0}},
+            "rope_parameters: not supported: factor=2.0",
+        ),
+        (LLAMA | {"model_type": "gemma3_text", "rope_parameters": {"full_attention": 3}}, "must be a mapping; found 3"),
+        ({"model_type": "gemma3", "text_config": {"depth": 3}}, "config.json/text_config: not supported: depth=3"),
+        ({"model_type": "gemma3", "text_config": [1]}, "field 'text_config' must be a mapping"),
+        (LLAMA | {"model_type": "granitemoehybrid", "layer_types": ["mamba"]}, "only attention is supported"),
+        (
+            LLAMA | {"model_type": "exaone4", "sliding_window_pattern": "GL"},
+            "sliding_window_pattern='GL' is not supported",
+        ),
         ([1], "must hold a mapping; found list"),
     ],
 )
@@ -91,12 +121,6 @@ def test_dynamic_rope_is_refused_beyond_the_trained_length(tmp_path):
     model(torch.zeros(1, 64, dtype=torch.long))
     with pytest.raises(TuneError, match="a document of 65 tokens is longer than the 64"):
         model(torch.zeros(1, 65, dtype=torch.long))
-
-
-PHI3 = LLAMA | {
-    "model_type": "phi3", "max_position_embeddings": 256, "original_max_position_embeddings": 64,
-    "rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
-}  # fmt: skip
 
 
 def test_longrope_is_refused_where_a_cache_would_be_wrong(tmp_path):

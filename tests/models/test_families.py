@@ -222,6 +222,21 @@ def test_logits_loss_and_gradients(pair, tmp_path):
             assert (gradient - references[on_disk]).norm() <= 1e-4 * references[on_disk].norm(), on_disk
 
 
+def test_bf16_is_no_further_from_fp32_than_in_transformers(pair):
+    theirs, ours = pair
+    folder, tokens = theirs.saved_in, random_tokens(2, 100)
+    low = type(theirs).from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    with torch.no_grad():
+        exact, expected, rounded = (
+            ours(tokens),
+            low(tokens).logits,
+            load_model(str(folder), dtype=torch.bfloat16)(tokens),
+        )
+    # The usual token: a router may choose another expert for some, here and there.
+    error, reference = ((logits - exact).norm(dim=-1).median() for logits in (rounded, expected))
+    assert error <= 1.2 * reference
+
+
 def test_documents_in_a_row_do_not_see_each_other(pair):
     theirs, ours = pair
     lengths = [5, 40, 1, 70, 19]

@@ -33,3 +33,14 @@ def test_frozen_parameters_are_left_out_and_ratios_multiply(checkpoint):
 def test_a_pattern_without_match_is_refused(checkpoint):
     with pytest.raises(TuneError, match="'lora_b' is in the name of no trained parameter; they are called like blocks"):
         parameter_groups(load_model(str(checkpoint)), 1e-3, lr_ratios={"lora_b": 16})
+
+
+def test_a_tied_embedding_is_one_parameter_and_no_matrix_of_a_block(tied_checkpoint):
+    model = load_model(str(tied_checkpoint))
+    groups = parameter_groups(model, 1e-3, lr_ratios={"embedding": 0.1})
+    (slow,) = [group for group in groups if "lr" in group]
+    assert [id(parameter) for parameter in slow["params"]] == [id(model.embedding.weight)]
+    assert slow["lr"] == 1e-4 and "weight_decay" not in slow and not slow["in_blocks"]
+    for group in groups:
+        if group["in_blocks"]:
+            assert all(parameter.ndim == 2 for parameter in group["params"]) and "weight_decay" not in group

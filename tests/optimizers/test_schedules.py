@@ -1,5 +1,7 @@
 """Learning rates against transformers' schedules and closed formulas."""
 
+import json
+
 import pytest
 import torch
 
@@ -18,14 +20,73 @@ def rates(make, steps, **arguments):
     return values
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(cosine, "cosine"), (linear, "linear"), (constant, "constant")])
-def test_without_warmup_as_in_transformers(ours, theirs):
+SHAPES = [constant, linear, cosine, warmup_stable_decay, inverse_square_root]
+
+
+@pytest.mark.parametrize(
+    ("ours", "arguments", "theirs", "their_arguments"),
+    [
+        (constant, {}, "constant", {}),
+        (linear, {}, "linear", {}),
+        (cosine, {}, "cosine", {}),
+        (cosine, {"min_ratio": 0.1}, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        (
+            warmup_stable_decay,
+            {"decay": 0.4, "min_ratio": 0.1},
+            "warmup_stable_decay",
+            {"num_decay_steps": 20, "min_lr_ratio": 0.1, "decay_type": "linear"},
+        ),
+    ],
+)
+def test_without_warmup_as_in_transformers(ours, arguments, theirs, their_arguments):
     transformers = pytest.importorskip("transformers")
 
     def reference(optimizer, steps):
-        return transformers.get_scheduler(theirs, optimizer, num_warmup_steps=0, num_training_steps=steps)
+        return transformers.get_scheduler(
+            theirs, optimizer, num_warmup_steps=0, num_training_steps=steps, scheduler_specific_kwargs=their_arguments
+        )
 
-    assert rates(ours, 50) == pytest.approx(rates(reference, 50), rel=1e-12)
+    assert rates(ours, 50, warmup=0, **arguments) == pytest.approx(rates(reference, 50), rel=1e-12)
+
+
+def test_inverse_square_root_after_warmup_as_in_transformers():
+    transformers = pytest.importorskip("transformers")
+
+    def reference(optimizer, steps):
+        return transformers.get_scheduler("inverse_sqrt", optimizer, num_warmup_steps=4, num_training_steps=steps)
+
+    assert rates(inverse_square_root, 50, warmup=4)[4:] == pytest.approx(rates(reference, 50)[4:], rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_single_step_is_a_whole_one(shape):
+    assert rates(shape, 1, warmup=0) == [2.0]
+    assert rates(shape, 1, warmup=1) == [1.0]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nothing_but_warmup(shape):
+    assert rates(shape, 4, warmup=4) == pytest.approx([0.4, 0.8, 1.2, 1.6])
+    assert rates(shape, 4, warmup=0.99) == rates(shape, 4, warmup=4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("in_tensors", [False, True])
+def test_continued_from_its_state(shape, in_tensors):
+    """In plain numbers, also where the optimizer has its rates in tensors."""
+
+    def start():
+        lr = torch.tensor(0.3) if in_tensors else 0.3
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+        return optimizer, shape(optimizer, 9, warmup=3)
+
+    (optimizer, schedule), (_, resumed) = start(), start()
+    for step in range(9):
+        resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+        assert resumed.last_epoch == step
+        assert resumed.get_last_lr() == schedule.get_last_lr() == [float(optimizer.param_groups[0]["lr"])]
+        optimizer.step()
+        schedule.step()
 
 
 def test_warmup_rises_in_equal_steps_from_above_zero_to_the_full_rate():

@@ -259,12 +259,12 @@ def empty_folder(inputs):
     return [f"dataset.path={inputs.folder / 'data'}"]
 
 
-@wrong("notes.txt: cannot read .txt files", ".json, .jsonl, .csv, .parquet")
+@wrong("table.xlsx: cannot read .xlsx files", ".json, .jsonl, .csv, .tsv, .parquet")
 def file_of_an_unknown_kind(inputs):
-    return inputs.write_rows(GOOD, name="notes.txt")
+    return inputs.write_rows(GOOD, name="table.xlsx")
 
 
-@wrong("rows.jsonl:1", "columns question, answer", "messages; prompt + completion; text", "dataset.columns")
+@wrong("rows.jsonl:1", "columns question, answer", "messages; conversations; prompt + completion", "dataset.columns")
 def wrong_columns(inputs):
     return inputs.write_rows({"question": "2 + 2", "answer": "4"})
 
@@ -306,9 +306,44 @@ def nothing_supervised(inputs):
     return inputs.write_rows(chat(("user", "the cat")), chat(("user", "the dog")))
 
 
-@wrong("split=test", "on disk", "`train`", "remove it")
+@wrong("split=test", "no splits", "`train`", "remove it")
 def split_of_a_file(inputs):
     return ["dataset.split=test"]
+
+
+@wrong("dataset.train_on: 'user' is not one of assistant, all, last or a list")
+def role_that_is_no_list(inputs):
+    return ["dataset.train_on=user"]
+
+
+@wrong("dataset.train_on: ['asistant'] is not", "each one of system, developer, user, assistant, tool")
+def misspelt_role_to_learn(inputs):
+    return ["dataset.train_on=[asistant]"]
+
+
+@wrong("dataset.too_long: 'cut' is not one of truncate, drop, split, error", "dataset.validation_fraction: 2 is not")
+def settings_of_the_data_that_are_none(inputs):
+    return ["dataset.too_long=cut", "dataset.validation_fraction=2"]
+
+
+@wrong("dataset: format=sharegtp is no format", "did you mean sharegpt?")
+def misspelt_format(inputs):
+    return ["dataset.format=sharegtp"]
+
+
+@wrong("dataset: filter: there is no module 'my_rows'", "my_rows.py installed, or in the current folder?")
+def filter_that_is_not_there(inputs):
+    return ["dataset.filter=my_rows.is_good"]
+
+
+@wrong("dataset: ", "rows.jsonl:1: the row has", "more than max_seq_len=8")
+def rows_too_long_where_none_may_be(inputs):
+    return [*inputs.write_rows(GOOD), "max_seq_len=8", "dataset.too_long=error"]
+
+
+@wrong("dataset: ", "none of the 1 rows can be learned from: left for training (1)", "held out for validation")
+def fraction_that_holds_out_no_row(inputs):
+    return [*inputs.write_rows(GOOD), "dataset.validation_fraction=0.000001"]
 
 
 # The run folder, and what a run continues from

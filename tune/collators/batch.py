@@ -1,4 +1,6 @@
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,9 +30,14 @@ class Batch:
     num_supervised: int
 
     def to(self, device: torch.device | str) -> "Batch":
+        return self._each(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
+
+    def pin_memory(self) -> "Batch":
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, function: Callable[[torch.Tensor], Any]) -> "Batch":
         names = ("tokens", "labels", "positions", "documents", "samples")
-        tensors = {name: getattr(self, name).to(device) for name in names}
-        return replace(self, **tensors)
+        return replace(self, **{name: function(getattr(self, name)) for name in names})
 
 
 def collate(rows: list[list[Sample]], pad_to: int | None = None) -> Batch:

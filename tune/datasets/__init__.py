@@ -5,6 +5,28 @@ from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset
 from tune.datasets.load import load
 from tune.datasets.loader import DataLoader, GlobalBatch, validation_batches
+from tune.datasets.mix import Mixture, mix
 from tune.datasets.packing import pack
+from tune.datasets.preferences import Labelled, Pair, labelled_sample, preference_pairs
+from tune.datasets.rows import Outcome, RowReader
+from tune.datasets.stream import Stream
 
-__all__ = ["Accounting", "DataLoader", "Dataset", "GlobalBatch", "Sample", "load", "pack", "validation_batches"]
+__all__ = [
+    "Accounting",
+    "DataLoader",
+    "Dataset",
+    "GlobalBatch",
+    "Labelled",
+    "Mixture",
+    "Outcome",
+    "Pair",
+    "RowReader",
+    "Sample",
+    "Stream",
+    "labelled_sample",
+    "load",
+    "mix",
+    "pack",
+    "preference_pairs",
+    "validation_batches",
+]

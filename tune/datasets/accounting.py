@@ -2,7 +2,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-FULLY_MASKED = "fully masked"
+from tune.datasets.rows import FOR_TRAINING, FULLY_MASKED, HELD_OUT, Outcome
+
+NAMES_SHOWN = 5
 
 
 @dataclass
@@ -10,17 +12,34 @@ class Accounting:
     """What became of a dataset's rows. `rows == kept + sum(dropped.values())`."""
 
     source: str = "the dataset"
+    format: str | None = None
     ignored_files: list[str] = field(default_factory=list)
+    ignored_columns: list[str] = field(default_factory=list)
     rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
-    truncated: int = 0  # kept or fully masked after it
-    endless: int = 0  # conversations in which the template writes no token behind the answer to stop at
     kept: int = 0
+    truncated: int = 0  # kept, or fully masked after it
+    cut_tokens: int = 0  # of these rows
+    split: int = 0  # kept, as several samples
+    endless: int = 0  # kept, but the template writes no token behind the answers to stop at
+    samples: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
-    lengths: dict[str, int] = field(default_factory=dict)  # tokens of the kept samples: p50, p90, p99, max
+    lengths: dict[str, int] = field(default_factory=dict)  # tokens of the samples: p50, p90, p99, max
     training_rows: int = 0
     row_capacity: int | None = None  # of a packed row
+
+    def count(self, outcome: Outcome) -> None:
+        """One more row, which is no mistake."""
+        self.rows += 1
+        self.truncated += outcome.cut > 0
+        self.cut_tokens += outcome.cut
+        if outcome.dropped is not None:
+            self.dropped[outcome.dropped] += 1
+            return
+        self.kept += 1
+        self.split += len(outcome.samples) > 1
+        self.endless += not outcome.ends
 
     @property
     def fully_masked(self) -> int:
@@ -35,6 +54,12 @@ class Accounting:
         """The share of the packed rows that is not padding; None if not packed."""
         return self.tokens / (self.training_rows * self.row_capacity) if self.row_capacity else None
 
+    def add(self, other: "Accounting") -> None:
+        """Count what became of other rows too."""
+        for name, value in vars(other).items():
+            if isinstance(value, int | Counter) and name != "row_capacity":
+                setattr(self, name, getattr(self, name) + value)
+
     def steps_per_epoch(self, global_batch_size: int) -> int:
         return -(-self.training_rows // global_batch_size)
 
@@ -45,17 +70,26 @@ class Accounting:
     def table(self) -> str:
         """Aligned lines for people to read."""
         lines = [("rows", f"{self.rows:,}")]
-        lines += [(f"  dropped: {reason}", f"{count:,}") for reason, count in self.dropped.most_common()]
-        lines += [("  kept", f"{self.kept:,}"), ("  truncated", f"{self.truncated:,}")]
+        for reason, count in self.dropped.most_common():
+            lines += [(f"  {reason}" if reason in (HELD_OUT, FOR_TRAINING) else f"  dropped: {reason}", f"{count:,}")]
+        cut = f" ({self.cut_tokens:,} tokens cut off)" if self.truncated else ""
+        lines += [("  kept", f"{self.kept:,}"), ("  truncated", f"{self.truncated:,}{cut}")]
+        if self.split:
+            lines += [("  split", f"{self.split:,} ({self.samples:,} samples in all)")]
         if self.endless:
             lines += [("  without an end of turn", f"{self.endless:,} (the model does not learn to stop there)")]
         lines += [("tokens", f"{self.tokens:,}")]
         lines += [("  supervised", f"{self.supervised_tokens:,} ({self.supervised_share:.1%})")]
-        lines += [("tokens per sample", ", ".join(f"{name} {length:,}" for name, length in self.lengths.items()))]
+        if self.lengths:
+            lines += [("tokens per sample", ", ".join(f"{name} {length:,}" for name, length in self.lengths.items()))]
         if self.row_capacity:
             filled = f"{self.packing_efficiency:.1%} filled"
             lines += [("packed rows", f"{self.training_rows:,} of {self.row_capacity:,} tokens, {filled}")]
-        if self.ignored_files:
-            lines += [("files ignored", ", ".join(self.ignored_files))]
+        if self.format:
+            lines[0:0] = [("format", self.format)]
+        for what, names in (("columns", self.ignored_columns), ("files", self.ignored_files)):
+            if names:
+                more = f" and {len(names) - NAMES_SHOWN:,} more" if len(names) > NAMES_SHOWN else ""
+                lines += [(f"{what} ignored", ", ".join(names[:NAMES_SHOWN]) + more)]
         width = max(len(name) for name, _ in lines) + 2
         return "\n".join([self.source, *(f"  {name:<{width}}{value}" for name, value in lines)])

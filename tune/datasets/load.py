@@ -1,20 +1,27 @@
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
-from itertools import islice
-from operator import itemgetter
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
+from functools import partial
+from itertools import chain, islice
+from typing import Any
 
-import numpy as np
-
-from tune.collators import IGNORE, Sample
 from tune.datasets.accounting import Accounting
+from tune.datasets.cache import cache_folder, content_of, key_of, prepared
 from tune.datasets.dataset import Dataset
-from tune.datasets.formats import Text, recognise, renamed
+from tune.datasets.formats import FORMATS, Format, recognise, suggestion
+from tune.datasets.rows import RowReader, TooLong
+from tune.datasets.samples import Part, part
 from tune.datasets.sources import Source, open_source
+from tune.datasets.stream import Stream
+from tune.datasets.supervision import TrainOn
+from tune.datasets.user_functions import load_function, source_of
+from tune.datasets.workers import available_cores, map_chunks
 from tune.errors import TuneError
-from tune.tokenizers import Encoding, Tokenizer
+from tune.tokenizers import Tokenizer
+from tune.types import Fraction, NonNegativeInt, PositiveInt
 
-MISTAKES_SHOWN = 5
-BATCH = 512  # texts tokenised together, on all cores
+WINDOW = 8192  # rows of a stream that are shuffled together
 
 
 def load(
@@ -24,81 +31,140 @@ def load(
     *,
     max_seq_len: int,
     packed: bool = False,
+    format: str | None = None,
     columns: Mapping[str, str] | None = None,
     subset: str | None = None,
-) -> Dataset:
-    """Tokenises a dataset: a .json, .jsonl, .csv or .parquet file, a folder of them, or a name on the hub.
+    take: PositiveInt | None = None,
+    filter: str | None = None,
+    train_on: TrainOn = "assistant",
+    train_on_end_of_turn: bool = True,
+    too_long: TooLong | None = None,
+    validation_fraction: Fraction = 0.0,
+    validation_seed: NonNegativeInt = 0,
+    cache_dir: str | None = None,
+    workers: PositiveInt | None = None,
+    streaming: bool = False,
+    shuffle_buffer: PositiveInt | None = None,
+) -> Dataset | Stream:
+    """Tokenises a dataset: a file, a folder, a glob, a URL of these, a name on the hub, or a generator function.
 
-    `columns` gives the data's names for the columns of a format ({"prompt": "question", "completion": "answer"});
-    `subset` is one of a hub dataset's configurations. Mistaken rows raise TuneError with their places; rows of no use
-    are dropped and counted in `.accounting`.
+    A generator function is given as `python:my_data.rows`. `format` is the name of a format or the dotted path of a
+    function from a row to a row of one; None recognises it by its columns. `columns` gives the data's names for the
+    columns of a format ({"prompt": "question", "completion": "answer"}). `subset` is one of a hub dataset's
+    configurations; `take` reads only the first rows; `filter`, a dotted path, is a function from a row to whether it
+    stays. `train_on` is `assistant`, `all`, `last` (the assistant's last turn) or a list of roles. Rows longer than
+    `max_seq_len` are cut at its end (a conversation behind a message), dropped, split, or an error; None splits texts
+    and truncates the others. `validation_fraction` of the rows goes into `.validation` instead.
+
+    Mistaken rows raise TuneError with their places; rows of no use are dropped and counted in `.accounting`.
+
+    What it makes is kept in `cache_dir` (default: $TUNE_CACHE or ~/.cache/tune) and used again for the same content,
+    tokenizer and options. `workers` is the number of processes that tokenise; None: one for each core.
+
+    `streaming` keeps nothing: rows are tokenised while they are read, and shuffled and packed among `shuffle_buffer` of
+    them (default: 8,192).
     """
-    source = open_source(path, split, subset)
-    accounting = Accounting(source.name, source.ignored_files)
-    texts = _texts(source, tokenizer, dict(columns or {}), accounting)
-    return Dataset.from_samples(_samples(texts, tokenizer), max_seq_len, packed, accounting)
+    reader = RowReader(
+        tokenizer, max_seq_len, _named(format), dict(columns or {}), filter, train_on, train_on_end_of_turn, too_long,
+        validation_fraction, validation_seed,
+    )  # fmt: skip
+    folder = cache_folder(cache_dir)
+    open_rows = partial(open_source, path, split, subset, take)
+    source = open_rows()
+    if streaming:
+        return _streamed(reader, open_rows, workers, packed, shuffle_buffer or WINDOW)
+    if shuffle_buffer:
+        raise TuneError("shuffle_buffer: without streaming=true all rows are shuffled together; remove it")
+    content = content_of(source.files, folder) if source.files else _content_of_rows(open_rows())
+
+    def samples_of(reader: RowReader, source: Source, accounting: Accounting) -> Dataset:
+        key = key_of(content, take, tokenizer.fingerprint, _settings(reader))
+        parts = partial(_parts, reader, source, accounting, workers)
+        samples = prepared(parts, key, max_seq_len, accounting, folder)
+        return Dataset(samples, accounting, max_seq_len if packed else None)
+
+    dataset = samples_of(reader, source, Accounting(path, ignored_files=source.ignored_files))
+    if validation_fraction:
+        held_out = Accounting(f"{path}, the rows held out for validation")
+        dataset.validation = samples_of(replace(reader, validation=True), open_rows(), held_out)
+    return dataset
 
 
-def _texts(source: Source, tokenizer: Tokenizer, columns: dict[str, str], accounting: Accounting) -> Iterator[Text]:
-    format = None
-    mistakes: list[str] = []
+def _named(format: str | None) -> Format | str | None:
+    """The format of this name, or the dotted path of the user's function."""
+    if format is None or "." in format:
+        return format
+    for known in FORMATS:
+        if known.name == format:
+            return known
+    names = [known.name for known in FORMATS]
+    raise TuneError(
+        f"format={format} is no format{suggestion(format, names)}; there are {', '.join(names)}, and functions of your "
+        "own: format=my_data.to_messages"
+    )
+
+
+def _settings(reader: RowReader) -> dict[str, Any]:
+    """All that decides what a row becomes, but for the tokenizer."""
+    given = {each.name: getattr(reader, each.name) for each in fields(reader) if each.name != "tokenizer"}
+    functions = [
+        (name, asked) for name, asked in ((reader.filter, "filter"), (reader.format, "format")) if isinstance(name, str)
+    ]
+    return {**given, "format": reader.format_name, "functions": [source_of(*each) for each in functions]}
+
+
+def _content_of_rows(source: Source) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for _, row in source.rows:
+        digest.update(repr(row).encode())
+    return digest.hexdigest()
+
+
+def _streamed(
+    reader: RowReader, open_rows: Callable[[], Source], workers: int | None, packed: bool, window: int
+) -> Stream:
+    if reader.validation_fraction:
+        raise TuneError("validation_fraction: a stream holds no rows out; give validation_dataset.path")
+    source = open_rows()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes of this machine that read the same
+    workers = workers or max(1, available_cores() // here)
+
+    def parts(start: int) -> Iterator[Part]:
+        return _parts(reader, open_rows(), Accounting(), workers, start)
+
+    names = [file.name for file in source.files]
+    fingerprint = key_of(names, reader.tokenizer.fingerprint, _settings(reader), packed, window)
+    return Stream(parts, source.name, reader.max_seq_len, reader.max_seq_len if packed else None, window, fingerprint)
+
+
+def _parts(
+    reader: RowReader, source: Source, accounting: Accounting, workers: int | None, start: int = 0
+) -> Iterator[Part]:
+    """The samples of the rows behind the first `start`. The very first row decides the format where none is given."""
+    ahead = []
     for place, row in source.rows:
-        if format is None and isinstance(row, dict):
-            format, read = recognise(row, columns, place)
-            if format == ("messages",):
-                tokenizer.require_chat_template()
-        try:
-            row = renamed(row, format or (), columns)
-            text = read(row, tokenizer)
-            if isinstance(text, Text):
-                text.text.encode()
-        except TuneError as error:
-            mistakes.append(f"{place}: {error}")
-        except UnicodeEncodeError:
-            mistakes.append(f"{place}: the text holds half of a character pair (a lone \\ud800-\\udfff escape)")
-        else:
-            if isinstance(text, str):
-                accounting.rows += 1
-                accounting.dropped[text] += 1
-            elif not mistakes:
-                accounting.endless += text.endless
-                yield text
-        if len(mistakes) == MISTAKES_SHOWN:
+        ahead.append((place, row))
+        if isinstance(row, dict):
+            reader = _for_rows_like(row, place, reader, accounting)
             break
-    if mistakes:
-        first = f"the first {MISTAKES_SHOWN} rows" if len(mistakes) == MISTAKES_SHOWN else "rows"
-        raise TuneError("\n  ".join([f"{source.name}: {first} that cannot be used:", *mistakes]))
+    function: Callable[[list[tuple[str, Any]]], Part] = partial(_part, reader)
+    return map_chunks(function, islice(chain(ahead, source.rows), start, None), workers)
 
 
-def _samples(texts: Iterator[Text], tokenizer: Tokenizer) -> Iterator[Sample]:
-    while batch := list(islice(texts, BATCH)):
-        encodings = tokenizer.encode_with_offsets([text.text for text in batch])
-        yield from (_sample(text, encoding, tokenizer) for text, encoding in zip(batch, encodings, strict=True))
+def _for_rows_like(row: dict[str, Any], place: str, reader: RowReader, accounting: Accounting) -> RowReader:
+    if isinstance(reader.format, str):
+        load_function(reader.format, "format")
+        if reader.columns:
+            raise TuneError(f"columns: {reader.format} gives the columns of a format itself; remove columns")
+        accounting.format = reader.format
+        return reader
+    found = recognise(row, reader.columns, place, (reader.format,) if reader.format else FORMATS)
+    if found.is_chat:
+        reader.tokenizer.require_chat_template()
+    used = {reader.columns.get(column, column) for column in (*found.columns, *found.optional)}
+    accounting.format, accounting.ignored_columns = found.name, [name for name in row if name not in used]
+    return replace(reader, format=found)
 
 
-def _sample(text: Text, encoding: Encoding, tokenizer: Tokenizer) -> Sample:
-    ids, prefix = encoding.ids, []
-    if text.plain:
-        prefix = tokenizer.prefix_ids
-        prefix = prefix if ids[: len(prefix)] != prefix else []  # the text has it already
-        if ids[-1:] != [tokenizer.eos_id]:
-            ids = [*ids, _eos(tokenizer)]
-    tokens = np.array(prefix + ids, dtype=np.int32)
-    labels = np.full(len(tokens), IGNORE, dtype=np.int32)
-    for start, end in text.spans:
-        first = max(1, bisect_right(encoding.offsets, start, key=itemgetter(1)) + len(prefix))
-        last = bisect_left(encoding.offsets, end, key=itemgetter(0)) + len(prefix)
-        if first < last:
-            labels[first - 1 : last - 1] = tokens[first:last]
-    if text.plain:
-        labels[-2:-1] = tokens[-1]
-    return Sample(tokens, labels)
-
-
-def _eos(tokenizer: Tokenizer) -> int:
-    if tokenizer.eos_id is None:
-        raise TuneError(
-            f"the tokenizer in {tokenizer.path} names no eos_token, and a model learns from it where a text ends: "
-            "set eos_token in tokenizer_config.json"
-        )
-    return tokenizer.eos_id
+def _part(reader: RowReader, rows: list[tuple[str, Any]]) -> Part:
+    return part(reader(rows))

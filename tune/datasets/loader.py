@@ -1,11 +1,15 @@
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from tune.collators import Batch, collate
 from tune.datasets.dataset import Dataset
+from tune.datasets.mix import Mixture
+from tune.datasets.stream import Position, Rows, Stream, ahead
 from tune.errors import TuneError
 
 
@@ -33,13 +37,13 @@ class DataLoader:
 
     The rows of a step are a function of (seed, epoch) alone; ranks and micro-batches only divide them. The rows of one
     step are sorted by length so that those of a micro-batch are alike; the last step of an epoch may have fewer rows,
-    but every rank gets the same number of micro-batches: one, or a TuneError, unless `accumulate`. `pad_to` is that of
-    `collate`.
+    but every rank gets the same number of micro-batches: one, or a TuneError, unless `accumulate`. A stream has no
+    epochs: it needs `max_steps`. `pad_to` is that of `collate`. A batch is made while the one before it is used.
     """
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | Mixture | Stream,
         world: DataRanks,
         global_batch_size: int,
         micro_batch_size: int,
@@ -50,31 +54,47 @@ class DataLoader:
         accumulate: bool = True,
         pad_to: int | None = None,
     ) -> None:
-        _check_sizes(dataset, world.data_size, global_batch_size, micro_batch_size, accumulate)
         self.dataset, self.world, self.seed, self.pad_to = dataset, world, seed, pad_to
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
-        self.steps_per_epoch = -(-len(dataset) // global_batch_size)
-        whole = epochs * self.steps_per_epoch
-        self._steps = whole if max_steps is None else min(whole, max_steps)
-        self._step = 0
+        self.steps_per_epoch: int | None = None
+        if isinstance(dataset, Stream):
+            self._steps = _steps_of_a_stream(dataset, epochs, max_steps)
+        else:
+            _check_rows(dataset, world.data_size)
+            self.steps_per_epoch = -(-len(dataset) // global_batch_size)
+            whole = epochs * self.steps_per_epoch
+            self._steps = whole if max_steps is None else min(whole, max_steps)
+        _check_sizes(world.data_size, global_batch_size, micro_batch_size, accumulate)
+        self._step, self._position = 0, Position()
 
     def __len__(self) -> int:
         """Optimizer steps of the whole run."""
         return self._steps
 
     def __iter__(self) -> Iterator[tuple[int, GlobalBatch]]:
+        batches = self._of_stream(self.dataset) if isinstance(self.dataset, Stream) else self._of_rows(self.dataset)
+        for batch, position in ahead(islice(batches, self._steps - self._step)):
+            self._step, self._position = self._step + 1, position
+            yield self._step, batch
+
+    def _of_rows(self, dataset: Dataset | Mixture) -> Iterator[tuple[GlobalBatch, Position]]:
         epoch, order = -1, np.empty(0, dtype=np.int64)
-        while self._step < self._steps:
-            self._step += 1
-            step_epoch, position = divmod(self._step - 1, self.steps_per_epoch)
+        for step in range(self._step, self._steps):
+            step_epoch, position = divmod(step, -(-len(dataset) // self.global_batch_size))
             if step_epoch != epoch:
-                epoch, order = step_epoch, self._order(step_epoch)
+                epoch, order = step_epoch, dataset.order(self.seed, step_epoch)
             rows = order[position * self.global_batch_size : (position + 1) * self.global_batch_size]
-            yield self._step, self._batch(rows)
+            yield self._batch(dataset, rows, rows.tolist()), self._position
+
+    def _of_stream(self, stream: Stream) -> Iterator[tuple[GlobalBatch, Position]]:
+        drawn = stream.draw(self.seed, self.global_batch_size, self._position)
+        indices = np.arange(self.global_batch_size)
+        for step, (rows, position) in enumerate(drawn, self._step):
+            yield self._batch(rows, indices, (step * self.global_batch_size + indices).tolist()), position
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the step that was given last."""
-        return {"step": self._step, **self._identity()}
+        return {"step": self._step, "position": asdict(self._position), **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue behind a saved step. Raises TuneError if the data, their order or their batches are others."""
@@ -85,32 +105,38 @@ class DataLoader:
                 f"the checkpoint was made with other data: {'; '.join(changed)}. Restore these settings (fingerprint: "
                 "the dataset, tokenizer, max_seq_len, packed), or start anew with resume=never and another output_dir"
             )
-        self._step = state["step"]
+        self._step, self._position = state["step"], Position(**state["position"])
 
-    def _batch(self, rows: np.ndarray) -> GlobalBatch:
-        return GlobalBatch(
-            rows.tolist(),
-            list(_micro_batches(self.dataset, rows, self.world, self.micro_batch_size, self.pad_to)),
-            int(self.dataset.row_tokens[rows].sum()),
-            int(self.dataset.row_supervised[rows].sum()),
-        )
+    def _batch(self, data: Dataset | Mixture | Rows, rows: np.ndarray, names: list[int]) -> GlobalBatch:
+        micro_batches = list(_micro_batches(data, rows, self.world, self.micro_batch_size, self.pad_to))
+        if torch.cuda.is_initialized():  # from pinned memory it is copied while the GPU computes
+            micro_batches = [batch.pin_memory() for batch in micro_batches]
+        return GlobalBatch(names, micro_batches, int(data.row_tokens[rows].sum()), int(data.row_supervised[rows].sum()))
 
     def _identity(self) -> dict[str, Any]:
         return {"fingerprint": self.dataset.fingerprint, "seed": self.seed, "global_batch_size": self.global_batch_size}
 
-    def _order(self, epoch: int) -> np.ndarray:
-        return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(len(self.dataset))
-
 
 def validation_batches(
-    dataset: Dataset, world: DataRanks, micro_batch_size: int, pad_to: int | None = None
-) -> Iterator[Batch]:
-    """Every row once over all ranks, and the same number of batches on each."""
-    return _micro_batches(dataset, np.arange(len(dataset)), world, micro_batch_size, pad_to)
+    dataset: Dataset | Mixture | Stream, world: DataRanks, micro_batch_size: int, pad_to: int | None = None
+) -> Iterator[tuple[tuple[str, ...], Batch]]:
+    """Every row once over all ranks, and the same number of batches on each.
+
+    A batch comes with the metrics that its loss belongs to: `validation_loss`, and that of its source in a mixture.
+    """
+    parts: Iterable[tuple[str, Dataset]] = [("", dataset)] if isinstance(dataset, Dataset) else []
+    if isinstance(dataset, Mixture):
+        parts = dataset.parts.items()
+    elif isinstance(dataset, Stream):
+        parts = (("", window.data) for window in dataset.windows())
+    for source, part in parts:
+        names = ("validation_loss", f"validation_loss/{source}") if source else ("validation_loss",)
+        for batch in _micro_batches(part, np.arange(len(part)), world, micro_batch_size, pad_to):
+            yield names, batch
 
 
 def _micro_batches(
-    dataset: Dataset, rows: np.ndarray, world: DataRanks, micro_batch_size: int, pad_to: int | None
+    dataset: Dataset | Mixture | Rows, rows: np.ndarray, world: DataRanks, micro_batch_size: int, pad_to: int | None
 ) -> Iterator[Batch]:
     by_length = rows[np.argsort(-dataset.row_tokens[rows], kind="stable")]
     together = world.data_size * micro_batch_size
@@ -120,14 +146,25 @@ def _micro_batches(
         yield collate([*map(dataset.row, mine), *([[]] * missing)], pad_to)
 
 
-def _check_sizes(dataset: Dataset, ranks: int, global_batch_size: int, micro_batch_size: int, accumulate: bool) -> None:
+def _steps_of_a_stream(stream: Stream, epochs: int, max_steps: int | None) -> int:
+    if max_steps is None:
+        raise TuneError(f"max_steps is missing: {stream.name} is streamed, and nobody knows how long it is")
+    if epochs != 1:
+        raise TuneError(f"epochs={epochs}: {stream.name} is streamed, and read until max_steps: remove epochs")
+    return max_steps
+
+
+def _check_rows(dataset: Dataset | Mixture, ranks: int) -> None:
     if len(dataset) < ranks:
         rows = f"{len(dataset)} packed rows" if dataset.accounting.row_capacity else f"{len(dataset)} rows"
-        instead = f" or packed=false ({dataset.accounting.kept} rows)" if dataset.accounting.row_capacity else ""
+        instead = f" or packed=false ({dataset.accounting.samples} rows)" if dataset.accounting.row_capacity else ""
         raise TuneError(
             f"{dataset.accounting.source} has {rows} for {ranks} data-parallel processes: "
             f"use at most {len(dataset)} processes{instead}"
         )
+
+
+def _check_sizes(ranks: int, global_batch_size: int, micro_batch_size: int, accumulate: bool) -> None:
     together = ranks * micro_batch_size
     if not accumulate and global_batch_size != together:
         whole = f"micro_batch_size to {global_batch_size // ranks}" if global_batch_size % ranks == 0 else ""

@@ -3,6 +3,7 @@
 METRICS = {
     "loss": "cross-entropy in nats, mean over the supervised tokens of the global batch, before the step",
     "validation_loss": "the same over the whole validation dataset, after the step",
+    "validation_loss/NAME": "the same over one source of a mixture",
     "grad_norm": "norm of all gradients together, before clipping",
     "lr": "learning rate of the step (first parameter group)",
     "expert_load": "tokens of the busiest expert over the mean of all experts, mean over layers: 1 is even",

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from tune import config
-from tune.datasets import DataLoader
+from tune.datasets import DataLoader, Stream
 from tune.distributed import World
 from tune.errors import TuneError
 from tune.loggers.memory import peak_memory_gib, planned_memory
@@ -43,6 +43,7 @@ class Run:
         self.sinks: list[Sink] = [Console(cfg.logger.console_every)] if world.is_main else []
         self.messages: list[str] = []
         self.data: dict[str, Any] = {}
+        self.stream: Stream | None = None
         self.last = time.perf_counter()
         self.data_seconds = 0.0
 
@@ -65,8 +66,10 @@ class Run:
         held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
         self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
         self.info(accounting.table())
-        self.info(f"{len(data):,} optimizer steps, {data.steps_per_epoch:,} an epoch")
+        an_epoch = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
+        self.info(f"{len(data):,} optimizer steps{an_epoch}")
         self.data = accounting.as_dict() | {"steps_per_epoch": data.steps_per_epoch}
+        self.stream = data.dataset if isinstance(data.dataset, Stream) else None
 
     def track(self, data: Iterable[T], start: int, total: int) -> Iterator[T]:
         """Iterate over optimizer steps, from the one after `start`, and time how long each waits for data."""
@@ -114,6 +117,12 @@ class Run:
             sink.metrics(step, values)
 
     def close(self) -> None:
+        """End the run; what became of a stream's rows is known only now."""
+        if self.stream:
+            self.info(self.stream.seen.table())
+            if self.world.is_main:
+                data = self.stream.seen.as_dict() | {"steps_per_epoch": None}
+                (self.path / "data.json").write_text(json.dumps(data, indent=2) + "\n")
         for sink in self.sinks:
             sink.close()
 

@@ -21,7 +21,7 @@ def build(path: str, router_loss: NonNegativeFloat | None = None) -> Decoder:
             or a `router_loss` for a model without experts.
     """
     file = ConfigFile(Path(path))
-    architecture = family(file.get("model_type", "(none)"))
+    architecture = family(str(file.get("model_type", "(none)")))
     config = architecture.read_config(file)
     file.finish()
     if router_loss is not None:

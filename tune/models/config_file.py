@@ -3,7 +3,7 @@
 import copy
 import json
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,12 @@ HARMLESS = {
     "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "output_attentions", "output_hidden_states",
     "return_dict", "torchscript", "id2label", "label2id", "problem_type", "is_llama_config",
     "transformers.js_config", "cache_implementation", "auto_map", "task_specific_params", "chunk_size_feed_forward",
+    "temperature", "top_p", "top_k", "max_length", "max_sequence_length", "unsloth_fixed", "unsloth_version",
 }  # fmt: skip
+
+
+def is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 class ConfigFile:
@@ -42,51 +47,58 @@ class ConfigFile:
         """What the fields mean that the file leaves out. One that is there and null stays null."""
         self.fields = fields | self.fields
 
-    def section(self, name: str) -> "ConfigFile":
-        """The mapping under a field, read and finished like a file of its own."""
-        value = self.get(name)
-        if not isinstance(value, dict):
-            raise TuneError(f"{self.path}: field '{name}' must be a mapping; found {value!r}")
-        section = copy.copy(self)
-        section.fields, section._read, section._sections = value, set(), []
-        self._sections.append(section)
-        return section
-
     def get(self, name: str, default: Any = None) -> Any:
         """A field; null counts as absent."""
         self._read.add(name)
         value = self.fields.get(name)
         return default if value is None else value
 
-    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
-        value = self.get(name, default)
-        if value is None:
-            raise TuneError(f"{self.path}: field '{name}' is missing")
-        if not isinstance(value, int) or value < minimum:
-            kind = "a positive integer" if minimum == 1 else f"an integer, at least {minimum}"
-            raise TuneError(f"{self.path}: field '{name}' must be {kind}; found {value!r}")
-        return value
+    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+        def fits(value: Any) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+        return self._checked(
+            name, default, fits, "a positive integer" if minimum == 1 else f"an integer, at least {minimum}"
+        )
+
+    def integer_or_none(self, name: str) -> int | None:
+        return None if self.get(name) is None else self.integer(name)
 
     def number(self, name: str, default: float | None = None) -> float:
-        value = self.get(name, default)
-        if value is None:
-            raise TuneError(f"{self.path}: field '{name}' is missing")
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise TuneError(f"{self.path}: field '{name}' must be a positive number; found {value!r}")
-        return value
+        return self._checked(name, default, is_positive, "a positive number")
 
     def number_or_none(self, name: str) -> float | None:
         return None if self.get(name) is None else self.number(name)
 
     def flag(self, name: str, default: bool = False) -> bool:
+        return self._checked(name, default, lambda value: isinstance(value, bool), "true or false")
+
+    def entries(self, name: str, default: list[Any]) -> list[Any]:
+        return self._checked(name, default, lambda value: isinstance(value, list), "a list")
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """Empty if absent."""
+        return dict(self._checked(name, {}, lambda value: isinstance(value, dict), "a mapping"))
+
+    def section(self, name: str) -> "ConfigFile":
+        """The mapping under a field, read and finished like a file of its own."""
+        section = copy.copy(self)
+        section.path = self.path / name  # the place, in messages
+        section.fields, section._read, section._sections = self.mapping(name), set(), []
+        self._sections.append(section)
+        return section
+
+    def _checked(self, name: str, default: Any, fits: Callable[[Any], bool], what: str) -> Any:
         value = self.get(name, default)
-        if not isinstance(value, bool):
-            raise TuneError(f"{self.path}: field '{name}' must be true or false; found {value!r}")
+        if value is None:
+            raise TuneError(f"{self.path}: field '{name}' is missing")
+        if not fits(value):
+            raise TuneError(f"{self.path}: field '{name}' must be {what}; found {value!r}")
         return value
 
     def choice(self, name: str, options: Collection[str]) -> str:
         value = self.get(name)
-        if value not in options:
+        if not isinstance(value, str) or value not in options:
             raise TuneError(f"{self.path}: {name}={value!r} is not supported; supported: {', '.join(options)}")
         return value
 
@@ -125,8 +137,9 @@ class ConfigFile:
             )
         if unread:
             listing = ", ".join(f"{name}={value!r}" for name, value in unread.items())
+            kind = f" for model_type '{self.fields['model_type']}'" if "model_type" in self.fields else ""
             raise TuneError(
-                f"{self.path}: not supported for model_type '{self.fields.get('model_type')}': {listing}. Supported: "
+                f"{self.path}: not supported{kind}: {listing}. Supported: "
                 f"{', '.join(sorted(self._read))}. If a field has no effect on this model, remove it from the file; "
                 "otherwise model._component_=tune.models.hf trains what transformers makes of it"
             )

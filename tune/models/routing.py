@@ -140,7 +140,8 @@ class RoutingFigures(NamedTuple):
         balance = num_experts * (load * probability).sum(dim=1) / lengths.square()
         trained = (supervised > 0).float()
         entropy = torch.special.entr(routing.probabilities.detach()).sum(dim=1)
-        return cls(trained @ load, trained[documents] @ entropy, supervised @ balance)
+        # Not `trained @ load`: it changes its result in place, which selective recomputation may not keep then.
+        return cls((trained[:, None] * load).sum(dim=0), trained[documents] @ entropy, supervised @ balance)
 
 
 class RoutingSums:

@@ -7,6 +7,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from tune.types import PositiveInt
+
 
 class Muon(Optimizer):
     """torch's Muon (Jordan et al., 2024) for the matrices of the blocks, torch's AdamW for everything else: vectors,
@@ -24,7 +26,7 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_steps: int = 5,
+        ns_steps: PositiveInt = 5,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ):

@@ -12,12 +12,15 @@ from torch import nn
 
 from tune.distributed import local_shard
 from tune.errors import TuneError
+from tune.models.moe import ExpertLinear
+from tune.peft.experts import LoRAExperts
 from tune.peft.lora import LoRA, LoRAEmbedding, LoRALinear, matches
 from tune.peft.tokens import TokenEmbedding, TokenHead, TokenRows
 from tune.quantization import NF4Weight
 
 # What they share: `PARTS`, the trained parameters with the ends of their names in PEFT's files, and `start`.
-Adapter: TypeAlias = LoRALinear | LoRAEmbedding | TokenRows
+Adapter: TypeAlias = LoRALinear | LoRAEmbedding | LoRAExperts | TokenRows
+KINDS: dict[type[nn.Module], Any] = {nn.Linear: LoRALinear, nn.Embedding: LoRAEmbedding, ExpertLinear: LoRAExperts}
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
     _require_used_patterns(model, lora, targets)
     for name, layer in targets.items():
         rank, alpha = lora.at(*_names(model, name))
-        kind = LoRALinear if isinstance(layer, nn.Linear) else LoRAEmbedding
+        kind = next(kind for base, kind in KINDS.items() if isinstance(layer, base))
         kind.adapt(layer, name, rank, alpha, lora)
     for embedding, head in heads:
         tied_to = TokenEmbedding.adapt(embedding, lora.trainable_tokens)
@@ -87,6 +90,13 @@ def disk_module_name(model: nn.Module, name: str) -> str:
     return on_disk.removesuffix(".weight") if isinstance(on_disk, str) else name
 
 
+def disk_module_names(model: nn.Module, name: str) -> list[str]:
+    """The name in a checkpoint, or if the module holds several experts, that of each."""
+    on_disk = getattr(model, "disk_names", {}).get(f"{name}.weight")
+    names = on_disk if isinstance(on_disk, list) else [disk_module_name(model, name)]
+    return [each.removesuffix(".weight") for each in names]
+
+
 def initialize(model: nn.Module, seed: int) -> None:
     """Weights of new adapters, the same on any layout; the base must have its weights. All processes must call it."""
     with torch.no_grad():
@@ -100,11 +110,13 @@ def initialize(model: nn.Module, seed: int) -> None:
 def _how(layer: nn.Module) -> str:
     if isinstance(layer, TokenRows):
         return f"{len(layer.tokens)} tokens"
+    if isinstance(layer, LoRAExperts):
+        return f"rank {layer.rank} for each of {layer.num_experts} experts"
     return f"rank {layer.rank}" if isinstance(layer, LoRALinear | LoRAEmbedding) else "trained whole"
 
 
 def _targets(model: nn.Module, lora: LoRA) -> dict[str, Any]:
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    layers = {name: layer for name, layer in model.named_modules() if any(isinstance(layer, kind) for kind in KINDS)}
     wanted = lora.target_modules
     if wanted == "all-linear":
         chosen = [name for name, layer in layers.items() if _is_of_all_linear(model, name, layer)]
@@ -125,16 +137,47 @@ def _targets(model: nn.Module, lora: LoRA) -> dict[str, Any]:
         raise _no_match(model, "target_modules", str(wanted), layers)
     for name in chosen:
         _require_adaptable(model, name, layers[name], lora)
+    _require_told_apart(model, {name: layers[name] for name in chosen}, lora)
     return {name: layers[name] for name in chosen}
 
 
 def _is_of_all_linear(model: nn.Module, name: str, layer: nn.Module) -> bool:
     """Not the head, which stands at the top of a model, nor a gate of a single number; and in models with experts, not
     what is called as their projections are: PEFT takes an adapter of it for one of the experts."""
-    stacks = [names for names in getattr(model, "disk_names", {}).values() if isinstance(names, list)]
-    of_experts = {_last(stack[0].removesuffix(".weight")) for stack in stacks}
     is_wide = isinstance(layer, nn.Linear) and layer.out_features > 1
-    return is_wide and "." in name and _last(disk_module_name(model, name)) not in of_experts
+    return is_wide and "." in name and _last(disk_module_name(model, name)) not in _of_experts(model)
+
+
+def _of_experts(model: nn.Module) -> set[str]:
+    """How a checkpoint calls the projections of experts."""
+    stacks = [names for names in getattr(model, "disk_names", {}).values() if isinstance(names, list)]
+    return {_last(stack[0].removesuffix(".weight")) for stack in stacks}
+
+
+def _require_told_apart(model: nn.Module, targets: Mapping[str, nn.Module], lora: LoRA) -> None:
+    """PEFT knows experts by the last part of a name, with one rank for all, and gate and up only together."""
+    experts = {name: layer for name, layer in targets.items() if isinstance(layer, ExpertLinear)}
+    names = _of_experts(model)
+    for name in targets:
+        if name not in experts and _last(disk_module_name(model, name)) in names:
+            raise TuneError(
+                f"adapter.target_modules: {disk_module_name(model, name)} is called as the projections of experts are, "
+                "and PEFT would take its adapter for one of theirs. To adapt the experts give a regular expression: "
+                r"'.*(q_proj|v_proj|experts\.\d+\.\w+)'"
+            )
+    for name in experts:
+        if not isinstance(getattr(model, "disk_names", {}).get(f"{name}.weight"), list):
+            raise TuneError(
+                f"adapter.target_modules: {name} are experts that a checkpoint holds as one tensor, which is not "
+                "supported; leave them out"
+            )
+        other = {"gate": "up", "up": "gate"}.get(_last(name))
+        if other and f"{name.rpartition('.')[0]}.{other}" not in experts:
+            raise TuneError(
+                f"adapter.target_modules: gate and up of experts go together, but only {_last(name)} is named"
+            )
+        if lora.at(*_names(model, name)) != (lora.rank, lora.alpha):
+            raise TuneError(f"adapter.rank_pattern: experts take adapter.rank and adapter.alpha; leave out {name}")
 
 
 def _last(name: str) -> str:
@@ -225,8 +268,9 @@ def is_tied(model: nn.Module, layer: nn.Module) -> bool:
     return sum(getattr(module, "weight", None) is layer.weight for module in model.modules()) > 1
 
 
-def _names(model: nn.Module, name: str) -> tuple[str, str]:
-    return name, disk_module_name(model, name)
+def _names(model: nn.Module, name: str) -> list[str]:
+    """How we call it, and a checkpoint: of experts, each."""
+    return [name, *disk_module_names(model, name)]
 
 
 def _ends_with(name: str, endings: list[str]) -> bool:

@@ -15,8 +15,9 @@ from torch import nn
 from tune.checkpointers.export import SavesItself
 from tune.distributed import World, full_tensor, local_shard
 from tune.errors import TuneError
-from tune.peft.adapters import adapted_modules, disk_module_name, is_tied
-from tune.peft.lora import LoRA, LoRAEmbedding, LoRALinear
+from tune.peft.adapters import adapted_modules, disk_module_name, disk_module_names, is_tied
+from tune.peft.experts import LoRAExperts
+from tune.peft.lora import LoRA, LoRALinear
 from tune.peft.tokens import TokenRows
 from tune.types import Fraction, PositiveFloat, PositiveInt
 
@@ -107,7 +108,12 @@ def load_adapter(model: nn.Module, path: str) -> None:
         TuneError: names or shapes do not fit; all are named.
     """
     file = Path(path) / WEIGHTS
-    wanted = _tensors(model)
+    parameters = _parameters(model)
+    wanted = {
+        name: list(parameter.shape[not isinstance(names, str) :])
+        for names, parameter in parameters
+        for name in ([names] if isinstance(names, str) else names)
+    }
     tied = _trains_tied_embedding(model)
     if tied and not json.loads((Path(path) / CONFIG).read_text()).get("ensure_weight_tying"):
         raise TuneError(
@@ -125,16 +131,20 @@ def load_adapter(model: nn.Module, path: str) -> None:
             problems = [f"missing: {name}" for name in wanted.keys() - found.keys()]
             problems += [f"not known: {name} {found[name]}" for name in found.keys() - wanted.keys()]
             problems += [
-                f"{name} has shape {found[name]}, this model needs {list(parameter.shape)}"
-                for name, parameter in wanted.items()
-                if name in found and found[name] != list(parameter.shape)
+                f"{name} has shape {found[name]}, this model needs {shape}"
+                for name, shape in wanted.items()
+                if name in found and found[name] != shape
             ]
             if problems:
                 raise TuneError(f"adapter.path: {path} is for another model:\n  " + "\n  ".join(sorted(problems)[:12]))
             with torch.no_grad():
-                for name, parameter in wanted.items():
+                for names, parameter in parameters:
                     shard, where = local_shard(parameter)
-                    shard.copy_(tensors.get_slice(name)[where])
+                    if isinstance(names, str):
+                        shard.copy_(tensors.get_slice(names)[where])
+                        continue
+                    for part, name in zip(shard, names[where[0]], strict=True):
+                        part.copy_(tensors.get_slice(name)[where[1:]])
     except (SafetensorError, OSError) as error:
         raise TuneError(f"adapter.path: {file} cannot be read: {error}") from error
 
@@ -161,16 +171,20 @@ def export_adapter(
     """
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     starts = _starts(model)
-    tensors = {}
-    for name, parameter in _tensors(model).items():
+    tensors: dict[str, torch.Tensor] = {}
+    for names, parameter in _parameters(model):
         full = full_tensor(parameter.detach()).to("cpu", torch.float32)
-        if name in starts:
-            start, dim, sign = starts[name]
-            full = torch.cat([full, sign * full_tensor(start).to("cpu", torch.float32)], dim)
-        if world.is_main:
-            tensors[name] = full.contiguous()
-            if name.endswith("embed_tokens.weight") and _trains_tied_embedding(model):
-                tensors[PREFIX + HEAD] = tensors[name].clone()  # PEFT expects what is tied twice
+        if not world.is_main:
+            continue
+        if isinstance(names, list):
+            tensors |= {name: part.clone() for name, part in zip(names, full, strict=True)}
+            continue
+        if names in starts:
+            start, dim, sign = starts[names]
+            full = torch.cat([full, sign * start], dim)
+        tensors[names] = full.contiguous()
+        if names.endswith("embed_tokens.weight") and _trains_tied_embedding(model):
+            tensors[PREFIX + HEAD] = tensors[names].clone()  # PEFT expects what is tied twice
     if world.is_main:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -184,8 +198,8 @@ def export_adapter(
 
 
 def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:
-    adapted = {disk_module_name(model, name): layer for name, layer in adapted_modules(model).items()}
-    layers = {name: layer for name, layer in adapted.items() if isinstance(layer, LoRALinear | LoRAEmbedding)}
+    adapted = {each: layer for name, layer in adapted_modules(model).items() for each in disk_module_names(model, name)}
+    layers = {name: layer for name, layer in adapted.items() if not isinstance(layer, TokenRows)}
     tokens = {name: layer.tokens for name, layer in adapted.items() if isinstance(layer, TokenRows)}
     # With a frozen start the exported rank is twice the trained one, at the same scaling.
     rank_factor = 1 if lora.init == "default" else 2
@@ -225,17 +239,18 @@ def _target_modules(model: nn.Module, adapted: set[str]) -> list[str]:
     return sorted(kinds if matched == adapted else adapted)
 
 
-def _tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All that an adapter's file holds, by the names there."""
-    tensors: dict[str, nn.Parameter] = {}
+def _parameters(model: nn.Module) -> list[tuple[str | list[str], nn.Parameter]]:
+    """All that an adapter's file holds, with the names there: several, if the parameter is their stack."""
+    found: list[tuple[str | list[str], nn.Parameter]] = []
     seen: set[nn.Parameter] = set()
     for name, layer in adapted_modules(model).items():
         for part, ending in layer.PARTS.items():
             parameter = getattr(layer, part)
             if parameter is not None and parameter not in seen:  # the rows of a tied head are those of the embedding
-                tensors[f"{PREFIX}{disk_module_name(model, name)}.{ending}"] = parameter
+                names = [f"{PREFIX}{module}.{ending}" for module in disk_module_names(model, name)]
+                found.append((names if isinstance(layer, LoRAExperts) else names[0], parameter))
                 seen.add(parameter)
-    return tensors | {f"{PREFIX}{name}": parameter for name, parameter in _trained_whole(model)}
+    return found + [(f"{PREFIX}{name}", parameter) for name, parameter in _trained_whole(model)]
 
 
 def _trained_whole(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -255,11 +270,15 @@ def _trains_tied_embedding(model: nn.Module) -> bool:
 
 
 def _starts(model: nn.Module) -> dict[str, tuple[torch.Tensor, int, int]]:
-    """What is exported with a factor, by its name: the frozen start, along which dimension, and its sign."""
+    """What is exported with a factor, by its name: the frozen start in full, along which dimension, and its sign."""
     starts: dict[str, tuple[torch.Tensor, int, int]] = {}
+
+    def full(start: torch.Tensor) -> torch.Tensor:
+        return full_tensor(start).to("cpu", torch.float32)
+
     for name, layer in adapted_modules(model).items():
         if isinstance(layer, LoRALinear) and layer.start_a is not None and layer.start_b is not None:
             key = f"{PREFIX}{disk_module_name(model, name)}"
-            starts[f"{key}.{layer.PARTS['lora_a']}"] = layer.start_a, 0, 1
-            starts[f"{key}.{layer.PARTS['lora_b']}"] = layer.start_b, 1, -1
+            starts[f"{key}.{layer.PARTS['lora_a']}"] = full(layer.start_a), 0, 1
+            starts[f"{key}.{layer.PARTS['lora_b']}"] = full(layer.start_b), 1, -1
     return starts

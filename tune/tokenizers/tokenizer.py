@@ -1,3 +1,4 @@
+import hashlib
 import json
 import re
 import shutil
@@ -7,6 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 from tokenizers import AddedToken
 
 from tune.errors import TuneError
@@ -57,6 +59,10 @@ class Tokenizer:
         self.bos_id, self.eos_id, self.pad_id = (self._id_of(name) for name in ("bos_token", "eos_token", "pad_token"))
         self._templates = self._read_templates()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what Jinja compiled, which cannot be sent to another process."""
+        return {name: value for name, value in vars(self).items() if name != "_compiled"}
+
     @property
     def vocab_size(self) -> int:
         """The rows that an embedding needs: the highest id and one."""
@@ -66,6 +72,12 @@ class Tokenizer:
     def vocabulary(self) -> dict[str, int]:
         """The id of every token, added ones included."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all that decides its ids and the text of conversations."""
+        contents = [tokenizers.__version__, self._tokenizer.to_str(), self.special_tokens, self._templates]
+        return hashlib.blake2b(json.dumps(contents, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @cached_property
     def stop_ids(self) -> set[int]:

@@ -24,7 +24,7 @@ def read_config(file: ConfigFile) -> DecoderConfig:
         head_dim=64, max_position_embeddings=131072, sliding_window=128, rope_theta=150000.0, rms_norm_eps=1e-5,
         num_experts_per_tok=4,
     )  # fmt: skip
-    scaling = file.get("rope_scaling", {}) | file.get("rope_parameters", {}) or YARN
+    scaling = file.mapping("rope_scaling") | file.mapping("rope_parameters") or YARN
     file.ignore("experts_per_token", "initial_context_length")  # copies of other fields
     rope, bias = read.rope(file, fields=scaling), file.flag("attention_bias", True)
     attention = read.attention(file, rope, bias=bias, output_bias=bias, sinks=True)

@@ -14,7 +14,7 @@ NAMES = LLAMA_NAMES | {
 
 
 def read_config(file: ConfigFile) -> DecoderConfig:
-    types = file.get("layer_types", file.get("layers_block_type", ["linear_attention"]))
+    types = file.entries("layer_types", file.entries("layers_block_type", ["linear_attention"]))
     if others := set(types) - {"attention", "full_attention"}:
         raise TuneError(f"{file.path}: layer_types has {sorted(others)}; only attention is supported in this family")
     file.assume(num_local_experts=8, shared_intermediate_size=1024)

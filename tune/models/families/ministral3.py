@@ -15,7 +15,7 @@ SCALING = {
 
 def read_config(file: ConfigFile) -> DecoderConfig:
     file.assume(head_dim=128, max_position_embeddings=262144, rms_norm_eps=1e-5)
-    scaling = dict(file.get("rope_parameters", SCALING))
+    scaling = file.mapping("rope_parameters") or dict(SCALING)
     growth, _ = scaling.pop("llama_4_scaling_beta", 0.0), scaling.pop("max_position_embeddings", None)
     rope = replace(read.rope(file, fields=scaling), query_growth=growth)
     layer = LayerConfig(read.attention(file, rope), read.mlp(file))

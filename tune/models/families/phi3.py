@@ -15,7 +15,7 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     file.assume(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5)
     file.expect(attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1)
     file.without_dropout("resid_pdrop", "embd_pdrop")
-    scaling = file.get("rope_scaling", {}) | file.get("rope_parameters", {})
+    scaling = file.mapping("rope_scaling") | file.mapping("rope_parameters")
     if "short_factor" in scaling:  # called su, and yarn, before it was called longrope
         scaling |= {"rope_type": "longrope"}
     rope = read.rope(file, partial=True, fields=scaling)

@@ -9,7 +9,7 @@ from tune.models.families.llama import NAMES
 def read_late_windows(file: ConfigFile) -> list[int | None]:
     """A window in the layers from `max_window_layers` on, where `use_sliding_window` is on."""
     file.assume(sliding_window=4096)
-    on, first = file.flag("use_sliding_window"), file.get("max_window_layers", 28)
+    on, first = file.flag("use_sliding_window"), file.integer("max_window_layers", 28, minimum=0)
     windows = read.windows(file, lambda layer: layer >= first)
     return windows if on else [None] * len(windows)
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
 from tune.models.families import Family, read
@@ -31,9 +30,7 @@ def read_windows_if_used(file: ConfigFile, slides: Callable[[int], bool]) -> lis
 
 def with_experts(file: ConfigFile, layers: list[LayerConfig], experts: ExpertsConfig) -> list[LayerConfig]:
     """Every `decoder_sparse_step`-th layer with experts, but for `mlp_only_layers`."""
-    step, dense = file.integer("decoder_sparse_step", 1), file.get("mlp_only_layers", [])
-    if not isinstance(dense, list):
-        raise TuneError(f"{file.path}: mlp_only_layers must be a list of layer numbers; found {dense!r}")
+    step, dense = file.integer("decoder_sparse_step", 1), file.entries("mlp_only_layers", [])
     return [
         layer if number in dense or (number + 1) % step else replace(layer, mlp=experts)
         for number, layer in enumerate(layers)
@@ -47,7 +44,7 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     )  # fmt: skip
     rope, bias = read.rope(file), file.flag("qkv_bias", True)
     layer = LayerConfig(read.attention(file, rope, bias=bias), read.mlp(file))
-    first_full = file.get("max_window_layers", 28)
+    first_full = file.integer("max_window_layers", 28, minimum=0)
     windows = read_windows_if_used(file, lambda number: number % 2 == 0 and number < first_full)
     experts = read.experts(
         file, read.num_experts(file, 60), router={"normalized": file.flag("norm_topk_prob")},

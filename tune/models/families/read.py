@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from tune.errors import TuneError
-from tune.models.config_file import ConfigFile
+from tune.models.config_file import ConfigFile, is_positive
 from tune.models.decoder import DecoderConfig, LayerConfig
 from tune.models.layers import AttentionConfig, MLPConfig, NormConfig
 from tune.models.moe import ExpertsConfig
 from tune.models.rope import RopeConfig
 from tune.models.routing import RouterConfig
+
+T = TypeVar("T")
 
 ACTIVATION_NAMES = {
     "silu": "silu",
@@ -20,12 +22,28 @@ ACTIVATION_NAMES = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu2": "relu2",
 }
-ROPE_FIELDS = {
-    "factor", "original_max_position_embeddings", "attention_factor", "low_freq_factor", "high_freq_factor",
-    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor", "finetuned",
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_positive, value))
+
+
+def _never(value: Any) -> bool:
+    return False
+
+
+# What `rope_scaling` and `rope_parameters` may have, and whether a value can be used.
+ROPE_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "rope_theta": is_positive, "partial_rotary_factor": is_positive, "factor": is_positive,
+    "original_max_position_embeddings": is_positive, "attention_factor": is_positive, "low_freq_factor": is_positive,
+    "high_freq_factor": is_positive, "beta_fast": is_positive, "beta_slow": is_positive, "mscale": is_positive,
+    "mscale_all_dim": is_positive, "short_factor": _is_list, "long_factor": _is_list, "truncate": _is_flag,
+    "finetuned": _is_flag,
 }  # fmt: skip
-
-
 NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -49,8 +67,22 @@ def num_layers(file: ConfigFile) -> int:
     return file.integer("num_hidden_layers")
 
 
+def by_layer(file: ConfigFile, name: str, default: Callable[[int], T]) -> list[T]:
+    """A list with an entry for each layer."""
+    count = num_layers(file)
+    found = file.entries(name, [default(layer) for layer in range(count)])
+    if len(found) != count:
+        raise TuneError(f"{file.path}: {name} has {len(found)} entries for num_hidden_layers={count}")
+    return found
+
+
 def head_dim(file: ConfigFile) -> int:
-    return file.integer("head_dim", file.integer("hidden_size") // file.integer("num_attention_heads"))
+    if size := file.integer_or_none("head_dim"):
+        return size
+    hidden_size, num_heads = file.integer("hidden_size"), file.integer("num_attention_heads")
+    if hidden_size % num_heads:
+        raise TuneError(f"{file.path}: hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}")
+    return hidden_size // num_heads
 
 
 def attention(file: ConfigFile, rope: RopeConfig | None, **special: Any) -> AttentionConfig:
@@ -77,15 +109,10 @@ def rms_norm(file: ConfigFile) -> NormConfig:
 
 def windows(file: ConfigFile, slides: Callable[[int], bool] = lambda layer: True) -> list[int | None]:
     """Each layer's window: `sliding_window` where `layer_types`, or in files without them `slides(layer)`, says so."""
-    window, count = file.get("sliding_window"), num_layers(file)
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise TuneError(f"{file.path}: sliding_window must be a positive integer or null; found {window!r}")
-    sliding, full = "sliding_attention", "full_attention"
-    types = file.get("layer_types", [sliding if slides(layer) else full for layer in range(count)])
-    if unknown := set(types) - {sliding, full}:
-        raise TuneError(f"{file.path}: layer_types has {sorted(unknown)}; supported: {sliding}, {full}")
-    if len(types) != count:
-        raise TuneError(f"{file.path}: layer_types has {len(types)} entries for num_hidden_layers={count}")
+    window, sliding, full = file.integer_or_none("sliding_window"), "sliding_attention", "full_attention"
+    types = by_layer(file, "layer_types", lambda layer: sliding if slides(layer) else full)
+    if unknown := [name for name in types if name not in (sliding, full)]:
+        raise TuneError(f"{file.path}: layer_types has {unknown[0]!r}; supported: {sliding}, {full}")
     return [window if name == sliding else None for name in types]
 
 
@@ -111,39 +138,41 @@ def rope(
     `size` is that of a head if not the usual one; `partial`: the family may rotate a part of it. `fields` are the
     file's where it has several sets of them.
     """
-    theta = file.number("rope_theta", 10000.0)
-    if fields is None:
-        fields = dict(file.get("rope_scaling", {})) | dict(file.get("rope_parameters", {}))
+    fields = file.mapping("rope_scaling") | file.mapping("rope_parameters") if fields is None else fields
     fields = {name: value for name, value in fields.items() if value is not None}
-    kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
+    kind = str(fields.pop("rope_type", None) or fields.get("type") or "default")
     fields.pop("type", None)
-    theta = fields.pop("rope_theta", theta)
-    share = fields.pop("partial_rotary_factor", file.number("partial_rotary_factor", 1.0))
-    if share != 1 and not partial:
-        raise TuneError(f"{file.path}: partial_rotary_factor={share} is not supported in this family")
     max_positions = file.integer("max_position_embeddings", 2048)
     if original := file.get("original_max_position_embeddings"):
         fields["original_max_position_embeddings"] = original
     if kind in ("llama3", "yarn", "longrope"):  # left out by some exporters, and meant as the trained length
         fields.setdefault("original_max_position_embeddings", max_positions)
+    fields.setdefault("rope_theta", file.number("rope_theta", 10000.0))
+    fields.setdefault("partial_rotary_factor", file.number("partial_rotary_factor", 1.0))
     for name in NEEDED.get(kind, ()):
         if name not in fields:
             raise TuneError(f"{file.path}: rope scaling '{kind}' has no '{name}'")
-    if unknown := fields.keys() - ROPE_FIELDS:
-        raise TuneError(f"{file.path}: rope scaling '{kind}' has unknown fields: {', '.join(sorted(unknown))}")
-    return RopeConfig(int((size or head_dim(file)) * share), max_positions, theta, kind, fields, interleaved)
+    for name, value in fields.items():
+        if not ROPE_FIELDS.get(name, _never)(value):
+            raise TuneError(f"{file.path}: rope scaling '{kind}' has a field that is not supported: {name}={value!r}")
+    theta, share = fields.pop("rope_theta"), fields.pop("partial_rotary_factor")
+    if share != 1 and not partial:
+        raise TuneError(f"{file.path}: partial_rotary_factor={share} is not supported in this family")
+    rotated = int((size or head_dim(file)) * share)
+    if rotated % 2:
+        raise TuneError(f"{file.path}: {rotated} dimensions of a head cannot be rotated in pairs")
+    for name in {"short_factor", "long_factor"} & fields.keys():
+        if len(fields[name]) != rotated // 2:
+            raise TuneError(f"{file.path}: {name} must have {rotated // 2} numbers; found {len(fields[name])}")
+    return RopeConfig(rotated, max_positions, theta, kind, fields, interleaved)
 
 
 def two_ropes(file: ConfigFile, sliding_theta: float) -> tuple[RopeConfig, RopeConfig]:
     """The rotations of full and of sliding layers. In older files a `rope_scaling` is for full layers only."""
-    types = file.get("rope_parameters", {})
-    if unknown := types.keys() - {"full_attention", "sliding_attention"}:
-        raise TuneError(
-            f"{file.path}: rope_parameters must have full_attention and sliding_attention; found {sorted(unknown)}"
-        )
+    types = file.section("rope_parameters")
     file.integer("sliding_window")  # which of the two a layer takes is told by its having one
-    full = file.get("rope_scaling", {}) | (types.get("full_attention") or {})
-    sliding = {"rope_theta": sliding_theta} | (types.get("sliding_attention") or {})
+    full = file.mapping("rope_scaling") | types.mapping("full_attention")
+    sliding = {"rope_theta": sliding_theta} | types.mapping("sliding_attention")
     return rope(file, fields=full), rope(file, fields=sliding)
 
 

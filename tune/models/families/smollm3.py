@@ -14,13 +14,13 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     bias, every = file.flag("attention_bias"), file.integer("no_rope_layer_interval", 4)
     rope, mlp = read.rope(file), read.mlp(file, bias=file.flag("mlp_bias"))
     attention = read.attention(file, rope, bias=bias, output_bias=bias)
-    rotate = file.get("no_rope_layers", [(index + 1) % every != 0 for index in range(read.num_layers(file))])
+    rotate = read.by_layer(file, "no_rope_layers", lambda index: (index + 1) % every != 0)
     windows = read.windows(file, lambda index: not rotate[index])
     if not file.flag("use_sliding_window"):
         windows = [None] * len(windows)
     layers = [
         LayerConfig(replace(attention, window=window, rope=rope if rotates else None), mlp)
-        for window, rotates in zip(windows, rotate, strict=False)
+        for window, rotates in zip(windows, rotate, strict=True)
     ]
     return read.decoder(file, layers, read.rms_norm(file))
 

@@ -1,0 +1,55 @@
+import full_finetune
+import pytest
+
+from tune import config
+from tune.cli import main
+from tune.cli.prepare import settings
+from tune.errors import TuneError
+from tune.tokenizers import Tokenizer
+
+
+@pytest.fixture
+def arguments(checkpoint, chats, tmp_path, monkeypatch):
+    monkeypatch.setenv("TUNE_CACHE", str(tmp_path / "cache"))
+    return [f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=128", "packed=true"]
+
+
+def test_run_starts_from_what_was_prepared(arguments, chats, tmp_path, monkeypatch, capsys):
+    arguments.append(f"validation_dataset.path={chats}")
+    main(["prepare", "full_finetune", *arguments])
+    assert capsys.readouterr().out.count("packed rows") == 2
+    assert not (tmp_path / "runs").exists()
+    monkeypatch.delattr(Tokenizer, "encode_with_offsets")
+    run = [*arguments, "max_steps=1", "device=cpu", "dtype=fp32", f"output_dir={tmp_path / 'run'}"]
+    full_finetune.main(config.load("full_finetune", run))
+    assert (tmp_path / "run" / "model").exists()
+
+
+def test_nothing_of_a_stream_is_prepared(arguments, tmp_path, capsys):
+    main(["prepare", "full_finetune", *arguments, "dataset.streaming=true"])
+    assert "is streamed: nothing of it is kept" in capsys.readouterr().out
+    assert not (tmp_path / "cache").exists()
+
+
+def test_without_weights(arguments, checkpoint, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    main(["prepare", "lora_finetune", *arguments, f"model.path={tmp_path}"])
+
+
+def test_config_finds_its_recipe(arguments, tmp_path):
+    (tmp_path / "mine.yaml").write_text("adapter: {rank: 4}\n")
+    cfg = settings([str(tmp_path / "mine.yaml"), *arguments])
+    assert cfg.adapter.rank == 4
+    (tmp_path / "mine.yaml").write_text("adapter: {rnk: 4}\n")
+    with pytest.raises(TuneError, match=r"adapter\.rnk: .* Did you mean 'rank'\?"):
+        settings([str(tmp_path / "mine.yaml"), *arguments])
+
+
+def test_settings_of_which_no_recipe_knows(arguments, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["prepare", "full_finetune", *arguments, "dataset.wrkers=2"])
+    assert "load has no argument 'wrkers'. Did you mean 'workers'?" in capsys.readouterr().err
+    (tmp_path / "script.py").write_text("print(1)\n")
+    with pytest.raises(TuneError, match="does not name its settings"):
+        settings([str(tmp_path / "script.py")])

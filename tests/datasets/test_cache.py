@@ -1,0 +1,233 @@
+"""Prepared once, mapped by all: the same samples again, and never a broken or an outdated one."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from tune.datasets import Accounting, load
+from tune.datasets import cache as cache_module
+from tune.datasets.cache import content_of, key_of, prepared
+from tune.datasets.rows import Outcome
+from tune.datasets.samples import part
+from tune.datasets.sources import open_source
+from tune.errors import TuneError
+from tune.tokenizers import Tokenizer
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def rows(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", "two and more", "", "three")))
+    return file
+
+
+@pytest.fixture
+def parts(make):
+    """Two parts, and a list that gets an entry each time they are made."""
+    made = []
+
+    def parts():
+        made.append(os.getpid())
+        yield part([Outcome([make.sample(5, 4, 7)])])
+        yield part([Outcome([make.sample(3, 2, 9)]), Outcome(dropped="fully masked")])
+
+    return parts, made
+
+
+def listing(folder):
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_second_time_nothing_is_tokenised(folder, rows, cache, monkeypatch):
+    first = load(
+        Tokenizer(str(folder)), str(rows), max_seq_len=8, packed=True, too_long="truncate", cache_dir=str(cache)
+    )
+    monkeypatch.delattr(Tokenizer, "encode_with_offsets")
+    second = load(
+        Tokenizer(str(folder)), str(rows), max_seq_len=8, packed=True, too_long="truncate", cache_dir=str(cache)
+    )
+    assert second.fingerprint == first.fingerprint
+    assert second.accounting == first.accounting
+    assert second.accounting.dropped == {"empty text": 1} and second.accounting.truncated == 1
+    for one, other in zip(first.samples, second.samples, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist() and one.labels.tolist() == other.labels.tolist()
+
+
+def test_samples_are_those_made_in_memory(folder, rows, cache, make):
+    prepared = load(Tokenizer(str(folder)), str(rows), max_seq_len=8, cache_dir=str(cache))
+    in_memory = type(prepared).from_samples(prepared.samples, max_seq_len=8)
+    assert in_memory.fingerprint == prepared.fingerprint
+    assert in_memory.row_supervised.tolist() == prepared.row_supervised.tolist()
+
+
+def test_content_decides_and_not_where_it_stands(folder, rows, cache, tmp_path):
+    def prepare(**changes):
+        settings = {"path": str(rows), "max_seq_len": 8, "cache_dir": str(cache)}
+        load(Tokenizer(str(folder)), **settings | changes)
+        return len([name for name in listing(cache) if "." not in name])
+
+    assert prepare() == 1
+    moved = shutil.copy(rows, tmp_path / "moved.jsonl")
+    assert prepare(path=str(moved)) == 1
+    assert prepare(max_seq_len=9) == 2
+    assert prepare(max_seq_len=9, packed=True) == 2  # packing needs no tokens
+    assert prepare(columns={"text": "text"}) == 3
+    rows.write_text(rows.read_text().replace("one", "One"))
+    assert prepare() == 4
+    (folder / "chat_template.jinja").write_text("changed")
+    assert prepare() == 5
+
+
+def test_edited_library_prepares_anew(monkeypatch, tmp_path):
+    before = key_of("content")
+    copied = shutil.copytree(cache_module.Path(cache_module.__file__).parents[1], tmp_path / "tune")
+    monkeypatch.setattr(cache_module, "__file__", str(copied / "datasets" / "cache.py"))
+    assert key_of("content") == before
+    (copied / "tokenizers" / "supervision.py").write_text("")
+    assert key_of("content") != before
+
+
+def test_hash_of_a_large_file_is_remembered_until_it_changes(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(cache_module, "LARGE", 1)
+    file = tmp_path / "data.jsonl"
+    file.write_text("first")
+    files = open_source(str(file)).files
+    before = content_of(files, cache)
+    assert not cache.exists()  # as new as that it could still be written to
+    monkeypatch.setattr(cache_module.time, "time", lambda: file.stat().st_ctime + 5)
+    assert content_of(files, cache) == before
+    monkeypatch.delattr(cache_module.hashlib, "file_digest")
+    assert content_of(files, cache) == before
+    monkeypatch.undo()
+    times = file.stat()
+    file.write_text("other")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert content_of(files, cache) != before
+
+
+# broken, interrupted, at once
+
+
+@contextmanager
+def process(function):
+    """Run in a forked process, killed in the end."""
+    child = os.fork()
+    if child == 0:
+        try:
+            function()
+        finally:
+            os._exit(0)
+    try:
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_killed_while_preparing(parts, cache):
+    make_parts, made = parts
+
+    def stuck():
+        yield from make_parts()
+        time.sleep(60)
+
+    with process(lambda: prepared(stuck, "key", 64, Accounting(), cache)):
+        wait_for(lambda: list(cache.glob("key.partial-*/tokens.npy")))
+    samples = prepared(make_parts, "key", 64, Accounting(), cache)
+    assert samples.tokens.tolist() == [7] * 5 + [9] * 3
+    assert listing(cache) == ["key", "key.lock"]
+    assert made == [os.getpid()]
+
+
+def test_two_processes_at_once(parts, cache, capsys, monkeypatch):
+    make_parts, made = parts
+    go = cache.parent / "go"
+    sleep = time.sleep
+
+    def slow():
+        yield from make_parts()
+        wait_for(go.exists)
+
+    with process(lambda: prepared(slow, "key", 64, Accounting(), cache)):
+        wait_for(lambda: list(cache.glob("key.partial-*")))
+        monkeypatch.setattr(cache_module.time, "sleep", lambda seconds: (go.touch(), sleep(seconds)))
+        samples = prepared(make_parts, "key", 64, Accounting(), cache)
+    assert samples.lengths.tolist() == [5, 3]
+    assert not made  # the other one did
+    assert "waiting for another process to prepare the dataset" in capsys.readouterr().err
+
+
+def test_what_one_process_finds_wrong_is_told_by_those_who_wait(parts, cache, monkeypatch):
+    make_parts, made = parts
+    go = cache.parent / "go"
+
+    def wrong():
+        wait_for(go.exists)
+        raise TuneError("rows.jsonl:3: wrong")
+        yield
+
+    sleep = time.sleep
+    with process(lambda: prepared(wrong, "key", 64, Accounting(), cache)):
+        wait_for(lambda: list(cache.glob("key.partial-*")))
+        monkeypatch.setattr(cache_module.time, "sleep", lambda seconds: (go.touch(), sleep(seconds)))
+        with pytest.raises(TuneError, match=r"^rows\.jsonl:3: wrong$"):
+            prepared(make_parts, "key", 64, Accounting(), cache)
+    assert not made
+    assert len(prepared(make_parts, "key", 64, Accounting(), cache)) == 2  # who did not wait tries again
+
+
+@pytest.mark.parametrize("damage", ["cut", "absent", "about"])
+def test_damaged_files_are_made_anew(parts, cache, damage):
+    make_parts, made = parts
+    prepared(make_parts, "key", 64, Accounting(), cache)
+    if damage == "cut":
+        os.truncate(cache / "key" / "tokens.npy", 140)
+    elif damage == "absent":
+        (cache / "key" / "lengths.npy").unlink()
+    else:
+        (cache / "key" / "about.json").write_text("{")
+    assert prepared(make_parts, "key", 64, Accounting(), cache).tokens.tolist() == [7] * 5 + [9] * 3
+    assert len(made) == 2
+
+
+def test_cache_that_cannot_be_written(folder, rows, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    message = r"file/cache.*: Not a directory\. .*rows\.jsonl is prepared in files there: set cache_dir \(or TUNE_CACHE"
+    with pytest.raises(TuneError, match=message):
+        load(Tokenizer(str(folder)), str(rows), max_seq_len=8, cache_dir=str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("TUNE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(TuneError, match=message):
+        load(Tokenizer(str(folder)), str(rows), max_seq_len=8)
+
+
+def test_disk_that_gets_full(parts, cache, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache_module.os, "fsync", full)
+    with pytest.raises(TuneError, match=r"cache: No space left on device\. .* to a folder with room"):
+        prepared(parts[0], "key", 64, Accounting(), cache)
+    assert listing(cache) == ["key.lock"]
+
+
+def test_flat_files_open_in_numpy(parts, cache):
+    prepared(parts[0], "key", 64, Accounting(), cache)
+    assert np.load(cache / "key" / "tokens.npy").tolist() == [7] * 5 + [9] * 3

@@ -1,0 +1,277 @@
+"""Every format of docs/data.md, from its example row; and what datasets have in other spellings."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tune.datasets import RowReader, labelled_sample, preference_pairs
+from tune.datasets.formats import FORMATS, recognise
+from tune.datasets.formats.preferences import LABELLED, PREFERENCES, preference
+from tune.tokenizers import Tokenizer
+
+DOCS = Path(__file__).parents[2] / "docs" / "data.md"
+EXAMPLES = [
+    pytest.param(name, json.loads(row), id=f"{name} {number}")
+    for number, (name, row) in enumerate(re.findall(r"^\| `(\w+)` \| `(\{.*?\})` \|", DOCS.read_text(), re.MULTILINE))
+]
+LEARNED = {
+    "chat": [["Hello!<|im_end|>"]],
+    "sharegpt": [["Hello!<|im_end|>"]],
+    "prompt_completion": [["4</s>"], ["Hello!<|im_end|>"]],
+    "alpaca": [["Hello<|im_end|>"]],
+    "tokens": [["105", "33"]],
+    "text": [["Once upon a time ...</s>"]],
+}
+ASK, SAY = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}
+CALL = {"name": "get", "arguments": {"at": "home"}}
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return Tokenizer(str(folder))
+
+
+@pytest.fixture
+def read(tokenizer):
+    """The learned text of a row's samples."""
+
+    def read(row, **options):
+        (outcome,) = RowReader(tokenizer, 10_000, **options)([("row", row)])
+        assert outcome.mistake is None
+        return [learned(sample, tokenizer) for sample in outcome.samples]
+
+    return read
+
+
+@pytest.fixture
+def rendered(folder):
+    """The messages of a row as the template gets them."""
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% generation %}{{ m | tojson }}|{% endgeneration %}{% endfor %}{{ tools | tojson }}"
+    )
+
+    def rendered(row):
+        tokenizer = Tokenizer(str(folder))
+        (outcome,) = RowReader(tokenizer, 10_000, train_on="all")([("row", row)])
+        assert outcome.mistake is None
+        *messages, tools = tokenizer.decode(outcome.samples[0].tokens.tolist()).split("|")
+        return [json.loads(message) for message in messages], json.loads(tools)
+
+    return rendered
+
+
+def learned(sample, tokenizer):
+    return tokenizer.decode([label for label in sample.labels if label != -100])
+
+
+def test_docs_have_an_example_of_each_format():
+    named = {example.values[0] for example in EXAMPLES}
+    assert named == {format.name for format in (*FORMATS, *PREFERENCES, *LABELLED)}
+
+
+@pytest.mark.parametrize(("name", "row"), EXAMPLES)
+def test_examples_of_the_docs(name, row, tokenizer, read):
+    if name in ("preference", "ranked"):
+        pairs = preference_pairs(row, RowReader(tokenizer, 1000))
+        texts = [(learned(pair.chosen, tokenizer), learned(pair.rejected, tokenizer)) for pair in pairs]
+        assert texts in (
+            [("4</s>", "5</s>")],
+            [("Hello!<|im_end|>", "What?<|im_end|>")],
+            [("4</s>", "5</s>"), ("4</s>", "fish</s>"), ("5</s>", "fish</s>")],
+        )
+    elif name == "labelled":
+        labelled = labelled_sample(row, RowReader(tokenizer, 1000))
+        assert (learned(labelled.sample, tokenizer), labelled.is_good) == ("4</s>", True)
+    elif name == "tokens":
+        (outcome,) = RowReader(tokenizer, 1000)([("row", row)])
+        assert outcome.samples[0].tokens.tolist() == [72, 105, 33]
+        assert outcome.samples[0].labels.tolist() == [105, 33, -100]
+    else:
+        assert recognise(row, {}, "row").name == name
+        assert read(row) in LEARNED[name]
+
+
+# chats
+
+
+def test_share_gpt_with_tools_is_the_chat_that_it_says(rendered):
+    row = {
+        "system": "Be short.",
+        "tools": '[{"name": "get"}]',
+        "conversations": [
+            {"from": "human", "value": "Hi"},
+            {"from": "function_call", "value": json.dumps(CALL)},
+            {"from": "observation", "value": "12"},
+            {"from": "gpt", "value": "Hello!"},
+        ],
+    }
+    messages, tools = rendered(row)
+    assert messages == [
+        {"role": "system", "content": "Be short."},
+        ASK,
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]},
+        {"role": "tool", "content": "12"},
+        SAY,
+    ]
+    assert tools == [{"name": "get"}]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        CALL,
+        {"name": "get", "arguments": '{"at": "home"}'},
+        {"type": "function", "id": "1", "function": {"name": "get", "arguments": '{"at": "home"}'}},
+    ],
+    ids=["flat", "JSON", "OpenAI"],
+)
+def test_tool_calls_have_one_shape(rendered, call):
+    (call,) = rendered({"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]})[0][1][
+        "tool_calls"
+    ]
+    assert call["type"] == "function" and call["function"] == CALL
+
+
+def test_template_that_wants_arguments_as_json(folder, tokenizer):
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% generation %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name + ':' + c.function.arguments }}{% endfor %}{% endgeneration %}{% endfor %}"
+    )
+    messages = [ASK, {"role": "assistant", "tool_calls": [CALL]}]
+    (outcome,) = RowReader(Tokenizer(str(folder)), 100)([("row", {"messages": messages})])
+    assert tokenizer.decode(outcome.samples[0].tokens.tolist()) == 'Higet:{"at": "home"}'
+
+
+def test_template_that_leaves_out_a_tool_call(tokenizer):
+    messages = [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    (outcome,) = RowReader(tokenizer, 100)([("row", {"messages": messages})])
+    assert outcome.mistake == "row: the chat template leaves out the call of the tool get: it knows no tool calls"
+
+
+def test_parts_of_text_are_joined_as_templates_join_them(folder, tokenizer):
+    transformers = pytest.importorskip("transformers")
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo!"}]
+    template = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}|{% endfor %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    messages = [ASK, {"role": "assistant", "content": parts}]
+    reference = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=False)
+    (outcome,) = RowReader(Tokenizer(str(folder)), 100)([("row", {"messages": messages})])
+    assert tokenizer.decode(outcome.samples[0].tokens.tolist()) == reference == "Hi|Hello!|"
+
+
+def test_system_column_that_is_there_already(rendered):
+    system = {"role": "system", "content": "Be short."}
+    assert rendered({"messages": [system, ASK, SAY], "system": "Be short."})[0] == [system, ASK, SAY]
+    assert rendered({"messages": [ASK, SAY], "system": ""})[0] == [ASK, SAY]
+
+
+def test_weight_is_train(read):
+    assert read({"messages": [ASK, {**SAY, "weight": 0}, ASK, SAY]}) == ["Hello!<|im_end|>"]
+    assert read({"messages": [ASK, {**SAY, "weight": 1}]}) == ["Hello!<|im_end|>"]
+
+
+def test_alpaca_without_input(rendered):
+    row = {"instruction": "Say.", "output": "Hello!"}
+    expected = [{"role": "user", "content": "Say."}, SAY]
+    assert rendered(row)[0] == rendered({**row, "input": ""})[0] == rendered({**row, "input": None})[0] == expected
+    assert rendered({**row, "input": "Now"})[0][0]["content"] == "Say.\n\nNow"
+
+
+def test_a_question_and_an_answer_as_a_chat(read):
+    columns = {"instruction": "question", "output": "answer"}
+    row = {"question": "2+2", "answer": "4", "id": 3}
+    assert read(row, columns=columns) == ["4<|im_end|>"]
+
+
+# tokens
+
+
+@pytest.mark.parametrize(
+    ("columns", "labels"),
+    [
+        ({}, [2, 3, 4, -100]),
+        ({"labels": [-100, -100, 3, 4]}, [-100, 3, 4, -100]),
+        ({"completion_mask": [0, 0, 1, 1]}, [-100, 3, 4, -100]),
+        ({"assistant_masks": [0, 0, 1, 0]}, [-100, 3, -100, -100]),
+        ({"completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 1, 0, 1]}, [2, -100, 4, -100]),
+        ({"labels": [-100, 2, 3, 4], "completion_mask": [1, 1, 0, 1]}, [2, -100, 4, -100]),
+    ],
+)
+def test_labels_and_masks_of_tokens(tokenizer, columns, labels):
+    (outcome,) = RowReader(tokenizer, 100)([("row", {"input_ids": [1, 2, 3, 4], **columns})])
+    assert outcome.samples[0].labels.tolist() == labels
+
+
+@pytest.mark.parametrize("mask", [[0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0]])
+def test_padding_is_taken_off(tokenizer, mask):
+    kept = [token for token, on in zip([0, 2, 3, 4], mask, strict=True) if on]
+    (outcome,) = RowReader(tokenizer, 100)([("row", {"input_ids": [0, 2, 3, 4], "attention_mask": mask})])
+    assert outcome.samples[0].tokens.tolist() == kept
+    assert outcome.samples[0].labels.tolist() == [*kept[1:], -100]
+
+
+# preferences
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"),
+    [
+        ([ASK, SAY], [ASK, {**SAY, "content": "What?"}]),
+        ([ASK, SAY, ASK, SAY], [ASK, SAY, ASK, {**SAY, "content": "What?"}]),
+        ("Q: 2+2? A: 4", "Q: 2+2? A: 5"),
+        ("the sky is blue", "the sky is black"),
+    ],
+)
+def test_implicit_prompts_are_those_of_trl(chosen, rejected):
+    data_utils = pytest.importorskip("trl.data_utils")
+    theirs = data_utils.extract_prompt({"chosen": chosen, "rejected": rejected})
+    ((better, worse),) = preference({"chosen": chosen, "rejected": rejected})
+    if isinstance(chosen, str):
+        assert (better.prompt, better.text, worse.text) == (theirs["prompt"], theirs["chosen"], theirs["rejected"])
+        assert worse.prompt == better.prompt
+    else:
+        assert better.messages[: better.prompt] == theirs["prompt"]
+        assert (better.messages[better.prompt :], worse.messages[worse.prompt :]) == (
+            theirs["chosen"],
+            theirs["rejected"],
+        )
+
+
+def test_prompt_that_repeats_the_conversation_or_begins_it(tokenizer):
+    reader = RowReader(tokenizer, 1000)
+    worse = {**SAY, "content": "What?"}
+    rows = [
+        {"prompt": "Hi", "chosen": [ASK, SAY], "rejected": [ASK, worse]},
+        {"prompt": "Hi", "chosen": [SAY], "rejected": [worse]},
+        {"prompt": [ASK], "chosen": [SAY], "rejected": [worse]},
+        {"chosen": [ASK, SAY], "rejected": [ASK, worse]},
+    ]
+    pairs = [pair for row in rows for pair in preference_pairs(row, reader)]
+    assert len({(*pair.chosen.tokens.tolist(), 0, *pair.rejected.labels.tolist()) for pair in pairs}) == 1
+
+
+def test_preferences_of_no_use(tokenizer):
+    reader = RowReader(tokenizer, 20)
+    reasons = {
+        "chosen and rejected are the same": {"prompt": "a", "chosen": "b", "rejected": "b"},
+        "empty rejected": {"prompt": "a", "chosen": "b", "rejected": ""},
+        "all scores are equal": {"prompt": "a", "completions": ["b", "c"], "scores": [1, 1]},
+        "longer than max_seq_len": {"prompt": "a", "chosen": "b" * 30, "rejected": "c"},
+    }
+    assert [preference_pairs(row, reader) for row in reasons.values()] == [*reasons]
+    assert labelled_sample({"prompt": "a", "completion": "", "label": 0}, reader) == "empty completion"
+    assert labelled_sample({"prompt": "a", "completion": "b", "label": 0}, reader).is_good is False
+
+
+def test_equal_scores_make_no_pair(tokenizer):
+    row = {"prompt": "2+2=", "completions": ["5", "4", "fish"], "scores": [0, 1, 0]}
+    pairs = preference_pairs(row, RowReader(tokenizer, 1000))
+    assert [(learned(pair.chosen, tokenizer), learned(pair.rejected, tokenizer)) for pair in pairs] == [
+        ("4</s>", "5</s>"),
+        ("4</s>", "fish</s>"),
+    ]

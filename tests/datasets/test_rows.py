@@ -1,0 +1,363 @@
+"""What the options make of a row."""
+
+import json
+import pickle
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tune.datasets import RowReader, load
+from tune.datasets.accounting import Accounting
+from tune.errors import TuneError
+from tune.tokenizers import Tokenizer
+
+SYSTEM = {"role": "system", "content": "S"}
+TURNS = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 3, "aAbBcC", strict=True)]
+CHAT = {"messages": [SYSTEM, *TURNS]}
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return Tokenizer(str(folder))
+
+
+@pytest.fixture
+def outcome(tokenizer):
+    def outcome(row, max_seq_len=10_000, **options):
+        (outcome,) = RowReader(tokenizer, max_seq_len, **options)([("row", row)])
+        return outcome
+
+    return outcome
+
+
+@pytest.fixture
+def shown(tokenizer):
+    """A sample's text, learned characters in capitals between brackets."""
+
+    def shown(sample):
+        pieces, on = "", False
+        for index, token in enumerate(sample.tokens.tolist()):
+            learned = index > 0 and bool(sample.labels[index - 1] != -100)
+            pieces += ("[" if learned else "]") * (learned != on) + tokenizer.decode([token])
+            on = learned
+        return (
+            (pieces + "]" * on).replace("<|im_start|>", "<").replace("<|im_end|>\n", ">\n").replace("<|im_end|>", ">")
+        )
+
+    return shown
+
+
+# what is learned
+
+
+@pytest.mark.parametrize(
+    ("train_on", "learned"),
+    [
+        ("assistant", "A>B>C>"),
+        ("last", "C>"),
+        ("all", "<system\nS>\n<user\na>\n<assistant\nA>\n<user\nb>\n<assistant\nB>\n<user\nc>\n<assistant\nC>\n"),
+        (["user"], "a>b>c>"),
+        (["system", "assistant"], "S>A>B>C>"),
+    ],
+)
+def test_train_on(outcome, tokenizer, train_on, learned):
+    (sample,) = outcome(CHAT, train_on=train_on).samples
+    text = tokenizer.decode([label for label in sample.labels if label != -100])
+    text = text.replace("<|im_start|>", "<").replace("<|im_end|>", ">")
+    assert text == learned.removeprefix("<")  # the first token is predicted from nothing
+
+
+@pytest.mark.parametrize(
+    ("train_on", "learned"), [("assistant", "B>C>"), ("last", "C>"), (["user"], "a>b>"), ("all", "-")]
+)
+def test_train_of_a_message_comes_first(outcome, tokenizer, train_on, learned):
+    turns = [dict(message) for message in TURNS]
+    turns[1]["train"] = turns[4]["train"] = False
+    (sample,) = outcome({"messages": turns}, train_on=train_on).samples
+    text = tokenizer.decode([label for label in sample.labels if label != -100]).replace("<|im_end|>", ">")
+    if train_on == "all":
+        assert "A>" not in text and "c>" not in text and "<|im_start|>user" in text
+    else:
+        assert text == learned
+
+
+@pytest.mark.parametrize(
+    ("row", "train_on", "expected"),
+    [
+        ({"prompt": "2+2=", "completion": "4"}, "assistant", "<s>2+2=[4</s>]"),
+        ({"prompt": "2+2=", "completion": "4"}, "all", "<s>[2+2=4</s>]"),
+        ({"prompt": "2+2=", "completion": "4"}, ["user"], "<s>[2+2=]4</s>"),
+        ({"text": "once"}, "assistant", "<s>[once</s>]"),
+    ],
+)
+def test_train_on_in_plain_texts(outcome, shown, row, train_on, expected):
+    assert shown(outcome(row, train_on=train_on).samples[0]) == expected
+
+
+def test_end_of_turn_that_is_not_learned(outcome, shown):
+    (sample,) = outcome({"messages": TURNS[:2]}, train_on_end_of_turn=False).samples
+    assert shown(sample) == "<user\na>\n<assistant\n[A]>\n"
+    (sample,) = outcome({"prompt": "2+2=", "completion": "4"}, train_on_end_of_turn=False).samples
+    assert shown(sample) == "<s>2+2=[4]</s>"
+
+
+def test_eos_is_learned_where_it_is_the_padding_too(folder, shown):
+    config = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(str(folder))
+    assert tokenizer.pad_id == tokenizer.eos_id
+    rows = [("row", {"messages": TURNS[:2]}), ("row", {"text": "once"})]
+    assert [shown(outcome.samples[0]) for outcome in RowReader(tokenizer, 100)(rows)] == [
+        "<user\na>\n<assistant\n[A>]\n",
+        "<s>[once>]",
+    ]
+
+
+@pytest.mark.parametrize("text", ["once", "<s>once", "<s><s>once"])
+def test_one_bos_is_put_before_a_text_that_has_none(outcome, tokenizer, text):
+    (sample,) = outcome({"text": text}).samples
+    assert tokenizer.decode(sample.tokens.tolist()) == f"{text if text.startswith('<s>') else '<s>' + text}</s>"
+
+
+def test_template_that_writes_bos_gets_no_second_one(folder):
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}" + template)
+    tokenizer = Tokenizer(str(folder))
+    (outcome,) = RowReader(tokenizer, 100)([("row", {"messages": TURNS})])
+    assert outcome.samples[0].tokens.tolist().count(tokenizer.bos_id) == 1
+
+
+def test_template_that_writes_no_end_of_turn_is_counted(folder):
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    outcomes = RowReader(Tokenizer(str(folder)), 100)([("row", {"messages": TURNS}), ("row", {"text": "once"})])
+    assert [outcome.ends for outcome in outcomes] == [False, True]
+    accounting = Accounting()
+    for outcome in outcomes:
+        accounting.count(outcome)
+    assert "without an end of turn  1 (the model does not learn to stop there)" in accounting.table()
+
+
+# long rows
+
+
+def test_conversation_is_cut_behind_the_last_answer_that_fits(outcome, shown, tokenizer):
+    whole = outcome(CHAT).samples[0]
+    two_turns = outcome({"messages": [SYSTEM, *TURNS[:4]]}).samples[0]
+    for length in (len(two_turns.tokens), len(whole.tokens) - 1):
+        cut = outcome(CHAT, length)
+        assert shown(cut.samples[0]) == shown(two_turns)
+        assert cut.cut == len(whole.tokens) - len(two_turns.tokens)
+
+
+def test_first_answer_that_does_not_fit_is_cut_inside(outcome, shown):
+    cut = outcome({"messages": [TURNS[0], {"role": "assistant", "content": "Answer"}]}, 23)
+    assert shown(cut.samples[0]) == "<user\na>\n<assistant\n[Ans]"
+    assert cut.samples[0].labels[-1] == -100 and cut.cut == 5
+
+
+def test_last_turn_that_is_cut_off_leaves_nothing_to_learn(outcome):
+    fitting = len(outcome({"messages": TURNS[:4]}).samples[0].tokens)
+    cut = outcome({"messages": TURNS}, fitting, train_on="last")
+    assert cut.dropped == "fully masked" and cut.needs > fitting
+
+
+def test_conversation_is_split_between_turns(outcome, shown):
+    length = len(outcome({"messages": [SYSTEM, *TURNS[:2]]}).samples[0].tokens)
+    split = outcome(CHAT, length, too_long="split")
+    assert [shown(sample) for sample in split.samples] == [
+        f"<system\nS>\n<user\n{low}>\n<assistant\n[{low.upper()}>]\n" for low in "abc"
+    ]
+    assert (split.cut, split.dropped) == (0, None)
+
+
+def test_turn_that_is_too_long_alone_is_cut_and_the_others_are_kept(outcome, shown):
+    long = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "X" * 50}]
+    split = outcome({"messages": [*TURNS[:2], *long, *TURNS[2:4]]}, 40, too_long="split")
+    first, second, third = map(shown, split.samples)
+    assert first.endswith("[A>]\n") and third.endswith("[B>]\n") and second.endswith("XXX]")
+    assert split.cut > 0
+
+
+def test_prompt_is_in_each_piece_of_a_completion(outcome, shown):
+    row = {"prompt": [SYSTEM, TURNS[0]], "completion": TURNS[1:]}
+    length = len(outcome({"messages": [SYSTEM, *TURNS[:4]]}).samples[0].tokens)
+    pieces = [shown(sample) for sample in outcome(row, length, too_long="split").samples]
+    assert all(piece.startswith("<system\nS>\n<user\na>\n") for piece in pieces)
+    assert [piece.count("[") for piece in pieces] == [2, 1]
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=60), length=st.integers(2, 20))
+def test_every_token_of_a_split_text_is_learned_once(outcome, text, length):
+    whole = outcome({"text": text}).samples[0]
+    pieces = outcome({"text": text}, length).samples  # texts are split if nothing else is asked for
+    assert all(len(piece.tokens) <= length for piece in pieces)
+    learned = [label for piece in pieces for label in piece.labels.tolist() if label != -100]
+    assert learned == whole.tokens[1:].tolist()
+
+
+@pytest.mark.parametrize("row", [CHAT, {"prompt": "a" * 50, "completion": "b"}, {"input_ids": [1] * 50}], ids=str)
+def test_long_rows_that_are_dropped_or_refused(outcome, row):
+    assert outcome(row, 40, too_long="drop").dropped == "longer than max_seq_len"
+    assert "row: the row has " in outcome(row, 40, too_long="error").mistake
+    assert "which is more than max_seq_len=40" in outcome(row, 40, too_long="error").mistake
+
+
+def test_tokens_are_cut_or_split(outcome):
+    row = {"input_ids": [1, 2, 3, 4, 5]}
+    (cut,) = outcome(row, 3).samples
+    assert (cut.tokens.tolist(), cut.labels.tolist()) == ([1, 2, 3], [2, 3, -100])
+    pieces = outcome(row, 3, too_long="split").samples
+    assert [piece.tokens.tolist() for piece in pieces] == [[1, 2, 3], [4, 5]]
+    assert [piece.labels.tolist() for piece in pieces] == [[2, 3, 4], [5, -100]]
+
+
+def test_what_was_cut_is_counted(tokenizer, tmp_path):
+    file = tmp_path / "data.jsonl"
+    rows = [CHAT, {"messages": TURNS[:2]}, {"messages": [{"role": "user", "content": "x" * 90}, TURNS[1]]}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    accounting = load(tokenizer, str(file), max_seq_len=60).accounting
+    assert (accounting.rows, accounting.kept, accounting.truncated, accounting.split) == (3, 2, 2, 0)
+    assert (accounting.dropped, accounting.samples) == ({"fully masked": 1}, 2)
+    accounting = load(tokenizer, str(file), max_seq_len=60, too_long="split").accounting
+    assert (accounting.kept, accounting.samples, accounting.split, accounting.truncated) == (2, 3, 1, 1)
+    assert "1 (3 samples in all)" in accounting.table()
+    assert accounting.rows == accounting.kept + sum(accounting.dropped.values())
+
+
+# held out for validation
+
+
+@pytest.fixture
+def numbers(tmp_path):
+    def numbers(count, name="data.jsonl"):
+        file = tmp_path / name
+        file.write_text("".join(json.dumps({"text": str(number)}) + "\n" for number in range(count)))
+        return str(file)
+
+    return numbers
+
+
+def texts(dataset, tokenizer):
+    return [tokenizer.decode(sample.tokens.tolist()) for sample in dataset.samples]
+
+
+def test_rows_are_trained_on_or_validated_on(tokenizer, numbers):
+    data = load(tokenizer, numbers(400), max_seq_len=16, validation_fraction=0.1)
+    training, validation = texts(data, tokenizer), texts(data.validation, tokenizer)
+    assert sorted(training + validation) == sorted(f"<s>{number}</s>" for number in range(400))
+    assert 20 <= len(validation) <= 60
+    assert data.accounting.dropped == {"held out for validation": len(validation)}
+    assert data.validation.accounting.dropped == {"left for training": len(training)}
+    assert "  held out for validation  " in data.accounting.table()
+    assert load(tokenizer, numbers(400), max_seq_len=16).validation is None
+
+
+def test_a_row_stays_on_its_side_when_others_come(tokenizer, numbers):
+    few = load(tokenizer, numbers(100), max_seq_len=16, validation_fraction=0.2)
+    more = load(tokenizer, numbers(200), max_seq_len=16, validation_fraction=0.2)
+    assert texts(more.validation, tokenizer)[: len(few.validation)] == texts(few.validation, tokenizer)
+    other = load(tokenizer, numbers(100), max_seq_len=16, validation_fraction=0.2, validation_seed=1)
+    assert texts(other.validation, tokenizer) != texts(few.validation, tokenizer)
+
+
+def test_fraction_that_holds_no_row_out(tokenizer, numbers):
+    with pytest.raises(TuneError, match="none of the 2 rows can be learned from: left for training"):
+        load(tokenizer, numbers(2), max_seq_len=16, validation_fraction=0.001)
+
+
+# the user's functions
+
+
+@pytest.fixture
+def my_data(tmp_path, monkeypatch):
+    (tmp_path / "my_data.py").write_text(
+        "def is_long(row): return len(row['text']) > 1\n"
+        "def to_messages(row):\n"
+        "    if row['text'] == '3': return None\n"
+        "    return {'messages': [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': row['text']}]}\n"
+        "def rows():\n    yield {'text': 'one'}\n    yield {'text': 'two'}\n"
+        "def fails(row): return row['nothing']\n"
+        "def strange(row): return 5\n"
+        "def columns(row): return {'question': 'a'}\n"
+        "def five(): return 5\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("my_data", None)
+
+
+@pytest.mark.usefixtures("my_data")
+def test_rows_that_a_function_leaves_out(tokenizer, numbers):
+    data = load(tokenizer, numbers(12), max_seq_len=16, filter="my_data.is_long")
+    assert texts(data, tokenizer) == ["<s>10</s>", "<s>11</s>"]
+    assert data.accounting.dropped == {"left out by my_data.is_long": 10}
+
+
+@pytest.mark.usefixtures("my_data")
+def test_format_of_the_users(tokenizer, numbers):
+    data = load(tokenizer, numbers(5), max_seq_len=100, format="my_data.to_messages")
+    assert len(data.samples) == 4 and data.accounting.dropped == {"left out by my_data.to_messages": 1}
+    assert data.accounting.format == "my_data.to_messages"
+    assert "assistant\n4" in texts(data, tokenizer)[-1]
+
+
+@pytest.mark.usefixtures("my_data")
+def test_generator_function(tokenizer):
+    assert texts(load(tokenizer, "python:my_data.rows", max_seq_len=16), tokenizer) == ["<s>one</s>", "<s>two</s>"]
+
+
+@pytest.mark.usefixtures("my_data")
+def test_function_that_changes_makes_other_data(tokenizer, numbers, tmp_path):
+    file = numbers(12)
+    assert len(load(tokenizer, file, max_seq_len=16, filter="my_data.is_long")) == 2
+    module = tmp_path / "my_data.py"
+    module.write_text(module.read_text().replace("> 1", "> 0") + "\n")
+    del sys.modules["my_data"]
+    assert len(load(tokenizer, file, max_seq_len=16, filter="my_data.is_long")) == 12
+
+
+@pytest.mark.usefixtures("my_data")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"filter": "my_data.fails"}, r"data\.jsonl:1: my_data\.fails fails on this row: KeyError: 'nothing'"),
+        ({"format": "my_data.strange"}, r"data\.jsonl:1: my_data\.strange gives 5; it must give a row, or None"),
+        ({"format": "my_data.columns"}, r"what my_data\.columns gives: the columns question are none of the known"),
+        ({"format": "my_data.to_mesages"}, r"has no function 'to_mesages'. Did you mean my_data\.to_messages\?"),
+        (
+            {"format": "your_data.rows"},
+            r"there is no module 'your_data'. Is your_data\.py installed, or in the current",
+        ),
+        ({"format": "my_data.to_messages", "columns": {"text": "text"}}, "gives the columns of a format itself"),
+        ({"filter": "is_long"}, r"filter: a function is named with its module: my_data\.is_long"),
+        ({"format": "sharegtp"}, r"format=sharegtp is no format \(did you mean sharegpt\?\); there are chat, sharegpt"),
+        ({"format": "chat"}, r"data\.jsonl:1: format=chat needs the columns messages; the row has text"),
+    ],
+)
+def test_functions_and_formats_that_do_not_work(tokenizer, numbers, options, message):
+    with pytest.raises(TuneError, match=message):
+        load(tokenizer, numbers(3), max_seq_len=100, **options)
+
+
+@pytest.mark.usefixtures("my_data")
+def test_generator_function_that_is_none(tokenizer):
+    with pytest.raises(TuneError, match="python:five gave int; it must yield rows"):
+        load(tokenizer, "python:my_data.five", max_seq_len=100)
+
+
+# a pure function that may be sent anywhere
+
+
+@pytest.mark.usefixtures("my_data")
+def test_reader_does_the_same_in_another_process(tokenizer):
+    reader = RowReader(tokenizer, 60, filter="my_data.is_long", train_on=["user"])
+    rows = [("one", CHAT | {"text": "yes"}), ("two", {"text": "x"}), ("three", {"text": 5.0, "messages": 1})]
+    before = reader(rows)
+    copy = pickle.loads(pickle.dumps(reader))
+    for one, other in zip(before, copy(rows), strict=True):
+        assert (one.dropped, one.mistake) == (other.dropped, other.mistake)
+        for mine, theirs in zip(one.samples, other.samples, strict=True):
+            assert mine.tokens.tolist() == theirs.tokens.tolist() and mine.labels.tolist() == theirs.labels.tolist()

@@ -1,0 +1,231 @@
+"""The same rows from every kind of place."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+
+import fsspec
+import pytest
+
+from tune.datasets import load
+from tune.datasets.sources import open_source
+from tune.errors import TuneError
+from tune.tokenizers import Tokenizer
+
+ROWS = [{"prompt": "NA", "completion": "007"}, {"prompt": "a\nb\t", "completion": '1,"5"'}]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return Tokenizer(str(folder))
+
+
+@pytest.fixture(scope="module")
+def arrow():
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    return pyarrow
+
+
+def rows_of(path, **options):
+    return [row for _, row in open_source(str(path), **options).rows]
+
+
+def places_of(path, **options):
+    return [place for place, _ in open_source(str(path), **options).rows]
+
+
+def put(file, content=LINES):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return file
+
+
+# files
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("data.jsonl", LINES),
+        ("data.json", LINES),
+        ("data.json", json.dumps(ROWS, indent=2)),
+        ("data.json", "\ufeff" + " " * 100 + json.dumps(ROWS)),
+        ("data.csv", '\ufeffprompt,completion\r\nNA,007\r\n"a\nb\t","1,""5"""\r\n'),
+        ("data.tsv", 'prompt\tcompletion\nNA\t007\n"a\nb\t"\t"1,""5"""\n'),
+        ("data.jsonl.gz", gzip.compress(LINES)),
+        ("data.jsonl.bz2", bz2.compress(LINES)),
+        ("data.jsonl.xz", lzma.compress(LINES)),
+        ("data.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        ("data.csv.gz", gzip.compress(b'prompt,completion\nNA,007\n"a\nb\t","1,""5"""')),
+    ],
+)
+def test_files(tmp_path, name, content):
+    assert rows_of(put(tmp_path / name, content)) == ROWS
+
+
+def test_zstandard(tmp_path, arrow):
+    for frames in (1, 2):
+        put(tmp_path / "data.jsonl.zst", arrow.Codec("zstd").compress(LINES, asbytes=True) * frames)
+        assert rows_of(tmp_path / "data.jsonl.zst") == ROWS * frames
+
+
+def test_arrow_files_and_streams(tmp_path, arrow):
+    table = arrow.Table.from_pylist(ROWS)
+    for make in (arrow.ipc.new_file, arrow.ipc.new_stream):
+        with make(str(tmp_path / "data.arrow"), table.schema) as writer:
+            writer.write_table(table, max_chunksize=1)
+        assert rows_of(tmp_path / "data.arrow") == ROWS
+
+
+def test_parquet_in_batches(tmp_path, arrow):
+    many = [{"text": str(number)} for number in range(3000)]
+    arrow.parquet.write_table(arrow.Table.from_pylist(many), tmp_path / "data.parquet", row_group_size=1100)
+    assert rows_of(tmp_path / "data.parquet") == many
+    assert places_of(tmp_path / "data.parquet")[-1] == "data.parquet:row 3000"
+
+
+def test_text_file_is_one_document(tmp_path):
+    put(tmp_path / "book.txt", "\ufeffOnce\n\nupon a time\n")
+    assert rows_of(tmp_path / "book.txt") == [{"text": "Once\n\nupon a time\n"}]
+
+
+def test_saved_datasets(tmp_path, arrow):
+    datasets = pytest.importorskip("datasets")
+    saved = datasets.Dataset.from_list([*ROWS, *ROWS]).select([0, 3])  # with indices into the rows
+    saved.save_to_disk(tmp_path / "one")
+    assert rows_of(tmp_path / "one") == ROWS
+    datasets.DatasetDict(train=saved, test=saved.select([0])).save_to_disk(tmp_path / "several")
+    assert rows_of(tmp_path / "several") == ROWS
+    assert rows_of(tmp_path / "several", split="test") == ROWS[:1]
+    assert {file.name for file in open_source(str(tmp_path / "one")).files} >= {"state.json"}
+    with pytest.raises(TuneError, match="has no split 'validation'; it has train, test"):
+        rows_of(tmp_path / "several", split="validation")
+
+
+def test_take_reads_only_the_first(tmp_path):
+    put(tmp_path / "data.jsonl", LINES + b"this is no JSON")
+    assert rows_of(tmp_path / "data.jsonl", take=2) == ROWS
+
+
+# folders and globs
+
+
+def test_folders_below_are_read_and_links_to_folders_are_not(tmp_path):
+    put(tmp_path / "data" / "a.jsonl")
+    put(tmp_path / "data" / "b" / "c.jsonl.gz", gzip.compress(LINES))
+    put(tmp_path / "data" / ".cache" / "d.jsonl")
+    put(tmp_path / "data" / "notes.txt", "about it")
+    os.symlink(tmp_path / "data", tmp_path / "data" / "loop")
+    os.symlink(tmp_path / "nowhere", tmp_path / "data" / "gone.jsonl")
+    os.symlink(tmp_path / "data" / "a.jsonl", tmp_path / "data" / "z.jsonl")
+    assert places_of(tmp_path / "data") == [
+        "a.jsonl:1", "a.jsonl:2", "b/c.jsonl.gz:1", "b/c.jsonl.gz:2", "z.jsonl:1", "z.jsonl:2",
+    ]  # fmt: skip
+    assert open_source(str(tmp_path / "data")).ignored_files == ["gone.jsonl", "loop", "notes.txt"]
+
+
+def test_splits_of_a_folder_go_by_the_names_of_its_files(tmp_path):
+    for name in ("train-00000-of-00001.jsonl", "test.jsonl", "validation/a.jsonl", "dev_b.jsonl", "extra.jsonl"):
+        put(tmp_path / "data" / name)
+    chosen = {split: places_of(tmp_path / "data", split=split)[::2] for split in ("train", "test", "validation")}
+    assert chosen == {
+        "train": ["train-00000-of-00001.jsonl:1"],
+        "test": ["test.jsonl:1"],
+        "validation": ["dev_b.jsonl:1", "validation/a.jsonl:1"],
+    }
+    assert "test.jsonl" in open_source(str(tmp_path / "data")).ignored_files
+
+
+def test_globs(tmp_path):
+    for name in ("2023-a.jsonl", "2024-a.jsonl", "2024-b.jsonl", "deep/er/2024-c.jsonl"):
+        put(tmp_path / name)
+    assert len(rows_of(tmp_path / "2024-*.jsonl")) == 4
+    assert len(rows_of(tmp_path / "**" / "2024-*.jsonl")) == 6
+    put(tmp_path / "odd[1].jsonl")
+    assert rows_of(tmp_path / "odd[1].jsonl") == ROWS
+
+
+# elsewhere
+
+
+@pytest.fixture
+def memory():
+    filesystem = fsspec.filesystem("memory")
+    filesystem.pipe({"/bucket/a.jsonl": LINES, "/bucket/b/c.jsonl.gz": gzip.compress(LINES), "/bucket/test.csv": b"a"})
+    filesystem.pipe({"/train/a.jsonl": LINES})
+    yield filesystem
+    filesystem.rm("/bucket", recursive=True)
+    filesystem.rm("/train", recursive=True)
+
+
+@pytest.mark.usefixtures("memory")
+def test_what_fsspec_opens():
+    assert rows_of("memory://bucket/a.jsonl") == ROWS
+    assert rows_of("memory://bucket/*.jsonl") == ROWS
+    assert rows_of("memory://bucket/b") == ROWS
+    assert places_of("memory://bucket/b/") == ["c.jsonl.gz:1", "c.jsonl.gz:2"]
+    assert rows_of("memory://train") == ROWS  # the folder's own name is no split
+
+
+def test_files_elsewhere_are_prepared_once(tokenizer, memory, monkeypatch):
+    first = load(tokenizer, "memory://train/a.jsonl", max_seq_len=100)
+    with monkeypatch.context() as patch:
+        patch.delattr(Tokenizer, "encode_with_offsets")
+        assert load(tokenizer, "memory://train/a.jsonl", max_seq_len=100).fingerprint == first.fingerprint
+    memory.pipe({"/train/a.jsonl": LINES + LINES})
+    assert len(load(tokenizer, "memory://train/a.jsonl", max_seq_len=100)) == 4
+
+
+def test_parquet_elsewhere(memory, arrow):
+    with memory.open("/bucket/deep/data.parquet", "wb") as file:
+        arrow.parquet.write_table(arrow.Table.from_pylist(ROWS), file)
+    assert rows_of("memory://bucket/deep/data.parquet") == ROWS
+
+
+# places that are none
+
+
+def test_places_that_cannot_be_read(tmp_path, monkeypatch):
+    put(tmp_path / "data" / "train.jsonl")
+    put(tmp_path / "data" / "more.jsonl")
+    put(tmp_path / "mixed" / "a.csv", "text\na")
+    put(tmp_path / "mixed" / "b.jsonl")
+    put(tmp_path / "table.xlsx")
+    put(tmp_path / "data.parquet.gz")
+    os.symlink(tmp_path / "loop.jsonl", tmp_path / "loop.jsonl")
+    (tmp_path / "empty").mkdir()
+    cases = {
+        f"{tmp_path}/loop.jsonl": "loop.jsonl is a link that leads nowhere",
+        f"{tmp_path}/2025-*.jsonl": r"2025-\*\.jsonl matches no file",
+        f"{tmp_path}/empty": "must hold data files of one kind .* found nothing",
+        f"{tmp_path}/mixed": r"found a\.csv, b\.jsonl",
+        f"{tmp_path}/table.xlsx": r"cannot read \.xlsx files; known are \.json, .* compressed as \.gz",
+        f"{tmp_path}/data.parquet.gz": r"cannot read \.parquet\.gz files",
+        "nope://bucket/a.jsonl": "nope://bucket/a.jsonl cannot be opened: Protocol not known: nope",
+        "memory://nothing/here.jsonl": "memory://nothing/here.jsonl does not exist",
+        "python:rows": r"python:rows: a function is named with its module: my_data\.rows",
+    }
+    for path, message in cases.items():
+        with pytest.raises(TuneError, match=message):
+            rows_of(path)
+    with pytest.raises(
+        TuneError, match=r"no files of the split 'test'; by their names it has no split: more\.jsonl; train"
+    ):
+        rows_of(tmp_path / "data", split="test")
+    with pytest.raises(TuneError, match="has no splits: all rows are the split `train`; found split=test"):
+        rows_of(tmp_path / "mixed" / "b.jsonl", split="test")
+    with pytest.raises(TuneError, match="is no dataset of the hub, which alone has subsets; found subset=main"):
+        rows_of(tmp_path / "mixed" / "b.jsonl", subset="main")
+
+
+def test_package_that_is_missing_for_a_url(monkeypatch):
+    def url_to_fs(path):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "url_to_fs", url_to_fs)
+    with pytest.raises(TuneError, match=r"s3://bucket/a\.jsonl: Install s3fs to access S3"):
+        rows_of("s3://bucket/a.jsonl")

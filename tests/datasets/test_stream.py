@@ -1,0 +1,181 @@
+"""A stream: the order depends on the seed alone, and goes on behind the row where it was left."""
+
+import itertools
+import json
+from collections import Counter
+from itertools import islice
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tune.datasets import DataLoader, Outcome, Stream, load, validation_batches
+from tune.datasets.samples import part
+from tune.datasets.stream import Position
+from tune.datasets.workers import map_chunks
+from tune.errors import TuneError
+from tune.tokenizers import Tokenizer
+
+
+def stream(make, lengths, pack_to=None, window=64, fingerprint="the same"):
+    """Row i has lengths[i] tokens, all of them i; one of length 0 is dropped."""
+
+    def outcomes(numbers):
+        made = [(number, lengths[number]) for number in numbers]
+        return [Outcome([make.sample(n, n - 1, token)]) if n else Outcome(dropped="empty") for token, n in made]
+
+    def parts(start):
+        return map_chunks(lambda numbers: part(outcomes(numbers)), range(start, len(lengths)), 1)
+
+    return Stream(parts, "rows.jsonl", 64, pack_to, window, fingerprint)
+
+
+def rows_of(batch):
+    """The sample numbers of a batch's documents, whose tokens must be theirs."""
+    documents = []
+    for micro_batch in batch.micro_batches:
+        real = (micro_batch.positions == 0) & (micro_batch.labels != -100)
+        documents += list(zip(micro_batch.tokens[real].tolist(), micro_batch.samples[real].tolist(), strict=True))
+    return sorted(documents)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.sampled_from([0, 2, 9, 30, 64]), min_size=1, max_size=200).filter(any),
+    packed=st.booleans(),
+    window=st.sampled_from([64, 128]),
+    seed=st.integers(0, 3),
+    ranks=st.sampled_from([1, 2, 3, 4, 8]),
+    resumed_ranks=st.sampled_from([1, 2, 3, 4, 8]),
+    steps=st.integers(1, 12),
+    stop=st.integers(0, 12),
+)
+def test_same_order_for_any_number_of_processes_and_interruptions(
+    make, lengths, packed, window, seed, ranks, resumed_ranks, steps, stop
+):
+    def loader(rank=0, ranks=1):
+        data = stream(make, lengths, 64 if packed else None, window)
+        return DataLoader(data, make.world(rank, ranks), 24, 1, max_steps=steps, seed=seed)
+
+    whole = [rows_of(batch) for _, batch in loader()]
+    assert len(whole) == steps
+    before = [loader(rank, ranks) for rank in range(ranks)]
+    seen = [
+        sorted(itertools.chain(*(rows_of(batch) for _, batch in step)))
+        for step in islice(zip(*before, strict=True), stop)
+    ]
+    after = [loader(rank, resumed_ranks) for rank in range(resumed_ranks)]
+    for each in after:
+        each.load_state_dict(json.loads(json.dumps(before[0].state_dict())))
+    seen += [sorted(itertools.chain(*(rows_of(batch) for _, batch in step))) for step in zip(*after, strict=True)]
+    assert seen == whole
+
+    times = Counter(token for step in whole for token, _ in step)
+    assert not any(times[row] for row, length in enumerate(lengths) if not length)
+    counts = [times[row] for row, length in enumerate(lengths) if length]
+    if not packed:
+        assert max(counts) - min(counts) <= 1
+    numbers = [number for step in whole for _, number in step]
+    if len(numbers) <= len(counts):
+        assert len(set(numbers)) == len(numbers)
+
+
+def test_every_row_of_a_packed_pass(make):
+    lengths = [1 + row * 7 % 60 for row in range(300)]
+    data = DataLoader(stream(make, lengths, 64), make.world(), 8, 1, max_steps=40)
+    times = Counter(token for _, batch in data for token, _ in rows_of(batch))
+    learned = [row for row, length in enumerate(lengths) if length > 1]
+    assert all(times[row] >= 1 for row in learned)
+
+
+def test_rows_are_shuffled_anew_in_each_pass(make):
+    data = DataLoader(stream(make, [2] * 64), make.world(), 64, 64, max_steps=3)
+    orders = [batch.micro_batches[0].tokens[0][:128:2].tolist() for _, batch in data]
+    assert len({tuple(order) for order in orders}) == 3
+    assert all(sorted(order) == list(range(64)) for order in orders)
+
+
+def test_first_window_is_told_and_all_is_counted(make):
+    data = stream(make, [2] * 100 + [0] * 30)
+    assert data.accounting.source == "rows.jsonl, streamed: rows 1 to 64"
+    assert data.accounting.rows == 64
+    list(DataLoader(data, make.world(), 50, 50, max_steps=2))
+    assert (data.seen.rows, data.seen.kept, dict(data.seen.dropped)) == (128, 100, {"empty": 28})
+
+
+def test_validation_reads_a_stream_once(make):
+    data = stream(make, [2] * 150)
+    batches = [batch for _, batch in validation_batches(data, make.world(), 8)]
+    assert sum(batch.num_tokens for batch in batches) == 300
+
+
+def test_changed_rows_are_noticed_where_it_goes_on(make):
+    loader = DataLoader(stream(make, [4] * 200), make.world(), 8, 1, max_steps=20)
+    for _ in islice(loader, 10):
+        pass
+    changed = DataLoader(stream(make, [4] * 70 + [5] + [4] * 129), make.world(), 8, 1, max_steps=20)
+    changed.load_state_dict(loader.state_dict())
+    with pytest.raises(TuneError, match=r"row 64 and those behind it have changed"):
+        next(iter(changed))
+
+
+def test_token_outside_the_vocabulary_is_found_when_it_comes(make):
+    data = stream(make, [2] * 100)
+    data.require_vocabulary(80)
+    with pytest.raises(TuneError, match="token 99, but the model's vocab_size is 80"):
+        list(DataLoader(data, make.world(), 50, 50, max_steps=2))
+    with pytest.raises(TuneError, match="token 63"):
+        stream(make, [2] * 100).require_vocabulary(60)
+
+
+def test_length_must_be_given(make):
+    with pytest.raises(TuneError, match=r"max_steps is missing: rows\.jsonl is streamed"):
+        DataLoader(stream(make, [2]), make.world(), 4, 1)
+    with pytest.raises(TuneError, match=r"epochs=2: .* remove epochs"):
+        DataLoader(stream(make, [2]), make.world(), 4, 1, epochs=2, max_steps=9)
+
+
+# from files
+
+
+@pytest.fixture
+def rows(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": f"{row:04}"}) + "\n" for row in range(3000)))
+    return file
+
+
+def test_streamed_file(folder, rows):
+    tokenizer = Tokenizer(str(folder))
+    data = load(tokenizer, str(rows), max_seq_len=64, packed=True, streaming=True, shuffle_buffer=1000, workers=2)
+    assert (data.accounting.rows, data.parts_of_window) == (1024, 16)
+    drawn, _ = next(data.draw(0, 280, Position()))
+    texts = [tokenizer.decode(document.tokens.tolist()) for row in drawn.documents for document in row]
+    assert len(set(texts)) == len(texts) > 2700  # ten documents of six tokens a row, but in the last of a window
+
+
+def test_streamed_file_that_breaks_off(folder, rows, make):
+    with rows.open("a") as file:
+        file.write('{"text": "a\n')
+    data = load(Tokenizer(str(folder)), str(rows), max_seq_len=64, streaming=True, shuffle_buffer=64, workers=1)
+    with pytest.raises(TuneError, match=r"rows\.jsonl:3001: malformed JSON"):
+        list(DataLoader(data, make.world(), 500, 1, max_steps=10))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"streaming": True, "validation_fraction": 0.1}, r"validation_fraction: a stream holds no rows out"),
+        ({"shuffle_buffer": 100}, r"shuffle_buffer: without streaming=true"),
+    ],
+)
+def test_settings_that_do_not_go_together(folder, rows, settings, message):
+    with pytest.raises(TuneError, match=message):
+        load(Tokenizer(str(folder)), str(rows), max_seq_len=64, **settings)
+
+
+def test_stream_without_anything_to_learn(make):
+    with pytest.raises(TuneError, match=r"none of the 200 rows can be learned from: empty \(200\)"):
+        stream(make, [0] * 200)
+    with pytest.raises(TuneError, match="has no rows"):
+        stream(make, [])

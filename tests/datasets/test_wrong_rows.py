@@ -1,0 +1,286 @@
+"""Files and rows that are wrong: the message says which file and row, what was found there, and what would be right."""
+
+import gzip
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tune.datasets import RowReader, labelled_sample, load, preference_pairs
+from tune.datasets.formats import FORMATS
+from tune.errors import TuneError
+from tune.tokenizers import Tokenizer
+
+USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
+GOOD = {"messages": [USER, ASSISTANT]}
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return Tokenizer(str(folder))
+
+
+@pytest.fixture
+def read(tokenizer, tmp_path):
+    def read(name, content, **options):
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        return load(tokenizer, str(tmp_path / name), max_seq_len=100, **options)
+
+    return read
+
+
+FILES = {
+    "half a line": ("data.jsonl", '{"text": "a"}\n{"text": "b"', r"data.jsonl:2: malformed JSON: .* at column 13"),
+    "two rows in a line": (
+        "data.jsonl",
+        '{"text": "a"}{"text": "b"}',
+        r"data.jsonl:1: malformed JSON: Extra data .* one whole row",
+    ),
+    "Python and not JSON": ("data.jsonl", "{'text': 'a'}", "data.jsonl:1: malformed JSON: .* double quotes"),
+    "a page of errors": ("data.jsonl", "<!DOCTYPE html><html>", "data.jsonl:1: malformed JSON: .*<!DOCTYPE html>"),
+    "nested without end": (
+        "data.jsonl",
+        '{"text": ' + "[" * 100_000,
+        "data.jsonl:1: malformed JSON: maximum recursion",
+    ),
+    "a huge number": ("data.jsonl", '{"text": ' + "1" * 5000 + "}", "data.jsonl:1: malformed JSON: Exceeds the limit"),
+    "half a list": ("data.json", '[{"text": "a"},\n {"text" "b"}]', r"data.json:2: malformed JSON: .* at column 10"),
+    "one object": ("data.json", '{"data":\n[]}', "data.json:1: malformed JSON.* or the file one list of them"),
+    "nothing": ("data.jsonl", "", "data.jsonl has no rows"),
+    "an empty list": ("data.json", "[]", "data.json has no rows"),
+    "a header alone": ("data.csv", "text\n", "data.csv has no rows"),
+    "a number in a list": ("data.json", "[[1]]", r"data.json:row 1: the row is \[1\]; it must be an object"),
+    "null": ("data.jsonl", '{"text": "a"}\nnull', "data.jsonl:2: the row is null; it must be an object"),
+    "Latin 1": (
+        "data.jsonl",
+        b'{"text": "a"}\n{"text": "\xe9"}',
+        "data.jsonl:2: not UTF-8 text: .* Save the file as UTF-8",
+    ),
+    "Latin 1 in a table": ("data.csv", b"text\na\n\xe9\n", "data.csv:3: not UTF-8 text"),
+    "Latin 1 in a list": ("data.json", b'[{"text": "\xe9"}]', "data.json: not UTF-8 text"),
+    "UTF-16": ("data.tsv", "text\na\n".encode("utf-16"), "data.tsv:1: not UTF-8 text"),
+    "an open quote": ("data.csv", 'text\n"a', "data.csv:row 1: malformed CSV"),
+    "commas without quotes": ("data.csv", "text\na\nb, c", "data.csv:row 2 has more cells than the header"),
+    "a cell too few": ("data.csv", "prompt,completion\na", "data.csv:row 1 has fewer cells than the header"),
+    "a column twice": ("data.csv", "text,text\na,b", "data.csv: the header has the column 'text' twice"),
+    "semicolons": ("data.csv", "prompt;completion\na;b", "the columns prompt;completion are none of the known formats"),
+    "not Parquet": ("data.parquet", "PAR1", "data.parquet: malformed Parquet"),
+    "not Arrow": ("data.arrow", "ARROW1 ", "data.arrow: malformed Arrow"),
+    "not gzip": ("data.jsonl.gz", b"hello", "data.jsonl.gz cannot be read: Not a gzipped file"),
+    "half of a gzip": (
+        "data.jsonl.gz",
+        gzip.compress(b'{"text": "a"}\n' * 999)[:-9],
+        "data.jsonl.gz cannot be read: .* ended before",
+    ),
+    "not zst": ("data.jsonl.zst", b"hello", "data.jsonl.zst cannot be read: ZSTD"),
+    "not xz": ("data.jsonl.xz", b"hello", "data.jsonl.xz cannot be read: Input format"),
+    "left on a server": ("data.parquet", POINTER, "data.parquet is a pointer of Git LFS .* run git lfs pull"),
+    "another kind": ("data.xlsx", "a", r"cannot read \.xlsx files; known are \.json, \.jsonl, \.csv, \.tsv, \.parquet"),
+    "no kind": ("data", "a", "cannot read files whose name has no suffix; known are"),
+    "other columns": (
+        "data.jsonl",
+        '{"question": "a", "answer": "b"}',
+        "data.jsonl:1: the columns question, answer are none of the known formats: messages; conv.* dataset.columns",
+    ),
+    "no columns": ("data.jsonl", "{}", r"data.jsonl:1: the columns \(none\) are none"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "message"), FILES.values(), ids=FILES)
+def test_files(read, name, content, message):
+    if name.endswith((".parquet", ".arrow", ".zst")):
+        pytest.importorskip("pyarrow")
+    with pytest.raises(TuneError, match=f"(?s){message}"):
+        read(name, content)
+
+
+def chat(*messages, **columns):
+    return {"messages": list(messages), **columns}
+
+
+def calling(call):
+    return chat(USER, {"role": "assistant", "tool_calls": call})
+
+
+CHATS = {
+    "role": (chat({"role": "asistant"}), r'messages\[0\].role is "asistant" \(did you mean assistant\?\)'),
+    "no role": (chat({"content": "a"}), r"messages\[0\].role is missing; it must be one of system, "),
+    "content": (chat({"role": "user", "content": 4}), r"messages\[0\].content is 4; it must be a string"),
+    "content that is not a number": (
+        chat({"role": "user", "content": float("nan")}),
+        "content is NaN; it must be a string",
+    ),
+    "content of a tool": (chat({"role": "tool", "content": {"a": 1}}), r'content is {"a": 1}; it must be a string'),
+    "no content": (chat({"role": "user", "content": None}), r"messages\[0\].content is missing"),
+    "no parts": (chat({"role": "user", "content": []}), r"content is \[\]; it must be a string"),
+    "an image": (
+        chat({"role": "user", "content": [{"type": "image_url"}]}),
+        r'content\[0\].type is "image_url"; only parts of text',
+    ),
+    "a part without text": (chat({"role": "user", "content": [{"type": "text"}]}), r"content\[0\].text is missing"),
+    "a name of ShareGPT": (chat({"from": "hunan", "value": "a"}), r'from is "hunan" \(did you mean human\?\)'),
+    "no value": (chat({"from": "human", "text": "a"}), r"messages\[0\].value is missing; it must be a string"),
+    "a call that is no JSON": (chat({"from": "function_call", "value": "get()"}), "value is not valid JSON"),
+    "no messages": (chat(), r"messages is \[\]; it must be a list of messages"),
+    "a text for messages": (chat() | {"messages": "Hi"}, 'messages is "Hi"; it must be a list of messages'),
+    "broken JSON for messages": (chat() | {"messages": "[{"}, "messages is not valid JSON"),
+    "a text for a message": (chat("a"), r'messages\[0\] is "a"; it must be an object'),
+    "train": (chat({**ASSISTANT, "train": "no"}), r'messages\[0\].train is "no"; it must be true or false'),
+    "weight": (chat({**ASSISTANT, "weight": 0.5}), r"messages\[0\].weight is 0.5; it must be 0"),
+    "reasoning": (
+        chat({**ASSISTANT, "reasoning_content": ["a"]}),
+        r'reasoning_content is \["a"\]; it must be a string',
+    ),
+    "calls": (calling({"name": "f"}), r'tool_calls is {"name": "f"}; it must be a list of calls'),
+    "a call without a name": (
+        calling([{"function": {"arguments": {}}}]),
+        r"tool_calls\[0\].function.name is missing; a tool call needs",
+    ),
+    "a call of nothing": (calling([{"function": "f"}]), r"function.name is missing"),
+    "arguments": (calling([{"name": "f", "arguments": [1]}]), r"arguments is \[1\]; it must be an object"),
+    "arguments that are no JSON": (calling([{"name": "f", "arguments": "{x"}]), "arguments is not valid JSON"),
+    "a call by the user": (chat({**USER, "tool_calls": [{"name": "f"}]}), "only the assistant calls tools"),
+    "tools": (chat(USER, ASSISTANT, tools="{"), "tools is not valid JSON"),
+    "a tool": (chat(USER, ASSISTANT, tools=["f"]), "it must be a list of JSON schemas"),
+    "system": (chat(USER, ASSISTANT, system=1), "system is 1; it must be a string"),
+    "two systems": (
+        chat({"role": "system", "content": "a"}, USER, system="b"),
+        "are two system messages; there can be one",
+    ),
+    "no object": (["a"], r'the row is \["a"\]; it must be an object'),
+    "no column": ({"text": "a"}, "no column messages as in the rows before; it has text"),
+    "half a pair": (chat(USER, {"role": "assistant", "content": "\ud83d"}), "half of a character pair"),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), CHATS.values(), ids=CHATS)
+def test_conversations(read, row, message):
+    with pytest.raises(TuneError, match=rf"(?s)rows that cannot be used:\n  data\.jsonl:3: .*{message}"):
+        read("data.jsonl", f"{json.dumps(GOOD)}\n\n{json.dumps(row)}")
+
+
+OTHERS = {
+    "text": ({"text": 5}, "text is 5; it must be a string"),
+    "prompt": ({"prompt": None, "completion": "a"}, "prompt is missing; prompt and completion must be two strings"),
+    "completion": ({"prompt": "a", "completion": float("nan")}, "completion is NaN; prompt and completion must be"),
+    "two kinds": ({"prompt": [USER], "completion": "a"}, "prompt and completion must be two strings or two lists"),
+    "instruction": ({"instruction": 1, "output": "a"}, "instruction is 1; it must be a string"),
+    "ids": ({"input_ids": [1.0, 2]}, r"input_ids is \[1.0, 2\]; it must be a list of integers"),
+    "ids as text": ({"input_ids": "1 2"}, 'input_ids is "1 2"; it must be a list of integers'),
+    "an id below zero": ({"input_ids": [1, -2]}, "input_ids holds -2, which is no token"),
+    "an id too large": ({"input_ids": [1, 2**40]}, "input_ids holds 1099511627776, which is no token"),
+    "too few labels": ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 entries for 2 input_ids"),
+    "shifted labels": (
+        {"input_ids": [1, 2, 3], "labels": [2, 3, -100]},
+        r"labels has 2 where input_ids has 1; .*\(not the next one\)",
+    ),
+    "mask": ({"input_ids": [1, 2], "completion_mask": [0, 2]}, "completion_mask holds 2; it must hold 1 and 0"),
+    "a hole": ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, r"attention_mask\[1\] is 0 between tokens"),
+    "padding": ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "attention_mask is 0 throughout"),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), OTHERS.values(), ids=OTHERS)
+def test_other_rows(read, row, message):
+    with pytest.raises(TuneError, match=rf"data\.jsonl:1: .*{message}"):
+        read("data.jsonl", json.dumps(row))
+
+
+PREFERENCES = {
+    "answers": (
+        {"prompt": "a", "chosen": "b", "rejected": 5},
+        "rejected is 5; prompt and rejected must be two strings",
+    ),
+    "whole conversations": ({"chosen": [USER, "b"], "rejected": [USER]}, r'chosen\[1\] is "b"; it must be an object'),
+    "one answer": ({"prompt": "a", "completions": ["b"]}, r'completions is \["b"\]; it must be a list of two'),
+    "scores": (
+        {"prompt": "a", "completions": ["b", "c"], "scores": [1]},
+        r"scores is \[1\]; it must be a list of 2 numbers",
+    ),
+    "no number": ({"prompt": "a", "completions": ["b", "c"], "scores": [1, float("nan")]}, "list of 2 numbers"),
+    "columns": ({"prompt": "a", "chosen": "b"}, "none of the known formats: chosen.*rejected; prompt.*completions"),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), PREFERENCES.values(), ids=PREFERENCES)
+def test_preferences(tokenizer, row, message):
+    with pytest.raises(TuneError, match=message):
+        preference_pairs(row, RowReader(tokenizer, 100))
+
+
+def test_label(tokenizer):
+    with pytest.raises(TuneError, match='label is "good"; it must be true or false'):
+        labelled_sample({"prompt": "a", "completion": "b", "label": "good"}, RowReader(tokenizer, 100))
+
+
+WORDS = [
+    "role",
+    "content",
+    "from",
+    "value",
+    "type",
+    "text",
+    "train",
+    "weight",
+    "tool_calls",
+    "function",
+    "name",
+    "arguments",
+]
+VALUES = ["user", "assistant", "system", "tool", "human", "gpt", "function_call", "text", "[]", "{}", "", "a", "\ud83d"]
+JSON = st.recursive(
+    st.sampled_from([None, True, 0, 1, -100, 2**40, 0.5, float("nan"), *VALUES]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+    max_leaves=20,
+)
+COLUMNS = [name for format in FORMATS for name in (*format.columns, *format.optional)]
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(VALUES), "content": JSON}, optional={"tool_calls": JSON, "train": JSON}
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(row=st.dictionaries(st.sampled_from(COLUMNS), JSON | st.lists(MESSAGE, max_size=3), max_size=4) | JSON)
+def test_whatever_a_row_is_it_becomes_something(tokenizer, row):
+    reader = RowReader(tokenizer, 20, too_long="split", validation_fraction=0.1)
+    for outcome in reader([("the row", row)]):
+        assert bool(outcome.samples) + (outcome.dropped is not None) + (outcome.mistake is not None) == 1
+        assert all(0 < len(sample.tokens) <= 20 for sample in outcome.samples)
+
+
+def test_rows_of_no_use_are_counted(read):
+    rows = {
+        "empty completion": [{"prompt": "a", "completion": ""}, {"prompt": "a", "completion": None}],
+        "empty output": [{"instruction": "a", "output": ""}],
+        "empty instruction": [{"instruction": "", "input": "", "output": "a"}],
+        "empty input_ids": [{"input_ids": []}],
+        "no assistant message": [chat(USER)],
+        "no message to learn": [chat(USER, {**ASSISTANT, "train": False})],
+        "fully masked": [{"input_ids": [1, 2], "labels": [-100, -100]}],
+    }
+    for reason, useless in rows.items():
+        with pytest.raises(
+            TuneError, match=rf"none of the {len(useless)} rows can be learned from: {reason} \({len(useless)}\)$"
+        ):
+            read("data.jsonl", "\n".join(map(json.dumps, useless)))
+    accounting = read("data.jsonl", '{"text": ""}\n{"text": null}\n{"text": "a"}').accounting
+    assert (accounting.kept, accounting.dropped) == (1, {"empty text": 2})
+
+
+def test_a_huge_row_is_a_row_like_others(read):
+    data = read("data.jsonl", json.dumps({"text": "a" * 100_000}))
+    assert data.accounting.samples == 1_001 and data.accounting.split == 1
+    data = read("data.jsonl", json.dumps({"text": "a" * 100_000}), too_long="truncate")
+    assert data.accounting.cut_tokens == 100_002 - 100
+
+
+def test_null_columns_do_not_decide_the_format(read):
+    data = read("data.jsonl", '{"messages": null, "text": "a", "id": 1}')
+    assert (data.accounting.format, data.accounting.ignored_columns) == ("text", ["messages", "id"])
+    assert "columns ignored    messages, id" in data.accounting.table()
+
+
+def test_messages_as_json_in_a_table(read):
+    assert read("data.csv", 'messages\n"[{""role"": ""assistant"", ""content"": ""Hi""}]"').accounting.kept == 1

@@ -1,0 +1,36 @@
+"""Blocks that differ within a model compile whole, a graph for each kind and not for each layer."""
+
+import pytest
+import torch
+from models.test_families import SMALL, VARIANTS, make_pair, random_tokens
+from torch.testing import assert_close
+
+from tune.losses import LinearCrossEntropy
+
+transformers = pytest.importorskip("transformers")
+
+LENGTHS = [[30, 50, 20], [100], [1, 99]]
+DOCUMENTS = torch.tensor([[i for i, length in enumerate(row) for _ in range(length)] for row in LENGTHS])
+POSITIONS = torch.tensor([[p for length in row for p in range(length)] for row in LENGTHS])
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("gemma2", 2), ("gemma3_text", 2), ("cohere2", 2), ("phi3-longrope", 1)])
+def test_one_graph_a_kind(name, kinds, tmp_path):
+    config_class, changes = VARIANTS[name]
+    _, model = make_pair(getattr(transformers, config_class)(**SMALL | changes | {"num_hidden_layers": 3}), tmp_path)
+
+    def loss_and_gradients(rows):
+        tokens = random_tokens(1, 100)
+        options = {"labels": tokens, "loss_fn": LinearCrossEntropy()}
+        loss = model(tokens, POSITIONS[rows], DOCUMENTS[rows], **options)
+        return loss, *torch.autograd.grad(loss, list(model.parameters()))
+
+    batches = [slice(0, 1), slice(1, 2), slice(2, 3)]
+    expected = [loss_and_gradients(rows) for rows in batches]
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    for rows, reference in zip(batches, expected, strict=True):
+        assert_close(loss_and_gradients(rows), reference, atol=1e-4, rtol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == kinds

@@ -1,0 +1,54 @@
+"""`tune prepare`: tokenise what a run will train on, ahead of time and without its weights or devices."""
+
+import re
+import sys
+from collections.abc import Sequence
+
+from omegaconf import DictConfig
+
+from tune import config
+from tune.cli.run import default_config
+from tune.errors import TuneError
+
+USAGE = """\
+usage: tune prepare RECIPE [--config FILE_OR_NAME] [key=value ...]
+       tune prepare CONFIG.yaml [key=value ...]
+
+Tokenise the datasets of a run into the cache (dataset.cache_dir, else $TUNE_CACHE, else ~/.cache/tune) and print what
+becomes of their rows. A run with the same data, tokenizer and settings then starts from there. Needs no weights and no
+GPU. The arguments are those of `tune run`; for a config alone, its recipe is the one that knows its keys."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return
+    cfg = settings(arguments)
+
+    from tune.config import instantiate
+
+    tokenizer = instantiate(cfg.tokenizer)
+    for section in (cfg.dataset, cfg.validation_dataset):
+        if section.get("streaming"):
+            print(f"{section.path} is streamed: nothing of it is kept")
+        elif section.get("path", True):
+            dataset = instantiate(section, tokenizer, max_seq_len=cfg.max_seq_len, packed=cfg.packed)
+            print(dataset.accounting.table(), flush=True)
+
+
+def settings(arguments: Sequence[str]) -> DictConfig:
+    """The settings of a run, given its recipe or its config and what stands behind it on the command line."""
+    first, *rest = arguments
+    if not first.endswith((".yaml", ".yml")):
+        recipe = config.find_recipe(first)
+        sys.path.insert(0, str(recipe.resolve().parent))  # components beside the recipe can be named
+        if (default := default_config(recipe)) is None:
+            raise TuneError(f"{recipe} does not name its settings: @config.entrypoint(...) is not in it")
+        return config.load(default, rest)
+    names = [name for name in config.list_recipes() if _groups(first) <= _groups(name)] or config.list_recipes()
+    return config.load(names[0], ["--config", first, *rest])
+
+
+def _groups(name: str) -> set[str]:
+    """The keys at the top of a config."""
+    return set(re.findall(r"^\w+(?=:)", config.find_config(name).read_text(errors="replace"), re.MULTILINE))

@@ -1,0 +1,190 @@
+"""Samples that were prepared once, in files that all processes map.
+
+A folder below the cache is named by all that decides its content: see `key_of`. It is written under a temporary name
+and renamed when complete, by the one process that holds its lock; the others wait for that without talking to each
+other. The lock is the kernel's: it ends with the process, however that ends.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+import numpy as np
+
+from tune.datasets.accounting import Accounting
+from tune.datasets.samples import Part, Samples, write
+from tune.datasets.sources import File
+from tune.errors import TuneError
+
+ARRAYS = ("tokens", "labels", "lengths", "supervised")
+POLL = 0.2  # seconds between attempts to get a lock
+TELL = 10.0  # seconds between lines on how far it is
+LARGE = 2**24  # bytes of a file whose hash is remembered
+
+
+def cache_folder(given: str | None) -> Path:
+    """`given`, else $TUNE_CACHE, else ~/.cache/tune."""
+    return Path(given or os.environ.get("TUNE_CACHE") or "~/.cache/tune").expanduser()
+
+
+def key_of(*contents: Any) -> str:
+    """A name for what values of JSON decide, and this library's code with them: an edit of it prepares anew."""
+    digest = hashlib.blake2b(json.dumps(contents, sort_keys=True).encode(), digest_size=16)
+    for folder in ("datasets", "tokenizers"):
+        for file in sorted((Path(__file__).parents[1] / folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def content_of(files: Iterable[File], folder: Path) -> list[str]:
+    """A hash of each file's bytes. That of a large file is remembered in `folder` until the file is changed. A file
+    elsewhere is known by what its file system says of it."""
+    return [
+        _digest(Path(file.path), folder / "files") if file.is_local else str(file.filesystem.ukey(file.path))
+        for file in files
+    ]
+
+
+def prepared(
+    parts: Callable[[], Iterable[Part]], key: str, max_seq_len: int, accounting: Accounting, folder: Path
+) -> Samples:
+    """The samples of this key, mapped from files that are made of `parts()` if they are not there; `accounting` gets
+    their counts. Raises TuneError for what `parts` finds, and if the folder cannot be written.
+    """
+    final = folder / key
+    try:
+        if (samples := _read(final, accounting)) is not None:
+            return samples
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f"{key}.lock", accounting.source):
+            if (samples := _read(final, accounting)) is not None:
+                return samples
+            for abandoned in folder.glob(f"{key}.partial-*"):
+                shutil.rmtree(abandoned, ignore_errors=True)
+            partial = Path(tempfile.mkdtemp(prefix=f"{key}.partial-", dir=folder))
+            try:
+                _write(_told(parts(), accounting.source), partial, max_seq_len, accounting)
+                shutil.rmtree(final, ignore_errors=True)  # a damaged one
+                partial.rename(final)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise TuneError(
+            f"{error.filename or folder}: {error.strerror}. {accounting.source} is prepared in files there: set "
+            "cache_dir (or TUNE_CACHE in the environment) to a folder with room that you may write to"
+        ) from error
+    samples = _read(final, accounting)
+    assert samples is not None
+    return samples
+
+
+def _write(parts: Iterable[Part], folder: Path, max_seq_len: int, accounting: Accounting) -> None:
+    with _array(folder, "tokens", "<i4") as tokens, _array(folder, "labels", "<i4") as labels:
+        lengths, supervised, fingerprint, largest = write(parts, max_seq_len, accounting, tokens, labels)
+    for name, values in {"lengths": lengths, "supervised": supervised}.items():
+        with _array(folder, name, "<i8") as file:
+            file.write(values.data)
+    about = {"fingerprint": fingerprint, "largest_token": largest, "accounting": vars(accounting)}
+    (folder / "about.json").write_text(json.dumps(about))
+
+
+@contextmanager
+def _array(folder: Path, name: str, dtype: str) -> Iterator[BinaryIO]:
+    """A flat .npy file that is as long as what has been written when it is closed, and then on the disk."""
+    header: dict[str, Any] = {"descr": dtype, "fortran_order": False}
+    with (folder / f"{name}.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {**header, "shape": (0,)})
+        start = file.tell()
+        yield file
+        count = (file.tell() - start) // np.dtype(dtype).itemsize
+        file.seek(0)
+        np.lib.format.write_array_header_1_0(file, {**header, "shape": (count,)})
+        assert file.tell() == start  # numpy leaves room for the shape to grow
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(folder: Path, accounting: Accounting) -> Samples | None:
+    """None if the folder is not there, or damaged."""
+    try:
+        about = json.loads((folder / "about.json").read_text())
+        arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="c")) for name in ARRAYS}
+    except (FileNotFoundError, ValueError, EOFError):
+        return None
+    for name, value in about["accounting"].items():
+        if name not in ("source", "ignored_files"):
+            is_counter = isinstance(getattr(accounting, name), Counter)
+            setattr(accounting, name, Counter(value) if is_counter else value)
+    return Samples(**arrays, fingerprint=about["fingerprint"], largest_token=about["largest_token"])
+
+
+@contextmanager
+def _locked(file: Path, source: str) -> Iterator[None]:
+    """Hold the lock. What its holder finds wrong is raised here too, where that was waited for."""
+    with file.open("a+") as lock:
+        waited = False
+        while not _taken(lock):
+            if not waited and os.environ.get("RANK", "0") == "0":
+                print(f"waiting for another process to prepare {source}", file=sys.stderr, flush=True)
+            waited = True
+            time.sleep(POLL)
+        lock.seek(0)
+        if waited and (found := lock.read()):
+            raise TuneError(found)
+        lock.truncate(0)
+        try:
+            yield
+        except TuneError as error:
+            lock.write(str(error))
+            raise
+
+
+def _taken(lock: TextIO) -> bool:
+    """A lock of this process alone: flock's would live on in processes that are forked from it."""
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def _told(parts: Iterable[Part], source: str) -> Iterator[Part]:
+    """Says from time to time how far it is."""
+    rows, start = 0, time.monotonic()
+    last = start
+    for part in parts:
+        yield part
+        rows, now = rows + part.accounting.rows, time.monotonic()
+        if now - last >= TELL:
+            last = now
+            speed = f"{rows / (now - start):,.0f} rows a second"
+            print(f"preparing {source}: {rows:,} rows, {speed}", file=sys.stderr, flush=True)
+
+
+def _digest(file: Path, memory: Path) -> str:
+    status = file.stat()
+    # Whoever writes to a file changes its ctime, which nobody can set back.
+    state = [str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
+    known = memory / hashlib.blake2b(json.dumps(state).encode(), digest_size=16).hexdigest()
+    if known.exists():
+        return known.read_text()
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "blake2b").hexdigest()
+    # A file that is being written can change twice in one tick of the clock.
+    if status.st_size >= LARGE and time.time() - status.st_ctime > 2:
+        with suppress(OSError):
+            memory.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=memory, delete=False) as partial:
+                partial.write(digest)
+            os.rename(partial.name, known)
+    return digest

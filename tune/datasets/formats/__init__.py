@@ -1,0 +1,18 @@
+"""What a row of a dataset says: a conversation, a text, or tokens, and which part of it is to be learned."""
+
+from tune.datasets.formats.content import Chat, Content, Plain, Row, Tokens, shown, suggestion
+from tune.datasets.formats.formats import FORMATS, Format, recognise, renamed
+
+__all__ = [
+    "FORMATS",
+    "Chat",
+    "Content",
+    "Format",
+    "Plain",
+    "Row",
+    "Tokens",
+    "recognise",
+    "renamed",
+    "shown",
+    "suggestion",
+]

@@ -1,0 +1,50 @@
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from tune.tokenizers import Message
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation; its first `prompt` messages are read and not learned, as are those with `train: false`."""
+
+    messages: list[Message]
+    tools: list | None = None
+    prompt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A text that continues a prompt, which may be empty, without BOS and EOS. The text is learned."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Token ids, and for each the same id if it is learned or -100."""
+
+    ids: list[int]
+    labels: list[int]
+
+
+Content = Chat | Plain | Tokens
+
+
+def shown(value: Any) -> str:
+    """A value for a message."""
+    if value is None:
+        return "missing"
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def suggestion(word: str, candidates: Iterable[str]) -> str:
+    close = get_close_matches(word, list(candidates), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

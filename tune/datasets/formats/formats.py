@@ -1,0 +1,175 @@
+"""The formats of rows, each one function from a row to its content.
+
+A function returns a string, the reason, for a row of no use (it is dropped and counted), and raises TuneError where the
+row is a mistake.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tune.datasets.formats.content import Chat, Content, Plain, Row, Tokens, shown, suggestion
+from tune.datasets.formats.messages import checked_messages, checked_tools, conversation
+from tune.errors import TuneError
+
+IGNORED = -100
+
+
+def chat(row: Row) -> Content | str:
+    """`messages` as OpenAI and Hugging Face have them, optional `tools` and `system`."""
+    return Chat(conversation(row, "messages"), checked_tools(row.get("tools")))
+
+
+def sharegpt(row: Row) -> Content | str:
+    """`conversations` of `from` and `value`, optional `tools` and `system`."""
+    return Chat(conversation(row, "conversations"), checked_tools(row.get("tools")))
+
+
+def alpaca(row: Row) -> Content | str:
+    """`instruction` and `output`, optional `input` (put behind the instruction) and `system`: a chat of one turn."""
+    for name in ("instruction", "output", "input"):
+        if not isinstance(row.get(name), str | None):
+            raise TuneError(f"{name} is {shown(row[name])}; it must be a string")
+    if not row["output"]:
+        return "empty output"
+    question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+    if not question:
+        return "empty instruction"
+    turn = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
+    return Chat(conversation({**row, "messages": turn}, "messages"))
+
+
+def prompt_completion(row: Row) -> Content | str:
+    """`prompt` and `completion`: two strings, or two lists of messages (optional `tools`)."""
+    return continuation(row["prompt"], row["completion"], "completion", row)
+
+
+def continuation(prompt: object, answer: object, column: str, row: Row) -> Content | str:
+    """A prompt with what is to be learned behind it, from the row's `column`."""
+    if answer is None or answer in ("", []):
+        return f"empty {column}"
+    if isinstance(prompt, list) and isinstance(answer, list):
+        before = checked_messages(prompt, "prompt")
+        return Chat(before + checked_messages(answer, column), checked_tools(row.get("tools")), prompt=len(before))
+    for name, value in (("prompt", prompt), (column, answer)):
+        if not isinstance(value, str):
+            raise TuneError(
+                f"{name} is {shown(value)}; prompt and {column} must be two strings or two lists of messages"
+            )
+    return Plain(str(prompt), str(answer))
+
+
+def text(row: Row) -> Content | str:
+    """`text`: one string, learned from beginning to end."""
+    if not isinstance(row["text"], str | None):
+        raise TuneError(f"text is {shown(row['text'])}; it must be a string")
+    return Plain("", row["text"]) if row["text"] else "empty text"
+
+
+def tokens(row: Row) -> Content | str:
+    """`input_ids` with `labels` (the same ids, -100 where nothing is learned: not shifted), or with masks of 1 and 0:
+    `completion_mask`, `assistant_masks`; alone they are learned throughout. `attention_mask` 0 is padding."""
+    ids = _ids(row, "input_ids")
+    if not ids:
+        return "empty input_ids"
+    columns = {name: _ids(row, name) for name in ("labels", *MASKS) if row.get(name) is not None}
+    for name, values in columns.items():
+        if len(values) != len(ids):
+            raise TuneError(f"{name} has {len(values)} entries for {len(ids)} input_ids")
+        if name != "labels" and not {*values} <= {0, 1}:
+            raise TuneError(f"{name} holds {shown(sorted({*values} - {0, 1})[0])}; it must hold 1 and 0")
+    if min(ids) < 0 or max(ids) >= 2**31:
+        raise TuneError(f"input_ids holds {min(ids) if min(ids) < 0 else max(ids)}, which is no token")
+    labels = columns.get("labels", ids)
+    if wrong := next((pair for pair in zip(ids, labels, strict=True) if pair[1] not in (IGNORED, pair[0])), None):
+        raise TuneError(
+            f"labels has {wrong[1]} where input_ids has {wrong[0]}; it must have the same token (not the next one) "
+            f"or {IGNORED}"
+        )
+    for mask in (columns[name] for name in SUPERVISION if name in columns):
+        labels = [label if on else IGNORED for label, on in zip(labels, mask, strict=True)]
+    if "attention_mask" in columns:
+        ids, labels = _without_padding(ids, labels, columns["attention_mask"])
+    return Tokens(ids, labels)
+
+
+SUPERVISION = ("completion_mask", "assistant_masks")
+MASKS = ("attention_mask", *SUPERVISION)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """`read` wants the `columns`, and looks into the `optional` ones."""
+
+    name: str
+    read: Callable[[Row], Any]
+    columns: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    is_chat: bool = False
+
+
+# In the order in which they are recognised.
+FORMATS = (
+    Format("chat", chat, ("messages",), ("tools", "system"), is_chat=True),
+    Format("sharegpt", sharegpt, ("conversations",), ("tools", "system"), is_chat=True),
+    Format("prompt_completion", prompt_completion, ("prompt", "completion"), ("tools",)),
+    Format("alpaca", alpaca, ("instruction", "output"), ("input", "system"), is_chat=True),
+    Format("tokens", tokens, ("input_ids",), ("labels", *MASKS)),
+    Format("text", text, ("text",)),
+)
+
+
+def recognise(row: Row, columns: Mapping[str, str], place: str, formats: tuple[Format, ...] = FORMATS) -> Format:
+    """The first of the `formats` that has its columns in the row. `columns` gives the data's name for a format's."""
+    known = list(dict.fromkeys(column for format in formats for column in (*format.columns, *format.optional)))
+    for ours, theirs in columns.items():
+        if ours not in known:
+            raise TuneError(
+                f"columns.{ours}: no format has such a column{suggestion(ours, known)}; "
+                f"the formats' columns are {', '.join(known)}"
+            )
+        if theirs not in row:
+            raise TuneError(
+                f"columns.{ours}={theirs}: {place} has no such column{suggestion(theirs, row)}; it has {', '.join(row)}"
+            )
+    # Columnar files have each column in every row, and null where it is of no use.
+    filled = {column for column, value in row.items() if value is not None}
+    for names in (filled, row):
+        for format in formats:
+            if all(columns.get(column, column) in names for column in format.columns):
+                return format
+    if len(formats) == 1:
+        wanted = " and ".join(columns.get(column, column) for column in formats[0].columns)
+        raise TuneError(f"{place}: format={formats[0].name} needs the columns {wanted}; the row has {', '.join(row)}")
+    wanted = "; ".join(" + ".join(format.columns) for format in formats)
+    raise TuneError(
+        f"{place}: the columns {', '.join(row) or '(none)'} are none of the known formats: {wanted}. "
+        "If a column only has another name, say so: dataset.columns.completion=answer"
+    )
+
+
+def renamed(row: Row, format: Format, columns: Mapping[str, str]) -> Row:
+    """The row with the columns as the format calls them."""
+    row = {**row, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}
+    missing = [columns.get(column, column) for column in format.columns if column not in row]
+    if missing:
+        raise TuneError(f"no column {' and '.join(missing)} as in the rows before; it has {', '.join(row) or 'none'}")
+    return row
+
+
+def _ids(row: Row, column: str) -> list[int]:
+    values = row[column]
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise TuneError(f"{column} is {shown(values)}; it must be a list of integers")
+    return values
+
+
+def _without_padding(ids: list[int], labels: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
+    if 1 not in mask:
+        raise TuneError("attention_mask is 0 throughout: the row is all padding")
+    start, end = mask.index(1), len(mask) - mask[::-1].index(1)
+    if 0 in mask[start:end]:
+        raise TuneError(
+            f"attention_mask[{start + mask[start:end].index(0)}] is 0 between tokens; padding is at the ends"
+        )
+    return ids[start:end], labels[start:end]

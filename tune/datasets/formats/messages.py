@@ -1,0 +1,150 @@
+"""Messages in the spellings that datasets have, in the one that chat templates are written for."""
+
+import json
+from typing import Any
+
+from tune.datasets.formats.content import Row, shown, suggestion
+from tune.errors import TuneError
+from tune.tokenizers import Message
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+
+# The names in ShareGPT's `from`. A `function_call` holds the call as JSON.
+SHARE_GPT_ROLES = {
+    **{name: "user" for name in ("human", "user")},
+    **{name: "assistant" for name in ("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call")},
+    **{name: "tool" for name in ("tool", "observation", "function_response")},
+    "system": "system",
+}
+
+
+def conversation(row: Row, column: str) -> list[Message]:
+    """The messages in a column, behind the system message that may stand in the row's column `system`."""
+    messages = row[column]
+    if isinstance(messages, str) and messages.lstrip().startswith("["):
+        messages = _parsed(messages, column)  # all that CSV can hold
+    messages = checked_messages(messages, column)
+    system = row.get("system")
+    if not isinstance(system, str | None):
+        raise TuneError(f"system is {shown(system)}; it must be a string")
+    if not system or messages[0] == {"role": "system", "content": system}:
+        return messages
+    if messages[0]["role"] == "system":
+        raise TuneError(f"the column system and {column}[0] are two system messages; there can be one")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def checked_messages(messages: Any, column: str) -> list[Message]:
+    if not isinstance(messages, list) or not messages:
+        raise TuneError(f"{column} is {shown(messages)}; it must be a list of messages")
+    return [_checked(message, f"{column}[{index}]") for index, message in enumerate(messages)]
+
+
+def checked_tools(tools: Any) -> list | None:
+    """A list of JSON schemas, also as a string (a Parquet column cannot hold schemas of several shapes otherwise)."""
+    if isinstance(tools, str):
+        tools = _parsed(tools, "tools") if tools.strip() else None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise TuneError(f"tools is {shown(tools)}; it must be a list of JSON schemas")
+    return tools or None
+
+
+def _checked(message: Any, place: str) -> Message:
+    if not isinstance(message, dict):
+        raise TuneError(f"{place} is {shown(message)}; it must be an object with role and content")
+    message = {key: value for key, value in message.items() if value is not None}
+    if "from" in message and "role" not in message:
+        message = _from_share_gpt(message, place)
+    role = message.get("role")
+    if role not in ROLES:
+        raise TuneError(
+            f"{place}.role is {shown(role)}{suggestion(str(role), ROLES)}; it must be one of {', '.join(ROLES)}"
+        )
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(message["tool_calls"], role, f"{place}.tool_calls")
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+    content = _joined(message.get("content"), f"{place}.content")
+    if not isinstance(content, str) and not (content is None and "tool_calls" in message):
+        raise TuneError(f"{place}.content is {shown(content)}; it must be a string")
+    if content is not None:
+        message["content"] = content
+    for name in REASONING:
+        if not isinstance(message.get(name, ""), str):
+            raise TuneError(f"{place}.{name} is {shown(message[name])}; it must be a string")
+    return _with_train(message, place)
+
+
+def _from_share_gpt(message: Message, place: str) -> Message:
+    """`from` and `value` as `role` and `content`."""
+    name, value = message["from"], message.get("value")
+    if not isinstance(name, str) or name not in SHARE_GPT_ROLES:
+        hint = suggestion(str(name), SHARE_GPT_ROLES)
+        raise TuneError(f"{place}.from is {shown(name)}{hint}; it must be one of {', '.join(SHARE_GPT_ROLES)}")
+    if not isinstance(value, str):
+        raise TuneError(f"{place}.value is {shown(value)}; it must be a string")
+    rest = {key: item for key, item in message.items() if key not in ("from", "value")}
+    if name == "function_call":
+        calls = _parsed(value, f"{place}.value")
+        return {**rest, "role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    return {**rest, "role": SHARE_GPT_ROLES[name], "content": value}
+
+
+def _joined(content: Any, place: str) -> Any:
+    """Content in parts as one text, joined without anything between them, as the templates that take parts do."""
+    if not isinstance(content, list) or not content or not all(isinstance(part, dict) for part in content):
+        return content
+    for index, part in enumerate(content):
+        if part.get("type") != "text":
+            raise TuneError(f"{place}[{index}].type is {shown(part.get('type'))}; only parts of text can be learned")
+        if not isinstance(part.get("text"), str):
+            raise TuneError(f"{place}[{index}].text is {shown(part.get('text'))}; it must be a string")
+    return "".join(part["text"] for part in content)
+
+
+def _tool_calls(calls: Any, role: str, place: str) -> list[dict[str, Any]]:
+    """As `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, which all templates read."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise TuneError(f"{place} is {shown(calls)}; it must be a list of calls")
+    if calls and role != "assistant":
+        raise TuneError(f"{place}: the message is of the role {role}; only the assistant calls tools")
+    return [_tool_call(call, f"{place}[{index}]") for index, call in enumerate(calls)]
+
+
+def _tool_call(call: dict[str, Any], place: str) -> dict[str, Any]:
+    if "function" in call:
+        place = f"{place}.function"
+        function, rest = call["function"], {key: value for key, value in call.items() if key != "function"}
+    else:
+        keys = ("name", "arguments")
+        function = {key: call[key] for key in keys if key in call}
+        rest = {key: value for key, value in call.items() if key not in keys}
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise TuneError(f"{place}.name is {shown(name)}; a tool call needs the name of the tool")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments, f"{place}.arguments") if arguments.strip() else None
+    if not isinstance(arguments, dict | None):
+        raise TuneError(f"{place}.arguments is {shown(arguments)}; it must be an object, or an object as JSON")
+    return {"type": "function", **rest, "function": {**function, "arguments": arguments or {}}}
+
+
+def _with_train(message: Message, place: str) -> Message:
+    """`weight: 0 | 1`, as OpenAI's files have it, as `train`."""
+    weight = message.pop("weight", None)
+    if weight is not None:
+        if weight not in (0, 1):
+            raise TuneError(f"{place}.weight is {shown(weight)}; it must be 0 (not learned) or 1")
+        message.setdefault("train", bool(weight))
+    if not isinstance(message.get("train", True), bool):
+        raise TuneError(f"{place}.train is {shown(message['train'])}; it must be true or false")
+    return message
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TuneError(f"{place} is not valid JSON: {error}") from error

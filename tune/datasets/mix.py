@@ -1,0 +1,214 @@
+"""Several sources as one dataset, by weights."""
+
+import hashlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from tune.collators import Sample
+from tune.datasets.accounting import Accounting
+from tune.datasets.dataset import Dataset
+from tune.datasets.load import load
+from tune.errors import TuneError
+from tune.tokenizers import Tokenizer
+from tune.types import PositiveInt
+
+# What all sources have in common, and streams, which cannot be mixed.
+NOT_OF_A_SOURCE = ("tokenizer", "max_seq_len", "packed", "streaming", "shuffle_buffer")
+
+EpochEnds = PositiveInt | Literal["all_exhausted", "first_exhausted"]
+
+
+def mix(
+    tokenizer: Tokenizer,
+    sources: Mapping[str, Mapping[str, Any]],
+    *,
+    max_seq_len: int,
+    packed: bool = False,
+    weigh_by: Literal["rows", "tokens"] = "rows",
+    epoch_ends: EpochEnds = "all_exhausted",
+) -> "Mixture":
+    """Each source has the arguments of `tune.datasets.load`, and a `weight`: its part in the data's rows, or tokens.
+
+    An epoch ends when every source has been read at least once, when the first one has been, or after so many training
+    rows. Without weights a source counts by its size. Raises TuneError for weights that cannot be.
+    """
+    _check(sources)
+    datasets = {}
+    for name, source in sources.items():
+        arguments = {key: value for key, value in source.items() if key != "weight"}
+        try:
+            part = load(tokenizer, max_seq_len=max_seq_len, packed=packed, **arguments)
+        except TuneError as error:
+            raise TuneError(f"sources.{name}: {error}") from error
+        assert isinstance(part, Dataset)
+        datasets[name] = part
+    weights = {name: source["weight"] for name, source in sources.items() if "weight" in source}
+    return Mixture(datasets, weights, weigh_by, epoch_ends)
+
+
+class Mixture:
+    """Datasets as one: its rows are theirs, one dataset's behind the other's, and an epoch draws from each by weight.
+
+    A dataset that an epoch reads in part goes on where the epoch before ended, each time through it in another order:
+    after any number of epochs its rows have been read equally often, or some of them once more. `len` counts the rows
+    of an epoch.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Dataset],
+        weights: Mapping[str, float] | None = None,
+        weigh_by: Literal["rows", "tokens"] = "rows",
+        epoch_ends: EpochEnds = "all_exhausted",
+    ) -> None:
+        self.parts = dict(parts)
+        datasets = list(self.parts.values())
+        sizes = np.array([len(part) for part in datasets])
+        if weights:
+            units = [part.accounting.kept if weigh_by == "rows" else part.accounting.tokens for part in datasets]
+            shares = np.array([weights[name] for name in self.parts]) * sizes / np.array(units)
+        else:
+            shares = sizes.astype(float)
+        self.drawn = _rows_of_an_epoch(shares / shares.sum(), sizes, epoch_ends)
+        if len(unread := [name for name, rows in zip(self.parts, self.drawn, strict=True) if not rows]):
+            raise TuneError(
+                f"sources.{unread[0]}.weight is so low that no row of it is read in an epoch of "
+                f"{self.drawn.sum():,} rows: raise it, or leave the source out"
+            )
+        self.row_tokens = np.concatenate([part.row_tokens for part in datasets])
+        self.row_supervised = np.concatenate([part.row_supervised for part in datasets])
+        self._row_starts = np.concatenate([[0], np.cumsum(sizes)])
+        self._sample_starts = np.concatenate([[0], np.cumsum([part.accounting.samples for part in datasets])])
+        self.accounting = MixtureAccounting(
+            {name: part.accounting for name, part in self.parts.items()},
+            {name: int(rows) for name, rows in zip(self.parts, self.drawn, strict=True)},
+        )
+
+    @property
+    def validation(self) -> "Mixture | None":
+        """What was held out of the sources."""
+        held_out = {name: part.validation for name, part in self.parts.items() if part.validation}
+        return Mixture(held_out) if held_out else None
+
+    def __len__(self) -> int:
+        return int(self.drawn.sum())
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        """The rows of an epoch in the order of training."""
+        rows = [
+            start + _drawn(size, int(drawn), epoch, [seed, index])
+            for index, (start, size, drawn) in enumerate(
+                zip(self._row_starts, np.diff(self._row_starts), self.drawn, strict=False)
+            )
+        ]
+        return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(np.concatenate(rows))
+
+    def row(self, index: int) -> list[Sample]:
+        """The documents of one row."""
+        part = int(np.searchsorted(self._row_starts, index, side="right")) - 1
+        documents = list(self.parts.values())[part].row(index - self._row_starts[part])
+        first = int(self._sample_starts[part])
+        return [Sample(each.tokens, each.labels, first + each.index) for each in documents]
+
+    def require_vocabulary(self, size: int) -> None:
+        """Raises TuneError if a token is not one of a model's `size`."""
+        for part in self.parts.values():
+            part.require_vocabulary(size)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal training data in equal parts."""
+        contents = [(part.fingerprint, int(drawn)) for part, drawn in zip(self.parts.values(), self.drawn, strict=True)]
+        return hashlib.blake2b(repr(contents).encode(), digest_size=16).hexdigest()
+
+
+@dataclass
+class MixtureAccounting:
+    """What became of each source's rows, and how many training rows of each make an epoch."""
+
+    parts: dict[str, Accounting]
+    drawn: dict[str, int]
+
+    @property
+    def source(self) -> str:
+        return ", ".join(self.parts)
+
+    @property
+    def samples(self) -> int:
+        return sum(part.samples for part in self.parts.values())
+
+    @property
+    def training_rows(self) -> int:
+        return sum(self.drawn.values())
+
+    @property
+    def row_capacity(self) -> int | None:
+        return next(iter(self.parts.values())).row_capacity
+
+    def epoch(self) -> dict[str, dict[str, float]]:
+        """Of each source: its training rows in an epoch, how often that reads it, its share of the epoch's tokens."""
+        times = {name: drawn / self.parts[name].training_rows for name, drawn in self.drawn.items()}
+        tokens = {name: self.parts[name].tokens * times[name] for name in times}
+        return {
+            name: {"rows": self.drawn[name], "times": times[name], "tokens": tokens[name] / sum(tokens.values())}
+            for name in times
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"sources": {name: part.as_dict() for name, part in self.parts.items()}, "epoch": self.epoch()}
+
+    def table(self) -> str:
+        """Aligned lines for people to read."""
+        lines = [f"{name}: {part.table()}" for name, part in self.parts.items()]
+        lines.append(f"an epoch has {self.training_rows:,} rows")
+        width = max(map(len, self.parts)) + 2
+        for name, of in self.epoch().items():
+            rows = f"{of['rows']:,.0f} rows ({of['times']:.3g}x)"
+            lines.append(f"  {name:<{width}}{rows}, {of['tokens']:.1%} of the tokens")
+        return "\n".join(lines)
+
+
+def _rows_of_an_epoch(shares: np.ndarray, sizes: np.ndarray, ends: EpochEnds) -> np.ndarray:
+    """How many rows of each source an epoch has: as the `shares` say, to the nearest row."""
+    if isinstance(ends, int):
+        exact = shares * ends
+        rows = np.floor(exact).astype(np.int64)
+        rows[np.argsort(rows - exact, kind="stable")[: ends - rows.sum()]] += 1  # the largest remainders
+        return rows
+    often = sizes / shares
+    total = often.max() if ends == "all_exhausted" else often.min()
+    return np.rint(total * shares).astype(np.int64)
+
+
+def _drawn(size: int, number: int, epoch: int, seed: list[int]) -> np.ndarray:
+    """Rows [epoch * number, (epoch + 1) * number) of one permutation of all rows after the other."""
+    start, end = epoch * number, (epoch + 1) * number
+    first, last = start // size, -(-end // size)
+    passes = [np.random.Generator(np.random.PCG64([*seed, each])).permutation(size) for each in range(first, last)]
+    return np.concatenate(passes)[start - first * size : end - first * size]
+
+
+def _check(sources: Mapping[str, Mapping[str, Any]]) -> None:
+    known = [name for name in inspect.signature(load).parameters if name not in NOT_OF_A_SOURCE] + ["weight"]
+    if not sources:
+        raise TuneError("sources has none: name them, each with its path: {chats: {path: chats.jsonl, weight: 2}}")
+    for name, source in sources.items():
+        if not isinstance(source, Mapping) or "path" not in source:
+            raise TuneError(f"sources.{name} has no path: {name}: {{path: {name}.jsonl}}")
+        for key in source:
+            if key not in known:
+                close = get_close_matches(str(key), known, n=1)
+                hint = f" Did you mean {close[0]}?" if close else f" It may have: {', '.join(known)}."
+                raise TuneError(f"sources.{name}.{key} is not a setting of a source.{hint}")
+        weight = source.get("weight", 1)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise TuneError(f"sources.{name}.weight is {weight!r}; it must be a number above 0")
+    without = [name for name, source in sources.items() if "weight" not in source]
+    if 0 < len(without) < len(sources):
+        raise TuneError(f"sources.{without[0]} has no weight, but others have: give one to each source, or to none")

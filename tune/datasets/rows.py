@@ -1,0 +1,282 @@
+"""Rows to tokenised samples."""
+
+import hashlib
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any, Literal
+
+import numpy as np
+
+from tune.collators import IGNORE, Sample
+from tune.datasets.formats import Chat, Content, Format, Plain, Row, Tokens, recognise, renamed, shown
+from tune.datasets.supervision import Span, TrainOn, flagged, learned_roles, learned_text
+from tune.datasets.user_functions import load_function
+from tune.errors import TuneError
+from tune.tokenizers import Encoding, Tokenizer
+
+FULLY_MASKED = "fully masked"
+TOO_LONG = "longer than max_seq_len"
+HELD_OUT = "held out for validation"
+FOR_TRAINING = "left for training"
+
+TooLong = Literal["truncate", "drop", "split", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one row: samples, or the reason why it was dropped, or what is wrong with it."""
+
+    samples: Sequence[Sample] = ()
+    dropped: str | None = None
+    mistake: str | None = None
+    cut: int = 0  # tokens that were cut off
+    ends: bool = True  # the token that ends a turn or a text is learned
+    needs: int = 0  # tokens before the first learned one, where all of these were cut off
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A row's content as text, with the character spans to learn."""
+
+    content: Content
+    text: str = ""
+    spans: Sequence[Span] = ()
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Rows to what becomes of them: a pure function of each row, which may run in any process.
+
+    `format` is a known format, or the dotted path of a function from a row to a row of a known one (or to None: the row
+    is left out); None recognises each row by itself. The other settings are those of `tune.datasets.load`.
+    """
+
+    tokenizer: Tokenizer
+    max_seq_len: int
+    format: Format | str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    filter: str | None = None
+    train_on: TrainOn = "assistant"
+    train_on_end_of_turn: bool = True
+    too_long: TooLong | None = None
+    validation_fraction: float = 0.0
+    validation_seed: int = 0
+    validation: bool = False  # read the rows that are held out, and not the others
+
+    def __call__(self, rows: Sequence[tuple[str, Any]]) -> list[Outcome]:
+        """What becomes of each of the rows, which come with their places. They are tokenised together."""
+        drafts = [_with_place(place, self._draft, row) for place, row in rows]
+        texts = [draft.text for draft in drafts if isinstance(draft, Draft)]
+        encodings = iter(self.tokenizer.encode_with_offsets(texts))
+        return [
+            _with_place(place, self._finished, draft, next(encodings)) if isinstance(draft, Draft) else draft
+            for (place, _), draft in zip(rows, drafts, strict=True)
+        ]
+
+    @property
+    def format_name(self) -> str | None:
+        return self.format.name if isinstance(self.format, Format) else self.format
+
+    def sample(self, content: Content) -> Sample:
+        """One content as one sample, however long."""
+        draft = self._rendered(flagged(content, self.train_on) if isinstance(content, Chat) else content)
+        (encoding,) = self.tokenizer.encode_with_offsets([draft.text])
+        return self._labelled(draft, encoding)
+
+    def _draft(self, row: Any) -> Draft | Outcome:
+        if not isinstance(row, dict):
+            raise TuneError(f"the row is {'null' if row is None else shown(row)}; it must be an object with columns")
+        if self._is_held_out(row) != self.validation:
+            return Outcome(dropped=FOR_TRAINING if self.validation else HELD_OUT)
+        if self.filter and not _called(self.filter, "filter", row):
+            return Outcome(dropped=f"left out by {self.filter}")
+        if isinstance(self.format, str):
+            row = _called(self.format, "format", row)
+            if row is None:
+                return Outcome(dropped=f"left out by {self.format}")
+            if not isinstance(row, dict):
+                raise TuneError(f"{self.format} gives {shown(row)}; it must give a row, or None to leave it out")
+            format = recognise(row, {}, f"what {self.format} gives")
+        else:
+            format = self.format or recognise(row, self.columns, "the row")
+        content = format.read(renamed(row, format, self.columns))
+        if isinstance(content, str):
+            return Outcome(dropped=content)
+        if isinstance(content, Chat):
+            content = flagged(content, self.train_on)
+            if not any(message["train"] for message in content.messages):
+                has_answer = any(message["role"] == "assistant" for message in content.messages)
+                return Outcome(dropped="no message to learn" if has_answer else "no assistant message")
+        return self._rendered(content)
+
+    def _rendered(self, content: Content) -> Draft:
+        if isinstance(content, Chat):
+            text, spans = learned_text(content, self.tokenizer, whole=self.train_on == "all")
+        elif isinstance(content, Plain):
+            text, border = content.prompt + content.text, len(content.prompt)
+            roles = learned_roles(self.train_on)
+            spans = [(0, border)] * ("user" in roles) + [(border, len(text))] * ("assistant" in roles)
+        else:
+            text, spans = "", []
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TuneError("the text holds half of a character pair (a lone \\ud800-\\udfff escape)") from error
+        return Draft(content, text, spans)
+
+    def _labelled(self, draft: Draft, encoding: Encoding) -> Sample:
+        if isinstance(draft.content, Tokens):
+            tokens, targets = (np.array(ids, dtype=np.int32) for ids in (draft.content.ids, draft.content.labels))
+            return Sample(tokens, np.append(targets[1:], np.int32(IGNORE)))
+        ids, prefix = encoding.ids, []
+        is_plain = isinstance(draft.content, Plain)
+        if is_plain:
+            prefix = self.tokenizer.prefix_ids
+            prefix = prefix if ids[: len(prefix)] != prefix else []  # the text has it already
+            if ids[-1:] != [self.tokenizer.eos_id]:
+                ids = [*ids, _eos(self.tokenizer)]
+        tokens = np.array(prefix + ids, dtype=np.int32)
+        labels = np.full(len(tokens), IGNORE, dtype=np.int32)
+        for start, end in draft.spans:
+            first = max(1, bisect_right(encoding.offsets, start, key=itemgetter(1)) + len(prefix))
+            last = bisect_left(encoding.offsets, end, key=itemgetter(0)) + len(prefix)
+            if is_plain and end == len(draft.text):
+                last = len(tokens)  # EOS
+            if not self.train_on_end_of_turn:
+                last = self._before_end_of_turn(tokens, first, last)
+            if first < last:
+                labels[first - 1 : last - 1] = tokens[first:last]
+        return Sample(tokens, labels)
+
+    def _before_end_of_turn(self, tokens: np.ndarray, first: int, last: int) -> int:
+        """Where the tokens [first, last) end without those that end a turn and the blanks behind and between them."""
+        end = last
+        for at in range(last - 1, first - 1, -1):
+            if int(tokens[at]) in self.tokenizer.stop_ids:
+                end = at
+            elif self.tokenizer.decode([int(tokens[at])]).strip():
+                break
+        return end
+
+    def _finished(self, draft: Draft, encoding: Encoding) -> Outcome:
+        whole = self._labelled(draft, encoding)
+        content, too_long, cut = draft.content, self.too_long, 0
+        if too_long is None:
+            too_long = "split" if isinstance(content, Plain) and not content.prompt else "truncate"
+        samples = [whole]
+        if (length := len(whole.tokens)) > self.max_seq_len:
+            if too_long == "drop":
+                return Outcome(dropped=TOO_LONG)
+            if too_long == "error":
+                raise TuneError(f"the row has {length:,} tokens, which is more than max_seq_len={self.max_seq_len}")
+            samples, cut = self._split(content, whole) if too_long == "split" else self._truncated(content, whole)
+        outcome = _supervised(samples, cut, whole)
+        if cut or not self.train_on_end_of_turn or not isinstance(content, Chat):
+            return outcome
+        return replace(outcome, ends=self.tokenizer.ends_turn(draft.text[slice(*draft.spans[-1])]))
+
+    def _truncated(self, content: Content, whole: Sample) -> tuple[list[Sample], int]:
+        """What fits, and how many tokens do not: a conversation up to its last learned message that does, if one does,
+        anything else up to the last token."""
+        sample = None
+        if isinstance(content, Chat):
+            ends = [end for end, message in enumerate(content.messages, 1) if message["train"]]
+            sample = self._longest(content, 0, 0, ends)[1]
+        sample = sample or _cut(whole, self.max_seq_len)
+        return [sample], len(whole.tokens) - len(sample.tokens)
+
+    def _split(self, content: Content, whole: Sample) -> tuple[list[Sample], int]:
+        """Pieces that fit, and how many tokens are in none of them: a conversation between its turns, each piece behind
+        the system message; anything else anywhere, and a piece's last label is then the next one's first token."""
+        if not isinstance(content, Chat):
+            starts = range(0, len(whole.tokens), self.max_seq_len)
+            spans = [slice(start, start + self.max_seq_len) for start in starts]
+            return [Sample(whole.tokens[span], whole.labels[span]) for span in spans], 0
+        roles = [message["role"] for message in content.messages]
+        head = content.prompt or int(roles[0] == "system")
+        borders = [end for end in range(head + 1, len(roles)) if roles[end] == "user"] + [len(roles)]
+        start, samples, cut = head, [], 0
+        while borders:
+            end, sample = self._longest(content, head, start, borders)
+            if sample is None:  # a turn that is too long alone
+                end, turn = borders[0], _part(content, head, start, borders[0])
+                (sample,), lost = self._truncated(turn, self.sample(turn))
+                cut += lost
+            samples.append(sample)
+            start, borders = end, [border for border in borders if border > end]
+        return samples, cut
+
+    def _longest(self, chat: Chat, head: int, start: int, ends: list[int]) -> tuple[int, Sample | None]:
+        """The last of the `ends` up to which the messages from `start` on, behind the first `head` ones, fit, and these
+        as a sample; None if not even those up to the first end do."""
+        samples: dict[int, Sample] = {}
+
+        def length(end: int) -> int:
+            samples[end] = self.sample(_part(chat, head, start, end))
+            return len(samples[end].tokens)
+
+        fitting = bisect_right(ends, self.max_seq_len, key=length)
+        return (ends[fitting - 1], samples[ends[fitting - 1]]) if fitting else (start, None)
+
+    def _is_held_out(self, row: Row) -> bool:
+        """Decided by what is in the row, so that equal rows are on one side and a row stays there as others come."""
+        if not self.validation_fraction:
+            return False
+        text = f"{self.validation_seed} {json.dumps(row, default=str)}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") < self.validation_fraction * 2**64
+
+
+def fitted(sample: Sample, max_seq_len: int) -> Outcome:
+    """A sample, cut at its end if it is longer than `max_seq_len`; dropped if nothing is learned in it then."""
+    if len(sample.tokens) <= max_seq_len:
+        return _supervised([sample], 0, sample)
+    return _supervised([_cut(sample, max_seq_len)], len(sample.tokens) - max_seq_len, sample)
+
+
+def _cut(sample: Sample, max_seq_len: int) -> Sample:
+    labels = np.array(sample.labels[:max_seq_len], dtype=np.int32)
+    labels[-1] = IGNORE  # its target was cut off
+    return replace(sample, tokens=sample.tokens[:max_seq_len], labels=labels)
+
+
+def _supervised(samples: list[Sample], cut: int, whole: Sample) -> Outcome:
+    """The samples in which something is learned, which were made of the whole one."""
+    kept = [sample for sample in samples if (np.asarray(sample.labels) != IGNORE).any()]
+    if kept:
+        return Outcome(kept, cut=cut)
+    first = np.flatnonzero(np.asarray(whole.labels) != IGNORE)
+    return Outcome(dropped=FULLY_MASKED, cut=cut, needs=int(first[0]) + 1 if len(first) else 0)
+
+
+def _part(chat: Chat, head: int, start: int, end: int) -> Chat:
+    return Chat([*chat.messages[:head], *chat.messages[start:end]], chat.tools)
+
+
+def _with_place(place: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What the function gives; a TuneError becomes the row's mistake."""
+    try:
+        return function(*arguments)
+    except TuneError as error:
+        return Outcome(mistake=f"{place}: {error}")
+
+
+def _called(path: str, setting: str, row: Row) -> Any:
+    """What the user's function gives for a row."""
+    function = load_function(path, setting)
+    try:
+        return function(row)
+    except Exception as error:  # whatever the user's function does
+        raise TuneError(f"{path} fails on this row: {type(error).__name__}: {error}") from error
+
+
+def _eos(tokenizer: Tokenizer) -> int:
+    if tokenizer.eos_id is None:
+        raise TuneError(
+            f"the tokenizer in {tokenizer.path} names no eos_token, and a model learns from it where a text ends: "
+            "set eos_token in tokenizer_config.json"
+        )
+    return tokenizer.eos_id

@@ -1,0 +1,139 @@
+"""Tokenised samples by the million: flat arrays, in memory or mapped from files."""
+
+import hashlib
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+import numpy as np
+
+from tune.collators import IGNORE
+from tune.datasets.accounting import Accounting
+from tune.datasets.rows import Outcome
+from tune.errors import TuneError
+
+MISTAKES_SHOWN = 5
+
+
+@dataclass(eq=False)
+class Part:
+    """The samples of some rows, flat (int32), and what became of the rows.
+
+    `lengths` and `supervised` count the tokens of each sample. `mistakes` says which rows cannot be used, and why.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    lengths: np.ndarray
+    supervised: np.ndarray
+    accounting: Accounting
+    shortest_prompt: int | None = None  # of the rows whose answer was cut off
+    mistakes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """One behind the other, sample i of `lengths[i]` tokens, `supervised[i]` of them learned."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    lengths: np.ndarray
+    supervised: np.ndarray
+    fingerprint: str  # equal for equal tokens and labels
+    largest_token: int
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+def part(outcomes: Iterable[Outcome]) -> Part:
+    """The samples of some rows together."""
+    accounting = Accounting()
+    tokens, labels = [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.int32)]
+    prompts: list[int] = []
+    mistakes: list[str] = []
+    for outcome in outcomes:
+        if outcome.mistake is not None:
+            mistakes.append(outcome.mistake)
+            continue
+        accounting.count(outcome)
+        prompts += [outcome.needs] if outcome.needs else []
+        tokens += [np.asarray(sample.tokens, dtype=np.int32) for sample in outcome.samples]
+        labels += [np.asarray(sample.labels, dtype=np.int32) for sample in outcome.samples]
+    return Part(
+        np.concatenate(tokens),
+        np.concatenate(labels),
+        np.array([len(each) for each in labels[1:]], dtype=np.int64),
+        np.array([np.count_nonzero(each != IGNORE) for each in labels[1:]], dtype=np.int64),
+        accounting,
+        min(prompts, default=None),
+        mistakes,
+    )
+
+
+def in_memory(parts: Iterable[Part], max_seq_len: int, accounting: Accounting) -> Samples:
+    """All parts together, counted in `accounting`. Raises TuneError for mistakes, or if no sample is left."""
+    tokens, labels = io.BytesIO(), io.BytesIO()
+    lengths, supervised, fingerprint, largest = write(parts, max_seq_len, accounting, tokens, labels)
+    return Samples(
+        np.frombuffer(tokens.getbuffer(), dtype=np.int32),
+        np.frombuffer(labels.getbuffer(), dtype=np.int32),
+        lengths,
+        supervised,
+        fingerprint,
+        largest,
+    )
+
+
+def write(
+    parts: Iterable[Part], max_seq_len: int, accounting: Accounting, tokens: BinaryIO, labels: BinaryIO
+) -> tuple[np.ndarray, np.ndarray, str, int]:
+    """Writes the parts' tokens and labels; returns the other fields of their `Samples`, counts in `accounting`."""
+    lengths: list[np.ndarray] = []
+    supervised: list[np.ndarray] = []
+    prompts: list[int] = []
+    mistakes: list[str] = []
+    largest = 0
+    digests = [hashlib.blake2b(digest_size=16) for _ in range(3)]
+    for part in parts:
+        mistakes += part.mistakes
+        if len(mistakes) >= MISTAKES_SHOWN:
+            break
+        accounting.add(part.accounting)
+        prompts += [part.shortest_prompt] if part.shortest_prompt else []
+        if not len(part.lengths):
+            continue
+        tokens.write(part.tokens.data)
+        labels.write(part.labels.data)
+        for digest, values in zip(digests, (part.tokens, part.labels, part.lengths), strict=True):
+            digest.update(values.data)
+        lengths.append(part.lengths)
+        supervised.append(part.supervised)
+        largest = max(largest, int(part.tokens.max()))
+    if mistakes:
+        first = f"the first {MISTAKES_SHOWN} rows" if len(mistakes) >= MISTAKES_SHOWN else "rows"
+        listing = mistakes[:MISTAKES_SHOWN]
+        raise TuneError("\n  ".join([f"{accounting.source}: {first} that cannot be used:", *listing]))
+    if not lengths:
+        raise _nothing_left(accounting, max_seq_len, min(prompts, default=None))
+    fingerprint = hashlib.blake2b(b"".join(digest.digest() for digest in digests), digest_size=16).hexdigest()
+    all_lengths, all_supervised = np.concatenate(lengths), np.concatenate(supervised)
+    percentiles = np.percentile(all_lengths, [50, 90, 99, 100], method="higher")
+    accounting.lengths = dict(zip(("p50", "p90", "p99", "max"), map(int, percentiles), strict=True))
+    accounting.samples, accounting.tokens = len(all_lengths), int(all_lengths.sum())
+    accounting.supervised_tokens = int(all_supervised.sum())
+    return all_lengths, all_supervised, fingerprint, largest
+
+
+def _nothing_left(accounting: Accounting, max_seq_len: int, shortest_prompt: int | None) -> TuneError:
+    if accounting.rows == 0:
+        return TuneError(f"{accounting.source} has no rows")
+    reasons = ", ".join(f"{reason} ({count:,})" for reason, count in accounting.dropped.most_common())
+    message = f"{accounting.source}: none of the {accounting.rows:,} rows can be learned from: {reasons}"
+    if shortest_prompt is not None:
+        message += (
+            f". max_seq_len={max_seq_len} cuts off every answer: the shortest prompt has {shortest_prompt} tokens. "
+            "Set max_seq_len to more than that"
+        )
+    return TuneError(message)

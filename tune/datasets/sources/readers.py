@@ -1,0 +1,168 @@
+"""Rows of one file, by its kind.
+
+Files are read here and not through `datasets`: a mistake is then told with its line, a column keeps the types it was
+written with (no row changes because of another one), nothing is written to a cache, and ranks may read together.
+"""
+
+import csv
+import json
+import lzma
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from tune.datasets.sources.files import File
+from tune.errors import TuneError
+
+Rows = Iterator[tuple[str, Any]]
+
+
+def read(file: File) -> Rows:
+    """The file's rows, each with its place. Raises TuneError, with the line where there are lines, if it is damaged."""
+    try:
+        if file.is_git_pointer:
+            raise TuneError(f"{file.path} is a pointer of Git LFS and not the file itself: run git lfs pull")
+        yield from READERS[file.kind](file)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise TuneError(f"{file.path} cannot be read: {error}") from error
+
+
+def table_rows(tables: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """The rows of Arrow tables or record batches."""
+    for table in tables:
+        for start in range(0, table.num_rows, 1024):
+            yield from table.slice(start, 1024).to_pylist()
+
+
+def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Without the nulls that columnar formats put in for each key that only other rows have."""
+    return {column: _pruned(value) for column, value in row.items()}
+
+
+def _pruned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _pruned(item) for key, item in value.items() if item is not None}
+    return [_pruned(item) for item in value] if isinstance(value, list) else value
+
+
+def _json(file: File) -> Rows:
+    """A list of rows, or one row per line."""
+    with file.open() as stream:
+        is_list = stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    if not is_list:
+        yield from _json_lines(file)
+        return
+    try:
+        with file.open() as stream:
+            rows = json.loads(stream.read())
+    except json.JSONDecodeError as error:
+        raise TuneError(f"{file.path}:{error.lineno}: malformed JSON: {error.msg} at column {error.colno}") from error
+    except UnicodeDecodeError as error:
+        raise _not_text(file.path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise TuneError(f"{file.path}: malformed JSON: {error}") from error
+    yield from ((f"{file.name}:row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _json_lines(file: File) -> Rows:
+    with file.open() as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            place = f"{file.path}:{number}"
+            try:
+                yield f"{file.name}:{number}", json.loads(line)
+            except json.JSONDecodeError as error:
+                raise TuneError(
+                    f"{place}: malformed JSON: {error.msg} at column {error.colno}: {line[:60]!r}... "
+                    f"Each line must be one whole row{', or the file one list of them' * (file.kind == '.json')}"
+                ) from error
+            except UnicodeDecodeError as error:
+                raise _not_text(place, error) from error
+            except (ValueError, RecursionError) as error:
+                raise TuneError(f"{place}: malformed JSON: {error}") from error
+
+
+def _csv(file: File) -> Rows:
+    csv.field_size_limit(sys.maxsize)
+    number = 0
+    try:
+        table = csv.DictReader(_text_lines(file), strict=True, delimiter="\t" if file.kind == ".tsv" else ",")
+        _check_header(table.fieldnames or (), file)
+        for number, row in enumerate(table, 1):
+            if None in row or None in row.values():
+                raise TuneError(
+                    f"{file.path}:row {number} has {'more' if None in row else 'fewer'} cells than the header: "
+                    "a text with separators or line breaks needs quotes"
+                )
+            yield f"{file.name}:row {number}", row
+    except csv.Error as error:
+        raise TuneError(f"{file.path}:row {number + 1}: malformed CSV: {error}") from error
+
+
+def _check_header(names: Iterable[str], file: File) -> None:
+    names = list(names)
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise TuneError(f"{file.path}: the header has the column {twice[0]!r} twice")
+
+
+def _text_lines(file: File) -> Iterator[str]:
+    with file.open() as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise _not_text(f"{file.path}:{number}", error) from error
+
+
+def _parquet(file: File) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with file.open() as stream, pyarrow.parquet.ParquetFile(stream) as table:
+            yield from _numbered(file, table.iter_batches(1024))
+    except pyarrow.ArrowException as error:
+        raise TuneError(f"{file.path}: malformed Parquet: {error}") from error
+
+
+def _arrow(file: File) -> Rows:
+    """An IPC file or an IPC stream."""
+    import pyarrow
+
+    try:
+        with file.open() as stream:
+            is_file = stream.read(6) == b"ARROW1"
+            stream.seek(0)
+            if is_file:
+                table = pyarrow.ipc.open_file(stream)
+                yield from _numbered(file, map(table.get_batch, range(table.num_record_batches)))
+            else:
+                yield from _numbered(file, pyarrow.ipc.open_stream(stream))
+    except pyarrow.ArrowException as error:
+        raise TuneError(f"{file.path}: malformed Arrow: {error}") from error
+
+
+def _numbered(file: File, tables: Iterable[Any]) -> Rows:
+    return ((f"{file.name}:row {number}", without_nulls(row)) for number, row in enumerate(table_rows(tables), 1))
+
+
+def _text(file: File) -> Rows:
+    """The file is one document."""
+    yield file.name, {"text": "".join(_text_lines(file))}
+
+
+def _not_text(place: str, error: UnicodeDecodeError) -> TuneError:
+    return TuneError(f"{place}: not UTF-8 text: {error.reason} at byte {error.start}. Save the file as UTF-8")
+
+
+READERS: dict[str, Callable[[File], Rows]] = {
+    ".json": _json,
+    ".jsonl": _json_lines,
+    ".csv": _csv,
+    ".tsv": _csv,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+    ".txt": _text,
+}

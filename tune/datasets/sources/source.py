@@ -1,0 +1,92 @@
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from tune.datasets.sources.files import File, choose_files, is_on_the_hub, open_tree
+from tune.datasets.sources.readers import Rows, read, table_rows, without_nulls
+from tune.datasets.user_functions import load_function
+from tune.errors import TuneError
+
+FUNCTION = "python:"
+
+
+@dataclass
+class Source:
+    """Rows, each with its place ("chats.jsonl:12") for messages; `files` is empty for rows that come from elsewhere."""
+
+    name: str
+    rows: Rows
+    files: list[File] = field(default_factory=list)
+    ignored_files: list[str] = field(default_factory=list)
+
+
+def open_source(path: str, split: str = "train", subset: str | None = None, take: int | None = None) -> Source:
+    """Rows of a file, a folder, a glob, a URL of these, a dataset on the hub, or `python:` and a generator function.
+
+    `take` reads only the first rows. Raises TuneError if there is no such thing, or if it has no such split.
+    """
+    source = _open(path, split, subset)
+    if take is not None:
+        source.rows = islice(source.rows, take)
+    return source
+
+
+def _open(path: str, split: str, subset: str | None) -> Source:
+    if path.startswith(FUNCTION):
+        _require_default(path, split, subset)
+        return Source(path, _generated(load_function(path.removeprefix(FUNCTION), path)))
+    if is_on_the_hub(path):
+        return Source(path, _hub(path, subset, split))
+    if subset is not None:
+        raise TuneError(f"{path} is no dataset of the hub, which alone has subsets; found subset={subset}: remove it")
+    tree = open_tree(path)
+    if (saved := tree.saved_split(split)) is not None:
+        inside = open_tree(saved).below()
+        return Source(path, _saved(saved), [File(tree.filesystem, inside[name], name) for name in inside])
+    files, ignored = choose_files(tree, split)
+    return Source(path, (row for file in files for row in read(file)), files, ignored)
+
+
+def _require_default(path: str, split: str, subset: str | None) -> None:
+    if split != "train" or subset is not None:
+        asked = f"split={split}" + (f", subset={subset}" if subset else "")
+        raise TuneError(f"{path} has neither splits nor subsets; found {asked}: remove it")
+
+
+def _generated(function: Callable[[], Any]) -> Rows:
+    name = getattr(function, "__name__", "function")
+    rows = function()
+    if not hasattr(rows, "__iter__"):
+        raise TuneError(f"{FUNCTION}{name} gave {type(rows).__name__}; it must yield rows")
+    yield from ((f"{name}:row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _hub(name: str, subset: str | None, split: str) -> Rows:
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        rows = datasets.load_dataset(name, subset, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise TuneError(
+            f"{name} is no file or folder here, and it cannot be loaded from the Hugging Face hub "
+            f"(subset={subset}, split={split}): {error}"
+        ) from error
+    yield from _numbered(name, rows)
+
+
+def _saved(path: str) -> Rows:
+    """A folder that `datasets.Dataset.save_to_disk` wrote."""
+    import datasets
+
+    try:
+        rows = datasets.load_from_disk(path)
+    except (OSError, ValueError) as error:
+        raise TuneError(f"{path} cannot be read as a saved dataset: {error}") from error
+    yield from _numbered(path, rows)
+
+
+def _numbered(name: str, rows: Any) -> Iterator[tuple[str, Any]]:
+    tables = rows.with_format("arrow").iter(batch_size=1024)
+    yield from ((f"{name}:row {number}", without_nulls(row)) for number, row in enumerate(table_rows(tables), 1))

@@ -1,0 +1,160 @@
+"""Sets larger than the disk: tokenised, shuffled and packed while they are read."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import TypeVar
+
+import numpy as np
+
+from tune.collators import Sample
+from tune.datasets.accounting import Accounting
+from tune.datasets.dataset import Dataset
+from tune.datasets.samples import Part, in_memory
+from tune.datasets.workers import CHUNK
+from tune.errors import TuneError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a stream has been read: `drawn` training rows of the window that begins with row `row` of the source."""
+
+    epoch: int = 0
+    row: int = 0
+    samples: int = 0  # in the windows before it
+    drawn: int = 0
+    fingerprint: str | None = None  # of the window
+
+
+@dataclass(frozen=True)
+class Window:
+    """As many rows of the source as are shuffled and packed together, behind each other."""
+
+    epoch: int
+    row: int
+    samples: int
+    data: Dataset
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Training rows that were drawn from a stream."""
+
+    documents: list[list[Sample]]
+    row_tokens: np.ndarray
+    row_supervised: np.ndarray
+
+    def row(self, index: int) -> list[Sample]:
+        return self.documents[index]
+
+
+class Stream:
+    """A source that is read from its beginning to its end and then again, a window of rows at a time.
+
+    The rows of a window are shuffled, and packed, among themselves: their order is a function of (seed, epoch, window)
+    alone. Every process reads all of them. `accounting` is that of the first window; `seen` counts all that were read.
+    """
+
+    validation = None  # nothing is held out
+
+    def __init__(
+        self,
+        parts: Callable[[int], Iterator[Part]],
+        name: str,
+        max_seq_len: int,
+        pack_to: int | None,
+        window: int,
+        fingerprint: str,
+    ) -> None:
+        """`parts(n)` gives the samples of the source behind its first n rows, 64 rows a part; a window has so many rows
+        (rounded up to whole parts). Raises TuneError for what the first window finds."""
+        self.parts, self.name, self.fingerprint = parts, name, fingerprint
+        self.max_seq_len, self.pack_to = max_seq_len, pack_to
+        self.parts_of_window = -(-window // CHUNK)
+        self.seen = Accounting(f"{name}, rows read in this run", row_capacity=pack_to)
+        self.vocab_size: int | None = None
+        self._windows = self._passes(Position())
+        self._first: Window | None = next(self._windows)
+        self.accounting = self._first.data.accounting
+
+    def require_vocabulary(self, size: int) -> None:
+        """Raises TuneError, now or when it is read, if a token is not one of a model's `size`."""
+        self.vocab_size = size
+        if self._first:
+            self._first.data.require_vocabulary(size)
+
+    def draw(self, seed: int, number: int, start: Position) -> Iterator[tuple[Rows, Position]]:
+        """Training rows, so many at a time, with the position behind them; without end."""
+        windows = self._passes(start)
+        if start == Position() and self._first:  # it is here already
+            windows, self._first = chain([self._first], self._windows), None
+        rows: list[tuple[list[Sample], int, int]] = []
+        for window in ahead(windows):
+            data, drawn = window.data, 0
+            self.seen.add(data.accounting)
+            if (window.epoch, window.row) == (start.epoch, start.row) and start.fingerprint:
+                drawn = start.drawn
+                if data.fingerprint != start.fingerprint:
+                    raise TuneError(
+                        f"{self.name}: the checkpoint was made with other data: row {start.row:,} and those behind it "
+                        "have changed. Restore them, or start anew with resume=never and another output_dir"
+                    )
+            order = np.random.Generator(np.random.PCG64([seed, window.epoch, window.row])).permutation(len(data))
+            for at, index in enumerate(order[drawn:].tolist(), drawn + 1):
+                documents = [replace(each, index=window.samples + each.index) for each in data.row(index)]
+                rows.append((documents, int(data.row_tokens[index]), int(data.row_supervised[index])))
+                if len(rows) == number:
+                    documents_of, tokens, supervised = zip(*rows, strict=True)
+                    position = Position(window.epoch, window.row, window.samples, at, data.fingerprint)
+                    yield Rows(list(documents_of), np.array(tokens), np.array(supervised)), position
+                    rows = []
+
+    def windows(self, start: Position | None = None) -> Iterator[Window]:
+        """Those from the one at `start` to the end of the source."""
+        start = start or Position()
+        row, samples = start.row, start.samples
+        parts = self.parts(row)
+        while (window := self._next_parts(parts)) or not row:
+            if row and not any(_has_content(part) for part in window):
+                return  # the end of the source, and nothing to learn from in it
+            data = self._window(window, row)
+            yield Window(start.epoch, row, samples, data)
+            row, samples = row + CHUNK * len(window), samples + data.accounting.samples
+
+    def _passes(self, start: Position) -> Iterator[Window]:
+        """The same without end."""
+        while True:
+            yield from self.windows(start)
+            start = Position(start.epoch + 1)
+
+    def _next_parts(self, parts: Iterator[Part]) -> list[Part]:
+        """Those of a window; of more rows if there is nothing in them to learn from."""
+        window: list[Part] = []
+        while more := list(islice(parts, self.parts_of_window)):
+            window += more
+            if any(_has_content(part) for part in more):
+                break
+        return window
+
+    def _window(self, parts: list[Part], row: int) -> Dataset:
+        accounting = Accounting(f"{self.name}, streamed: rows {row + 1:,} to {row + CHUNK * len(parts):,}")
+        data = Dataset(in_memory(parts, self.max_seq_len, accounting), accounting, self.pack_to)
+        if self.vocab_size:
+            data.require_vocabulary(self.vocab_size)
+        return data
+
+
+def _has_content(part: Part) -> bool:
+    return len(part.lengths) > 0 or bool(part.mistakes)
+
+
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """Each item is made, in a thread, while the one before it is used."""
+    with ThreadPoolExecutor(1) as thread:
+        upcoming = thread.submit(next, items, None)
+        while (item := upcoming.result()) is not None:
+            upcoming = thread.submit(next, items, None)
+            yield item

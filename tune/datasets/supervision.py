@@ -1,0 +1,116 @@
+"""Which characters of a conversation are learned."""
+
+import json
+import secrets
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import datetime
+from itertools import pairwise
+from typing import Literal
+
+from tune.datasets.formats import Chat
+from tune.errors import TuneError
+from tune.tokenizers import Message, Tokenizer
+
+Span = tuple[int, int]
+TrainOn = Literal["assistant", "all", "last"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
+
+# Stands in for a message's content to see where the template writes it; no dataset can contain it.
+_PROBE = f"\ufdd2{secrets.token_hex(8)}\ufdd3"
+
+
+def learned_roles(train_on: TrainOn) -> Iterable[str]:
+    """The roles whose messages are learned; a plain text is the assistant's, and its prompt is the user's."""
+    if isinstance(train_on, list):
+        return train_on
+    return ("system", "developer", "user", "assistant", "tool") if train_on == "all" else ("assistant",)
+
+
+def flagged(chat: Chat, train_on: TrainOn) -> Chat:
+    """The conversation with `train` in every message: the message's own, or what `train_on` says."""
+    roles = learned_roles(train_on)
+    said = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    messages = []
+    for index, message in enumerate(chat.messages):
+        train = message.get("train", message["role"] in roles and (train_on != "last" or index == said[-1]))
+        train = train and (index >= chat.prompt or train_on == "all")
+        messages.append({**message, "train": train})
+    return replace(chat, messages=messages)
+
+
+def learned_text(chat: Chat, tokenizer: Tokenizer, whole: bool = False) -> tuple[str, list[Span]]:
+    """A flagged conversation as the template renders it, and the spans of the learned messages with their ends of turn.
+
+    `whole` learns what the template writes around them too. Raises TuneError where the template does not tell where a
+    message is, or leaves out a tool call.
+    """
+    if not whole:
+        return _rendered(chat, tokenizer)
+    others = [{**message, "train": not message["train"]} for message in chat.messages]
+    text, masked = _rendered(replace(chat, messages=others), tokenizer)
+    borders = [0, *(border for span in masked for border in span), len(text)]
+    return text, [(start, end) for start, end in [*pairwise(borders)][::2] if start < end]
+
+
+def _rendered(chat: Chat, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
+    calls = [call["function"]["name"] for message in chat.messages for call in message.get("tool_calls", ())]
+    try:
+        text, spans = _spans(chat.messages, chat.tools, tokenizer)
+    except TuneError as refusal:
+        if not calls:
+            raise
+        # Nearly all templates want a call's arguments as an object; a few (DeepSeek V3) refuse it and want its JSON.
+        try:
+            text, spans = _spans([*map(_with_arguments_as_json, chat.messages)], chat.tools, tokenizer)
+        except TuneError:
+            raise refusal from None
+    if lost := [name for name in calls if name not in text]:
+        raise TuneError(f"the chat template leaves out the call of the tool {lost[0]}: it knows no tool calls")
+    return text, spans
+
+
+def _spans(messages: list[Message], tools: list | None, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
+    bare = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+    learned = [(index, message["role"]) for index, message in enumerate(messages) if message["train"]]
+    spans: list[Span] = []
+    if any(role == "assistant" for _, role in learned):
+        text, spans = tokenizer.supervised_spans(messages, tools, strftime_now=_fixed_date)
+    else:
+        text = _render(bare, tools, tokenizer)
+    others = [_span_of(index, bare, tools, text, tokenizer) for index, role in learned if role != "assistant"]
+    return text, sorted([*spans, *others])
+
+
+def _span_of(index: int, messages: list[Message], tools: list | None, text: str, tokenizer: Tokenizer) -> Span:
+    """Where the content of a message of another role stands, with the end of turn behind it."""
+    probe = {**messages[index], "content": _PROBE}
+    probed = _render([*messages[:index], probe, *messages[index + 1 :]], tools, tokenizer)
+    before, _, behind = probed.partition(_PROBE)
+    if probed.count(_PROBE) != 1 or not (text.startswith(before) and text.endswith(behind)):
+        raise TuneError(
+            f"the chat template does not tell where message {index + 1} ({messages[index]['role']}) stands in the "
+            "text: its role cannot be in train_on"
+        )
+    end = len(text) - len(behind)
+    stops = map(tokenizer.decode, ([token] for token in tokenizer.stop_ids))
+    return len(before), end + max((len(stop) for stop in stops if behind.startswith(stop)), default=0)
+
+
+def _render(messages: list[Message], tools: list | None, tokenizer: Tokenizer) -> str:
+    return tokenizer.apply_chat_template(messages, tools=tools, strftime_now=_fixed_date)
+
+
+def _with_arguments_as_json(message: Message) -> Message:
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _fixed_date(format: str) -> str:
+    """Templates that print today's date (Llama 3.2) would make other data of the same file every day, and a run could
+    not be resumed. This is the date they print where the clock is not given to them."""
+    return datetime(2024, 7, 26).strftime(format)

@@ -1,0 +1,130 @@
+"""A function over many items, in several processes, results in order."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from itertools import islice
+from multiprocessing import get_context
+from typing import Any, TypeVar
+
+from tune.errors import TuneError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+CHUNK = 64  # items that a process gets at a time
+ALONE = 1024  # items before it is worth to start processes
+
+_function: Callable[[list[Any]], Any]  # of a process that _start has made a worker
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def map_chunks(
+    function: Callable[[list[Item]], Result], items: Iterable[Item], workers: int | None = None
+) -> Iterator[Result]:
+    """`function` of 64 items at a time, in order. `workers=None`: as many processes as there are cores.
+
+    No more than a few chunks a process are read ahead, so memory stays constant. What `items` raises is raised behind
+    the results of what came before it. Raises TuneError if a process is killed.
+    """
+    workers = workers or available_cores()
+    source = _Chunks(items)
+    yield from map(function, islice(source, ALONE // CHUNK))
+    # Forking is what makes processes cheap here; macOS has libraries that do not stand it.
+    if workers > 1 and sys.platform == "linux":
+        yield from _in_processes(function, source, workers)
+    else:
+        yield from map(function, source)
+    if source.failure:
+        raise source.failure
+
+
+class _Chunks(Iterator[list[Any]]):
+    """Lists of items; they end before an item that raises, which is then the `failure`."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.items = iter(items)
+        self.failure: TuneError | None = None
+
+    def __next__(self) -> list[Any]:
+        chunk: list[Any] = []
+        try:
+            while len(chunk) < CHUNK and self.failure is None:
+                chunk.append(next(self.items))
+        except StopIteration:
+            pass
+        except TuneError as error:
+            self.failure = error
+        if not chunk:
+            raise StopIteration
+        return chunk
+
+
+def _in_processes(
+    function: Callable[[list[Any]], Result], chunks: Iterator[list[Any]], workers: int
+) -> Iterator[Result]:
+    first = next(chunks, None)
+    if first is None:
+        return
+    pending: deque[Any] = deque()
+    with _one_thread_each():
+        pool = ProcessPoolExecutor(workers, get_context("fork"), _start, (function, os.getpid()))
+        try:
+            pending.append(pool.submit(_call, first))
+            for chunk in chunks:
+                pending.append(pool.submit(_call, chunk))
+                if len(pending) > 4 * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except BrokenProcessPool as error:
+            raise TuneError(
+                "a process that tokenises was killed, usually because the machine ran out of memory: "
+                f"set dataset.workers to less than {workers}"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """The tokenizers library's own threads do not survive a fork, and would be too many in each process."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _start(function: Callable[[list[Any]], Any], parent: int) -> None:
+    """In a new process: it keeps the function that it was forked with, leaves Ctrl-C to its parent and dies with it."""
+    global _function
+    _function = function
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+
+
+def _call(chunk: list[Any]) -> Any:
+    return _function(chunk)
+
+
+def _die_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
