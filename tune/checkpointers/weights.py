@@ -15,11 +15,8 @@ from tune.checkpointers.disk import disk_tensors
 from tune.distributed import local_shard
 from tune.errors import TuneError
 from tune.models import Decoder, HuggingFaceModel, build
+from tune.models.hf import OnDisk
 from tune.quantization import NF4Weight
-
-# A name; or those that a parameter is the stack of along a new first dimension; or for each member of the stack, those
-# of equal parts that it is joined from along its own first dimension.
-OnDisk = str | list[str] | list[list[str]]
 
 
 class Pretrained:

@@ -17,7 +17,10 @@ from tune.models.attention import Segments
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import LossFunction, head_operands
 
+# How a checkpoint holds a parameter: a tensor's name; or those that it is the stack of along a new first dimension; or
+# for each member of the stack, those of equal parts that it is joined from along its own first dimension.
 OnDisk = str | list[str] | list[list[str]]
+
 # Documents are put below each other, padded to the longest, where that costs at most this many times their tokens:
 # then attention is plainly causal, which has the faster kernels.
 FEW_PADDINGS = 1.25
