@@ -50,7 +50,7 @@ def first_fit(lengths: list[int], capacity: int) -> int:
     return len(spaces)
 
 
-# Of a handful of documents first fit may make fewer rows, by luck with their order; of a set of them it does not.
+# Of a handful of documents first fit can make fewer rows, by luck with their order; of many it does not.
 @pytest.mark.parametrize("seed", range(10))
 def test_chats_need_no_more_rows_than_with_first_fit(seed):
     lengths = np.clip(np.random.default_rng(seed).lognormal(5.5, 0.9, 1000), 1, 2048).astype(int).tolist()
