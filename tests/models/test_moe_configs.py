@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from tune import distributed
 from tune.checkpointers import export, load_model
 from tune.errors import TuneError
-from tune.models import build, flops_per_token
+from tune.loggers import flops_per_token
+from tune.models import build
 
 transformers = pytest.importorskip("transformers")
 

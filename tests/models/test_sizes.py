@@ -8,7 +8,8 @@ from helpers import save_checkpoint
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tune.models import build, flops_per_token, hf
+from tune.loggers import flops_per_token
+from tune.models import build, hf
 from tune.peft import LoRA, add_adapters
 from tune.quantization import quantize_linears
 

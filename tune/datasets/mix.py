@@ -144,6 +144,10 @@ class MixtureAccounting:
         return sum(part.samples for part in self.parts.values())
 
     @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.parts.values())
+
+    @property
     def training_rows(self) -> int:
         return sum(self.drawn.values())
 

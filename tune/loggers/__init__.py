@@ -1,7 +1,8 @@
 """The run folder and everything that is told about a run."""
 
+from tune.loggers.flops import flops_per_token
 from tune.loggers.profiler import profile
 from tune.loggers.routing import routing
 from tune.loggers.run import Run, require_finite
 
-__all__ = ["Run", "profile", "require_finite", "routing"]
+__all__ = ["Run", "flops_per_token", "profile", "require_finite", "routing"]

@@ -14,6 +14,8 @@ METRICS = {
     "supervised_tokens": "tokens of the global batch that have a label",
     "tokens_per_second": "non-padding tokens per second and device, over step_seconds",
     "supervised_tokens_per_second": "supervised tokens per second and device, over step_seconds",
+    "mfu": "model FLOPs utilisation: tokens_per_second times the FLOPs of a token (tune.loggers.flops_per_token, in a "
+    "document of mean length) over the device's peak in dense bf16; on devices whose peak is known",
     "step_seconds": "time from the end of the step before to the end of this one; validation is left out, waiting for "
     "data and the blocking part of a checkpoint are not",
     "data_seconds": "time of it spent waiting for data",

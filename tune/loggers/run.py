@@ -19,6 +19,7 @@ from tune import config
 from tune.datasets import DataLoader, Stream
 from tune.distributed import World
 from tune.errors import TuneError
+from tune.loggers.flops import flops_per_token, peak_flops
 from tune.loggers.memory import peak_memory_gib, planned_memory
 from tune.loggers.sinks import Console, Sink, open_sinks
 
@@ -45,7 +46,7 @@ class Run:
         self.data: dict[str, Any] = {}
         self.stream: Stream | None = None
         self.last = time.perf_counter()
-        self.data_seconds = 0.0
+        self.data_seconds, self.flops_per_token = 0.0, 0.0
 
     def info(self, message: str) -> None:
         """Tell the person who watches, and log.txt."""
@@ -65,6 +66,7 @@ class Run:
         planned = planned_memory(model, self.cfg.dtype, self.cfg.master_dtype, self.world.mesh["dp_shard"].size())
         held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
         self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
+        self.flops_per_token = flops_per_token(model, accounting.tokens // max(1, accounting.samples))
         self.info(accounting.table())
         an_epoch = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
         self.info(f"{len(data):,} optimizer steps{an_epoch}")
@@ -113,6 +115,8 @@ class Run:
             "data_seconds": self.data_seconds,
             "peak_memory_gib": peak_memory_gib(self.world.device),
         }
+        if peak := peak_flops(self.world.device):
+            values["mfu"] = values["tokens_per_second"] * self.flops_per_token / peak
         for sink in self.sinks:
             sink.metrics(step, values)
 

@@ -3,7 +3,6 @@
 from tune.models.build import build
 from tune.models.context import KeyValueCache
 from tune.models.decoder import Decoder, DecoderConfig
-from tune.models.flops import flops_per_token
 from tune.models.hf import HuggingFaceModel, hf
 
-__all__ = ["Decoder", "DecoderConfig", "HuggingFaceModel", "KeyValueCache", "build", "flops_per_token", "hf"]
+__all__ = ["Decoder", "DecoderConfig", "HuggingFaceModel", "KeyValueCache", "build", "hf"]

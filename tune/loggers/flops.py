@@ -2,10 +2,20 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from tune.models.decoder import Decoder
 from tune.quantization import NF4Weight
+
+# Of dense products in bf16, per second, by what a device's name contains (vendor's data sheets, SXM).
+PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The most that the device can compute in bf16, if it is known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for known, peak in PEAKS.items() if known in name), None)
 
 
 def flops_per_token(model: nn.Module, seq_len: int) -> float:
