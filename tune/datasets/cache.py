@@ -9,9 +9,9 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -37,9 +37,14 @@ def cache_folder(given: str | None) -> Path:
     return Path(given or os.environ.get("TUNE_CACHE") or "~/.cache/tune").expanduser()
 
 
+def hash_of(*contents: Any) -> str:
+    """Equal for equal values of JSON."""
+    return hashlib.blake2b(json.dumps(contents, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
 def key_of(*contents: Any) -> str:
-    """A name for what values of JSON decide, and this library's code with them: an edit of it prepares anew."""
-    digest = hashlib.blake2b(json.dumps(contents, sort_keys=True).encode(), digest_size=16)
+    """A name for what these values decide, and this library's code with them: an edit of it prepares anew."""
+    digest = hashlib.blake2b(hash_of(*contents).encode(), digest_size=16)
     for folder in ("datasets", "tokenizers"):
         for file in sorted((Path(__file__).parents[1] / folder).rglob("*.py")):
             digest.update(file.read_bytes())
@@ -71,7 +76,8 @@ def prepared(
                 return samples
             for abandoned in folder.glob(f"{key}.partial-*"):
                 shutil.rmtree(abandoned, ignore_errors=True)
-            partial = Path(tempfile.mkdtemp(prefix=f"{key}.partial-", dir=folder))
+            partial = folder / f"{key}.partial-{secrets.token_hex(4)}"
+            partial.mkdir()
             try:
                 _write(_told(parts(), accounting.source), partial, max_seq_len, accounting)
                 shutil.rmtree(final, ignore_errors=True)  # a damaged one
@@ -175,7 +181,7 @@ def _digest(file: Path, memory: Path) -> str:
     status = file.stat()
     # Whoever writes to a file changes its ctime, which nobody can set back.
     state = [str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
-    known = memory / hashlib.blake2b(json.dumps(state).encode(), digest_size=16).hexdigest()
+    known = memory / hash_of(state)
     if known.exists():
         return known.read_text()
     with file.open("rb") as stream:
@@ -184,7 +190,7 @@ def _digest(file: Path, memory: Path) -> str:
     if status.st_size >= LARGE and time.time() - status.st_ctime > 2:
         with suppress(OSError):
             memory.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=memory, delete=False) as partial:
-                partial.write(digest)
-            os.rename(partial.name, known)
+            partial = known.with_suffix(f".{secrets.token_hex(4)}")
+            partial.write_text(digest)
+            partial.rename(known)
     return digest

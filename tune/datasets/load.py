@@ -7,7 +7,7 @@ from itertools import chain, islice
 from typing import Any
 
 from tune.datasets.accounting import Accounting
-from tune.datasets.cache import cache_folder, content_of, key_of, prepared
+from tune.datasets.cache import cache_folder, content_of, hash_of, key_of, prepared
 from tune.datasets.dataset import Dataset
 from tune.datasets.formats import FORMATS, Format, recognise, suggestion
 from tune.datasets.rows import RowReader, TooLong
@@ -133,7 +133,7 @@ def _streamed(
         return _parts(reader, open_rows(), Accounting(), workers, start)
 
     names = [file.name for file in source.files]
-    fingerprint = key_of(names, reader.tokenizer.fingerprint, _settings(reader), packed, window)
+    fingerprint = hash_of(names, reader.tokenizer.fingerprint, _settings(reader), packed, window)
     return Stream(parts, source.name, reader.max_seq_len, reader.max_seq_len if packed else None, window, fingerprint)
 
 

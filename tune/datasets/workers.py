@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 CHUNK = 64  # items that a process gets at a time
-ALONE = 1024  # items before it is worth to start processes
+ALONE = 256  # items before it is worth to start processes
 
 _function: Callable[[list[Any]], Any]  # of a process that _start has made a worker
 
