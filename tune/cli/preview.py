@@ -16,9 +16,8 @@ from tune.datasets.preview import MARKS, Document, Preview, marked, overlap, par
 from tune.errors import TuneError
 
 USAGE = """\
-tune preview RECIPE [--config FILE_OR_NAME] [key=value ...]
-       tune preview CONFIG.yaml [key=value ...]
-       and behind these [--rows N] [--source NAME] [--html FILE]"""
+tune preview RECIPE [--config FILE_OR_NAME] [key=value ...] [--rows N] [--source NAME] [--html FILE]
+       tune preview CONFIG.yaml [key=value ...] [--rows N] [--source NAME] [--html FILE]"""
 DESCRIPTION = """\
 Show what a run learns: its first rows with the learned tokens marked, how they are packed, what becomes of all rows,
 how long they are, copies among them, and what looks wrong. Needs the tokenizer but no weights and no GPU. The arguments
@@ -39,7 +38,11 @@ pre {{ font-family: monospace; white-space: pre-wrap; overflow-wrap: anywhere; m
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
-        usage=USAGE, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="tune preview",
+        usage=USAGE,
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--rows", metavar="N", type=_positive, default=3, help="show the first N rows (default: 3)")
     parser.add_argument("--source", metavar="NAME", help="only this: training, validation, or a source of a mixture")
@@ -77,6 +80,8 @@ def main(arguments: Sequence[str]) -> None:
         _write(options.html, page.export_html(code_format=HTML, inline_styles=True))
         print(f"{options.html} is written; warnings: {len(warnings)}")
         return
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that a terminal does not know is written as its number
+        sys.stdout.reconfigure(errors="backslashreplace")
     console = Console()
     colours = console.color_system is not None and not console.no_color
     for line in report(previews, tables, warnings, colours):

@@ -12,7 +12,6 @@ from tune.collators import IGNORE, Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset
 from tune.datasets.mix import Mixture
-from tune.datasets.rows import FULLY_MASKED
 from tune.datasets.stream import Stream
 from tune.tokenizers import Tokenizer
 
@@ -70,6 +69,12 @@ def parts_of(dataset: Dataset | Mixture | Stream | None, name: str) -> dict[str,
     if isinstance(dataset, Stream):
         return {name: dataset.first}
     return {name: dataset} if dataset else {}
+
+
+def first_row(dataset: Dataset | Mixture | Stream, tokenizer: Tokenizer) -> list[Document]:
+    """The documents of the first row of what will be trained on, not in the order of training."""
+    part = next(iter(parts_of(dataset, "").values()))
+    return [document(sample, tokenizer) for sample in part.row(0)]
 
 
 def preview(dataset: Dataset, tokenizer: Tokenizer, rows: int) -> Preview:
