@@ -53,7 +53,7 @@ def main(cfg):
         accumulate=not cfg.optimizer_in_backward,
         pad_to=pad_to,
     )
-    run.describe(model, data)
+    run.describe(model, data, tokenizer)
     run.info(adapted.table())
 
     distributed.parallelize(

@@ -17,7 +17,7 @@ def test_help_is_instant_and_imports_no_torch() -> None:
         shown = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
         seconds.append(time.monotonic() - start)
     assert min(seconds) < 0.5
-    for verb in ("ls", "cp", "cat", "run", "prepare", "download", "convert"):
+    for verb in ("ls", "cp", "cat", "run", "preview", "prepare", "download", "convert"):
         assert f"  {verb} " in shown
 
 

@@ -20,6 +20,7 @@ def test_counts_what_happened_to_the_samples(make):
         "cut_tokens": 5,
         "split": 0,
         "endless": 0,
+        "remarks": {},
         "samples": 2,
         "tokens": 12,
         "supervised_tokens": 5,  # of the first sample's four targets one is left

@@ -15,6 +15,7 @@ VERBS = {
     "cp": "copy a recipe or a config to change it",
     "cat": "print a recipe or a config",
     "run": "run a recipe, on one process or through torchrun",
+    "preview": "look at the data of a run before it starts",
     "prepare": "tokenise the data of a run ahead of time",
     "download": "get a model from the Hugging Face hub",
     "merge": "merge an adapter into its base",

@@ -22,6 +22,7 @@ class Accounting:
     cut_tokens: int = 0  # of these rows
     split: int = 0  # kept, as several samples
     endless: int = 0  # kept, but the template writes no token behind the answers to stop at
+    remarks: Counter[str] = field(default_factory=Counter)  # kept, but seldom meant so, by remark
     samples: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
@@ -40,6 +41,7 @@ class Accounting:
         self.kept += 1
         self.split += len(outcome.samples) > 1
         self.endless += not outcome.ends
+        self.remarks.update(outcome.remarks)
 
     @property
     def fully_masked(self) -> int:
@@ -65,7 +67,8 @@ class Accounting:
 
     def as_dict(self) -> dict[str, Any]:
         derived = ("fully_masked", "supervised_share", "packing_efficiency")
-        return {**asdict(self), "dropped": dict(self.dropped), **{name: getattr(self, name) for name in derived}}
+        counters = {"dropped": dict(self.dropped), "remarks": dict(self.remarks)}
+        return {**asdict(self), **counters, **{name: getattr(self, name) for name in derived}}
 
     def table(self) -> str:
         """Aligned lines for people to read."""
@@ -78,6 +81,7 @@ class Accounting:
             lines += [("  split", f"{self.split:,} ({self.samples:,} samples in all)")]
         if self.endless:
             lines += [("  without an end of turn", f"{self.endless:,} (the model does not learn to stop there)")]
+        lines += [(f"  {remark}", f"{count:,}") for remark, count in self.remarks.most_common(NAMES_SHOWN)]
         lines += [("tokens", f"{self.tokens:,}")]
         lines += [("  supervised", f"{self.supervised_tokens:,} ({self.supervised_share:.1%})")]
         if self.lengths:

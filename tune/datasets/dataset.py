@@ -1,5 +1,5 @@
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import numpy as np
@@ -59,7 +59,15 @@ class Dataset:
     @property
     def samples(self) -> list[Sample]:
         """All samples in the order of the source, as views."""
-        return [self._sample(index) for index in range(len(self._samples))]
+        return list(self)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return map(self._sample, range(len(self._samples)))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The tokens of each sample."""
+        return self._samples.lengths
 
     def require_vocabulary(self, size: int) -> None:
         """Raises TuneError if a token is not one of a model's `size`."""

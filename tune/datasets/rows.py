@@ -12,6 +12,7 @@ import numpy as np
 
 from tune.collators import IGNORE, Sample
 from tune.datasets.formats import Chat, Content, Format, Plain, Row, Tokens, recognise, renamed, shown
+from tune.datasets.remarks import remarks
 from tune.datasets.supervision import Span, TrainOn, flagged, learned_roles, learned_text
 from tune.datasets.user_functions import load_function
 from tune.errors import TuneError
@@ -34,6 +35,7 @@ class Outcome:
     mistake: str | None = None
     cut: int = 0  # tokens that were cut off
     ends: bool = True  # the token that ends a turn or a text is learned
+    remarks: Sequence[str] = ()  # no mistakes, but seldom meant
     needs: int = 0  # tokens before the first learned one, where all of these were cut off
 
 
@@ -174,6 +176,8 @@ class RowReader:
                 raise TuneError(f"the row has {length:,} tokens, which is more than max_seq_len={self.max_seq_len}")
             samples, cut = self._split(content, whole) if too_long == "split" else self._truncated(content, whole)
         outcome = _supervised(samples, cut, whole)
+        if isinstance(content, Chat) and (found := remarks(content, draft.text, self.tokenizer)):
+            outcome = replace(outcome, remarks=found)
         if cut or not self.train_on_end_of_turn or not isinstance(content, Chat):
             return outcome
         return replace(outcome, ends=self.tokenizer.ends_turn(draft.text[slice(*draft.spans[-1])]))

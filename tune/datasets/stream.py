@@ -86,6 +86,12 @@ class Stream:
         if self._first:
             self._first.data.require_vocabulary(size)
 
+    @property
+    def first(self) -> Dataset:
+        """The first window, until something is drawn."""
+        assert self._first
+        return self._first.data
+
     def draw(self, seed: int, number: int, start: Position) -> Iterator[tuple[Rows, Position]]:
         """Training rows, so many at a time, with the position behind them; without end."""
         windows = self._passes(start)

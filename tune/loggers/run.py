@@ -17,17 +17,20 @@ from torch import nn
 
 from tune import config
 from tune.datasets import DataLoader, Stream
+from tune.datasets.preview import MARKS, first_row, marked
 from tune.distributed import World
 from tune.errors import TuneError
 from tune.loggers.flops import flops_per_token, peak_flops
 from tune.loggers.memory import peak_memory_gib, planned_memory
 from tune.loggers.sinks import Console, Sink, open_sinks
+from tune.tokenizers import Tokenizer
 
 T = TypeVar("T")
 
 
 class Run:
-    """The run folder `output_dir` (default `runs/<recipe>-<time>`): config.yaml, data.json, metrics.jsonl, log.txt.
+    """The run folder `output_dir` (default `runs/<recipe>-<time>`): config.yaml, data.json, first_row.txt,
+    metrics.jsonl, log.txt.
 
     Nothing is written into it before the training begins: a wrong input leaves an earlier run there as it was.
 
@@ -44,6 +47,7 @@ class Run:
         self.sinks: list[Sink] = [Console(cfg.logger.console_every)] if world.is_main else []
         self.messages: list[str] = []
         self.data: dict[str, Any] = {}
+        self.first_row = ""
         self.stream: Stream | None = None
         self.last = time.perf_counter()
         self.data_seconds, self.flops_per_token = 0.0, 0.0
@@ -54,8 +58,8 @@ class Run:
         for sink in self.sinks:
             sink.message(message)
 
-    def describe(self, model: nn.Module, data: DataLoader) -> None:
-        """Say what will be trained on what; the accounting of the data becomes data.json."""
+    def describe(self, model: nn.Module, data: DataLoader, tokenizer: Tokenizer) -> None:
+        """Say what will be trained on what; the accounting and the first row of the data are kept."""
         parameters = list(model.parameters())
         trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         accounting = data.dataset.accounting
@@ -68,6 +72,10 @@ class Run:
         self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
         self.flops_per_token = flops_per_token(model, accounting.tokens // max(1, accounting.samples))
         self.info(accounting.table())
+        row = first_row(data.dataset, tokenizer)
+        self.first_row = "\n".join(map(marked, row))
+        start = marked(row[0], short=True).rstrip()
+        self.info(f"the first row ({'what is learned'.join(MARKS)}; first_row.txt has all of it):\n{start}")
         an_epoch = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
         self.info(f"{len(data):,} optimizer steps{an_epoch}")
         self.data = accounting.as_dict() | {"steps_per_epoch": data.steps_per_epoch}
@@ -78,6 +86,7 @@ class Run:
         if self.world.is_main:
             config.save(self.cfg, self.path / "config.yaml")
             (self.path / "data.json").write_text(json.dumps(self.data, indent=2) + "\n")
+            (self.path / "first_row.txt").write_text(self.first_row, encoding="utf-8")
             sinks = open_sinks(self.path, self.cfg)
             for sink, message in itertools.product(sinks, self.messages):
                 sink.message(message)

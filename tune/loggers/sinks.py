@@ -1,6 +1,7 @@
 """Where metrics and messages go. Only rank 0 has sinks."""
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -56,7 +57,7 @@ class LogFile(Sink):
     """log.txt: every message."""
 
     def __init__(self, path: Path):
-        self.file = path.open("a")
+        self.file = path.open("a", encoding="utf-8")
 
     def message(self, text: str) -> None:
         self.file.write(text + "\n")
@@ -70,6 +71,8 @@ class Console(Sink):
         self.every = every
         self.progress: Any = None
         self.total = 0
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that a terminal does not know must not end a run
+            sys.stdout.reconfigure(errors="backslashreplace")
 
     def start(self, step: int, total: int) -> None:
         self.total = total

@@ -187,6 +187,10 @@ class Tokenizer:
         text = text.rstrip()
         return any(match.end() == len(text) for match in self._special_pattern.finditer(text))
 
+    def special_tokens_in(self, text: str) -> list[str]:
+        """Special tokens that a text spells out."""
+        return self._special_pattern.findall(text)
+
     def save(self, folder: str | Path) -> None:
         """Copy the tokenizer's files, byte for byte but for added tokens.
 

@@ -1,0 +1,141 @@
+"""`tune preview`: the data of a run as it will be learned, without its weights or devices."""
+
+import argparse
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from rich.console import Console
+from rich.text import Text
+
+from tune.cli.prepare import settings
+from tune.config import instantiate
+from tune.datasets.formats import suggestion
+from tune.datasets.preview import MARKS, Document, Preview, marked, overlap, parts_of, preview
+from tune.errors import TuneError
+
+USAGE = """\
+tune preview RECIPE [--config FILE_OR_NAME] [key=value ...] [--rows N] [--source NAME] [--html FILE]
+       tune preview CONFIG.yaml [key=value ...] [--rows N] [--source NAME] [--html FILE]"""
+DESCRIPTION = """\
+Show what a run learns: its first rows with the learned tokens marked, how they are packed, what becomes of all rows,
+how long they are, copies among them, and what looks wrong. Needs the tokenizer but no weights and no GPU. The arguments
+are those of `tune run`; for a config alone, its recipe is the one that knows its keys."""
+
+STYLES = {True: ("black on pale_green1", "black on pale_green3"), False: ("grey62", "grey50")}
+BAR = 40  # characters of the longest one
+
+# Lines are wrapped where the window ends, which copying them leaves out.
+HTML = """\
+<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>tune preview</title>
+<style>{stylesheet} body {{ color: {foreground}; background: {background}; }}
+pre {{ font-family: monospace; white-space: pre-wrap; overflow-wrap: anywhere; max-width: 60rem; }}</style></head>
+<body><pre>{code}</pre></body></html>
+"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="tune preview",
+        usage=USAGE,
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--rows", metavar="N", type=_positive, default=3, help="show the first N rows (default: 3)")
+    parser.add_argument("--source", metavar="NAME", help="only this: training, validation, or a source of a mixture")
+    parser.add_argument("--html", metavar="FILE", help="write a page instead")
+    options, rest = parser.parse_known_args(arguments)
+    if not rest:
+        parser.print_help()
+        return
+    cfg = settings(rest)
+
+    tokenizer = instantiate(cfg.tokenizer)
+    rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed}
+    dataset = instantiate(cfg.dataset, tokenizer, **rows)
+    validation = dataset.validation
+    if cfg.validation_dataset.get("path", True):
+        validation = instantiate(cfg.validation_dataset, tokenizer, **rows)
+    training, held_out = parts_of(dataset, "training"), parts_of(validation, "validation")
+    parts, tables = training | held_out, [each.accounting.table() for each in (dataset, validation) if each]
+    if options.source is not None:
+        parts = {name: part for name, part in parts.items() if options.source in (name, *name.split("/"))}
+        tables = [part.accounting.table() for part in parts.values()]
+        if not parts:
+            names = list(dict.fromkeys(chain.from_iterable(name.split("/") for name in training | held_out)))
+            hint = suggestion(options.source, names)
+            raise TuneError(f"--source {options.source}: there is no such part{hint}; there are {', '.join(names)}")
+
+    previews = {name: preview(part, tokenizer, options.rows) for name, part in parts.items()}
+    warnings = [f"{name}: {warning}" for name, shown in previews.items() for warning in shown.warnings]
+    if both := overlap(training, held_out):
+        warnings.append(both)
+    if options.html is not None:
+        page = Console(file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor", no_color=False)
+        for line in report(previews, tables, warnings, colours=True):
+            page.print(line, soft_wrap=True)
+        _write(options.html, page.export_html(code_format=HTML, inline_styles=True))
+        print(f"{options.html} is written; warnings: {len(warnings)}")
+        return
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that a terminal does not know is written as its number
+        sys.stdout.reconfigure(errors="backslashreplace")
+    console = Console()
+    colours = console.color_system is not None and not console.no_color
+    for line in report(previews, tables, warnings, colours):
+        console.print(line, soft_wrap=True) if colours else print(line.plain)
+
+
+def report(previews: dict[str, Preview], tables: list[str], warnings: list[str], colours: bool) -> Iterator[Text]:
+    """All there is to say, a paragraph at a time; without colours, what is learned stands between marks."""
+    if colours:
+        yield Text.assemble("what is ", ("learned", STYLES[True][0]), " and what is ", ("only read", STYLES[False][0]))
+    else:
+        yield Text(f"what is learned stands between {MARKS[0]} and {MARKS[1]}")
+    for name, shown in previews.items():
+        capacity = shown.accounting.row_capacity
+        for number, row in enumerate(shown.rows, 1):
+            tokens = sum(len(document.tokens) for document in row)
+            packing = f", {tokens:,} of {capacity:,} tokens ({tokens / capacity:.1%} full)" if capacity else ""
+            documents = f"{len(row)} document{'s' * (len(row) > 1)}"
+            yield Text(f"\n{name}, row {number}: {documents}{packing}", "bold")
+            for document in row:
+                index, learned = document.sample.index, document.num_supervised
+                yield Text(f"sample {index}: {len(document.tokens):,} tokens, {learned:,} learned", "italic")
+                yield _coloured(document) if colours else Text(marked(document))
+        yield Text(f"\n{name}, tokens per sample", "bold")
+        yield from map(Text, _bars(shown.lengths))
+        yield Text(f"copies of another sample: {shown.copies:,} of {shown.accounting.samples:,}")
+    for table in tables:
+        yield Text(f"\n{table}")
+    yield Text("\nwarnings" if warnings else "\nno warnings", "bold")
+    yield from (Text(f"  {warning}", "red") for warning in warnings)
+
+
+def _coloured(document: Document) -> Text:
+    """Neighbours differ in shade, so that each token is seen."""
+    pieces = ((token.text, STYLES[token.is_learned][at % 2]) for at, token in enumerate(document.tokens))
+    return Text.assemble(*pieces)
+
+
+def _bars(lengths: list[tuple[int, int, int]]) -> Iterator[str]:
+    ranges = [f"{first:,} to {last:,}" if first < last else f"{last:,}" for first, last, _ in lengths]
+    width, most = max(map(len, ranges)), max(count for _, _, count in lengths)
+    for range_, (_, _, count) in zip(ranges, lengths, strict=True):
+        yield f"  {range_:>{width}}  {'█' * -(-BAR * count // most)} {count:,}"
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
+    return int(text)
+
+
+def _write(file: str, page: str) -> None:
+    try:
+        with open(file, "w", encoding="utf-8") as output:
+            output.write(page)
+    except OSError as error:
+        raise TuneError(f"--html {file} cannot be written: {error.strerror}") from error

@@ -1,0 +1,163 @@
+"""What is worth a look in a dataset before it is trained on, as facts."""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from tune.collators import IGNORE, Sample
+from tune.datasets.accounting import Accounting
+from tune.datasets.dataset import Dataset
+from tune.datasets.mix import Mixture
+from tune.datasets.stream import Stream
+from tune.tokenizers import Tokenizer
+
+LITTLE_LEARNED = 0.05  # of the tokens
+NEARLY_ALL = 0.95
+MANY_DROPPED = 0.01  # of the rows
+HAVE_PROMPTS = ("chat", "sharegpt", "alpaca", "prompt_completion")
+
+MARKS = "⟦⟧"  # around what is learned, in plain text
+STRETCHES, CHARACTERS = 12, 240  # that `marked` shows of a document, and of each stretch of it, in short
+
+# A carriage return that is not meant should be seen, and a row must not steer the terminal.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """The text that a token adds; that of a character of several tokens is the last one's."""
+
+    text: str
+    is_learned: bool
+
+
+@dataclass(frozen=True)
+class Document:
+    """A sample, and its tokens' texts."""
+
+    sample: Sample
+    tokens: list[Token]
+
+    @property
+    def num_supervised(self) -> int:
+        return int(np.count_nonzero(np.asarray(self.sample.labels) != IGNORE))
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The first training rows of a dataset, and what all of its samples are like.
+
+    `lengths` counts the samples of each range of tokens, both ends included: (first, last, samples). `copies` counts
+    samples whose tokens are those of an earlier one.
+    """
+
+    rows: list[list[Document]]
+    accounting: Accounting
+    lengths: list[tuple[int, int, int]]
+    copies: int
+    warnings: list[str]
+
+
+def parts_of(dataset: Dataset | Mixture | Stream | None, name: str) -> dict[str, Dataset]:
+    """A mixture's sources as name/source, of a stream its first window, or the dataset itself."""
+    if isinstance(dataset, Mixture):
+        return {f"{name}/{source}": part for source, part in dataset.parts.items()}
+    if isinstance(dataset, Stream):
+        return {name: dataset.first}
+    return {name: dataset} if dataset else {}
+
+
+def first_row(dataset: Dataset | Mixture | Stream, tokenizer: Tokenizer) -> list[Document]:
+    """The documents of the first row of what will be trained on, not in the order of training."""
+    part = next(iter(parts_of(dataset, "").values()))
+    return [document(sample, tokenizer) for sample in part.row(0)]
+
+
+def preview(dataset: Dataset, tokenizer: Tokenizer, rows: int) -> Preview:
+    """Its first rows, and what is to be said of it alone."""
+    return Preview(
+        [[document(sample, tokenizer) for sample in dataset.row(index)] for index in range(min(rows, len(dataset)))],
+        dataset.accounting,
+        histogram(dataset.lengths),
+        len(dataset.lengths) - len(np.unique(hashes([dataset]))),
+        warnings(dataset, tokenizer),
+    )
+
+
+def document(sample: Sample, tokenizer: Tokenizer) -> Document:
+    """A sample as it reads, token by token, with control characters written out."""
+    stream = tokenizer.stream()
+    texts = [stream.add(token) for token in sample.tokens.tolist()]
+    texts[-1] += stream.finish()
+    learned = [False, *(np.asarray(sample.labels)[:-1] != IGNORE).tolist()]
+    visible = (_CONTROL.sub(lambda control: repr(control[0])[1:-1], text) for text in texts)
+    return Document(sample, [Token(*token) for token in zip(visible, learned, strict=True)])
+
+
+def marked(document: Document, short: bool = False) -> str:
+    """A document as plain text with marks around what is learned; `short` leaves out the middle of long ones."""
+    stretches = [
+        (is_learned, "".join(token.text for token in tokens))
+        for is_learned, tokens in groupby(document.tokens, key=lambda token: token.is_learned)
+    ]
+    kept = stretches[:STRETCHES] if short else stretches
+    pieces = []
+    for is_learned, text in kept:
+        if short and len(text) > 2 * CHARACTERS:
+            left_out = f" [... {len(text) - CHARACTERS:,} characters ...] "
+            text = text[: CHARACTERS // 2] + left_out + text[-CHARACTERS // 2 :]
+        pieces.append(f"{MARKS[0]}{text}{MARKS[1]}" if is_learned else text)
+    if len(kept) < len(stretches):
+        pieces.append(f" [... {sum(len(text) for _, text in stretches[STRETCHES:]):,} characters]")
+    return "".join(pieces)
+
+
+def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
+    """Samples by length, each range twice as wide as the one before it: (first, last, samples)."""
+    exponents = np.ceil(np.log2(lengths)).astype(int)
+    counts = np.bincount(exponents)
+    return [
+        (2 ** (exponent - 1) + 1 if exponent else 1, 2**exponent, int(counts[exponent]))
+        for exponent in range(exponents.min(), len(counts))
+    ]
+
+
+def hashes(parts: Iterable[Dataset]) -> np.ndarray:
+    """One of each sample's tokens, uint64: copies have the same."""
+    digests = (hashlib.blake2b(sample.tokens.tobytes(), digest_size=8) for part in parts for sample in part)
+    return np.frombuffer(b"".join(digest.digest() for digest in digests), dtype=np.uint64)
+
+
+def overlap(training: Mapping[str, Dataset], validation: Mapping[str, Dataset]) -> str | None:
+    """A warning if samples that are validated on are trained on too."""
+    held_out = hashes(validation.values())
+    both = int(np.isin(held_out, hashes(training.values())).sum())
+    if not both:
+        return None
+    return f"{both:,} of the {len(held_out):,} validation samples are trained on too: their loss tells nothing new"
+
+
+def warnings(dataset: Dataset, tokenizer: Tokenizer) -> list[str]:
+    """What is seldom meant so, in all of a dataset, with what to do."""
+    accounting, found = dataset.accounting, []
+    rows = f"of the {accounting.kept:,} rows"
+    stops = list(tokenizer.stop_ids)
+    if not any(np.isin(sample.labels, stops).any() for sample in dataset):
+        ends = ", ".join(tokenizer.decode([stop]) for stop in sorted(stops)) or "none is known of this tokenizer"
+        found.append(f"no end of turn is learned anywhere ({ends}): the model will not learn to stop")
+    elif accounting.endless:
+        found.append(f"{accounting.endless:,} {rows} have no end of turn to learn: see the chat template")
+    share = f"{accounting.supervised_share:.1%} of the tokens are learned"
+    if accounting.supervised_share < LITTLE_LEARNED:
+        found.append(f"only {share}: are the answers where dataset.train_on looks for them?")
+    elif accounting.supervised_share > NEARLY_ALL and accounting.format in HAVE_PROMPTS:
+        found.append(f"{share}, those of the prompts too: see dataset.train_on and the chat template's marks")
+    if (masked := accounting.fully_masked) > MANY_DROPPED * accounting.rows:
+        found.append(f"{masked:,} of {accounting.rows:,} rows have nothing to learn: is max_seq_len too short?")
+    for remark, count in accounting.remarks.most_common():
+        found.append(f"{remark}: in {count:,} {rows}")
+    return found
