@@ -66,14 +66,9 @@ class Rope:
             self._frequencies[positions.device] = frequencies.to(positions.device), magnitude
         frequencies, magnitude = self._frequencies[positions.device]
         if self.config.kind in ("dynamic", "longrope"):
-            longest = _longest(positions, segments, cached)
-            if self.config.kind == "dynamic":
-                self._refuse_rescaling(longest)
-            elif cached:
-                self._refuse_switching(longest)
+            self._refuse_what_depends_on_others(positions, segments, cached)
         if self.config.kind == "longrope":  # the short factors or the long ones, as the token's document has it
-            original = self.config.scaling["original_max_position_embeddings"]
-            frequencies = frequencies[(_document_lengths(positions, segments) > original).long()]
+            frequencies = frequencies[(_document_lengths(positions, segments) > self._original).long()]
         angles = positions[..., None].float() * frequencies
         if self.config.interleaved:
             angles = angles.repeat_interleave(2, dim=-1)
@@ -83,25 +78,31 @@ class Rope:
         cos, sin = (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
         query_scale = None
         if self.config.query_growth:
-            lengths = positions // self.config.scaling["original_max_position_embeddings"]
-            query_scale = (1 + self.config.query_growth * torch.log1p(lengths.float()))[..., None, None].to(dtype)
+            growth = self.config.query_growth * torch.log1p((positions // self._original).float())
+            query_scale = (1 + growth)[..., None, None].to(dtype)
         return Rotation(cos, sin, self.config.interleaved, query_scale)
 
-    def _refuse_rescaling(self, longest: int) -> None:
-        if longest > self.config.max_positions:
+    def _refuse_what_depends_on_others(self, positions: Tensor, segments: Segments | None, cached: bool) -> None:
+        if cached:
+            longest = int(positions.max()) + 1
+        else:
+            longest = positions.shape[1] if segments is None else max(segments.lengths)
+        if self.config.kind == "dynamic" and longest > self.config.max_positions:
             raise TuneError(
                 f"max_seq_len: a document of {longest} tokens is longer than the {self.config.max_positions} "
                 "this model was trained for, and its 'dynamic' rope scaling would make the loss depend on what else is "
                 "in the batch. Lower max_seq_len, or set rope_scaling in config.json to 'linear' or 'yarn'."
             )
-
-    def _refuse_switching(self, longest: int) -> None:
-        original = self.config.scaling["original_max_position_embeddings"]
-        if longest > original:
+        if self.config.kind == "longrope" and cached and longest > self._original:
             raise TuneError(
-                f"generation: {longest} tokens are more than {original}, where the 'longrope' scaling of this model "
-                "changes the rotation of all tokens, those in the cache too. Ask for fewer new tokens"
+                f"generation: {longest} tokens are more than {self._original}, where the 'longrope' scaling of this "
+                "model changes the rotation of all tokens, those in the cache too. Ask for fewer new tokens"
             )
+
+    @property
+    def _original(self) -> int:
+        """The length of the original training."""
+        return self.config.scaling["original_max_position_embeddings"]
 
 
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
@@ -118,12 +119,6 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     return heads * rotation.cos + turned * rotation.sin
 
 
-def _longest(positions: Tensor, segments: Segments | None, cached: bool) -> int:
-    if cached:
-        return int(positions.max()) + 1
-    return positions.shape[1] if segments is None else max(segments.lengths)
-
-
 def _document_lengths(positions: Tensor, segments: Segments | None) -> Tensor:
     """The length of each token's document, `[batch, seq]`."""
     if segments is None:
@@ -135,14 +130,6 @@ def _document_lengths(positions: Tensor, segments: Segments | None) -> Tensor:
 def _plain(config: RopeConfig) -> Tensor:
     exponents = torch.arange(0, config.size, 2, dtype=torch.int64).float() / config.size
     return 1.0 / config.theta**exponents
-
-
-def _default(config: RopeConfig) -> tuple[Tensor, float]:
-    return _plain(config), 1.0
-
-
-def _linear(config: RopeConfig) -> tuple[Tensor, float]:
-    return _plain(config) / config.scaling["factor"], 1.0
 
 
 def _llama3(config: RopeConfig) -> tuple[Tensor, float]:
@@ -196,9 +183,9 @@ def _longrope(config: RopeConfig) -> tuple[Tensor, float]:
 # `dynamic` NTK scaling equals `default` up to the trained length. Beyond it the angles would depend on the longest row
 # of the batch, and the loss on how rows are batched: the decoder refuses such rows.
 SCALINGS: dict[str, Callable[[RopeConfig], tuple[Tensor, float]]] = {
-    "default": _default,
-    "linear": _linear,
-    "dynamic": _default,
+    "default": lambda config: (_plain(config), 1.0),
+    "linear": lambda config: (_plain(config) / config.scaling["factor"], 1.0),
+    "dynamic": lambda config: (_plain(config), 1.0),
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

@@ -20,16 +20,10 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     file.expect(**FIXED)
     file.ignore("use_parallel_embedding", "layer_switch")
     bias, every = file.flag("attention_bias"), file.integer("sliding_window_pattern", 4)
-    rope = read.rope(file, interleaved=True)
-    mlp = read.mlp(file)
-    layers = [
-        LayerConfig(
-            read.attention(file, rope if window else None, window=window, bias=bias, output_bias=bias),
-            mlp,
-            parallel=True,
-        )
-        for window in read.windows(file, lambda index: (index + 1) % every != 0)
-    ]
+    attention = read.attention(file, None, bias=bias, output_bias=bias)
+    windows = read.windows(file, lambda index: (index + 1) % every != 0)
+    layer = LayerConfig(attention, read.mlp(file), parallel=True)
+    layers = read.with_windows(layer, windows, sliding_rope=read.rope(file, interleaved=True))
     norm = NormConfig("layer", file.number("layer_norm_eps", 1e-5))
     return read.decoder(file, layers, norm, logit_scale=file.number("logit_scale"))
 

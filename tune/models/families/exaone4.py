@@ -12,18 +12,11 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     if isinstance(every, str):
         file.expect(sliding_window_pattern="L" * (len(every) - 1) + "G")
         every = len(every)
-    norm, rope, mlp = read.rms_norm(file), read.rope(file), read.mlp(file)
     windows = read.windows(file, lambda index: bool(every) and (index + 1) % every != 0)
-    mixed = file.get("sliding_window") is not None
-    layers = [
-        LayerConfig(
-            read.attention(file, rope if window or not mixed else None, window=window, query_key_norm=norm),
-            mlp,
-            norm_before=False,
-            norm_after=True,
-        )
-        for window in windows
-    ]
+    norm, rope = read.rms_norm(file), read.rope(file)
+    attention = read.attention(file, None if file.get("sliding_window") else rope, query_key_norm=norm)
+    layer = LayerConfig(attention, read.mlp(file), norm_before=False, norm_after=True)
+    layers = read.with_windows(layer, windows, sliding_rope=rope)
     return read.decoder(file, layers, norm)
 
 

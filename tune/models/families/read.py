@@ -24,26 +24,22 @@ ACTIVATION_NAMES = {
 }
 
 
+def _are_positive(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_positive, value))
+
+
 def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list) and all(map(is_positive, value))
-
-
-def _never(value: Any) -> bool:
-    return False
-
-
 # What `rope_scaling` and `rope_parameters` may have, and whether a value can be used.
 ROPE_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "rope_theta": is_positive, "partial_rotary_factor": is_positive, "factor": is_positive,
-    "original_max_position_embeddings": is_positive, "attention_factor": is_positive, "low_freq_factor": is_positive,
-    "high_freq_factor": is_positive, "beta_fast": is_positive, "beta_slow": is_positive, "mscale": is_positive,
-    "mscale_all_dim": is_positive, "short_factor": _is_list, "long_factor": _is_list, "truncate": _is_flag,
-    "finetuned": _is_flag,
-}  # fmt: skip
+    **dict.fromkeys(("rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"), is_positive),
+    **dict.fromkeys(("attention_factor", "low_freq_factor", "high_freq_factor"), is_positive),
+    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), is_positive),
+    **dict.fromkeys(("short_factor", "long_factor"), _are_positive),
+    **dict.fromkeys(("truncate", "finetuned"), _is_flag),
+}
 NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -153,7 +149,7 @@ def rope(
         if name not in fields:
             raise TuneError(f"{file.path}: rope scaling '{kind}' has no '{name}'")
     for name, value in fields.items():
-        if not ROPE_FIELDS.get(name, _never)(value):
+        if name not in ROPE_FIELDS or not ROPE_FIELDS[name](value):
             raise TuneError(f"{file.path}: rope scaling '{kind}' has a field that is not supported: {name}={value!r}")
     theta, share = fields.pop("rope_theta"), fields.pop("partial_rotary_factor")
     if share != 1 and not partial:
