@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import numpy as np
 
 from tune.collators import Sample
+from tune.config.check import mismatch
 from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset
 from tune.datasets.load import load
@@ -200,16 +201,19 @@ def _drawn(size: int, number: int, epoch: int, seed: list[int]) -> np.ndarray:
 
 def _check(sources: Mapping[str, Mapping[str, Any]]) -> None:
     known = [name for name in inspect.signature(load).parameters if name not in NOT_OF_A_SOURCE] + ["weight"]
+    kinds = get_type_hints(load, include_extras=True)
     if not sources:
         raise TuneError("sources has none: name them, each with its path: {chats: {path: chats.jsonl, weight: 2}}")
     for name, source in sources.items():
         if not isinstance(source, Mapping) or "path" not in source:
             raise TuneError(f"sources.{name} has no path: {name}: {{path: {name}.jsonl}}")
-        for key in source:
+        for key, value in source.items():
             if key not in known:
                 close = get_close_matches(str(key), known, n=1)
                 hint = f" Did you mean {close[0]}?" if close else f" It may have: {', '.join(known)}."
                 raise TuneError(f"sources.{name}.{key} is not a setting of a source.{hint}")
+            if problem := mismatch(value, kinds.get(key, Any)):
+                raise TuneError(f"sources.{name}.{key}: {problem}")
         weight = source.get("weight", 1)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
             raise TuneError(f"sources.{name}.weight is {weight!r}; it must be a number above 0")
