@@ -61,8 +61,7 @@ class Checkpointer:
         self.settings = [dict(group) for group in optimizer.param_groups]
         self.small: dict[str, Stateful] = {"schedule": schedule, "data": data} | ({"base": base} if base else {})
         self.every, self.keep, self.asynchronous = every, keep, async_
-        # The background thread must not share a group with the collectives of the training.
-        self.group = dist.new_group(backend="gloo")
+        self.group = _background_group(dist.group.WORLD)
         self.background = ThreadPoolExecutor(max_workers=1)
         self.pending: Future[None] | None = None
 
@@ -172,6 +171,13 @@ class Checkpointer:
             {name: group[name] for name in group.keys() - {"params", "lr"} if group[name] != settings.get(name)}
             for group, settings in pairs
         ]
+
+
+@functools.cache
+def _background_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Background threads must not share a group with the collectives of the training, but may with each other: a group
+    has threads that stay busy, and only one checkpoint is written at a time."""
+    return dist.new_group(backend="gloo")
 
 
 def _on_host(value: Any) -> Any:
