@@ -1,0 +1,116 @@
+import io
+import json
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from tune.cli import main
+
+
+@pytest.fixture
+def arguments(checkpoint, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):  # no weights
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    return [f"model.path={tmp_path}", "max_seq_len=128"]
+
+
+@pytest.fixture
+def preview(arguments, chats, capsys):
+    def preview(*more, data=f"dataset.path={chats}"):
+        main(["preview", "full_finetune", *arguments, data, *more])
+        return capsys.readouterr().out
+
+    return preview
+
+
+@pytest.fixture
+def error(arguments, chats, capsys):
+    def error(*more, data=f"dataset.path={chats}"):
+        with pytest.raises(SystemExit) as end:
+            main(["preview", "full_finetune", *arguments, data, *more])
+        assert end.value.code == 2
+        return capsys.readouterr().err
+
+    return error
+
+
+@pytest.fixture
+def first(chats):
+    """What the assistant says first."""
+    return json.loads(chats.read_text().splitlines()[0])["messages"][1]["content"]
+
+
+def test_plain_text_where_there_is_no_terminal(preview, first, chats):
+    shown = preview("packed=true", "--rows", "2", f"validation_dataset.path={chats}")
+    assert "\x1b" not in shown
+    assert f"<|im_start|>assistant\n⟦{first}<|im_end|>⟧\n" in shown
+    assert len(re.findall(r"training, row \d: \d documents?, \d+ of 128 tokens \(\d\d\.\d% full\)", shown)) == 2
+    assert shown.count("copies of another sample: 0 of 48") == shown.count("packed rows") == 2
+    assert shown.endswith(
+        "warnings\n  48 of the 48 validation samples are trained on too: their loss tells nothing new\n"
+    )
+
+
+def test_colours_in_a_terminal(preview, first, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    shown = preview("--rows", "1")
+    assert "\x1b[" in shown
+    assert "⟦" not in shown
+    assert f"<|im_start|>assistant\n{first}<|im_end|>\n" in re.sub(r"\x1b\[[\d;]*m", "", shown)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert f"⟦{first}<|im_end|>⟧" in preview("--rows", "1")
+
+
+def test_page_stands_alone(preview, first, tmp_path):
+    file = tmp_path / "page.html"
+    assert preview("--html", str(file)) == f"{file} is written; warnings: 0\n"
+    tags, text = [], []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: tags.append((tag, {name for name, _ in attributes}))
+    parser.handle_data = text.append
+    parser.feed(file.read_text(encoding="utf-8"))
+    assert f"<|im_start|>assistant\n{first}<|im_end|>\n" in "".join(text)
+    assert "no warnings" in "".join(text)
+    assert {tag for tag, _ in tags} == {"html", "head", "meta", "title", "style", "body", "pre", "span"}
+    assert not {"src", "href"} & set.union(*(attributes for _, attributes in tags))
+
+
+def test_source_is_one_of_those_there_are(preview, error, chats):
+    sources = f"dataset.sources={{big: {{path: {chats}}}, small: {{path: {chats}, take: 3}}}}"
+    mix = "dataset._component_=tune.datasets.mix"
+    assert "an epoch has 51 rows" in preview(mix, data=sources)
+    small = preview(mix, "--source", "small", data=sources)
+    assert "training/small, row 3" in small
+    assert "of 3\n" in small
+    assert "training/big" not in small
+    assert error(mix, "--source", "smal", data=sources).endswith(
+        "--source smal: there is no such part (did you mean small?); there are training, big, small\n"
+    )
+
+
+def test_of_a_stream_the_first_window(preview):
+    assert "streamed: rows 1 to 48" not in preview()
+    assert "streamed: rows 1 to 64" in preview("dataset.streaming=true", "max_steps=1")
+
+
+def test_letters_that_the_terminal_does_not_know(arguments, chats, first, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    main(["preview", "full_finetune", *arguments, f"dataset.path={chats}"])
+    sys.stdout.flush()
+    assert rf"\u27e6{first}<|im_end|>\u27e7" in sys.stdout.buffer.getvalue().decode("ascii")
+
+
+def test_wrong_arguments(error, tmp_path):
+    assert "argument --rows: 0 is not a positive integer" in error("--rows", "0")
+    assert "argument --rows: two is not a positive integer" in error("--rows", "two")
+    assert "--row: is not an option" in error("--row", "1")
+    assert "/no/folder.html cannot be written: No such file" in error("--html", "/no/folder.html")
+    assert f"tokenizer: no tokenizer in {tmp_path / 'none'}" in error(f"model.path={tmp_path / 'none'}")
+
+
+def test_without_arguments_it_says_how_it_is_called(capsys):
+    main(["preview"])
+    assert capsys.readouterr().out.startswith("usage: tune preview RECIPE [--config FILE_OR_NAME]")

@@ -1,0 +1,27 @@
+"""What a run says of its first row is what transformers renders, with marks around what the assistant says."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from tune.loggers.sinks import Console
+
+transformers = pytest.importorskip("transformers")
+
+
+def test_first_row_is_kept_with_what_is_learned_between_marks(inputs):
+    messages = json.loads(inputs.rows.read_text().splitlines()[0])["messages"]
+    text = transformers.AutoTokenizer.from_pretrained(inputs.model).apply_chat_template(messages, tokenize=False)
+    answer = messages[1]["content"] + "<|im_end|>"
+    assert text.count(answer) == 1
+    row = text.replace(answer, f"⟦{answer}⟧")
+    assert (inputs.run / "first_row.txt").read_text(encoding="utf-8") == row
+    assert row in (inputs.run / "log.txt").read_text(encoding="utf-8")
+
+
+def test_letters_that_the_terminal_does_not_know_do_not_end_a_run(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    Console(every=1).message("⟦é⟧")
+    assert sys.stdout.buffer.getvalue() == rb"\u27e6\xe9\u27e7" + b"\n"
