@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -131,13 +133,26 @@ class TensorFiles:
         self.held, self.held_bytes = {}, 0
 
 
-def copy_all_but_weights(source: Path, target: Path) -> None:
-    """The files of a checkpoint folder, into a new one. Folders in it are something else: other formats, runs."""
-    target.mkdir(parents=True)
+@contextmanager
+def rewritten(source: Path, target: Path, change: Callable[[str, Tensor], Tensor]) -> Iterator[Path]:
+    """Make `target` the checkpoint `source` with `change` of each tensor, given its name on disk, and with whatever is
+    written meanwhile into the folder that is yielded. It appears, or is replaced, at the end, when it is complete."""
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
     for file in source.iterdir():
         weights = file.suffix in (".safetensors", ".bin", ".gguf", ".pt", ".pth") or file.name.endswith(".index.json")
         if file.is_file() and not weights:
-            shutil.copyfile(file, target / file.name)
+            shutil.copyfile(file, unfinished / file.name)
+        elif file.name == "additional_chat_templates":  # other folders are something else: other formats, runs
+            shutil.copytree(file, unfinished / file.name)
+    files = TensorFiles(unfinished)
+    for name, tensor in disk_tensors(source).items():
+        files.add(name, change(name, tensor.read()))
+    files.close()
+    yield unfinished
+    shutil.rmtree(target, ignore_errors=True)
+    unfinished.rename(target)
 
 
 def model_card(recipe: str, model_path: str, dataset_path: str) -> str:

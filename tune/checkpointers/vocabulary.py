@@ -1,7 +1,6 @@
 """New tokens for a model, on disk."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tune.checkpointers.disk import disk_tensors
-from tune.checkpointers.export import TensorFiles, copy_all_but_weights
+from tune.checkpointers.export import rewritten
 from tune.checkpointers.weights import disk_copies, disk_names
 from tune.errors import TuneError
 from tune.models import build
@@ -26,7 +25,7 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
     Raises:
         TuneError: a token is there already, or the model is of no family whose embedding is known.
     """
-    source, target = Path(base), Path(out)
+    source = Path(base)
     tokenizer = Tokenizer(str(source))
     known = tokenizer.vocab_size
     ids = tokenizer.add_tokens(tokens)
@@ -41,20 +40,14 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
     resized = {on_disk for name, on_disk in disk_names(model, tensors).items() if name in ours}
     resized |= {copy for copy, name in disk_copies(model).items() if name in ours}
 
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    copy_all_but_weights(source, unfinished)
-    files = TensorFiles(unfinished)
-    for name, tensor in tensors.items():
-        weight = tensor.read()
-        files.add(name, _with_rows(weight, rows, known, ids) if name in resized else weight)
-    files.close()
-    config = json.loads((source / "config.json").read_text())
-    _set_vocab_size(config, rows)
-    (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    tokenizer.save(unfinished)
-    shutil.rmtree(target, ignore_errors=True)
-    unfinished.rename(target)
+    def change(name: str, weight: Tensor) -> Tensor:
+        return _with_rows(weight, rows, known, ids) if name in resized else weight
+
+    with rewritten(source, Path(out), change) as folder:
+        config = json.loads((source / "config.json").read_text())
+        _set_vocab_size(config, rows)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        tokenizer.save(folder)
     return ids
 
 

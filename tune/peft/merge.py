@@ -1,7 +1,6 @@
 """Adapter into base, on disk, a file at a time."""
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -9,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tune.checkpointers.disk import disk_tensors
-from tune.checkpointers.export import TensorFiles, copy_all_but_weights
+from tune.checkpointers.export import rewritten
 from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.peft.files import BASE_COPY, CONFIG, HEAD, PREFIX, WEIGHTS, read_adapter
@@ -30,7 +29,7 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
     Raises:
         TuneError: the adapter has layers, or shapes, that the base has not; the base is quantised.
     """
-    source, target = Path(base), Path(out)
+    source = Path(base)
     config = ConfigFile(source)
     if config.get("quantization_config"):
         raise TuneError(
@@ -49,16 +48,12 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
     _require_shapes(changes, {name: tensor.shape for name, tensor in tensors.items()})
     _require_finite(changes, adapter)
     _require_same_vocabulary(source, Path(adapter))
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    copy_all_but_weights(source, unfinished)
-    files = TensorFiles(unfinished)
-    for name, tensor in tensors.items():
-        weight = tensor.read()
-        files.add(name, _merged(weight, name, changes[name], lora).to(weight.dtype) if name in changes else weight)
-    files.close()
-    shutil.rmtree(target, ignore_errors=True)
-    unfinished.rename(target)
+
+    def change(name: str, weight: Tensor) -> Tensor:
+        return _merged(weight, name, changes[name], lora).to(weight.dtype) if name in changes else weight
+
+    with rewritten(source, Path(out), change):
+        pass  # all else is the base's
 
 
 def _changes(adapter: Path) -> dict[str, dict[str, Tensor]]:
