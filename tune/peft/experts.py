@@ -54,8 +54,8 @@ class LoRAExperts(ExpertLinear):
         }
 
     def forward(self, rows: Tensor, plan: Dispatch) -> Tensor:
-        low_rank = grouped_product(self._dropped(rows, plan), self.lora_a.mT, plan.ends)
-        return super().forward(rows, plan) + grouped_product(low_rank, self.lora_b.mT, plan.ends) * self.scaling
+        low_rank = grouped_product(self._dropped(rows, plan), self.lora_a.mT, plan.ends) * self.scaling
+        return super().forward(rows, plan) + grouped_product(low_rank, self.lora_b.mT, plan.ends)
 
     def _dropped(self, rows: Tensor, plan: Dispatch) -> Tensor:
         if not (self.dropout and self.training):

@@ -116,18 +116,19 @@ class LoRALinear(nn.Linear):
         return start if self.magnitude is None else start | {"magnitude": self._full_weight().norm(dim=1)}
 
     def forward(self, input: Tensor) -> Tensor:
-        base = self._base(input)
         dropped = self._dropped(input)
         a, b = self._factors()
-        low_rank = F.linear(F.linear(dropped, a), b) * self.scaling
-        if self.magnitude is None:
-            return base + low_rank
+        low_rank = F.linear(dropped, a) * self.scaling
+        base = self._base(input)
+        if self.magnitude is None:  # one product onto the other: little that is as wide as the output is made beside it
+            flat = base.reshape(-1, self.out_features), low_rank.reshape(-1, low_rank.shape[-1])
+            return torch.addmm(*flat, b.T).view(base.shape)
         ratio = self._ratio(self.magnitude)
         if dropped is input:
             direction = base if self.bias is None else base - self.bias
         else:
             direction = self._base(dropped) if self.bias is None else self._base(dropped) - self.bias
-        return base + (ratio - 1) * direction + ratio * low_rank
+        return base + (ratio - 1) * direction + ratio * F.linear(low_rank, b)
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Of an output head without bias: what the product of which is `forward`, for a loss that takes it by parts."""
@@ -203,8 +204,8 @@ class LoRAEmbedding(nn.Embedding):
         }
 
     def forward(self, input: Tensor) -> Tensor:
-        low_rank = F.linear(F.embedding(input, self.lora_a.T), self.lora_b)
-        return super().forward(input) + low_rank * self.scaling
+        low_rank = F.embedding(input, self.lora_a.T) * self.scaling
+        return super().forward(input) + F.linear(low_rank, self.lora_b)
 
 
 def _require_rank(name: str, rank: int, *dimensions: int) -> None:
