@@ -431,6 +431,16 @@ def resume_with_another_optimizer(inputs):
     return ["optimizer._component_=torch.optim.SGD", "optimizer.momentum=0.9", "optimizer.fused=false"]
 
 
+@wrong("resume", "step-00000002 is of another optimizer, it has exp_avg, exp_avg_sq, step", "another output_dir")
+def resume_with_an_optimizer_without_states(inputs):
+    return ["optimizer._component_=torch.optim.SGD", "optimizer.fused=false"]
+
+
+@wrong("resume", "that of step 2, and this run ends with step 1", "Raise max_steps or epochs")
+def resume_behind_the_last_step(inputs):
+    return ["max_steps=1"]
+
+
 @wrong("resume", "continuing after step 1 would replace", "step-00000002", "another output_dir")
 def resume_from_an_earlier_step_in_place(inputs):
     return [f"resume={inputs.run / 'checkpoints' / 'step-00000001'}"]
