@@ -241,6 +241,10 @@ def test_counts(checkpoint):
         (LoRA(target_modules=["q_prj"]), "'q_prj' matches no layer. Did you mean 'q_proj'?"),
         (LoRA(target_modules=r".*\.nothing"), "matches no layer"),
         (
+            LoRA(target_modules="q_proj"),
+            "must match a layer's whole name. To name layers give a list: adapter.target_mo",
+        ),
+        (
             LoRA(target_modules=["input_layernorm"]),
             "neither a linear layer nor an embedding; only those are adapted. To train it whole: ",
         ),
@@ -264,6 +268,7 @@ def test_refused(checkpoint, lora, message):
     ("lora", "message"),
     [
         (LoRA(target_modules=["embed_tokens"]), "is the embedding and the output head at once"),
+        (LoRA(target_modules=["lm_head"]), r"Train it whole, adapter.modules_to_save=\[model.embed_tokens\]"),
         (LoRA(modules_to_save=["lm_head"]), "lm_head is tied to the embedding in this model; name the embedding"),
     ],
 )

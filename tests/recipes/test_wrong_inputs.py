@@ -114,6 +114,21 @@ def no_model_folder(inputs):
     return [f"model.path={inputs.folder / 'nowhere'}"]
 
 
+@wrong("model.path: Qwen/Qwen3-0.6B does not exist", "got by `tune download Qwen/Qwen3-0.6B`")
+def model_path_of_the_hub(inputs):
+    return ["model.path=Qwen/Qwen3-0.6B"]
+
+
+@wrong("schedule.warmup: 1.5 is not a non-negative integer or a number from 0 to below 1")
+def warmup_of_one_and_a_half(inputs):
+    return ["schedule.warmup=1.5"]
+
+
+@wrong("validate_every: there is nothing to validate on", "dataset.validation_fraction")
+def validation_without_rows(inputs):
+    return ["validate_every=1"]
+
+
 @wrong("model.path", "is a file", "must be a folder")
 def model_path_of_a_file(inputs):
     return [f"model.path={inputs.model / 'model.safetensors'}"]

@@ -20,6 +20,9 @@ OFFLOADED_IN_BACKWARD = (
     "gradients may still be on their way to the host when optimizer_in_backward=true uses them. Set one of the two to "
     "false."
 )
+NOTHING_TO_VALIDATE_ON = (
+    "there is nothing to validate on. Give validation_dataset.path or dataset.validation_fraction, or set it to null."
+)
 
 
 def conflicts(cfg: DictConfig) -> Iterator[tuple[str, str]]:
@@ -31,3 +34,6 @@ def conflicts(cfg: DictConfig) -> Iterator[tuple[str, str]]:
         yield "max_grad_norm", CLIPPED_IN_BACKWARD
     if value("optimizer_in_backward") and value("memory.cpu_offload"):
         yield "memory.cpu_offload", OFFLOADED_IN_BACKWARD
+    is_loaded = value("dataset._component_") == "tune.datasets.load" and not value("dataset.validation_fraction")
+    if value("validate_every") and is_loaded and value("validation_dataset.path", default=True) is None:
+        yield "validate_every", NOTHING_TO_VALIDATE_ON
