@@ -188,6 +188,18 @@ def test_documents_beyond_the_trained_length_under_dynamic_scaling_are_refused(t
 
 
 @pytest.mark.parametrize(
+    ("config_class", "fields"), [("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}), VARIANTS["opt"][:2]]
+)
+def test_documents_beyond_the_learned_positions_are_refused(tmp_path, config_class, fields):
+    folder = save(tmp_path, config_class, **fields, max_position_embeddings=16)
+    with pytest.raises(
+        TuneError, match="a document of 20 tokens is longer than 16, beyond which this model has no emb"
+    ):
+        load(folder)(TOKENS, POSITIONS, DOCUMENTS)
+    load(folder)(TOKENS[:1, :18], POSITIONS[:1, :18], DOCUMENTS[:1, :18])  # each of them is shorter
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_type": "unheard"}, "cannot make a model.*unheard"),

@@ -77,7 +77,7 @@ class HuggingFaceModel(nn.Module):
         self.config = model.config.get_text_config()
         self.body = model
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        self.longest = _longest(self.config)
+        self.longest, self.beyond = _longest(model, self.config)
         self.knows_logits = False  # whether they are those of the head, scaled and bounded; looked at once
         self.keeps_documents_apart: bool | None = None  # in one row; found out in the first forward
         self.scale, self.softcap = _after_head(self.config)
@@ -156,8 +156,8 @@ class HuggingFaceModel(nn.Module):
         longest = max(segments.lengths)
         if self.longest and longest > self.longest:
             raise TuneError(
-                f"max_seq_len: a document of {longest} tokens is longer than {self.longest}, where this model changes "
-                "its rope scaling for all that is in a batch. Lower max_seq_len"
+                f"max_seq_len: a document of {longest} tokens is longer than {self.longest}, beyond which this model "
+                f"{self.beyond}. Lower max_seq_len"
             )
         offsets = torch.arange(longest, device=tokens.device)
         starts = segments.boundaries[:-1].long()
@@ -231,13 +231,19 @@ def _after_head(config: Any) -> tuple[float, float | None]:
     return scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
 
 
-def _longest(config: Any) -> int | None:
-    """The length beyond which the rotary angles depend on the longest row of the batch."""
+def _longest(model: Any, config: Any) -> tuple[int | None, str]:
+    """The length that documents may have at most, and what the model does beyond it."""
+    trained = getattr(config, "max_position_embeddings", None)
+    for each in model.modules():
+        is_table = isinstance(each, nn.Embedding) and each is not model.get_input_embeddings()
+        if is_table and trained and trained <= each.num_embeddings <= trained + 2:  # the first two may be for padding
+            return trained, "has no embeddings of positions"
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes] if "rope_type" in ropes else ropes.values():
         if rope.get("rope_type") in ("dynamic", "longrope"):
-            return rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    return None
+            longest = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            return longest, "changes its rope scaling for all that is in a batch"
+    return None, ""
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
