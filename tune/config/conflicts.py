@@ -12,6 +12,9 @@ INSTEAD = {
     "torchao.optim.CPUOffloadOptimizer": "keeps no states by parameter: its runs could not be continued. "
     "memory.cpu_offload=true keeps the states of any optimizer in host memory.",
 }
+NOTHING_TO_VALIDATE_ON = (
+    "there is nothing to validate on. Give validation_dataset.path or dataset.validation_fraction, or set it to null."
+)
 CLIPPED_IN_BACKWARD = (
     "gradients are gone before their norm is known when optimizer_in_backward=true. Set max_grad_norm=null, or "
     "optimizer_in_backward=false."
@@ -20,9 +23,6 @@ OFFLOADED_IN_BACKWARD = (
     "gradients may still be on their way to the host when optimizer_in_backward=true uses them. Set one of the two to "
     "false."
 )
-NOTHING_TO_VALIDATE_ON = (
-    "there is nothing to validate on. Give validation_dataset.path or dataset.validation_fraction, or set it to null."
-)
 
 
 def conflicts(cfg: DictConfig) -> Iterator[tuple[str, str]]:
@@ -30,10 +30,10 @@ def conflicts(cfg: DictConfig) -> Iterator[tuple[str, str]]:
     value = functools.partial(OmegaConf.select, cfg, throw_on_resolution_failure=False)
     if (optimizer := value("optimizer._component_")) in INSTEAD:
         yield "optimizer._component_", f"{optimizer} {INSTEAD[optimizer]}"
+    is_loaded = value("dataset._component_") == "tune.datasets.load" and not value("dataset.validation_fraction")
+    if value("validate_every") and is_loaded and value("validation_dataset.path", default=True) is None:
+        yield "validate_every", NOTHING_TO_VALIDATE_ON
     if value("optimizer_in_backward") and value("max_grad_norm") is not None:
         yield "max_grad_norm", CLIPPED_IN_BACKWARD
     if value("optimizer_in_backward") and value("memory.cpu_offload"):
         yield "memory.cpu_offload", OFFLOADED_IN_BACKWARD
-    is_loaded = value("dataset._component_") == "tune.datasets.load" and not value("dataset.validation_fraction")
-    if value("validate_every") and is_loaded and value("validation_dataset.path", default=True) is None:
-        yield "validate_every", NOTHING_TO_VALIDATE_ON
