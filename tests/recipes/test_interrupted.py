@@ -75,6 +75,23 @@ def test_disk_full_while_logging(short):
     assert "No space left on device" in message and "make room" in message
 
 
+LOCKED = (
+    "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); input()"
+)
+
+
+def test_a_folder_that_another_run_is_writing_into(inputs, run_recipe, contents, capfd):
+    before = contents(inputs.run)
+    command = [sys.executable, "-c", LOCKED, str(inputs.run / "log.txt")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        assert run_recipe(inputs.settings("max_steps=3")) == 2
+        assert f"error: output_dir: another run is writing into {inputs.run}" in capfd.readouterr().err
+        assert contents(inputs.run) == before
+        other.kill()
+    assert run_recipe(inputs.settings("max_steps=3")) == 0
+
+
 def test_out_of_memory(inputs):
     inputs.change_json("config.json", hidden_size=65536, intermediate_size=65536, head_dim=16)
     new = f"output_dir={inputs.folder / 'new'}"

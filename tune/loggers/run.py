@@ -22,7 +22,7 @@ from tune.distributed import World
 from tune.errors import TuneError
 from tune.loggers.flops import flops_per_token, peak_flops
 from tune.loggers.memory import peak_memory_gib, planned_memory
-from tune.loggers.sinks import Console, Sink, open_sinks
+from tune.loggers.sinks import Console, Sink, open_sinks, require_free
 from tune.tokenizers import Tokenizer
 
 T = TypeVar("T")
@@ -35,7 +35,8 @@ class Run:
     Nothing is written into it before the training begins: a wrong input leaves an earlier run there as it was.
 
     Raises:
-        TuneError: the folder cannot be written, or holds another run's results and `resume` is `never`.
+        TuneError: the folder cannot be written, another run is writing there, or it holds another run's results and
+            `resume` is `never`.
     """
 
     def __init__(self, cfg: DictConfig, world: World, recipe: str):
@@ -170,4 +171,9 @@ def _claim(path: Path, resume: str) -> str:
         return f"output_dir: {path} cannot be made ({error.strerror}). Give one in a folder that you may write to"
     if not os.access(path, os.W_OK):
         return f"output_dir: {path} is not writable for this user. Give another output_dir"
+    try:
+        with contextlib.suppress(FileNotFoundError), (path / "log.txt").open("r+", encoding="utf-8") as log:
+            require_free(log)
+    except TuneError as error:
+        return str(error)
     return ""

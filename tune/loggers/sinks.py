@@ -1,6 +1,7 @@
 """Where metrics and messages go. Only rank 0 has sinks."""
 
 import contextlib
+import fcntl
 import io
 import json
 import os
@@ -8,9 +9,11 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 from omegaconf import DictConfig, OmegaConf
+
+from tune.errors import TuneError
 
 
 class Sink:
@@ -54,14 +57,28 @@ class JsonLines(Sink):
 
 
 class LogFile(Sink):
-    """log.txt: every message."""
+    """log.txt: every message. A run holds a lock on it, by which others see that it goes on."""
 
     def __init__(self, path: Path):
         self.file = path.open("a", encoding="utf-8")
+        require_free(self.file)
 
     def message(self, text: str) -> None:
         self.file.write(text + "\n")
         self.file.flush()
+
+
+def require_free(log: TextIO) -> None:
+    """Lock a run's open log.txt. Raises TuneError if another process has."""
+    try:
+        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise TuneError(
+            f"output_dir: another run is writing into {Path(log.name).parent}. Wait for its end, or give another "
+            "output_dir"
+        ) from error
+    except OSError:  # a file system without locks
+        return
 
 
 class Console(Sink):
