@@ -25,7 +25,7 @@ def exported(source, out, change=lambda model: None, **options):
     model = load_model(str(source))
     with torch.no_grad():
         change(model)
-    export(model, Tokenizer(str(source)), out, distributed.init("cpu"), source=str(source), **options)
+    export(model, Tokenizer(str(source)), str(out), distributed.init("cpu"), source=str(source), **options)
     return tensors_of(out)
 
 

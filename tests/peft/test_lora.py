@@ -57,7 +57,7 @@ def randomized(model):
 
 
 def exported(model, lora, folder, base):
-    export_adapter(model, lora, folder, distributed.init("cpu"), base=str(base), tokenizer=Tokenizer(str(base)))
+    export_adapter(model, lora, str(folder), distributed.init("cpu"), base=str(base), tokenizer=Tokenizer(str(base)))
     return folder
 
 

@@ -29,7 +29,7 @@ class SavesItself(Protocol):
 def export(
     model: nn.Module,
     tokenizer: SavesItself,
-    folder: Path,
+    folder: str | Path,
     world: World,
     *,
     source: str,
@@ -42,7 +42,7 @@ def export(
     source (or, where that has no weights, the one its config declares). All processes take part: tensors are gathered
     one by one, and rank 0 never holds more than a file of 5 GB and one tensor. The folder appears when it is complete.
     """
-    origin = Path(source)
+    origin, folder = Path(source), Path(folder)
     fields: dict[str, Any] = json.loads(file.read_text()) if (file := origin / "config.json").exists() else {}
     there = disk_tensors(origin) if has_weights(origin) else {}
     declared = getattr(torch, fields.get("dtype") or fields.get("torch_dtype") or "float32")

@@ -170,12 +170,20 @@ def _require_equal(model: nn.Module, copy: str, tensors: Any, path: str) -> None
 
 
 def export_adapter(
-    model: nn.Module, lora: LoRA, folder: Path, world: World, *, base: str, tokenizer: SavesItself, card: str = ""
+    model: nn.Module,
+    lora: LoRA,
+    folder: str | Path,
+    world: World,
+    *,
+    base: str,
+    tokenizer: SavesItself,
+    card: str = "",
 ) -> None:
     """Write the adapters of `model` such that PEFT, transformers and vLLM load them on top of the model `base`.
 
     All processes take part. The folder appears when it is complete.
     """
+    folder = Path(folder)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     starts = _starts(model)
     tensors: dict[str, torch.Tensor] = {}
