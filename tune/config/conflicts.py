@@ -5,12 +5,14 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-# Optimizers of torch and torchao that do not do here, and what does.
+# Components of torch and torchao that do not do here, and what does.
 INSTEAD = {
     "torch.optim.Muon": "takes matrices only. Use tune.optimizers.Muon: torch's, with AdamW for all other parameters.",
     "torch.optim.Adafactor": "does not take sharded parameters. Use tune.optimizers.Adafactor: torch's, which does.",
     "torchao.optim.CPUOffloadOptimizer": "keeps no states by parameter: its runs could not be continued. "
     "memory.cpu_offload=true keeps the states of any optimizer in host memory.",
+    "torch.nn.CrossEntropyLoss": "takes logits, which never exist as a whole. Use tune.losses.LinearCrossEntropy: the "
+    "same of hidden states and the head's weight.",
 }
 NOTHING_TO_VALIDATE_ON = (
     "there is nothing to validate on. Give validation_dataset.path or dataset.validation_fraction, or set it to null."
@@ -28,8 +30,9 @@ OFFLOADED_IN_BACKWARD = (
 def conflicts(cfg: DictConfig) -> Iterator[tuple[str, str]]:
     """The key of each setting that others forbid, and what is wrong with it."""
     value = functools.partial(OmegaConf.select, cfg, throw_on_resolution_failure=False)
-    if (optimizer := value("optimizer._component_")) in INSTEAD:
-        yield "optimizer._component_", f"{optimizer} {INSTEAD[optimizer]}"
+    for key in ("optimizer._component_", "loss._component_"):
+        if (component := value(key)) in INSTEAD:
+            yield key, f"{component} {INSTEAD[component]}"
     is_loaded = value("dataset._component_") == "tune.datasets.load" and not value("dataset.validation_fraction")
     if value("validate_every") and is_loaded and value("validation_dataset.path", default=True) is None:
         yield "validate_every", NOTHING_TO_VALIDATE_ON
