@@ -76,6 +76,11 @@ def read_adapter(path: str) -> LoRA:
     settings = json.loads(file.read_text())
     if settings.get("peft_type") != "LORA":
         raise TuneError(f"{file}: peft_type is {settings.get('peft_type')!r}; only LORA is supported")
+    if (init := settings.get("init_lora_weights", True)) not in (*BESIDE_THE_BASE, None):
+        raise TuneError(
+            f"{file}: init_lora_weights={init!r} took the adapter's start out of the base, and it does not fit the "
+            "original one. Have PEFT write it for that: save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
     unsupported = {
         "bias": "none", "fan_in_fan_out": False, "layers_to_transform": None, "layer_replication": None,
         "target_parameters": None, "lora_bias": False, "use_qalora": False, "use_bdlora": None, "arrow_config": None,
@@ -84,11 +89,6 @@ def read_adapter(path: str) -> LoRA:
     for name, supported in unsupported.items():
         if settings.get(name, supported) not in (supported, None, [], {}):
             raise TuneError(f"{file}: {name}={settings[name]!r} is not supported; supported: {supported!r}")
-    if (init := settings.get("init_lora_weights", True)) not in (*BESIDE_THE_BASE, None):
-        raise TuneError(
-            f"{file}: init_lora_weights={init!r} took the adapter's start out of the base, and it does not fit the "
-            "original one. Have PEFT write it for that: save_pretrained(path_initial_model_for_weight_conversion=...)"
-        )
     tokens = settings.get("trainable_token_indices") or []
     if isinstance(tokens, dict):  # by module
         if any(each != next(iter(tokens.values())) for each in tokens.values()):
