@@ -26,6 +26,7 @@ TARGETS = {
     "mixtral": ["q_proj", "w1", "w2", "w3"],
     "qwen3_moe": ["q_proj", "gate_proj", "up_proj", "down_proj"],
     "deepseek_v3": r".*(o_proj|experts\.\d+\.\w+_proj)",
+    "gpt_oss": ["q_proj", "gate_up_proj", "experts.down"],
 }
 
 
@@ -50,7 +51,9 @@ def test_peft_and_merge(family, tmp_path):
     world, adapter = distributed.init("cpu"), tmp_path / "adapter"
     export_adapter(model, lora, adapter, world, base=str(folder), tokenizer=Tokenizer(str(folder)))
     with safe_open(adapter / "adapter_model.safetensors", framework="pt") as tensors:
-        assert any(".experts.1." in name and name.endswith("lora_A.weight") for name in tensors.keys())  # noqa: SIM118
+        names = [name for name in tensors.keys() if ".experts." in name and name.endswith("lora_A.weight")]  # noqa: SIM118
+    each = {f"experts.{number}." for number in range(4)} if family != "gpt_oss" else {"experts.lora", "experts.base_layer."}
+    assert all(any(kind in name for name in names) for kind in each)
 
     again = load_model(str(folder))
     add_adapters(again, read_adapter(str(adapter)))

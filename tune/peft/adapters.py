@@ -97,6 +97,19 @@ def disk_module_names(model: nn.Module, name: str) -> list[str]:
     return [each.removesuffix(".weight") for each in names]
 
 
+def stacked_experts(model: nn.Module) -> dict[str, str]:
+    """The adapted experts that a checkpoint holds as one tensor, by name, with the name of their adapter in PEFT's files:
+    it wraps the module that has the tensors, anew for each of them, so that the last is outermost."""
+    found: dict[str, str] = {}
+    for name, layer in reversed(adapted_modules(model).items()):
+        if isinstance(layer, LoRAExperts) and _is_stack(model, name):
+            wrapped = disk_module_name(model, name).rpartition(".")[0]
+            while wrapped in found.values():
+                wrapped += ".base_layer"
+            found[name] = wrapped
+    return found
+
+
 def initialize(model: nn.Module, seed: int) -> None:
     """Weights of new adapters, the same on any layout; the base must have its weights. All processes must call it."""
     with torch.no_grad():
@@ -155,7 +168,8 @@ def _of_experts(model: nn.Module) -> set[str]:
 
 
 def _require_told_apart(model: nn.Module, targets: Mapping[str, nn.Module], lora: LoRA) -> None:
-    """PEFT knows experts by the last part of a name, with one rank for all, and gate and up only together."""
+    """PEFT knows experts that are tensors each by the last part of a name, with one rank for all, and gate and up only
+    together; experts that are one tensor by the name it has in transformers, which must be that on disk."""
     experts = {name: layer for name, layer in targets.items() if isinstance(layer, ExpertLinear)}
     names = _of_experts(model)
     for name in targets:
@@ -166,10 +180,12 @@ def _require_told_apart(model: nn.Module, targets: Mapping[str, nn.Module], lora
                 r"'.*(q_proj|v_proj|experts\.\d+\.\w+)'"
             )
     for name in experts:
+        if _is_stack(model, name):
+            continue
         if not isinstance(getattr(model, "disk_names", {}).get(f"{name}.weight"), list):
             raise TuneError(
-                f"adapter.target_modules: {name} are experts that a checkpoint holds as one tensor, which is not "
-                "supported; leave them out"
+                f"adapter.target_modules: {disk_module_name(model, name)} are experts that have another name in "
+                "transformers than in a checkpoint, and PEFT knows them by that alone; leave them out"
             )
         other = {"gate": "up", "up": "gate"}.get(_last(name))
         if other and f"{name.rpartition('.')[0]}.{other}" not in experts:
@@ -178,6 +194,12 @@ def _require_told_apart(model: nn.Module, targets: Mapping[str, nn.Module], lora
             )
         if lora.at(*_names(model, name)) != (lora.rank, lora.alpha):
             raise TuneError(f"adapter.rank_pattern: experts take adapter.rank and adapter.alpha; leave out {name}")
+
+
+def _is_stack(model: nn.Module, name: str) -> bool:
+    """Whether the experts `name` are one tensor on disk that is no module's weight there."""
+    on_disk = getattr(model, "disk_names", {}).get(f"{name}.weight")
+    return isinstance(on_disk, str) and not on_disk.endswith(".weight")
 
 
 def _last(name: str) -> str:
