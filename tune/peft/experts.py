@@ -67,12 +67,12 @@ class LoRAExperts(ExpertLinear):
 
 
 def joined(part: str, stack: Tensor) -> Tensor:
-    """The A or B of all experts as PEFT has them for a stacked weight: `[experts * rank, in]`, `[out, rank * experts]`."""
+    """A or B of all experts in one matrix, as PEFT has it: `[experts * rank, in]` or `[out, rank * experts]`."""
     return stack.flatten(0, 1) if part == "lora_a" else stack.permute(1, 2, 0).flatten(1)
 
 
 def parted(part: str, matrix: Tensor, num_experts: int) -> Tensor:
-    """What `joined` made one."""
+    """The `stack` of which `joined` made `matrix`."""
     if part == "lora_a":
         return matrix.unflatten(0, (num_experts, -1))
     return matrix.unflatten(1, (-1, num_experts)).permute(2, 0, 1)

@@ -4,7 +4,7 @@ import json
 import math
 import re
 import shutil
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +44,7 @@ def adapter(
     """The adapter in the folder `path`, or without one a new adapter as the other arguments say.
 
     Raises:
-        TuneError: both: an adapter that exists has its own rank, targets and kind.
+        TuneError: both, other than for the dropout: an adapter that exists has its own rank, targets and kind.
     """
     ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
     whole, tokens = list(modules_to_save or []), list(trainable_tokens or [])
@@ -52,7 +52,7 @@ def adapter(
     if path is None:
         return new
     existing = read_adapter(path)
-    names = [field.name for field in fields(LoRA)]
+    names = [field.name for field in fields(LoRA) if field.name != "dropout"]
     clashes = [
         f"{name}={getattr(new, name)!r} (there it is {getattr(existing, name)!r})"
         for name in names
@@ -60,7 +60,7 @@ def adapter(
     ]
     if clashes:
         raise TuneError(f"adapter.path: {path} decides what adapter it is; leave out {', '.join(clashes)}")
-    return existing
+    return replace(existing, dropout=dropout or existing.dropout)  # the files of experts' adapters cannot say theirs
 
 
 def read_adapter(path: str) -> LoRA:
@@ -103,7 +103,7 @@ def read_adapter(path: str) -> LoRA:
 
 
 def _targets(settings: dict[str, Any]) -> list[str] | str:
-    """Of modules and of parameters: ours have their names from both."""
+    """PEFT tells modules from parameters, where each of ours is a module by the one name or the other."""
     modules, parameters = settings.get("target_modules") or [], settings.get("target_parameters") or []
     if isinstance(modules, str):
         return "|".join([f"({modules})", *(rf"(.*\.)?{re.escape(name)}" for name in parameters)])
@@ -118,12 +118,11 @@ def load_adapter(model: nn.Module, path: str) -> None:
     """
     file = Path(path) / WEIGHTS
     parameters = _parameters(model)
-    wanted: dict[str, list[int]] = {}
-    for names, parameter, part in parameters:
-        if isinstance(names, list):
-            wanted |= dict.fromkeys(names, list(parameter.shape[1:]))
-        else:
-            wanted[names] = list(joined(part, torch.empty(parameter.shape, device="meta")).shape if part else parameter.shape)
+    wanted = {
+        name: list(tensor.shape)
+        for names, parameter, part in parameters
+        for name, tensor in _tensors(names, torch.empty(parameter.shape, device="meta"), part).items()
+    }
     tied = _trains_tied_embedding(model)
     if tied and not json.loads((Path(path) / CONFIG).read_text()).get("ensure_weight_tying"):
         raise TuneError(
@@ -188,17 +187,13 @@ def export_adapter(
         full = full_tensor(parameter.detach()).to("cpu", torch.float32)
         if not world.is_main:
             continue
-        if isinstance(names, list):
-            tensors |= {name: expert.clone() for name, expert in zip(names, full, strict=True)}
-            continue
-        if part:
-            full = joined(part, full)
-        if names in starts:
-            start, dim, sign = starts[names]
-            full = torch.cat([full, sign * start], dim)
-        tensors[names] = full.contiguous()
-        if names.endswith("embed_tokens.weight") and _trains_tied_embedding(model):
-            tensors[PREFIX + HEAD] = tensors[names].clone()  # PEFT expects what is tied twice
+        for name, tensor in _tensors(names, full, part).items():
+            if name in starts:
+                start, dim, sign = starts[name]
+                tensor = torch.cat([tensor, sign * start], dim)
+            tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
+            if name.endswith("embed_tokens.weight") and _trains_tied_embedding(model):
+                tensors[PREFIX + HEAD] = tensor.clone()  # PEFT expects what is tied twice
     if world.is_main:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -257,8 +252,8 @@ def _shortest(model: nn.Module, adapted: set[str]) -> list[str]:
 
 
 def _parameters(model: nn.Module) -> list[tuple[str | list[str], nn.Parameter, str]]:
-    """All that an adapter's file holds, with the names there: several, if the parameter is their stack. And which part
-    of an adapter it is, if the file has it `joined`."""
+    """All that an adapter's file holds, with the names there: several, if the parameter is their stack; and if it is
+    `joined` there, which part of its adapter it is."""
     found: list[tuple[str | list[str], nn.Parameter, str]] = []
     seen: set[nn.Parameter] = set()
     stacks = stacked_experts(model)
@@ -266,12 +261,20 @@ def _parameters(model: nn.Module) -> list[tuple[str | list[str], nn.Parameter, s
         for part, ending in layer.PARTS.items():
             parameter = getattr(layer, part)
             if parameter is not None and parameter not in seen:  # the rows of a tied head are those of the embedding
-                modules = [stacks[name]] if name in stacks else disk_module_names(model, name)
-                names = [f"{PREFIX}{module}.{ending}" for module in modules]
-                is_each = isinstance(layer, LoRAExperts) and name not in stacks
-                found.append((names if is_each else names[0], parameter, part if name in stacks else ""))
+                names = [f"{PREFIX}{module}.{ending}" for module in disk_module_names(model, name)]
+                if name in stacks:
+                    found.append((f"{PREFIX}{stacks[name]}.{ending}", parameter, part))
+                else:
+                    found.append((names if isinstance(layer, LoRAExperts) else names[0], parameter, ""))
                 seen.add(parameter)
     return found + [(f"{PREFIX}{name}", parameter, "") for name, parameter in _trained_whole(model)]
+
+
+def _tensors(names: str | list[str], full: torch.Tensor, part: str) -> dict[str, torch.Tensor]:
+    """What a file has of one of the `_parameters`, by name."""
+    if isinstance(names, list):
+        return dict(zip(names, full, strict=True))
+    return {names: joined(part, full) if part else full}
 
 
 def _trained_whole(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
