@@ -144,7 +144,7 @@ def _follow_ties(changes: dict[str, dict[str, Tensor]], has_head: bool, adapter:
 
 
 def _merged(weight: Tensor, name: str, parts: dict[str, Tensor], lora: LoRA) -> Tensor:
-    """In fp32."""
+    """Computed in fp32."""
     if "" in parts:
         return parts[""]
     if weight.dim() == 3:  # one expert at a time, since all in fp32 would be large
