@@ -170,6 +170,7 @@ def test_settings_beside_an_adapter_that_exists_are_not_ignored(checkpoint, tmp_
     add_adapters(model, lora)
     folder = str(exported(model, lora, tmp_path / "adapter", checkpoint))
     assert adapter(folder).rank == adapter(folder, rank=4).rank == 4
+    assert adapter(folder, dropout=0.1).dropout == 0.1
     with pytest.raises(TuneError, match=r"leave out rank=8 \(there it is 4\), dora=True"):
         adapter(folder, rank=8, dora=True)
 

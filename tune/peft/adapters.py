@@ -97,6 +97,19 @@ def disk_module_names(model: nn.Module, name: str) -> list[str]:
     return [each.removesuffix(".weight") for each in names]
 
 
+def stacked_experts(model: nn.Module) -> dict[str, str]:
+    """The adapted experts that are one tensor on disk, by name, with what PEFT's files call their adapter: it wraps the
+    module that has the tensors, anew for each of them, so that the last is outermost."""
+    found: dict[str, str] = {}
+    for name, layer in reversed(adapted_modules(model).items()):
+        if isinstance(layer, LoRAExperts) and _is_stack(model, name):
+            wrapped = disk_module_name(model, name).rpartition(".")[0]
+            while wrapped in found.values():
+                wrapped += ".base_layer"
+            found[name] = wrapped
+    return found
+
+
 def initialize(model: nn.Module, seed: int) -> None:
     """Weights of new adapters, the same on any layout; the base must have its weights. All processes must call it."""
     with torch.no_grad():
@@ -155,7 +168,8 @@ def _of_experts(model: nn.Module) -> set[str]:
 
 
 def _require_told_apart(model: nn.Module, targets: Mapping[str, nn.Module], lora: LoRA) -> None:
-    """PEFT knows experts by the last part of a name, with one rank for all, and gate and up only together."""
+    """PEFT knows experts by the last part of a name, with one rank for all, and gate and up only together; if they are
+    one tensor, by what transformers calls it, which must be its name on disk."""
     experts = {name: layer for name, layer in targets.items() if isinstance(layer, ExpertLinear)}
     names = _of_experts(model)
     for name in targets:
@@ -166,10 +180,12 @@ def _require_told_apart(model: nn.Module, targets: Mapping[str, nn.Module], lora
                 r"'.*(q_proj|v_proj|experts\.\d+\.\w+)'"
             )
     for name in experts:
+        if _is_stack(model, name):
+            continue
         if not isinstance(getattr(model, "disk_names", {}).get(f"{name}.weight"), list):
             raise TuneError(
-                f"adapter.target_modules: {name} are experts that a checkpoint holds as one tensor, which is not "
-                "supported; leave them out"
+                f"adapter.target_modules: {disk_module_name(model, name)} are experts that are called otherwise in "
+                "transformers than in a checkpoint, and PEFT knows them by that name alone; leave them out"
             )
         other = {"gate": "up", "up": "gate"}.get(_last(name))
         if other and f"{name.rpartition('.')[0]}.{other}" not in experts:
@@ -178,6 +194,12 @@ def _require_told_apart(model: nn.Module, targets: Mapping[str, nn.Module], lora
             )
         if lora.at(*_names(model, name)) != (lora.rank, lora.alpha):
             raise TuneError(f"adapter.rank_pattern: experts take adapter.rank and adapter.alpha; leave out {name}")
+
+
+def _is_stack(model: nn.Module, name: str) -> bool:
+    """Whether the experts `name` are one tensor on disk, and called there as in transformers: no module's weight."""
+    on_disk = getattr(model, "disk_names", {}).get(f"{name}.weight")
+    return isinstance(on_disk, str) and not on_disk.endswith(".weight")
 
 
 def _last(name: str) -> str:
@@ -222,6 +244,8 @@ def _trained_whole(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Module
     for name, module in chosen.items():
         if name in targets:
             raise TuneError(f"adapter.modules_to_save: {name} has an adapter too (target_modules); choose one")
+        if isinstance(module, ExpertLinear):
+            raise TuneError(f"adapter.modules_to_save: {name} are experts, which PEFT cannot save whole; adapt them")
         if isinstance(getattr(module, "weight", None), NF4Weight):
             raise TuneError(f"adapter.modules_to_save: {name} is quantised and cannot be trained whole; leave it out")
     return chosen

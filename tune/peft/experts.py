@@ -64,3 +64,15 @@ class LoRAExperts(ExpertLinear):
         # The bits are those of the token and the expert, wherever the row of the two lies.
         keys = mix(self.dropout_keys.flatten()[plan.tokens] ^ (plan.experts.int() * THIRD))
         return dropout(rows, self.dropout, keys, self.name)
+
+
+def joined(part: str, stack: Tensor) -> Tensor:
+    """A or B of all experts in one matrix, as PEFT has it: `[experts * rank, in]` or `[out, rank * experts]`."""
+    return stack.flatten(0, 1) if part == "lora_a" else stack.permute(1, 2, 0).flatten(1)
+
+
+def parted(part: str, matrix: Tensor, num_experts: int) -> Tensor:
+    """The `stack` of which `joined` made `matrix`."""
+    if part == "lora_a":
+        return matrix.unflatten(0, (num_experts, -1))
+    return matrix.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
