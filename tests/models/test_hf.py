@@ -1,10 +1,12 @@
 """What transformers has and we have not is the same model, trained through our forward, and is the same files after."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import run_processes
 from safetensors.torch import load_file, save_file
 from stacked import NoTokenizer
 from torch.testing import assert_close
@@ -150,6 +152,21 @@ def test_an_adapter_of_such_a_checkpoint_is_merged(tmp_path):
     merge(folder, tmp_path / "adapter", folder / "merged")  # inside the base, which must not be copied into itself
     with torch.no_grad():
         assert_close(load(folder / "merged")(TOKENS), expected, atol=1e-4, rtol=1e-4)
+
+
+SHARDED = {  # rotary angles, of two bases with a scaled embedding too; alibi; neither
+    "gpt_neox": ("GPTNeoXConfig", SHAPE),
+    "falcon": ("FalconConfig", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": False}),
+    "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "stablelm": ("StableLmConfig", SHAPE | {"num_key_value_heads": 2}),
+    "gemma3_text": ("Gemma3TextConfig", GROUPED | {"num_hidden_layers": 3, "sliding_window": 8}),
+    "mamba": ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+}
+
+
+def test_sharded_models_have_the_logits_and_buffers_of_whole_ones(tmp_path):
+    folders = [str(save(tmp_path / name, config_class, **fields)) for name, (config_class, fields) in SHARDED.items()]
+    assert "2 processes agree" in run_processes(Path(__file__).with_name("sharded_hf.py"), 2, *folders)
 
 
 def test_random_weights_are_not_made_here(tmp_path):

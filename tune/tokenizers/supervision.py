@@ -92,8 +92,8 @@ def _turn_start(render: partial[str], messages: list[Message], index: int, text:
     if text.startswith(prompt):
         # DiffusionGemma opens a turn behind a tool's result, but its prompt does not: the model is not to write that.
         header = _header(render, before) if before and before[-1]["role"] == "tool" else ""
-        opened = text.startswith(header, len(prompt)) and not prompt.endswith(header)
-        return len(prompt) + len(header) * opened
+        written = text.startswith(header, len(prompt)) and not prompt.endswith(header)
+        return len(prompt) + (len(header) if written else 0)
     # A template that opens a block of reasoning for the model may have a switch for answers without, or closes it.
     for switch in _SWITCHES:
         switched = render(before, add_generation_prompt=True, **switch)
