@@ -169,6 +169,28 @@ def test_sharded_models_have_the_logits_and_buffers_of_whole_ones(tmp_path):
     assert "2 processes agree" in run_processes(Path(__file__).with_name("sharded_hf.py"), 2, *folders)
 
 
+def test_an_adapter_beside_joined_experts(tmp_path):
+    """Those of Mixtral are one tensor here, and two joined ones for each on disk: all-linear leaves them out."""
+    peft = pytest.importorskip("peft")
+    folder = save(tmp_path / "model", "MixtralConfig", **GROUPED, num_local_experts=4)
+    model, lora = load(folder), LoRA(rank=4)
+    assert {name.rpartition(".")[2] for name in add_adapters(model, lora).layers} == {
+        "q_proj", "k_proj", "v_proj", "o_proj"
+    }  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.2)
+        expected = model.eval()(TOKENS)
+    export_adapter(
+        model, lora, tmp_path / "adapter", distributed.init("cpu"), base=str(folder), tokenizer=NoTokenizer()
+    )
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        assert_close(theirs(TOKENS).logits, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_random_weights_are_not_made_here(tmp_path):
     model = load(save(tmp_path, "GPTNeoXConfig", **SHAPE))
     with pytest.raises(TuneError, match=r"from_scratch: .*save_pretrained"):

@@ -23,8 +23,8 @@ ENDINGS = [*LINEAR.values(), *EMBEDDING.values(), ROWS]
 def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
     """Make `out` the model that `base` with `adapter` is: same names and types, adapted weights changed.
 
-    Never holds more than a file of 5 GB in memory. Products are computed in fp32. `out` appears, or is replaced,
-    when it is complete.
+    Holds the adapter and at most a file of 5 GB in memory. Products are computed in fp32. `out` appears, or is
+    replaced, when it is complete.
 
     Raises:
         TuneError: the adapter has layers, or shapes, that the base has not; the base is quantised.
@@ -119,7 +119,7 @@ def _follow_ties(changes: dict[str, dict[str, Tensor]], has_head: bool, adapter:
 
 
 def _merged(weight: Tensor, name: str, parts: dict[str, Tensor], lora: LoRA) -> Tensor:
-    """In fp32."""
+    """What becomes of a weight of the base; products are in fp32."""
     if "" in parts:
         return parts[""]
     if ROWS in parts:
