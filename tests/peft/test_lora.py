@@ -265,3 +265,16 @@ def test_an_adapter_for_another_model_is_refused(checkpoint, tied_checkpoint, tm
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(fields | {"bias": "all"}))
     with pytest.raises(TuneError, match="bias='all' is not supported"):
         read_adapter(str(tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", r"adapter_config\.json is not JSON: Expecting property name"),
+        ('{"peft_type": "LORA", "r": 4}', r"adapter_config\.json has no lora_alpha and no target_modules"),
+    ],
+)
+def test_a_damaged_adapter_config_is_refused(config, message, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(config)
+    with pytest.raises(TuneError, match=message):
+        read_adapter(str(tmp_path))

@@ -20,6 +20,10 @@ OFFLOADED_IN_BACKWARD = (
     "gradients may still be on their way to the host when optimizer_in_backward=true uses them. Set one of the two to "
     "false."
 )
+HELD_OUT_IN_VAIN = (
+    "the rows it holds out would be used nowhere, as validation_dataset is what is validated on. Set it to 0, or "
+    "leave the validation dataset out."
+)
 
 
 def conflicts(cfg: DictConfig) -> Iterator[tuple[str, str]]:
@@ -31,3 +35,10 @@ def conflicts(cfg: DictConfig) -> Iterator[tuple[str, str]]:
         yield "max_grad_norm", CLIPPED_IN_BACKWARD
     if value("optimizer_in_backward") and value("memory.cpu_offload"):
         yield "memory.cpu_offload", OFFLOADED_IN_BACKWARD
+    if value("validation_dataset") and value("validation_dataset.path", default=True):
+        for dataset in ("dataset", "validation_dataset"):
+            sources = value(f"{dataset}.sources")
+            names = list(sources) if isinstance(sources, DictConfig) else []
+            for place in [dataset, *(f"{dataset}.sources.{name}" for name in names)]:
+                if value(f"{place}.validation_fraction"):
+                    yield f"{place}.validation_fraction", HELD_OUT_IN_VAIN

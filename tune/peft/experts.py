@@ -10,7 +10,7 @@ from tune.errors import TuneError
 from tune.models.grouped_product import grouped_product
 from tune.models.moe import Dispatch, ExpertLinear
 from tune.peft.dropout import THIRD, dropout, mix
-from tune.peft.lora import LoRA
+from tune.peft.lora import LoRA, require_rank
 
 
 class LoRAExperts(ExpertLinear):
@@ -33,8 +33,7 @@ class LoRAExperts(ExpertLinear):
     @classmethod
     def adapt(cls, layer: ExpertLinear, name: str, rank: int, alpha: float, lora: LoRA) -> None:
         """Raises TuneError for a rank above the layer's dimensions, and for kinds that PEFT has not for experts."""
-        if rank > (smallest := min(layer.in_features, layer.out_features)):
-            raise TuneError(f"adapter.rank: {rank} is more than {name} has dimensions ({smallest}); lower it")
+        require_rank(name, rank, layer.in_features, layer.out_features)
         if lora.dora or lora.init != "default":
             kind = "dora=true" if lora.dora else f"init={lora.init}"
             raise TuneError(f"adapter.target_modules: {name} are experts, which {kind} has no form for; leave them out")

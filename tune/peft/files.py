@@ -16,7 +16,14 @@ from torch import nn
 from tune.checkpointers.export import SavesItself
 from tune.distributed import World, full_tensor, local_shard
 from tune.errors import TuneError
-from tune.peft.adapters import adapted_modules, disk_module_name, disk_module_names, is_tied, stacked_experts
+from tune.peft.adapters import (
+    adapted_modules,
+    disk_module_name,
+    disk_module_names,
+    is_tied,
+    joined_experts,
+    stacked_modules,
+)
 from tune.peft.experts import LoRAExperts, joined, parted
 from tune.peft.lora import LoRA, LoRALinear
 from tune.peft.tokens import TokenRows
@@ -73,7 +80,10 @@ def read_adapter(path: str) -> LoRA:
     if not file.exists():
         found = ", ".join(sorted(child.name for child in Path(path).glob("*"))[:8]) or "nothing"
         raise TuneError(f"adapter.path: {path} has no {CONFIG}; found {found}")
-    settings = json.loads(file.read_text())
+    try:
+        settings = json.loads(file.read_text())
+    except ValueError as error:
+        raise TuneError(f"{file} is not JSON: {error}") from error
     if settings.get("peft_type") != "LORA":
         raise TuneError(f"{file}: peft_type is {settings.get('peft_type')!r}; only LORA is supported")
     unsupported = {
@@ -83,6 +93,9 @@ def read_adapter(path: str) -> LoRA:
     for name, supported in unsupported.items():
         if settings.get(name, supported) not in (supported, None, [], {}):
             raise TuneError(f"{file}: {name}={settings[name]!r} is not supported; supported: {supported!r}")
+    targets = "target_parameters" if settings.get("target_parameters") else "target_modules"
+    if missing := [name for name in ("r", "lora_alpha", targets) if not settings.get(name)]:
+        raise TuneError(f"{file} has no {' and no '.join(missing)}; PEFT's save_pretrained writes it")
     tokens = settings.get("trainable_token_indices") or []
     if isinstance(tokens, dict):  # by module
         if any(each != next(iter(tokens.values())) for each in tokens.values()):
@@ -210,11 +223,11 @@ def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:
     adapted = {each: layer for name, layer in adapted_modules(model).items() for each in disk_module_names(model, name)}
     layers = {name: layer for name, layer in adapted.items() if not isinstance(layer, TokenRows)}
     tokens = {name: layer.tokens for name, layer in adapted.items() if isinstance(layer, TokenRows)}
-    parameters = {disk_module_name(model, name) for name in stacked_experts(model)}
+    parameters = {disk_module_name(model, name) for name in joined_experts(model)}
     # With a frozen start the exported rank is twice the trained one, at the same scaling.
     rank_factor = 1 if lora.init == "default" else 2
     alpha_factor = math.sqrt(rank_factor) if lora.rank_stabilized else rank_factor
-    whole = sorted({name.rpartition(".")[0] for name, _ in _trained_whole(model)})
+    whole = sorted({name.rpartition(".")[0] for name, _ in _whole_parameters(model)})
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -244,9 +257,7 @@ def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:
 def _shortest(model: nn.Module, adapted: set[str]) -> list[str]:
     """The last parts of the names where they say exactly which layers were adapted; otherwise the names in full."""
     kinds = {name.rpartition(".")[2] for name in adapted}
-    modules = {disk_module_name(model, name) for name, _ in model.named_modules()}
-    stacked = [names for names in getattr(model, "disk_names", {}).values() if isinstance(names, list)]
-    modules |= {name.removesuffix(".weight") for names in stacked for name in names}
+    modules = {disk_module_name(model, name) for name, _ in model.named_modules()} | stacked_modules(model)
     matched = {name for name in modules if name.rpartition(".")[2] in kinds}
     return sorted(kinds if matched == adapted else adapted)
 
@@ -256,7 +267,7 @@ def _parameters(model: nn.Module) -> list[tuple[str | list[str], nn.Parameter, s
     `joined` there, which part of its adapter it is."""
     found: list[tuple[str | list[str], nn.Parameter, str]] = []
     seen: set[nn.Parameter] = set()
-    stacks = stacked_experts(model)
+    stacks = joined_experts(model)
     for name, layer in adapted_modules(model).items():
         for part, ending in layer.PARTS.items():
             parameter = getattr(layer, part)
@@ -267,7 +278,7 @@ def _parameters(model: nn.Module) -> list[tuple[str | list[str], nn.Parameter, s
                 else:
                     found.append((names if isinstance(layer, LoRAExperts) else names[0], parameter, ""))
                 seen.add(parameter)
-    return found + [(f"{PREFIX}{name}", parameter, "") for name, parameter in _trained_whole(model)]
+    return found + [(f"{PREFIX}{name}", parameter, "") for name, parameter in _whole_parameters(model)]
 
 
 def _tensors(names: str | list[str], full: torch.Tensor, part: str) -> dict[str, torch.Tensor]:
@@ -277,7 +288,7 @@ def _tensors(names: str | list[str], full: torch.Tensor, part: str) -> dict[str,
     return {names: joined(part, full) if part else full}
 
 
-def _trained_whole(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _whole_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters of the base that are trained, by their names on disk."""
     names = getattr(model, "disk_names", {})
     parts = {getattr(layer, part) for layer in adapted_modules(model).values() for part in layer.PARTS}

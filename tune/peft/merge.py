@@ -12,7 +12,7 @@ from tune.checkpointers.export import rewritten
 from tune.errors import TuneError
 from tune.models import build
 from tune.models.config_file import ConfigFile
-from tune.peft.adapters import add_adapters, disk_module_name, stacked_experts
+from tune.peft.adapters import add_adapters, disk_module_name, joined_experts
 from tune.peft.experts import LoRAExperts, joined, parted
 from tune.peft.files import BASE_COPY, CONFIG, HEAD, PREFIX, WEIGHTS, read_adapter
 from tune.peft.lora import LoRA, LoRAEmbedding, LoRALinear
@@ -26,8 +26,8 @@ ENDINGS = [*LINEAR.values(), *EMBEDDING.values(), ROWS]
 def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
     """Make `out` the model that `base` with `adapter` is: same names and types, adapted weights changed.
 
-    Never holds more than a file of 5 GB in memory. Products are computed in fp32. `out` appears, or is replaced,
-    when it is complete.
+    Holds the adapter and at most a file of 5 GB in memory. Products are computed in fp32. `out` appears, or is
+    replaced, when it is complete.
 
     Raises:
         TuneError: the adapter has layers, or shapes, that the base has not; the base is quantised.
@@ -79,7 +79,7 @@ def _part_stacks(changes: dict[str, dict[str, Tensor]], base: Path, adapter: Pat
     with torch.device("meta"):
         model = build(str(base))
     add_adapters(model, lora)
-    for name, wrapped in stacked_experts(model).items():
+    for name, wrapped in joined_experts(model).items():
         layer = model.get_submodule(name)
         assert isinstance(layer, LoRAExperts)
         parts = changes.pop(f"{wrapped}.weight", {})
@@ -144,7 +144,7 @@ def _follow_ties(changes: dict[str, dict[str, Tensor]], has_head: bool, adapter:
 
 
 def _merged(weight: Tensor, name: str, parts: dict[str, Tensor], lora: LoRA) -> Tensor:
-    """Computed in fp32."""
+    """What becomes of a weight of the base; products are in fp32."""
     if "" in parts:
         return parts[""]
     if weight.dim() == 3:  # one expert at a time, since all in fp32 would be large
