@@ -79,6 +79,7 @@ def main(cfg):
         schedule=schedule,
         data=data,
         base=weights,
+        adapter=lora,
     )
     start = checkpointer.resume(cfg.resume)
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end

@@ -24,4 +24,5 @@ NonNegativeInt = Annotated[int, Range("a non-negative integer", minimum=0)]
 PositiveFloat = Annotated[float, Range("a positive number", above=0)]
 NonNegativeFloat = Annotated[float, Range("a non-negative number", minimum=0)]
 Fraction = Annotated[float, Range("a number from 0 to below 1", minimum=0, below=1)]
+StepsOrFraction = NonNegativeInt | Fraction
 UnitInterval = Annotated[float, Range("a number from 0 to 1", minimum=0, maximum=1)]

@@ -71,6 +71,12 @@ def test_wrong_settings_are_explained_before_torchrun_starts(recipe: Path) -> No
     assert result.stderr.count("greeting.nam:") == 1  # not once a process
 
 
+def test_wrong_option_of_torchrun(recipe: Path) -> None:
+    result = run("--nproc-per-node", "two", recipe, "greeting.name=x")
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == "error: torchrun: Unsupported nproc_per_node value: two"
+
+
 def test_help_of_a_recipe_needs_no_torchrun(recipe: Path) -> None:
     result = run("--nproc-per-node", "2", recipe, "--help")
     assert result.stdout.splitlines()[0] == "A recipe of one's own."

@@ -264,6 +264,8 @@ def test_preferences_of_no_use(tokenizer):
         "longer than max_seq_len": {"prompt": "a", "chosen": "b" * 30, "rejected": "c"},
     }
     assert [preference_pairs(row, reader) for row in reasons.values()] == [*reasons]
+    silence = {"role": "assistant", "content": ""}
+    assert preference_pairs({"chosen": [ASK, SAY], "rejected": [ASK, silence]}, reader) == "empty rejected"
     assert labelled_sample({"prompt": "a", "completion": "", "label": 0}, reader) == "empty completion"
     assert labelled_sample({"prompt": "a", "completion": "b", "label": 0}, reader).is_good is False
 

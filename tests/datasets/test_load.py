@@ -61,7 +61,7 @@ def test_labels_are_the_assistant_mask_of_transformers_shifted_by_one(folder, to
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(st.text(), st.text()), min_size=1, max_size=4))
+@given(st.lists(st.tuples(st.text(), st.text(min_size=1)), min_size=1, max_size=4))
 def test_all_answers_are_learned_and_nothing_else(tokenizer, write, turns):
     roles = ("user", "assistant")
     messages = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
@@ -101,6 +101,20 @@ def test_columns_of_other_names(tokenizer, write):
     file = write({"question": "1+1=", "answer": "2", "id": 7})
     data = load(tokenizer, file, max_seq_len=100, columns={"prompt": "question", "completion": "answer"})
     assert learned(data, tokenizer) == [("<s>1+1=2</s>", "2</s>")]
+
+
+def test_a_column_of_another_name_is_not_read_by_its_own_too(tokenizer, write):
+    """`input` is also a column of the format, put behind the instruction."""
+    file = write({"input": "1+1=", "output": "2"})
+    named = load(tokenizer, file, max_seq_len=100, columns={"instruction": "input", "output": "output"})
+    assert learned(named, tokenizer) == learned(
+        load(tokenizer, write({"instruction": "1+1=", "output": "2"}), max_seq_len=100), tokenizer
+    )
+
+
+def test_columns_that_are_named_decide_the_format(tokenizer, write):
+    file = write({"instruction": "a", "output": "b", "story": "c"})
+    assert load(tokenizer, file, max_seq_len=100, columns={"text": "story"}).accounting.format == "text"
 
 
 def test_tools_reach_the_template(folder, tokenizer, write):
@@ -284,6 +298,10 @@ def test_split_of_a_file(tokenizer, write):
         (
             {"prompt": "promp"},
             r"columns\.prompt=promp: data\.jsonl:1 has no such column \(did you mean prompt\?\)",
+        ),
+        (
+            {"prompt": "prompt", "output": "completion"},
+            r"columns: no format has prompt and output together; known are messages; .*; instruction \+ output;",
         ),
     ],
 )

@@ -115,10 +115,11 @@ def by_hand(request, byte_checkpoint, tmp_path_factory):
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+ANSWER = TEXT.filter(bool)  # one without content is not learned
 
 
 @MODES
-@given(turns=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4))
+@given(turns=st.lists(st.tuples(TEXT, ANSWER), min_size=1, max_size=4))
 def test_labels_are_those_made_by_hand(by_hand, turns):
     tokenizer, (start, before, between, end, behind) = by_hand
     space = " " if before == "<s>[INST] " else ""  # which Llama 2 puts around an answer
@@ -132,7 +133,7 @@ def test_labels_are_those_made_by_hand(by_hand, turns):
 
 
 @MODES
-@given(turns=st.lists(st.tuples(TEXT, TEXT), min_size=2, max_size=4))
+@given(turns=st.lists(st.tuples(TEXT, ANSWER), min_size=2, max_size=4))
 def test_mask_of_a_prefix_is_a_prefix_of_the_mask(by_hand, turns):
     tokenizer, _ = by_hand
     whole, part = read(tokenizer, chat(turns)), read(tokenizer, chat(turns[:-1]))

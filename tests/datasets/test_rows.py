@@ -282,6 +282,7 @@ def my_data(tmp_path, monkeypatch):
         "def fails(row): return row['nothing']\n"
         "def strange(row): return 5\n"
         "def columns(row): return {'question': 'a'}\n"
+        "def breaks():\n    yield {'text': 'one'}\n    raise KeyError('nothing')\n"
         "def five(): return 5\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -344,8 +345,10 @@ def test_functions_and_formats_that_do_not_work(tokenizer, numbers, options, mes
 
 @pytest.mark.usefixtures("my_data")
 def test_generator_function_that_is_none(tokenizer):
-    with pytest.raises(TuneError, match="python:five gave int; it must yield rows"):
+    with pytest.raises(TuneError, match=r"python:my_data\.five gave int; it must yield rows"):
         load(tokenizer, "python:my_data.five", max_seq_len=100)
+    with pytest.raises(TuneError, match=r"python:my_data\.breaks fails behind row 1: KeyError: 'nothing'"):
+        load(tokenizer, "python:my_data.breaks", max_seq_len=100)
 
 
 # a pure function that may be sent anywhere

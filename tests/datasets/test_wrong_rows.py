@@ -252,12 +252,20 @@ def test_whatever_a_row_is_it_becomes_something(tokenizer, row):
 
 def test_rows_of_no_use_are_counted(read):
     rows = {
-        "empty completion": [{"prompt": "a", "completion": ""}, {"prompt": "a", "completion": None}],
+        "empty completion": [
+            {"prompt": "a", "completion": ""},
+            {"prompt": "a", "completion": None},
+            {"prompt": [USER], "completion": [{**ASSISTANT, "content": ""}]},
+        ],
         "empty output": [{"instruction": "a", "output": ""}],
         "empty instruction": [{"instruction": "", "input": "", "output": "a"}],
         "empty input_ids": [{"input_ids": []}],
         "no assistant message": [chat(USER)],
-        "no message to learn": [chat(USER, {**ASSISTANT, "train": False})],
+        "no message to learn": [
+            chat(USER, {**ASSISTANT, "train": False}),
+            chat(USER, {**ASSISTANT, "content": ""}),
+            chat(USER, {**ASSISTANT, "content": "", "tool_calls": []}),
+        ],
         "fully masked": [{"input_ids": [1, 2], "labels": [-100, -100]}],
     }
     for reason, useless in rows.items():
@@ -267,6 +275,15 @@ def test_rows_of_no_use_are_counted(read):
             read("data.jsonl", "\n".join(map(json.dumps, useless)))
     accounting = read("data.jsonl", '{"text": ""}\n{"text": null}\n{"text": "a"}').accounting
     assert (accounting.kept, accounting.dropped) == (1, {"empty text": 2})
+
+
+def test_an_empty_answer_among_others_is_not_learned(read):
+    data = read("data.jsonl", json.dumps(chat(USER, {**ASSISTANT, "content": ""}, USER, ASSISTANT)))
+    alone = read("data.jsonl", json.dumps(chat(USER, ASSISTANT)))
+    assert data.accounting.remarks == {"empty answer, not learned": 1}
+    assert data.accounting.supervised_tokens == alone.accounting.supervised_tokens
+    whole = read("data.jsonl", json.dumps(chat(USER, {**ASSISTANT, "content": ""})), train_on="all").accounting
+    assert whole.supervised_tokens == whole.tokens - 1 and not whole.remarks
 
 
 def test_a_huge_row_is_a_row_like_others(read):

@@ -100,6 +100,7 @@ def test_peft_loads_it_and_computes_the_same(folder, lora, tmp_path, request):
     [
         ("checkpoint", {"rank_pattern": {"up_proj": 2}}),
         ("checkpoint", {"use_dora": True}),
+        ("checkpoint", {"init_lora_weights": "gaussian"}),
         ("checkpoint", {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
         ("checkpoint", {"modules_to_save": ["lm_head", "embed_tokens"]}),
         ("checkpoint", {"trainable_token_indices": {"embed_tokens": [5, 9], "lm_head": [5, 9]}}),
@@ -134,6 +135,25 @@ def test_an_embedding_trained_apart_from_its_tied_head_is_refused(tied_checkpoin
         load_adapter(ours, str(tmp_path / "adapter"))
     with pytest.raises(TuneError, match="changes the embedding apart from the output head"):
         merge(tied_checkpoint, tmp_path / "adapter", tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' took the adapter's start out of the base"),
+        ({"init_lora_weights": "olora"}, "path_initial_model_for_weight_conversion"),
+        ({"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens=\[5, 6\] is not supported"),
+    ],
+)
+def test_an_adapter_that_is_not_the_base_plus_a_product_is_refused(checkpoint, settings, message, tmp_path):
+    """Its tensors would fit."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    config = peft.LoraConfig(r=4, target_modules=["k_proj"], task_type="CAUSAL_LM", **settings)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(TuneError, match=message):
+        read_adapter(str(tmp_path / "adapter"))
+    with pytest.raises(TuneError, match=message):
+        merge(checkpoint, tmp_path / "adapter", tmp_path / "merged")
 
 
 def test_another_embedding_than_the_adapter_was_trained_on_is_refused(checkpoint, tmp_path):
@@ -222,6 +242,10 @@ def test_counts(checkpoint):
         (LoRA(target_modules=["q_prj"]), "'q_prj' matches no layer. Did you mean 'q_proj'?"),
         (LoRA(target_modules=r".*\.nothing"), "matches no layer"),
         (
+            LoRA(target_modules="q_proj"),
+            "must match a layer's whole name. To name layers give a list: adapter.target_mo",
+        ),
+        (
             LoRA(target_modules=["input_layernorm"]),
             "neither a linear layer nor an embedding; only those are adapted. To train it whole: ",
         ),
@@ -245,6 +269,7 @@ def test_refused(checkpoint, lora, message):
     ("lora", "message"),
     [
         (LoRA(target_modules=["embed_tokens"]), "is the embedding and the output head at once"),
+        (LoRA(target_modules=["lm_head"]), r"Train it whole, adapter.modules_to_save=\[model.embed_tokens\]"),
         (LoRA(modules_to_save=["lm_head"]), "lm_head is tied to the embedding in this model; name the embedding"),
     ],
 )

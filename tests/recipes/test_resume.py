@@ -97,6 +97,12 @@ def test_a_finished_run_only_exports_again(uninterrupted, settings, run_recipe, 
     assert changed == {"config.yaml", "log.txt"}  # the first names its output_dir
 
 
+def test_steps_that_the_epochs_do_not_reach_are_told(uninterrupted, settings, run_recipe, capsys, tmp_path):
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
+    assert run_recipe([*settings, f"output_dir={run}", "max_steps=7"]) == 0
+    assert "max_steps=7 is not reached: epochs=2 ends before" in capsys.readouterr().out
+
+
 def test_a_longer_run_continues_a_shorter_one(uninterrupted, settings, run_recipe, tmp_path):
     """Possible where the learning rate does not depend on the number of steps."""
     constant = ["schedule._component_=tune.optimizers.constant", f"output_dir={tmp_path}"]

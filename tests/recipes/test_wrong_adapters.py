@@ -82,6 +82,30 @@ def test_adapter_with_a_damaged_file(adapter, inputs, run_recipe, capfd):
     assert "adapter_model.safetensors cannot be read" in capfd.readouterr().err
 
 
+def test_adapter_in_the_folder_of_a_full_finetuning(inputs, run_recipe, capfd):
+    assert run_recipe(inputs.settings(), lora_finetune) == 2
+    assert "step-00000002 is of another recipe" in capfd.readouterr().err
+
+
+CHANGED = {
+    "adapter.alpha=8": "alpha was 32 and is now 8",
+    "adapter.rank_stabilized=true": "rank_stabilized was False and is now True",
+    "adapter.init=olora": "init was default and is now olora",
+    "adapter.trainable_tokens=[7,8]": "trainable_tokens was [5, 6] and is now [7, 8]",
+}
+
+
+def test_continued_with_other_settings(inputs, run_recipe, capfd):
+    """Names and shapes of what is trained are the same with all of these."""
+    settings = [*inputs.settings(), f"output_dir={inputs.folder / 'new'}", "adapter.trainable_tokens=[5,6]"]
+    assert run_recipe([*settings, "max_steps=1"], lora_finetune) == 0
+    for setting, says in CHANGED.items():
+        capfd.readouterr()
+        assert run_recipe([*settings, setting], lora_finetune) == 2
+        assert f"the checkpoint was made with another adapter: {says}" in capfd.readouterr().err
+    assert run_recipe([*settings, "adapter.dropout=0.1"], lora_finetune) == 0
+
+
 def test_merging_into_quantised_weights(adapter, inputs, capfd):
     inputs.change_json("config.json", quantization_config={"quant_method": "gptq", "bits": 4})
     assert fails(["merge", str(inputs.model), str(adapter), str(inputs.folder / "out")]) == 2

@@ -114,6 +114,21 @@ def no_model_folder(inputs):
     return [f"model.path={inputs.folder / 'nowhere'}"]
 
 
+@wrong("model.path: Qwen/Qwen3-0.6B does not exist", "got by `tune download Qwen/Qwen3-0.6B`")
+def model_path_of_the_hub(inputs):
+    return ["model.path=Qwen/Qwen3-0.6B"]
+
+
+@wrong("schedule.warmup: 1.5 is not a non-negative integer or a number from 0 to below 1")
+def warmup_of_one_and_a_half(inputs):
+    return ["schedule.warmup=1.5"]
+
+
+@wrong("validate_every: there is nothing to validate on", "dataset.validation_fraction")
+def validation_without_rows(inputs):
+    return ["validate_every=1"]
+
+
 @wrong("model.path", "is a file", "must be a folder")
 def model_path_of_a_file(inputs):
     return [f"model.path={inputs.model / 'model.safetensors'}"]
@@ -429,6 +444,16 @@ def resume_with_a_wider_model(inputs):
 @wrong("resume", "step-00000002 cannot be read into this model and optimizer", "momentum_buffer")
 def resume_with_another_optimizer(inputs):
     return ["optimizer._component_=torch.optim.SGD", "optimizer.momentum=0.9", "optimizer.fused=false"]
+
+
+@wrong("resume", "step-00000002 is of another optimizer, it has exp_avg, exp_avg_sq, step", "another output_dir")
+def resume_with_an_optimizer_without_states(inputs):
+    return ["optimizer._component_=torch.optim.SGD", "optimizer.fused=false"]
+
+
+@wrong("resume", "that of step 2, and this run ends with step 1", "Raise max_steps or epochs")
+def resume_behind_the_last_step(inputs):
+    return ["max_steps=1"]
 
 
 @wrong("resume", "continuing after step 1 would replace", "step-00000002", "another output_dir")

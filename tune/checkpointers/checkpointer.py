@@ -39,7 +39,8 @@ class Checkpointer:
     `async_` the state is copied at the call and written in a thread while training goes on.
 
     Of the optimizer's parameter groups, a checkpoint has what training has changed; settings are those of today. Frozen
-    parameters are not in it: `base`, which gives them, says at a restoration whether it still does.
+    parameters are not in it: `base`, which gives them, says at a restoration whether it still does, and `adapter`,
+    whose settings say what the trained ones mean, whether it is the same.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Checkpointer:
         schedule: Stateful,
         data: Stateful,
         base: Stateful | None = None,
+        adapter: Stateful | None = None,
         every: PositiveInt | None = 500,
         keep: PositiveInt | None = 2,
         async_: bool = True,
@@ -59,7 +61,8 @@ class Checkpointer:
         self.folder, self.world = folder, world
         self.model, self.optimizer = model, optimizer
         self.settings = [dict(group) for group in optimizer.param_groups]
-        self.small: dict[str, Stateful] = {"schedule": schedule, "data": data} | ({"base": base} if base else {})
+        small = {"schedule": schedule, "data": data, "base": base, "adapter": adapter}
+        self.small: dict[str, Stateful] = {name: part for name, part in small.items() if part is not None}
         self.every, self.keep, self.asynchronous = every, keep, async_
         self.group = _background_group(dist.group.WORLD)
         self.background = ThreadPoolExecutor(max_workers=1)
@@ -78,6 +81,10 @@ class Checkpointer:
         if path is None:
             return 0
         small = json.loads((path / "state.json").read_text())
+        if small.keys() - {"step", "groups"} != self.small.keys():
+            raise TuneError(
+                f"resume: {path} is of another recipe. Continue it with that one, or give another output_dir"
+            )
         for name, part in self.small.items():  # first, since it may find that this is not the same training
             part.load_state_dict(small[name])
         if (newest := self.newest()) and newest.name > f"step-{small['step']:08d}":
@@ -95,7 +102,7 @@ class Checkpointer:
                 "settings (and, where the states are low-bit, the number of processes); or, if the files are damaged, "
                 "remove that folder and continue from the checkpoint before it"
             ) from error
-        _require_same_parameters(path, model)
+        _require_same_names(path, state)
         groups = optimizer["param_groups"]
         if len(groups) != len(small["groups"]):
             raise TuneError(
@@ -197,19 +204,27 @@ def _on_host(value: Any) -> Any:
     return kind.__tensor_unflatten__(parts, context, value.size(), value.stride())
 
 
-def _require_same_parameters(path: Path, model: dict[str, Any]) -> None:
+def _require_same_names(path: Path, state: dict[str, Any]) -> None:
     """DCP finds what is missing in a checkpoint, but not what is left over."""
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    unknown = sorted({name.removeprefix("model.") for name in saved if name.startswith("model.")} - model.keys())
+    unknown = sorted(
+        {name.removeprefix("model.") for name in saved if name.startswith("model.")} - state["model"].keys()
+    )
     if unknown:
         names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
         raise TuneError(f"resume: {path} is of another model, it has {names}. Restore the settings of that run")
+    kinds = {name.rpartition(".")[2] for name in saved if name.startswith("optimizer.")}
+    if unknown := sorted(kinds - {kind for states in state["optimizer"].values() for kind in states}):
+        raise TuneError(
+            f"resume: {path} is of another optimizer, it has {', '.join(unknown)}. Restore optimizer._component_ and "
+            "its settings, or start anew with resume=never and another output_dir"
+        )
 
 
 def _cause(error: BaseException) -> str:
     if not isinstance(error, CheckpointException):
         return str(error)
-    causes = {str(failure[0]) or repr(failure[0]) for failure in error.failures.values()}
+    causes = {str(failure[0]).rstrip(".") or repr(failure[0]) for failure in error.failures.values()}
     # The second is how torch's writer says it when a file takes only a part of what it is given.
     return "; ".join(sorted("No space left on device" if "unexpected pos" in cause else cause for cause in causes))
 

@@ -62,6 +62,8 @@ def launch(options: list[str], recipe: Path, settings: list[str]) -> None:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         torchrun.run(torchrun.parse_args([*options, str(recipe), *settings]))
+    except ValueError as error:  # of an option
+        raise TuneError(f"torchrun: {error}") from error
     except SignalException:  # passed on to the processes, which have saved a checkpoint
         sys.exit(130)
     except ChildFailedError as error:

@@ -24,6 +24,9 @@ HELD_OUT_IN_VAIN = (
     "the rows it holds out would be used nowhere, as validation_dataset is what is validated on. Set it to 0, or "
     "leave the validation dataset out."
 )
+NOTHING_TO_VALIDATE_ON = (
+    "there is nothing to validate on. Give validation_dataset.path or dataset.validation_fraction, or set it to null."
+)
 
 
 def conflicts(cfg: DictConfig) -> Iterator[tuple[str, str]]:
@@ -42,3 +45,6 @@ def conflicts(cfg: DictConfig) -> Iterator[tuple[str, str]]:
             for place in [dataset, *(f"{dataset}.sources.{name}" for name in names)]:
                 if value(f"{place}.validation_fraction"):
                     yield f"{place}.validation_fraction", HELD_OUT_IN_VAIN
+    is_loaded = value("dataset._component_") == "tune.datasets.load" and not value("dataset.validation_fraction")
+    if value("validate_every") and is_loaded and value("validation_dataset.path", default=True) is None:
+        yield "validate_every", NOTHING_TO_VALIDATE_ON

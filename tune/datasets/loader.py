@@ -97,13 +97,19 @@ class DataLoader:
         return {"step": self._step, "position": asdict(self._position), **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue behind a saved step. Raises TuneError if the data, their order or their batches are others."""
+        """Continue behind a saved step. Raises TuneError if the data, their order or their batches are others, or if
+        the run ends before that step."""
         now = self._identity()
         changed = [f"{name} was {state[name]} and is now {now[name]}" for name in now if state[name] != now[name]]
         if changed:
             raise TuneError(
                 f"the checkpoint was made with other data: {'; '.join(changed)}. Restore these settings (fingerprint: "
                 "the dataset, tokenizer, max_seq_len, packed), or start anew with resume=never and another output_dir"
+            )
+        if state["step"] > self._steps:
+            raise TuneError(
+                f"resume: the checkpoint is that of step {state['step']}, and this run ends with step {self._steps}. "
+                "Raise max_steps or epochs, or start anew with resume=never and another output_dir"
             )
         self._step, self._position = state["step"], Position(**state["position"])
 

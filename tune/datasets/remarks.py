@@ -2,13 +2,13 @@
 
 import json
 
-from tune.datasets.formats import Chat
+from tune.datasets.formats import Chat, is_empty_answer
 from tune.tokenizers import Tokenizer
 
 
 def remarks(chat: Chat, text: str, tokenizer: Tokenizer) -> list[str]:
-    """Of a conversation and its rendering: the roles that the template leaves out, and special tokens that messages
-    spell out, which the model then reads as these tokens."""
+    """Of a conversation and its rendering: the roles that the template leaves out, special tokens that messages
+    spell out, which the model then reads as these tokens, and answers without content."""
     found = [
         f"{message['role']} left out by the template"
         for message in chat.messages
@@ -17,6 +17,8 @@ def remarks(chat: Chat, text: str, tokenizer: Tokenizer) -> list[str]:
     for message in chat.messages:
         spelled = tokenizer.special_tokens_in(message.get("content") or "")
         found += [f"{token} spelled in {message['role']} text" for token in spelled]
+    if any(is_empty_answer(message) and not message["train"] for message in chat.messages):
+        found.append("empty answer, not learned")
     return list(dict.fromkeys(found))
 
 

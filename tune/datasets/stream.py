@@ -146,7 +146,8 @@ class Stream:
         return window
 
     def _window(self, parts: list[Part], row: int) -> Dataset:
-        accounting = Accounting(f"{self.name}, streamed: rows {row + 1:,} to {row + CHUNK * len(parts):,}")
+        rows = f", streamed: rows {row + 1:,} to {row + CHUNK * len(parts):,}" if parts else ""
+        accounting = Accounting(f"{self.name}{rows}")
         data = Dataset(in_memory(parts, self.max_seq_len, accounting), accounting, self.pack_to)
         if self.vocab_size:
             data.require_vocabulary(self.vocab_size)

@@ -8,7 +8,7 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Literal
 
-from tune.datasets.formats import Chat
+from tune.datasets.formats import Chat, is_empty_answer
 from tune.errors import TuneError
 from tune.tokenizers import Message, Tokenizer
 
@@ -27,12 +27,14 @@ def learned_roles(train_on: TrainOn) -> Iterable[str]:
 
 
 def flagged(chat: Chat, train_on: TrainOn) -> Chat:
-    """The conversation with `train` in every message: the message's own, or what `train_on` says."""
+    """The conversation with `train` in every message: the message's own, or what `train_on` says. An answer without
+    content is not learned unless the message, or `all`, says so: the model would learn to say nothing."""
     roles = learned_roles(train_on)
     said = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
     messages = []
     for index, message in enumerate(chat.messages):
-        train = message.get("train", message["role"] in roles and (train_on != "last" or index == said[-1]))
+        learned = message["role"] in roles and (train_on != "last" or index == said[-1])
+        train = message.get("train", learned and (train_on == "all" or not is_empty_answer(message)))
         train = train and (index >= chat.prompt or train_on == "all")
         messages.append({**message, "train": train})
     return replace(chat, messages=messages)

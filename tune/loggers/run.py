@@ -78,6 +78,10 @@ class Run:
         self.info(f"the first row ({'what is learned'.join(MARKS)}; first_row.txt has all of it):\n{start}")
         an_epoch = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
         self.info(f"{len(data):,} optimizer steps{an_epoch}")
+        if (max_steps := self.cfg.get("max_steps") or 0) > len(data):
+            self.info(
+                f"max_steps={max_steps:,} is not reached: epochs={self.cfg.epochs} ends before. Raise epochs to go on"
+            )
         self.data = accounting.as_dict() | {"steps_per_epoch": data.steps_per_epoch}
         self.stream = data.dataset if isinstance(data.dataset, Stream) else None
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -30,7 +31,11 @@ class ConfigFile:
         self.path = folder / "config.json"
         if not folder.is_dir():
             what = "is a file" if folder.exists() else "does not exist"
-            raise TuneError(f"model.path: {folder} {what}; it must be a folder with config.json and *.safetensors")
+            is_of_the_hub = not folder.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder))
+            hint = f". A model of the hub is got by `tune download {folder}`" if is_of_the_hub else ""
+            raise TuneError(
+                f"model.path: {folder} {what}; it must be a folder with config.json and *.safetensors{hint}"
+            )
         if not self.path.exists():
             found = ", ".join(sorted(child.name for child in folder.iterdir())[:8]) or "nothing: it is empty"
             raise TuneError(f"model.path: {folder} has no config.json; found {found}")

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from tune.errors import TuneError
-from tune.types import NonNegativeFloat, NonNegativeInt, UnitInterval
+from tune.types import StepsOrFraction, UnitInterval
 
 
 class Schedule(LRScheduler):
@@ -38,7 +38,7 @@ class Schedule(LRScheduler):
             group["lr"] = rate
 
 
-def constant(optimizer: Optimizer, total_steps: int, warmup: NonNegativeInt | NonNegativeFloat = 0) -> Schedule:
+def constant(optimizer: Optimizer, total_steps: int, warmup: StepsOrFraction = 0) -> Schedule:
     """The learning rate stays as it is."""
     return _schedule(optimizer, total_steps, warmup, lambda progress: 1.0)
 
@@ -46,7 +46,7 @@ def constant(optimizer: Optimizer, total_steps: int, warmup: NonNegativeInt | No
 def linear(
     optimizer: Optimizer,
     total_steps: int,
-    warmup: NonNegativeInt | NonNegativeFloat = 0,
+    warmup: StepsOrFraction = 0,
     min_ratio: UnitInterval = 0.0,
 ) -> Schedule:
     """A straight line down to `min_ratio`."""
@@ -56,7 +56,7 @@ def linear(
 def cosine(
     optimizer: Optimizer,
     total_steps: int,
-    warmup: NonNegativeInt | NonNegativeFloat = 0,
+    warmup: StepsOrFraction = 0,
     min_ratio: UnitInterval = 0.0,
 ) -> Schedule:
     """Half a cosine down to `min_ratio` (Loshchilov and Hutter, 2017, without restarts)."""
@@ -71,7 +71,7 @@ def cosine(
 def warmup_stable_decay(
     optimizer: Optimizer,
     total_steps: int,
-    warmup: NonNegativeInt | NonNegativeFloat = 0,
+    warmup: StepsOrFraction = 0,
     decay: UnitInterval = 0.2,
     min_ratio: UnitInterval = 0.0,
 ) -> Schedule:
@@ -83,9 +83,7 @@ def warmup_stable_decay(
     return _schedule(optimizer, total_steps, warmup, shape)
 
 
-def inverse_square_root(
-    optimizer: Optimizer, total_steps: int, warmup: NonNegativeInt | NonNegativeFloat = 0.03
-) -> Schedule:
+def inverse_square_root(optimizer: Optimizer, total_steps: int, warmup: StepsOrFraction = 0.03) -> Schedule:
     """Falls with the square root of the step after warm-up (Vaswani et al., 2017)."""
     steps = max(1, _warmup_steps(warmup, total_steps))
 

@@ -152,6 +152,11 @@ def _targets(model: nn.Module, lora: LoRA) -> dict[str, Any]:
                 f"adapter.target_modules: '{wanted}' is not a regular expression ({error}). To name layers give a list"
             ) from error
         chosen = [name for name in layers if any(pattern.fullmatch(known) for known in _names(model, name))]
+        if not chosen and any(_ends_with(known, [wanted]) for name in layers for known in _names(model, name)):
+            raise TuneError(
+                f"adapter.target_modules: '{wanted}' is a regular expression, which must match a layer's whole name. "
+                f"To name layers give a list: adapter.target_modules=[{wanted}]"
+            )
     else:
         chosen = [name for name in layers if any(_ends_with(known, wanted) for known in _names(model, name))]
         for each in wanted:
@@ -229,11 +234,7 @@ def _require_used_patterns(model: nn.Module, lora: LoRA, targets: Mapping[str, n
 def _require_adaptable(model: nn.Module, name: str, layer: nn.Module, lora: LoRA) -> None:
     known = disk_module_name(model, name)
     if is_tied(model, layer):
-        raise TuneError(
-            f"adapter.target_modules: {known} is the embedding and the output head at once, and an adapter would "
-            f"change one of its two uses. Train it whole, adapter.modules_to_save=[{known}], or some tokens of it, "
-            "adapter.trainable_tokens=[...]"
-        )
+        raise _is_tied(known, known)
     if isinstance(layer, nn.Embedding) and (lora.dora or lora.init != "default" or type(layer) is not nn.Embedding):
         kind = "dora=true" if lora.dora else f"init={lora.init}" if lora.init != "default" else type(layer).__name__
         raise TuneError(f"adapter.target_modules: {known} is an embedding, which {kind} has no form for; leave it out")
@@ -245,10 +246,6 @@ def _trained_whole(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Module
     for wanted in lora.modules_to_save:
         found = [name for name in modules if any(_ends_with(known, [wanted]) for known in _names(model, name))]
         if not found:
-            if wanted in ("lm_head", "head", "output") and any(is_tied(model, each) for each in modules.values()):
-                raise TuneError(
-                    f"adapter.modules_to_save: {wanted} is tied to the embedding in this model; name the embedding"
-                )
             raise _no_match(model, "modules_to_save", wanted, modules)
         chosen |= {name: modules[name] for name in found}
     for name, module in chosen.items():
@@ -311,7 +308,21 @@ def _ends_with(name: str, endings: list[str]) -> bool:
     return any(name == ending or name.endswith(f".{ending}") for ending in endings)
 
 
+def _is_tied(wanted: str, embedding: str) -> TuneError:
+    return TuneError(
+        f"adapter.target_modules: {wanted} is the embedding and the output head at once, and an adapter would change "
+        f"one of its two uses. Train it whole, adapter.modules_to_save=[{embedding}], or some tokens of it, "
+        "adapter.trainable_tokens=[...]"
+    )
+
+
 def _no_match(model: nn.Module, setting: str, wanted: str, candidates: Mapping[str, nn.Module]) -> TuneError:
+    tied = [name for name, each in candidates.items() if isinstance(each, nn.Embedding) and is_tied(model, each)]
+    if tied and wanted in ("lm_head", "head", "output"):
+        embedding = disk_module_name(model, tied[0])
+        if setting == "target_modules":
+            return _is_tied(wanted, embedding)
+        return TuneError(f"adapter.{setting}: {wanted} is tied to the embedding in this model; name the embedding")
     modules = [known for name, _ in model.named_modules() for known in _names(model, name)]
     others = [name for name in modules if _ends_with(name, [wanted])]
     if others and setting == "modules_to_save":

@@ -32,6 +32,7 @@ from tune.types import Fraction, PositiveFloat, PositiveInt
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, BASE_COPY = "base_model.model.", ".base_layer.weight"
 HEAD = "lm_head.weight"
+BESIDE_THE_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")  # starts that leave the base as it is
 
 
 def adapter(
@@ -88,7 +89,8 @@ def read_adapter(path: str) -> LoRA:
         raise TuneError(f"{file}: peft_type is {settings.get('peft_type')!r}; only LORA is supported")
     unsupported = {
         "bias": "none", "fan_in_fan_out": False, "layers_to_transform": None, "layer_replication": None,
-        "lora_bias": False, "use_qalora": False,
+        "lora_bias": False, "use_qalora": False, "use_bdlora": None, "arrow_config": None,
+        "alora_invocation_tokens": None, "kasa_config": None, "monteclora_config": None,
     }  # fmt: skip
     for name, supported in unsupported.items():
         if settings.get(name, supported) not in (supported, None, [], {}):
@@ -96,6 +98,11 @@ def read_adapter(path: str) -> LoRA:
     targets = "target_parameters" if settings.get("target_parameters") else "target_modules"
     if missing := [name for name in ("r", "lora_alpha", targets) if not settings.get(name)]:
         raise TuneError(f"{file} has no {' and no '.join(missing)}; PEFT's save_pretrained writes it")
+    if (init := settings.get("init_lora_weights", True)) not in (*BESIDE_THE_BASE, None):
+        raise TuneError(
+            f"{file}: init_lora_weights={init!r} took the adapter's start out of the base, and it does not fit the "
+            "original one. Have PEFT write it for that: save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
     tokens = settings.get("trainable_token_indices") or []
     if isinstance(tokens, dict):  # by module
         if any(each != next(iter(tokens.values())) for each in tokens.values()):

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,21 @@ class LoRA:
 
     def scaling(self, rank: int, alpha: float) -> float:
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Settings that decide what the trained parameters mean, and that their names and shapes do not show."""
+        names = ("rank", "alpha", "alpha_pattern", "rank_stabilized", "init", "trainable_tokens")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore. Raises TuneError if the state is that of another adapter."""
+        now = self.state_dict()
+        changed = [f"{name} was {state[name]} and is now {now[name]}" for name in now if state[name] != now[name]]
+        if changed:
+            raise TuneError(
+                f"resume: the checkpoint was made with another adapter: {'; '.join(changed)}. Restore these settings, "
+                "or start anew with resume=never and another output_dir"
+            )
 
 
 class LoRALinear(nn.Linear):

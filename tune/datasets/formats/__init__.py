@@ -2,6 +2,7 @@
 
 from tune.datasets.formats.content import Chat, Content, Plain, Row, Tokens, shown, suggestion
 from tune.datasets.formats.formats import FORMATS, Format, recognise, renamed
+from tune.datasets.formats.messages import is_empty_answer
 
 __all__ = [
     "FORMATS",
@@ -11,6 +12,7 @@ __all__ = [
     "Plain",
     "Row",
     "Tokens",
+    "is_empty_answer",
     "recognise",
     "renamed",
     "shown",

@@ -4,12 +4,12 @@ A function returns a string, the reason, for a row of no use (it is dropped and 
 row is a mistake.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tune.datasets.formats.content import Chat, Content, Plain, Row, Tokens, shown, suggestion
-from tune.datasets.formats.messages import checked_messages, checked_tools, conversation
+from tune.datasets.formats.messages import checked_messages, checked_tools, conversation, is_empty_answer
 from tune.errors import TuneError
 
 IGNORED = -100
@@ -49,8 +49,10 @@ def continuation(prompt: object, answer: object, column: str, row: Row) -> Conte
     if answer is None or answer in ("", []):
         return f"empty {column}"
     if isinstance(prompt, list) and isinstance(answer, list):
-        before = checked_messages(prompt, "prompt")
-        return Chat(before + checked_messages(answer, column), checked_tools(row.get("tools")), prompt=len(before))
+        before, behind = checked_messages(prompt, "prompt"), checked_messages(answer, column)
+        if all(map(is_empty_answer, behind)):
+            return f"empty {column}"
+        return Chat(before + behind, checked_tools(row.get("tools")), prompt=len(before))
     for name, value in (("prompt", prompt), (column, answer)):
         if not isinstance(value, str):
             raise TuneError(
@@ -120,7 +122,8 @@ FORMATS = (
 
 
 def recognise(row: Row, columns: Mapping[str, str], place: str, formats: tuple[Format, ...] = FORMATS) -> Format:
-    """The first of the `formats` that has its columns in the row. `columns` gives the data's name for a format's."""
+    """The first of the `formats` that has its columns in the row. `columns` gives the data's name for a format's, and
+    leaves those that have all of these."""
     known = list(dict.fromkeys(column for format in formats for column in (*format.columns, *format.optional)))
     for ours, theirs in columns.items():
         if ours not in known:
@@ -132,25 +135,33 @@ def recognise(row: Row, columns: Mapping[str, str], place: str, formats: tuple[F
             raise TuneError(
                 f"columns.{ours}={theirs}: {place} has no such column{suggestion(theirs, row)}; it has {', '.join(row)}"
             )
+    fitting = [format for format in formats if columns.keys() <= {*format.columns, *format.optional}]
+    if not fitting:
+        raise TuneError(f"columns: no format has {' and '.join(columns)} together; known are {_listed(formats)}")
     # Columnar files have each column in every row, and null where it is of no use.
     filled = {column for column, value in row.items() if value is not None}
     for names in (filled, row):
-        for format in formats:
+        for format in fitting:
             if all(columns.get(column, column) in names for column in format.columns):
                 return format
-    if len(formats) == 1:
-        wanted = " and ".join(columns.get(column, column) for column in formats[0].columns)
-        raise TuneError(f"{place}: format={formats[0].name} needs the columns {wanted}; the row has {', '.join(row)}")
-    wanted = "; ".join(" + ".join(format.columns) for format in formats)
+    if len(fitting) == 1:
+        wanted = " and ".join(columns.get(column, column) for column in fitting[0].columns)
+        raise TuneError(f"{place}: format={fitting[0].name} needs the columns {wanted}; the row has {', '.join(row)}")
     raise TuneError(
-        f"{place}: the columns {', '.join(row) or '(none)'} are none of the known formats: {wanted}. "
+        f"{place}: the columns {', '.join(row) or '(none)'} are none of the known formats: {_listed(fitting)}. "
         "If a column only has another name, say so: dataset.columns.completion=answer"
     )
 
 
+def _listed(formats: Iterable[Format]) -> str:
+    return "; ".join(" + ".join(format.columns) for format in formats)
+
+
 def renamed(row: Row, format: Format, columns: Mapping[str, str]) -> Row:
     """The row with the columns as the format calls them."""
-    row = {**row, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}
+    if columns:  # what is another column of the format is not read by its own name too
+        rest = {name: value for name, value in row.items() if name not in columns.values()}
+        row = {**rest, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}
     missing = [columns.get(column, column) for column in format.columns if column not in row]
     if missing:
         raise TuneError(f"no column {' and '.join(missing)} as in the rows before; it has {', '.join(row) or 'none'}")

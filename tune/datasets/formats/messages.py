@@ -41,6 +41,11 @@ def checked_messages(messages: Any, column: str) -> list[Message]:
     return [_checked(message, f"{column}[{index}]") for index, message in enumerate(messages)]
 
 
+def is_empty_answer(message: Message) -> bool:
+    """Whether the assistant neither says, nor thinks, nor calls anything."""
+    return message["role"] == "assistant" and not any(map(message.get, ("content", "tool_calls", *REASONING)))
+
+
 def checked_tools(tools: Any) -> list | None:
     """A list of JSON schemas, also as a string (a Parquet column cannot hold schemas of several shapes otherwise)."""
     if isinstance(tools, str):

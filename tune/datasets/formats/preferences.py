@@ -5,7 +5,7 @@ from typing import Any
 
 from tune.datasets.formats.content import Chat, Content, Row, shown
 from tune.datasets.formats.formats import Format, continuation
-from tune.datasets.formats.messages import checked_messages, checked_tools
+from tune.datasets.formats.messages import checked_messages, checked_tools, is_empty_answer
 from tune.errors import TuneError
 
 ContentPair = tuple[Content, Content]  # the better one first
@@ -73,7 +73,7 @@ def _of_whole_conversations(prompt: str | None, chosen: Any, rejected: Any, row:
         answers = [[{"role": "user", "content": prompt}, *answer] for answer in answers]
     common = len([*takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False))])
     for name, answer in zip(("chosen", "rejected"), answers, strict=True):
-        if common == len(answer):
+        if all(map(is_empty_answer, answer[common:])):
             return f"empty {name}"
     tools = checked_tools(row.get("tools"))
     better, worse = (Chat(answer, tools, prompt=common) for answer in answers)

@@ -35,7 +35,7 @@ def open_source(path: str, split: str = "train", subset: str | None = None, take
 def _open(path: str, split: str, subset: str | None) -> Source:
     if path.startswith(FUNCTION):
         _require_default(path, split, subset)
-        return Source(path, _generated(load_function(path.removeprefix(FUNCTION), path)))
+        return Source(path, _generated(load_function(path.removeprefix(FUNCTION), path), path))
     if is_on_the_hub(path):
         return Source(path, _hub(path, subset, split))
     if subset is not None:
@@ -54,12 +54,18 @@ def _require_default(path: str, split: str, subset: str | None) -> None:
         raise TuneError(f"{path} has neither splits nor subsets; found {asked}: remove it")
 
 
-def _generated(function: Callable[[], Any]) -> Rows:
-    name = getattr(function, "__name__", "function")
-    rows = function()
-    if not hasattr(rows, "__iter__"):
-        raise TuneError(f"{FUNCTION}{name} gave {type(rows).__name__}; it must yield rows")
-    yield from ((f"{name}:row {number}", row) for number, row in enumerate(rows, 1))
+def _generated(function: Callable[[], Any], path: str) -> Rows:
+    name, number = getattr(function, "__name__", "function"), 0
+    try:
+        rows = function()
+        if not hasattr(rows, "__iter__"):
+            raise TuneError(f"{path} gave {type(rows).__name__}; it must yield rows")
+        for number, row in enumerate(rows, 1):
+            yield f"{name}:row {number}", row
+    except TuneError:
+        raise
+    except Exception as error:  # whatever the user's function does
+        raise TuneError(f"{path} fails behind row {number}: {type(error).__name__}: {error}") from error
 
 
 def _hub(name: str, subset: str | None, split: str) -> Rows:
