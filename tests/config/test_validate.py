@@ -209,6 +209,46 @@ def test_settings_that_do_not_go_together(arguments: list[str], finding: str) ->
     assert found.startswith(finding)
 
 
+MIX = "dataset._component_=tune.datasets.mix"
+HELD_OUT = "{chats: {path: c, validation_fraction: 0.1}, code: {path: d}}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["dataset.path=d", "dataset.validation_fraction=0.1", "validation_dataset.path=v"], "dataset"),
+        ([MIX, f"dataset.sources={HELD_OUT}", "validation_dataset.path=v"], "dataset.sources.chats"),
+        (
+            [
+                *("dataset.path=d", "dataset.validation_fraction=0.1"),
+                *("validation_dataset._component_=tune.datasets.mix", "validation_dataset.sources={chats: {path: v}}"),
+            ],
+            "dataset",
+        ),
+        (
+            ["dataset.path=d", "validation_dataset.path=v", "validation_dataset.validation_fraction=0.1"],
+            "validation_dataset",
+        ),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
+def test_rows_held_out_beside_a_validation_dataset(recipe: str, arguments: list[str], key: str) -> None:
+    (found,) = findings("model.path=m", *arguments, default=recipe)
+    assert found.startswith(f"{key}.validation_fraction: the rows it holds out would be used nowhere")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["dataset.path=d", "dataset.validation_fraction=0.1"],
+        ["dataset.path=d", "dataset.validation_fraction=0", "validation_dataset.path=v"],
+        [MIX, f"dataset.sources={HELD_OUT}"],
+    ],
+)
+def test_rows_held_out_or_a_validation_dataset(arguments: list[str]) -> None:
+    assert load("full_finetune", ["model.path=m", *arguments]).dataset
+
+
 def test_arguments_given_with_another_component_are_strict(folder: Path) -> None:
     assert findings("name=run", "part._component_=parts.Rising", "part.name=x", "part.growth=1") == [
         "part.name: Rising has no argument 'name'. Did you mean 'name'?",

@@ -119,6 +119,14 @@ def test_buffers_keep_their_values(checkpoint):
     assert torch.equal(model.turns, torch.arange(4.0)) and not model.blocks[0].weight.is_meta
 
 
+def test_a_buffer_of_several_modules_stays_one():
+    with torch.device("meta"):
+        model = WithBuffers("cpu", persistent=False)
+        model.blocks[0].register_buffer("turns", model.turns, persistent=False)
+    distributed.parallelize(model, distributed.init("cpu"), dtype="bf16")
+    assert torch.equal(model.blocks[0].turns, torch.arange(4.0)) and model.blocks[0].turns is model.turns
+
+
 def test_a_buffer_whose_values_are_nowhere_is_refused():
     """It would be undefined, and no message would tell."""
     with torch.device("meta"):

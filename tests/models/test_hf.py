@@ -1,10 +1,12 @@
 """What transformers has and we have not is the same model, trained through our forward, and is the same files after."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import run_processes
 from safetensors.torch import load_file, save_file
 from stacked import NoTokenizer
 from torch.testing import assert_close
@@ -132,6 +134,16 @@ def test_a_checkpoint_of_the_body_alone(tmp_path):
     assert_close(load_file(tmp_path / "out" / "model.safetensors"), tensors, rtol=0, atol=0)
 
 
+def export_random_adapter(model, lora, to, base):
+    """Returns the logits with it."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.2)
+        export_adapter(model, lora, to, distributed.init("cpu"), base=str(base), tokenizer=NoTokenizer())
+        return model.eval()(TOKENS)
+
+
 def test_an_adapter_of_such_a_checkpoint_is_merged(tmp_path):
     folder = save(tmp_path / "model", "BloomConfig", hidden_size=32, n_layer=2, n_head=4)
     tensors = load_file(folder / "model.safetensors")
@@ -139,17 +151,41 @@ def test_an_adapter_of_such_a_checkpoint_is_merged(tmp_path):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model, lora = load(folder), LoRA(rank=4)
     add_adapters(model, lora)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(std=0.2)
-        expected = model.eval()(TOKENS)
-    export_adapter(
-        model, lora, tmp_path / "adapter", distributed.init("cpu"), base=str(folder), tokenizer=NoTokenizer()
-    )
+    expected = export_random_adapter(model, lora, tmp_path / "adapter", folder)
     merge(folder, tmp_path / "adapter", folder / "merged")  # inside the base, which must not be copied into itself
     with torch.no_grad():
         assert_close(load(folder / "merged")(TOKENS), expected, atol=1e-4, rtol=1e-4)
+
+
+SHARDED = {  # rotary angles, of two bases with a scaled embedding too; alibi; neither
+    "gpt_neox": ("GPTNeoXConfig", SHAPE),
+    "falcon": ("FalconConfig", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": False}),
+    "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "stablelm": ("StableLmConfig", SHAPE | {"num_key_value_heads": 2}),
+    "gemma3_text": ("Gemma3TextConfig", GROUPED | {"num_hidden_layers": 3, "sliding_window": 8}),
+    "mamba": ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+}
+
+
+@pytest.mark.slow
+def test_sharded_models_have_the_logits_and_buffers_of_whole_ones(tmp_path):
+    folders = [str(save(tmp_path / name, config_class, **fields)) for name, (config_class, fields) in SHARDED.items()]
+    assert "2 processes agree" in run_processes(Path(__file__).with_name("sharded_hf.py"), 2, *folders)
+
+
+def test_an_adapter_beside_joined_experts(tmp_path):
+    """Those of Mixtral are one tensor here, and two joined ones for each on disk: all-linear leaves them out."""
+    peft = pytest.importorskip("peft")
+    folder = save(tmp_path / "model", "MixtralConfig", **GROUPED, num_local_experts=4)
+    model, lora = load(folder), LoRA(rank=4)
+    assert {name.rpartition(".")[2] for name in add_adapters(model, lora).layers} == {
+        "q_proj", "k_proj", "v_proj", "o_proj"
+    }  # fmt: skip
+    expected = export_random_adapter(model, lora, tmp_path / "adapter", folder)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        assert_close(theirs(TOKENS).logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_random_weights_are_not_made_here(tmp_path):

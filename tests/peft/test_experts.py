@@ -141,17 +141,3 @@ def test_peft_reads_an_adapter_for_each_expert(config_class, changes, modules, t
             tensors[f"{module}.lora_A.weight"] = layer.lora_a[expert].detach().clone()
             tensors[f"{module}.lora_B.weight"] = layer.lora_b[expert].detach().clone()
     assert_peft_reads(tmp_path, base, tensors, ours, target_modules=modules)
-
-
-def test_peft_reads_an_adapter_for_stacked_experts(tmp_path):
-    base = save_checkpoint(tmp_path / "base", "GptOssConfig", num_local_experts=4, num_experts_per_tok=2)
-    ours = load_model(str(base))
-    tensors = {}
-    for name, layer in adapt_all(ours).items():
-        experts, _, parameter = ours.disk_names[f"{name}.weight"].rpartition(".")
-        # PEFT wraps the module anew for each of its parameters.
-        wrapped = f"{experts}.base_layer" if parameter == "gate_up_proj" else experts
-        tensors[f"{wrapped}.lora_A.weight"] = layer.lora_a.detach().flatten(0, 1)
-        tensors[f"{wrapped}.lora_B.weight"] = layer.lora_b.detach().permute(1, 2, 0).flatten(1).contiguous()
-    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    assert_peft_reads(tmp_path, base, tensors, ours, target_modules=[], target_parameters=parameters)

@@ -1,4 +1,5 @@
-"""Adapters of experts, in the files of PEFT: it loads them for all experts at once, vLLM one by one."""
+"""Adapters of experts, in the files of PEFT: it loads them for all experts at once, vLLM one by one. Where experts are
+one tensor on disk, the file has one matrix for all of them too."""
 
 import json
 from pathlib import Path
@@ -22,11 +23,13 @@ transformers = pytest.importorskip("transformers")
 
 RUN_VARIANTS = Path(__file__).parents[1] / "recipes" / "run_variants.py"
 TOKENS = torch.arange(5, 85).view(2, 40)
-TARGETS = {
-    "mixtral": ["q_proj", "w1", "w2", "w3"],
-    "qwen3_moe": ["q_proj", "gate_proj", "up_proj", "down_proj"],
-    "deepseek_v3": r".*(o_proj|experts\.\d+\.\w+_proj)",
+SETTINGS = {
+    "mixtral": {"target_modules": ["q_proj", "w1", "w2", "w3"]},
+    "qwen3_moe": {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+    "deepseek_v3": {"target_modules": r".*(o_proj|experts\.\d+\.\w+_proj)"},
+    "gpt_oss": {"target_modules": ["q_proj", "gate_up_proj", "experts.down"], "rank_pattern": {"down_proj": 2}},
 }
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def checkpoint_of(family, folder):
@@ -34,10 +37,10 @@ def checkpoint_of(family, folder):
     return save_checkpoint(folder, config_class, **{"pad_token_id": None} | changes)
 
 
-@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize("family", SETTINGS)
 def test_peft_and_merge(family, tmp_path):
     folder = checkpoint_of(family, tmp_path / "base")
-    model, lora = load_model(str(folder)), LoRA(rank=4, alpha=12, dropout=0.1, target_modules=TARGETS[family])
+    model, lora = load_model(str(folder)), LoRA(rank=4, alpha=12, dropout=0.1, **SETTINGS[family])
     before = model(TOKENS)
     add_adapters(model, lora)
     assert_close(model(TOKENS), before, atol=1e-6, rtol=1e-6)
@@ -50,7 +53,8 @@ def test_peft_and_merge(family, tmp_path):
     world, adapter = distributed.init("cpu"), tmp_path / "adapter"
     export_adapter(model, lora, adapter, world, base=str(folder), tokenizer=Tokenizer(str(folder)))
     with safe_open(adapter / "adapter_model.safetensors", framework="pt") as tensors:
-        assert any(".experts.1." in name and name.endswith("lora_A.weight") for name in tensors.keys())  # noqa: SIM118
+        kind = ".experts.base_layer.lora_A.weight" if family == "gpt_oss" else ".experts.1."
+        assert any(kind in name for name in tensors.keys())  # noqa: SIM118
 
     again = load_model(str(folder))
     add_adapters(again, read_adapter(str(adapter)))
@@ -65,13 +69,60 @@ def test_peft_and_merge(family, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj"], "target_parameters": BOTH[::-1]},
+        {"target_parameters": BOTH, "rank_pattern": {"experts.down_proj": 2}, "alpha_pattern": {"down_proj": 3}},
+        {"target_modules": r".*\.[qv]_proj", "target_parameters": BOTH, "use_rslora": True},
+        {"target_modules": [], "target_parameters": ["0.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj"]},
+    ],
+    ids=["list", "parameters alone", "pattern", "others in each layer"],
+)  # fmt: skip
+def test_made_by_peft(settings, tmp_path):
+    folder = checkpoint_of("gpt_oss", tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    theirs = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **settings)).eval()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in theirs.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    theirs.save_pretrained(tmp_path / "adapter")
+    logits = theirs(TOKENS).logits
+
+    model = load_model(str(folder))
+    assert (model(TOKENS) - logits).abs().max() > 1e-2
+    add_adapters(model, read_adapter(str(tmp_path / "adapter")))
+    load_adapter(model, str(tmp_path / "adapter"))
+    assert_close(model(TOKENS), logits, atol=1e-5, rtol=1e-5)
+    merge(folder, tmp_path / "adapter", tmp_path / "merged")
+    assert_close(load_model(str(tmp_path / "merged"))(TOKENS), logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"num_local_experts": 8}, {"num_hidden_layers": 4}], ids=str)
+def test_a_stack_of_another_base_is_not_merged(changes, tmp_path):
+    """Eight experts at rank 2 would have matrices of the same shapes as four at rank 4."""
+    folder = checkpoint_of("gpt_oss", tmp_path / "base")
+    model, lora = load_model(str(folder)), LoRA(rank=4, target_modules=["down_proj"])
+    add_adapters(model, lora)
+    tokenizer = Tokenizer(str(folder))
+    export_adapter(model, lora, tmp_path / "adapter", distributed.init("cpu"), base=str(folder), tokenizer=tokenizer)
+    other = save_checkpoint(tmp_path / "other", "GptOssConfig", **VARIANTS["gpt_oss"][1] | changes)
+    with pytest.raises(TuneError, match=r"is for another base: what it has for .*down_proj does not fit"):
+        merge(other, tmp_path / "adapter", tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
         ("mixtral", {"target_modules": ["w1"]}, "gate and up of experts go together"),
         ("mixtral", {"target_modules": ["w1", "w2", "w3"], "dora": True}, "are experts, which dora=true has no form"),
         ("mixtral", {"target_modules": ["w1", "w2", "w3"], "rank_pattern": {"w2": 2}}, "experts take adapter.rank"),
         ("deepseek_v3", {"target_modules": ["gate_proj", "up_proj"]}, "is called as the projections of experts are"),
-        ("gpt_oss", {"target_modules": ["experts.gate_up"]}, "that a checkpoint holds as one tensor"),
+        ("mixtral", {"modules_to_save": ["w2"]}, "modules_to_save: blocks.0.mlp.experts.down are experts, which PEFT"),
+        ("gpt_oss", {"target_modules": ["gate_up_proj"], "dora": True}, "are experts, which dora=true has no form"),
+        ("gpt_oss", {"target_modules": ["down_proj"], "init": "pissa"}, "are experts, which init=pissa has no form"),
+        ("gpt_oss", {"target_modules": ["down_proj_bias"]}, "matches no layer. Did you mean 'down_proj'"),
+        ("granitemoe", {"target_modules": ["input_linear"]}, "called otherwise in transformers than in a checkpoint"),
     ],
 )
 def test_refused(family, settings, message, tmp_path):
@@ -81,18 +132,24 @@ def test_refused(family, settings, message, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_and_two_processes(chats, tmp_path):
-    """Dropout included: its masks follow the tokens to their experts."""
-    folder = checkpoint_of("mixtral", tmp_path / "base")
+@pytest.mark.parametrize(("family", "targets"), [("mixtral", "[w1,w2,w3]"), ("gpt_oss", "[down_proj,gate_up_proj]")])
+def test_one_and_two_processes(family, targets, chats, tmp_path):
+    """Dropout included: its masks follow the tokens to their experts. And each reads its own part of an adapter."""
+    folder = checkpoint_of(family, tmp_path / "base")
     common = [
         f"model.path={folder}", f"dataset.path={chats}", "max_seq_len=128", "global_batch_size=8", "dtype=fp32",
         "device=cpu", "optimizer.lr=5e-3", "max_steps=5", "epochs=12", "adapter.rank=4", "checkpointer.every=null",
-        "adapter.target_modules=[w1,w2,w3]", "adapter.dropout=0.2",
+        f"adapter.target_modules={targets}", "adapter.dropout=0.2",
     ]  # fmt: skip
-    lora_finetune.main(config.load("lora_finetune", [*common, f"output_dir={tmp_path / '1'}"]))
-    run_processes(RUN_VARIANTS, 2, "lora_finetune", str(tmp_path), json.dumps(common), json.dumps({"2": []}))
-    alone, together = (
-        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").open()] for name in "12"
-    )
-    assert together == pytest.approx(alone, rel=1e-5)
-    assert alone[-1] < alone[0] - 0.05
+    variants = {"new": [], "continued": [f"adapter.path={tmp_path / 'new' / 'adapter'}"]}
+    for name, settings in variants.items():
+        lora_finetune.main(config.load("lora_finetune", [*common, *settings, f"output_dir={tmp_path / name}"]))
+    together = json.dumps({f"{name} by two": settings for name, settings in variants.items()})
+    run_processes(RUN_VARIANTS, 2, "lora_finetune", str(tmp_path), json.dumps(common), together)
+    losses = {
+        run.parent.name: [json.loads(line)["loss"] for line in run.open()] for run in tmp_path.glob("*/metrics.jsonl")
+    }
+    for name in variants:
+        assert losses[f"{name} by two"] == pytest.approx(losses[name], rel=1e-5)
+    assert losses["new"][-1] < losses["new"][0] - 0.05
+    assert losses["continued"][-1] < losses["new"][-1]

@@ -190,6 +190,7 @@ def test_settings_beside_an_adapter_that_exists_are_not_ignored(checkpoint, tmp_
     add_adapters(model, lora)
     folder = str(exported(model, lora, tmp_path / "adapter", checkpoint))
     assert adapter(folder).rank == adapter(folder, rank=4).rank == 4
+    assert adapter(folder, dropout=0.1).dropout == 0.1
     with pytest.raises(TuneError, match=r"leave out rank=8 \(there it is 4\), dora=True"):
         adapter(folder, rank=8, dora=True)
 
@@ -289,3 +290,16 @@ def test_an_adapter_for_another_model_is_refused(checkpoint, tied_checkpoint, tm
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(fields | {"bias": "all"}))
     with pytest.raises(TuneError, match="bias='all' is not supported"):
         read_adapter(str(tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", r"adapter_config\.json is not JSON: Expecting property name"),
+        ('{"peft_type": "LORA", "r": 4}', r"adapter_config\.json has no lora_alpha and no target_modules"),
+    ],
+)
+def test_a_damaged_adapter_config_is_refused(config, message, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(config)
+    with pytest.raises(TuneError, match=message):
+        read_adapter(str(tmp_path))

@@ -1,4 +1,4 @@
-"""The same recipes, unchanged, train every family, on two processes as on one."""
+"""The same recipes, unchanged, train every family: on two processes as on one, and in bf16 nearly so."""
 
 import json
 from pathlib import Path
@@ -25,20 +25,22 @@ def checkpoints(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "settings"), [("full_finetune", []), ("lora_finetune", ["adapter.rank=1"])])
-def test_one_and_two_processes(recipe, settings, checkpoints, chats, tmp_path):
+def test_every_family(recipe, settings, checkpoints, chats, tmp_path):
     common = [
         *settings,
-        f"dataset.path={chats}", "max_seq_len=128", "global_batch_size=48", "dtype=fp32", "device=cpu", "epochs=3",
+        f"dataset.path={chats}", "max_seq_len=128", "global_batch_size=48", "device=cpu", "epochs=3",
         "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
     ]  # fmt: skip
     variants = {family: [f"model.path={folder}"] for family, folder in checkpoints.items()}
-    run_variants(recipe, tmp_path / "1", [*common, "micro_batch_size=24"], variants)
-    smaller = [*common, "micro_batch_size=12"]
+    run_variants(recipe, tmp_path / "1", [*common, "dtype=fp32", "micro_batch_size=24"], variants)
+    run_variants(recipe, tmp_path / "bf16", [*common, "dtype=bf16", "micro_batch_size=24"], variants)
+    smaller = [*common, "dtype=fp32", "micro_batch_size=12"]
     run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "2"), json.dumps(smaller), json.dumps(variants), timeout=500)
     for family in variants:
         curve = losses(tmp_path / "1" / family)
         assert len(curve) == 3 and curve[-1] < curve[0]
         assert losses(tmp_path / "2" / family) == pytest.approx(curve, rel=1e-5), family
+        assert losses(tmp_path / "bf16" / family) == pytest.approx(curve, rel=0.02), family
 
 
 def losses(run):

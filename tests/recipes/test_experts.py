@@ -60,6 +60,13 @@ def test_one_process(alone):
         assert_same_curves(alone[name], alone["packed" if "packed" in name.split(",")[0].split() else "unpacked"])
 
 
+def test_half_precision(alone, common, tmp_path):
+    full_finetune.main(config.load("full_finetune", [*common, "dtype=bf16", f"output_dir={tmp_path}"]))
+    rounded = curves(tmp_path)
+    for key in KEYS:
+        assert rounded[key] == pytest.approx(alone["unpacked"][key], rel=0.03), key
+
+
 @pytest.mark.slow
 def test_two_processes(alone, common, tmp_path):
     run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path), json.dumps(common), json.dumps(WAYS))

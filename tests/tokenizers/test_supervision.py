@@ -107,6 +107,34 @@ def test_tool_calls_are_learned_and_their_results_are_not(templates):
     assert pieces(templates["llama3"], messages) == expected
 
 
+# Gemma 4: a tool's result stands in the turn that called the tool, in front of that turn's words, which end it.
+RESULT_INSIDE = (
+    "{% for m in messages if m.role != 'tool' %}<|turn|>{{ m.role + '\n' }}"
+    "{% if m.tool_calls %}<|call|>{{ m.tool_calls[0].function.name }}<|result|>"
+    "{% for r in messages if r.role == 'tool' %}{{ r.content }}<|done|>{% endfor %}{% endif %}"
+    "{{ m.content }}{% if m.content or not m.tool_calls %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and (not messages or messages[-1].role != 'tool') %}<|turn|>assistant\n{% endif %}"
+)
+
+
+def a_call(words):
+    return [user("a"), assistant(words, tool_calls=[{"function": {"name": "f"}}]), {"role": "tool", "content": "42"}]
+
+
+def test_header_behind_a_result_that_the_prompt_leaves_out_is_not_learned():  # DiffusionGemma
+    messages = [*a_call(""), assistant("It is 42."), user("b"), assistant("c")]
+    assert pieces(RESULT_INSIDE, messages) == ["<|call|>f<|result|>", "It is 42.<|end|>", "c<|end|>"]
+    assert pieces(RESULT_INSIDE, messages[1:4]) == ["<|call|>f<|result|>", "It is 42.<|end|>"]
+
+
+def test_tool_result_inside_the_turn_is_not_learned():
+    with pytest.raises(TuneError, match=r"tool's result \(message 3\) into the turn of message 2"):
+        pieces(RESULT_INSIDE, [*a_call("Let me see."), assistant("It is 42.")])
+    question, call, result = a_call("Let me see.")
+    messages = [question, {**call, "train": False}, result, assistant("It is 42.")]
+    assert pieces(RESULT_INSIDE, messages) == ["It is 42.<|end|>"]
+
+
 def test_template_whose_generation_prompt_says_what_no_answer_says():
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{{ 'bot:' if add_generation_prompt }}"
     with pytest.raises(TuneError, match=r"message 2 starts or ends elsewhere.*'user:a;bot:'.*'user:a;assistant:b;'"):

@@ -14,9 +14,6 @@ INSTEAD = {
     "torch.nn.CrossEntropyLoss": "takes logits, which never exist as a whole. Use tune.losses.LinearCrossEntropy: the "
     "same of hidden states and the head's weight.",
 }
-NOTHING_TO_VALIDATE_ON = (
-    "there is nothing to validate on. Give validation_dataset.path or dataset.validation_fraction, or set it to null."
-)
 CLIPPED_IN_BACKWARD = (
     "gradients are gone before their norm is known when optimizer_in_backward=true. Set max_grad_norm=null, or "
     "optimizer_in_backward=false."
@@ -24,6 +21,13 @@ CLIPPED_IN_BACKWARD = (
 OFFLOADED_IN_BACKWARD = (
     "gradients may still be on their way to the host when optimizer_in_backward=true uses them. Set one of the two to "
     "false."
+)
+HELD_OUT_IN_VAIN = (
+    "the rows it holds out would be used nowhere, as validation_dataset is what is validated on. Set it to 0, or "
+    "leave the validation dataset out."
+)
+NOTHING_TO_VALIDATE_ON = (
+    "there is nothing to validate on. Give validation_dataset.path or dataset.validation_fraction, or set it to null."
 )
 
 
@@ -33,10 +37,17 @@ def conflicts(cfg: DictConfig) -> Iterator[tuple[str, str]]:
     for key in ("optimizer._component_", "loss._component_"):
         if (component := value(key)) in INSTEAD:
             yield key, f"{component} {INSTEAD[component]}"
-    is_loaded = value("dataset._component_") == "tune.datasets.load" and not value("dataset.validation_fraction")
-    if value("validate_every") and is_loaded and value("validation_dataset.path", default=True) is None:
-        yield "validate_every", NOTHING_TO_VALIDATE_ON
     if value("optimizer_in_backward") and value("max_grad_norm") is not None:
         yield "max_grad_norm", CLIPPED_IN_BACKWARD
     if value("optimizer_in_backward") and value("memory.cpu_offload"):
         yield "memory.cpu_offload", OFFLOADED_IN_BACKWARD
+    if value("validation_dataset") and value("validation_dataset.path", default=True):
+        for dataset in ("dataset", "validation_dataset"):
+            sources = value(f"{dataset}.sources")
+            names = list(sources) if isinstance(sources, DictConfig) else []
+            for place in [dataset, *(f"{dataset}.sources.{name}" for name in names)]:
+                if value(f"{place}.validation_fraction"):
+                    yield f"{place}.validation_fraction", HELD_OUT_IN_VAIN
+    is_loaded = value("dataset._component_") == "tune.datasets.load" and not value("dataset.validation_fraction")
+    if value("validate_every") and is_loaded and value("validation_dataset.path", default=True) is None:
+        yield "validate_every", NOTHING_TO_VALIDATE_ON

@@ -7,13 +7,13 @@ from typing import Any, get_type_hints
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from tune.config.check import fits, infer, is_open, mismatch, show
 from tune.config.conflicts import conflicts
 from tune.config.instantiate import COMPONENT
 from tune.config.options import Group, Options
 from tune.config.paths import did_you_mean, find_config, list_recipes
 from tune.config.signature import Signature, signature_of
 from tune.errors import TuneError
+from tune.type_check import fits, mismatch, show
 
 Values = dict[str, Any]
 
@@ -138,7 +138,7 @@ class _Combination:
                 problem = self._argument_problem(str(node[COMPONENT]), str(name), value, default, prefix)
                 problem = problem or (mismatch(value, kind) if kind else "")
             else:
-                problem = mismatch(value, kind or infer(place))
+                problem = mismatch(value, kind or _infer(place))
             if problem:
                 self._report(key, problem)
 
@@ -167,7 +167,7 @@ class _Combination:
         signature = self._signature(component)
         if signature is None or argument not in signature.parameters:
             return signature is None or signature.accepts_any
-        return is_open(value) or fits(value, signature.parameters[argument].kind())
+        return _is_open(value) or fits(value, signature.parameters[argument].kind())
 
     def _signature(self, component: str) -> Signature | None:
         self._absence(component)
@@ -198,6 +198,16 @@ def _elsewhere(key: str) -> str:
     """Which recipes have this setting."""
     recipes = [name for name in list_recipes() if key in OmegaConf.load(find_config(name))]
     return f" {' and '.join(recipes)} has it: use that recipe." if recipes else ""
+
+
+def _infer(default: Any) -> Any:
+    """The type of a setting, from its default; null says nothing about it."""
+    return Any if default is None or _is_open(default) else type(default)
+
+
+def _is_open(value: Any) -> bool:
+    """Whether the value is yet to come: missing, or taken from another setting."""
+    return isinstance(value, str) and (value == "???" or "${" in value)
 
 
 def _is_group(value: Any) -> bool:

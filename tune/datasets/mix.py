@@ -11,12 +11,12 @@ from typing import Any, Literal, get_type_hints
 import numpy as np
 
 from tune.collators import Sample
-from tune.config.check import mismatch
 from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset
 from tune.datasets.load import load
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
+from tune.type_check import mismatch
 from tune.types import PositiveInt
 
 # What all sources have in common, and streams, which cannot be mixed.

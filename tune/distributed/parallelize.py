@@ -60,17 +60,20 @@ def parallelize(
 def _give_memory(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
     """Undefined memory for parameters; a buffer that has its values keeps them, since no checkpoint may have them."""
     persistent = model.state_dict().keys()
-    buffers = dict(model.named_buffers())
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     if lost := [name for name, buffer in buffers.items() if buffer.is_meta and name not in persistent]:
         raise TuneError(
             f"model: the values of the buffer {lost[0]} are in no checkpoint, and it was made on the meta device: give "
             "it its values, torch.arange(..., device='cpu') for example, or make it persistent"
         )
     model.to_empty(device=device)
+    placed = {
+        buffer: torch.empty_like(buffer, device=buffer_device) if buffer.is_meta else buffer.to(buffer_device)
+        for buffer in buffers.values()
+    }
     for name, buffer in buffers.items():
         module, _, kind = name.rpartition(".")
-        value = torch.empty_like(buffer, device=buffer_device) if buffer.is_meta else buffer.to(buffer_device)
-        setattr(model.get_submodule(module), kind, value)
+        setattr(model.get_submodule(module), kind, placed[buffer])
 
 
 def _shard(model: nn.Module, blocks: list[nn.Module], world: World, dtype: torch.dtype, cpu_offload: bool) -> None:

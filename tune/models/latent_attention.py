@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tune.models.attention import Scoring, attend, attend_cached
+from tune.models.attention import Scoring
 from tune.models.context import Context
-from tune.models.layers import NormConfig
+from tune.models.layers import NormConfig, attend_in
 from tune.models.rope import RopeConfig, rotate
 
 
@@ -69,10 +69,4 @@ class LatentAttention(nn.Module):
         key_rotated = rotate(key_rotated[:, :, None], context.rotation).expand(-1, -1, config.num_heads, -1)
         query = torch.cat([query_plain, rotate(query_rotated, context.rotation)], dim=-1)
         key = torch.cat([key_plain, key_rotated], dim=-1)
-        scoring = Scoring(scale=config.scale)
-        if context.cache is None:
-            heads = attend(query, key, value, context.segments, scoring)
-        else:
-            key, value = context.cache.update(key, value, positions=context.positions)
-            heads = attend_cached(query, key, value, context.positions, scoring)
-        return self.output(heads.flatten(-2))
+        return self.output(attend_in(context, query, key, value, Scoring(scale=config.scale)).flatten(-2))

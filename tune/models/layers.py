@@ -124,12 +124,15 @@ class Attention(nn.Module):
             if context.rotation.query_scale is not None:
                 query = query * context.rotation.query_scale
         scoring = Scoring(config.window, config.scale, config.softcap, self.sinks)
-        if context.cache is None:
-            heads = attend(query, key, value, context.segments, scoring)
-        else:
-            key, value = context.cache.update(key, value, positions=context.positions)
-            heads = attend_cached(query, key, value, context.positions, scoring)
-        return self.output(heads.flatten(-2))
+        return self.output(attend_in(context, query, key, value, scoring).flatten(-2))
+
+
+def attend_in(context: Context, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """`attend` among the context's documents, or where it has a cache, to that with the new keys and values in it."""
+    if context.cache is None:
+        return attend(query, key, value, context.segments, scoring)
+    key, value = context.cache.update(key, value, positions=context.positions)
+    return attend_cached(query, key, value, context.positions, scoring)
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,8 @@ class Router(nn.Module):
 
 class Supervision(NamedTuple):
     """The documents of a batch: which one each token is of, `[tokens]`, and how many tokens and supervised tokens each
-    has, `[documents]`. Padding is a document without supervised tokens."""
+    has, `[documents]`. Padding is a document without supervised tokens. All are whole numbers, which mixed precision
+    leaves alone at a block's border: floats it would round."""
 
     documents: Tensor
     lengths: Tensor
@@ -108,8 +109,8 @@ class Supervision(NamedTuple):
             lengths = segments.boundaries.diff()
         numbers = torch.arange(len(lengths), device=labels.device)
         documents = numbers.repeat_interleave(lengths, output_size=labels.numel())
-        supervised = (labels != IGNORED).flatten().float()
-        return cls(documents, lengths.float(), supervised.new_zeros(len(lengths)).index_add(0, documents, supervised))
+        supervised = (labels != IGNORED).flatten().long()
+        return cls(documents, lengths, supervised.new_zeros(len(lengths)).index_add(0, documents, supervised))
 
 
 class RoutingFigures(NamedTuple):
@@ -141,7 +142,7 @@ class RoutingFigures(NamedTuple):
         trained = (supervised > 0).float()
         entropy = torch.special.entr(routing.probabilities.detach()).sum(dim=1)
         # Not `trained @ load`: it changes its result in place, which selective recomputation may not keep then.
-        return cls((trained[:, None] * load).sum(dim=0), trained[documents] @ entropy, supervised @ balance)
+        return cls((trained[:, None] * load).sum(dim=0), trained[documents] @ entropy, supervised.float() @ balance)
 
 
 class RoutingSums:
@@ -152,8 +153,8 @@ class RoutingSums:
 
     def add(self, layers: list[RoutingFigures], supervision: Supervision) -> Tensor:
         """The load-balancing loss, averaged over layers."""
-        trained = supervision.lengths @ (supervision.supervised > 0).float()
-        common = torch.stack([trained, supervision.supervised.sum()])
+        trained = (supervision.lengths * (supervision.supervised > 0)).sum()
+        common = torch.stack([trained, supervision.supervised.sum()]).float()
         rows = [torch.cat([load, entropy[None], balance[None], common]).detach() for load, entropy, balance in layers]
         self.rows = torch.stack(rows) if self.rows is None else self.rows + torch.stack(rows)
         return torch.stack([figures.balance for figures in layers]).mean()

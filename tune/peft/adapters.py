@@ -57,15 +57,15 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
     """
     targets = _targets(model, lora)
     whole = _trained_whole(model, lora, targets)
-    heads = _token_modules(model, lora, {**targets, **whole})
+    token_modules = _token_modules(model, lora, {**targets, **whole})
+    _require_used_patterns(model, lora, targets)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    _require_used_patterns(model, lora, targets)
     for name, layer in targets.items():
         rank, alpha = lora.at(*_names(model, name))
         kind = next(kind for base, kind in KINDS.items() if isinstance(layer, base))
         kind.adapt(layer, name, rank, alpha, lora)
-    for embedding, head in heads:
+    for embedding, head in token_modules:
         tied_to = TokenEmbedding.adapt(embedding, lora.trainable_tokens)
         if head is not None:
             TokenHead.adapt(head, lora.trainable_tokens, tied_to if head.weight is embedding.weight else None)
@@ -97,6 +97,29 @@ def disk_module_names(model: nn.Module, name: str) -> list[str]:
     return [each.removesuffix(".weight") for each in names]
 
 
+def joined_experts(model: nn.Module) -> dict[str, str]:
+    """The adapted experts that are one tensor on disk, by name, with what PEFT's files call their adapter: it wraps the
+    module that has the tensors, anew for each of them, so that the last is outermost."""
+    found: dict[str, str] = {}
+    for name, layer in reversed(adapted_modules(model).items()):
+        if isinstance(layer, LoRAExperts) and _is_joined(model, name):
+            wrapped = disk_module_name(model, name).rpartition(".")[0]
+            while wrapped in found.values():
+                wrapped += ".base_layer"
+            found[name] = wrapped
+    return found
+
+
+def stacked_modules(model: nn.Module) -> set[str]:
+    """The modules of a checkpoint of which several are one tensor in `model`: the projections of experts."""
+    names: set[str] = set()
+    for on_disk in getattr(model, "disk_names", {}).values():
+        if isinstance(on_disk, list):
+            for member in on_disk:
+                names.update([member] if isinstance(member, str) else member)
+    return {name.removesuffix(".weight") for name in names}
+
+
 def initialize(model: nn.Module, seed: int) -> None:
     """Weights of new adapters, the same on any layout; the base must have its weights. All processes must call it."""
     with torch.no_grad():
@@ -119,7 +142,8 @@ def _targets(model: nn.Module, lora: LoRA) -> dict[str, Any]:
     layers = {name: layer for name, layer in model.named_modules() if any(isinstance(layer, kind) for kind in KINDS)}
     wanted = lora.target_modules
     if wanted == "all-linear":
-        chosen = [name for name, layer in layers.items() if _is_of_all_linear(model, name, layer)]
+        experts = _of_experts(model)
+        chosen = [name for name, layer in layers.items() if _is_of_all_linear(model, name, layer, experts)]
     elif isinstance(wanted, str):
         try:
             pattern = re.compile(wanted)
@@ -146,21 +170,21 @@ def _targets(model: nn.Module, lora: LoRA) -> dict[str, Any]:
     return {name: layers[name] for name in chosen}
 
 
-def _is_of_all_linear(model: nn.Module, name: str, layer: nn.Module) -> bool:
+def _is_of_all_linear(model: nn.Module, name: str, layer: nn.Module, experts: set[str]) -> bool:
     """Not the head, which stands at the top of a model, nor a gate of a single number; and in models with experts, not
     what is called as their projections are: PEFT takes an adapter of it for one of the experts."""
     is_wide = isinstance(layer, nn.Linear) and layer.out_features > 1
-    return is_wide and "." in name and _last(disk_module_name(model, name)) not in _of_experts(model)
+    return is_wide and "." in name and _last(disk_module_name(model, name)) not in experts
 
 
 def _of_experts(model: nn.Module) -> set[str]:
     """How a checkpoint calls the projections of experts."""
-    stacks = [names for names in getattr(model, "disk_names", {}).values() if isinstance(names, list)]
-    return {_last(stack[0].removesuffix(".weight")) for stack in stacks}
+    return {_last(name) for name in stacked_modules(model)}
 
 
 def _require_told_apart(model: nn.Module, targets: Mapping[str, nn.Module], lora: LoRA) -> None:
-    """PEFT knows experts by the last part of a name, with one rank for all, and gate and up only together."""
+    """PEFT knows experts by the last part of a name, with one rank for all, and gate and up only together; if they are
+    one tensor, by what transformers calls it, which must be its name on disk."""
     experts = {name: layer for name, layer in targets.items() if isinstance(layer, ExpertLinear)}
     names = _of_experts(model)
     for name in targets:
@@ -171,10 +195,12 @@ def _require_told_apart(model: nn.Module, targets: Mapping[str, nn.Module], lora
                 r"'.*(q_proj|v_proj|experts\.\d+\.\w+)'"
             )
     for name in experts:
+        if _is_joined(model, name):
+            continue
         if not isinstance(getattr(model, "disk_names", {}).get(f"{name}.weight"), list):
             raise TuneError(
-                f"adapter.target_modules: {name} are experts that a checkpoint holds as one tensor, which is not "
-                "supported; leave them out"
+                f"adapter.target_modules: {disk_module_name(model, name)} are experts that are called otherwise in "
+                "transformers than in a checkpoint, and PEFT knows them by that name alone; leave them out"
             )
         other = {"gate": "up", "up": "gate"}.get(_last(name))
         if other and f"{name.rpartition('.')[0]}.{other}" not in experts:
@@ -183,6 +209,12 @@ def _require_told_apart(model: nn.Module, targets: Mapping[str, nn.Module], lora
             )
         if lora.at(*_names(model, name)) != (lora.rank, lora.alpha):
             raise TuneError(f"adapter.rank_pattern: experts take adapter.rank and adapter.alpha; leave out {name}")
+
+
+def _is_joined(model: nn.Module, name: str) -> bool:
+    """Whether the experts `name` are one tensor on disk, and called there as in transformers: no module's weight."""
+    on_disk = getattr(model, "disk_names", {}).get(f"{name}.weight")
+    return isinstance(on_disk, str) and not on_disk.endswith(".weight")
 
 
 def _last(name: str) -> str:
@@ -219,6 +251,8 @@ def _trained_whole(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Module
     for name, module in chosen.items():
         if name in targets:
             raise TuneError(f"adapter.modules_to_save: {name} has an adapter too (target_modules); choose one")
+        if isinstance(module, ExpertLinear):
+            raise TuneError(f"adapter.modules_to_save: {name} are experts, which PEFT cannot save whole; adapt them")
         if isinstance(getattr(module, "weight", None), NF4Weight):
             raise TuneError(f"adapter.modules_to_save: {name} is quantised and cannot be trained whole; leave it out")
     return chosen

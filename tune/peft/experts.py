@@ -10,7 +10,7 @@ from tune.errors import TuneError
 from tune.models.grouped_product import grouped_product
 from tune.models.moe import Dispatch, ExpertLinear
 from tune.peft.dropout import THIRD, dropout, mix
-from tune.peft.lora import LoRA
+from tune.peft.lora import LoRA, require_rank
 
 
 class LoRAExperts(ExpertLinear):
@@ -33,8 +33,7 @@ class LoRAExperts(ExpertLinear):
     @classmethod
     def adapt(cls, layer: ExpertLinear, name: str, rank: int, alpha: float, lora: LoRA) -> None:
         """Raises TuneError for a rank above the layer's dimensions, and for kinds that PEFT has not for experts."""
-        if rank > (smallest := min(layer.in_features, layer.out_features)):
-            raise TuneError(f"adapter.rank: {rank} is more than {name} has dimensions ({smallest}); lower it")
+        require_rank(name, rank, layer.in_features, layer.out_features)
         if lora.dora or lora.init != "default":
             kind = "dora=true" if lora.dora else f"init={lora.init}"
             raise TuneError(f"adapter.target_modules: {name} are experts, which {kind} has no form for; leave them out")
@@ -64,3 +63,15 @@ class LoRAExperts(ExpertLinear):
         # The bits are those of the token and the expert, wherever the row of the two lies.
         keys = mix(self.dropout_keys.flatten()[plan.tokens] ^ (plan.experts.int() * THIRD))
         return dropout(rows, self.dropout, keys, self.name)
+
+
+def joined(part: str, stack: Tensor) -> Tensor:
+    """A or B of all experts in one matrix, as PEFT has it: `[experts * rank, in]` or `[out, rank * experts]`."""
+    return stack.flatten(0, 1) if part == "lora_a" else stack.permute(1, 2, 0).flatten(1)
+
+
+def parted(part: str, matrix: Tensor, num_experts: int) -> Tensor:
+    """The `stack` of which `joined` made `matrix`."""
+    if part == "lora_a":
+        return matrix.unflatten(0, (num_experts, -1))
+    return matrix.unflatten(1, (-1, num_experts)).permute(2, 0, 1)

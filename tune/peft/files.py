@@ -2,8 +2,9 @@
 
 import json
 import math
+import re
 import shutil
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +16,15 @@ from torch import nn
 from tune.checkpointers.export import SavesItself
 from tune.distributed import World, full_tensor, local_shard
 from tune.errors import TuneError
-from tune.peft.adapters import adapted_modules, disk_module_name, disk_module_names, is_tied
-from tune.peft.experts import LoRAExperts
+from tune.peft.adapters import (
+    adapted_modules,
+    disk_module_name,
+    disk_module_names,
+    is_tied,
+    joined_experts,
+    stacked_modules,
+)
+from tune.peft.experts import LoRAExperts, joined, parted
 from tune.peft.lora import LoRA, LoRALinear
 from tune.peft.tokens import TokenRows
 from tune.types import Fraction, PositiveFloat, PositiveInt
@@ -44,7 +52,7 @@ def adapter(
     """The adapter in the folder `path`, or without one a new adapter as the other arguments say.
 
     Raises:
-        TuneError: both: an adapter that exists has its own rank, targets and kind.
+        TuneError: both, other than for the dropout: an adapter that exists has its own rank, targets and kind.
     """
     ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
     whole, tokens = list(modules_to_save or []), list(trainable_tokens or [])
@@ -52,7 +60,7 @@ def adapter(
     if path is None:
         return new
     existing = read_adapter(path)
-    names = [field.name for field in fields(LoRA)]
+    names = [field.name for field in fields(LoRA) if field.name != "dropout"]
     clashes = [
         f"{name}={getattr(new, name)!r} (there it is {getattr(existing, name)!r})"
         for name in names
@@ -60,7 +68,7 @@ def adapter(
     ]
     if clashes:
         raise TuneError(f"adapter.path: {path} decides what adapter it is; leave out {', '.join(clashes)}")
-    return existing
+    return replace(existing, dropout=dropout or existing.dropout)  # the files of experts' adapters cannot say theirs
 
 
 def read_adapter(path: str) -> LoRA:
@@ -73,22 +81,28 @@ def read_adapter(path: str) -> LoRA:
     if not file.exists():
         found = ", ".join(sorted(child.name for child in Path(path).glob("*"))[:8]) or "nothing"
         raise TuneError(f"adapter.path: {path} has no {CONFIG}; found {found}")
-    settings = json.loads(file.read_text())
+    try:
+        settings = json.loads(file.read_text())
+    except ValueError as error:
+        raise TuneError(f"{file} is not JSON: {error}") from error
     if settings.get("peft_type") != "LORA":
         raise TuneError(f"{file}: peft_type is {settings.get('peft_type')!r}; only LORA is supported")
-    if (init := settings.get("init_lora_weights", True)) not in (*BESIDE_THE_BASE, None):
-        raise TuneError(
-            f"{file}: init_lora_weights={init!r} took the adapter's start out of the base, and it does not fit the "
-            "original one. Have PEFT write it for that: save_pretrained(path_initial_model_for_weight_conversion=...)"
-        )
     unsupported = {
         "bias": "none", "fan_in_fan_out": False, "layers_to_transform": None, "layer_replication": None,
-        "target_parameters": None, "lora_bias": False, "use_qalora": False, "use_bdlora": None, "arrow_config": None,
+        "lora_bias": False, "use_qalora": False, "use_bdlora": None, "arrow_config": None,
         "alora_invocation_tokens": None, "kasa_config": None, "monteclora_config": None,
     }  # fmt: skip
     for name, supported in unsupported.items():
         if settings.get(name, supported) not in (supported, None, [], {}):
             raise TuneError(f"{file}: {name}={settings[name]!r} is not supported; supported: {supported!r}")
+    targets = "target_parameters" if settings.get("target_parameters") else "target_modules"
+    if missing := [name for name in ("r", "lora_alpha", targets) if not settings.get(name)]:
+        raise TuneError(f"{file} has no {' and no '.join(missing)}; PEFT's save_pretrained writes it")
+    if (init := settings.get("init_lora_weights", True)) not in (*BESIDE_THE_BASE, None):
+        raise TuneError(
+            f"{file}: init_lora_weights={init!r} took the adapter's start out of the base, and it does not fit the "
+            "original one. Have PEFT write it for that: save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
     tokens = settings.get("trainable_token_indices") or []
     if isinstance(tokens, dict):  # by module
         if any(each != next(iter(tokens.values())) for each in tokens.values()):
@@ -98,7 +112,7 @@ def read_adapter(path: str) -> LoRA:
         rank=settings["r"],
         alpha=settings["lora_alpha"],
         dropout=settings.get("lora_dropout", 0.0),
-        target_modules=settings["target_modules"],
+        target_modules=_targets(settings),
         rank_pattern=settings.get("rank_pattern") or {},
         alpha_pattern=settings.get("alpha_pattern") or {},
         rank_stabilized=settings.get("use_rslora", False),
@@ -106,6 +120,14 @@ def read_adapter(path: str) -> LoRA:
         modules_to_save=settings.get("modules_to_save") or [],
         trainable_tokens=tokens,
     )
+
+
+def _targets(settings: dict[str, Any]) -> list[str] | str:
+    """PEFT tells modules from parameters, where each of ours is a module by the one name or the other."""
+    modules, parameters = settings.get("target_modules") or [], settings.get("target_parameters") or []
+    if isinstance(modules, str):
+        return "|".join([f"({modules})", *(rf"(.*\.)?{re.escape(name)}" for name in parameters)])
+    return [*modules, *parameters]
 
 
 def load_adapter(model: nn.Module, path: str) -> None:
@@ -117,9 +139,9 @@ def load_adapter(model: nn.Module, path: str) -> None:
     file = Path(path) / WEIGHTS
     parameters = _parameters(model)
     wanted = {
-        name: list(parameter.shape[not isinstance(names, str) :])
-        for names, parameter in parameters
-        for name in ([names] if isinstance(names, str) else names)
+        name: list(tensor.shape)
+        for names, parameter, part in parameters
+        for name, tensor in _tensors(names, torch.empty(parameter.shape, device="meta"), part).items()
     }
     tied = _trains_tied_embedding(model)
     if tied and not json.loads((Path(path) / CONFIG).read_text()).get("ensure_weight_tying"):
@@ -145,13 +167,15 @@ def load_adapter(model: nn.Module, path: str) -> None:
             if problems:
                 raise TuneError(f"adapter.path: {path} is for another model:\n  " + "\n  ".join(sorted(problems)[:12]))
             with torch.no_grad():
-                for names, parameter in parameters:
+                for names, parameter, part in parameters:
                     shard, where = local_shard(parameter)
-                    if isinstance(names, str):
+                    if isinstance(names, list):
+                        for expert, name in zip(shard, names[where[0]], strict=True):
+                            expert.copy_(tensors.get_slice(name)[where[1:]])
+                    elif part:
+                        shard.copy_(parted(part, tensors.get_tensor(names), parameter.shape[0])[where])
+                    else:
                         shard.copy_(tensors.get_slice(names)[where])
-                        continue
-                    for part, name in zip(shard, names[where[0]], strict=True):
-                        part.copy_(tensors.get_slice(name)[where[1:]])
     except (SafetensorError, OSError) as error:
         raise TuneError(f"adapter.path: {file} cannot be read: {error}") from error
 
@@ -187,19 +211,17 @@ def export_adapter(
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     starts = _starts(model)
     tensors: dict[str, torch.Tensor] = {}
-    for names, parameter in _parameters(model):
+    for names, parameter, part in _parameters(model):
         full = full_tensor(parameter.detach()).to("cpu", torch.float32)
         if not world.is_main:
             continue
-        if isinstance(names, list):
-            tensors |= {name: part.clone() for name, part in zip(names, full, strict=True)}
-            continue
-        if names in starts:
-            start, dim, sign = starts[names]
-            full = torch.cat([full, sign * start], dim)
-        tensors[names] = full.contiguous()
-        if names.endswith("embed_tokens.weight") and _trains_tied_embedding(model):
-            tensors[PREFIX + HEAD] = tensors[names].clone()  # PEFT expects what is tied twice
+        for name, tensor in _tensors(names, full, part).items():
+            if name in starts:
+                start, dim, sign = starts[name]
+                tensor = torch.cat([tensor, sign * start], dim)
+            tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
+            if name.endswith("embed_tokens.weight") and _trains_tied_embedding(model):
+                tensors[PREFIX + HEAD] = tensor.clone()  # PEFT expects what is tied twice
     if world.is_main:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -216,10 +238,11 @@ def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:
     adapted = {each: layer for name, layer in adapted_modules(model).items() for each in disk_module_names(model, name)}
     layers = {name: layer for name, layer in adapted.items() if not isinstance(layer, TokenRows)}
     tokens = {name: layer.tokens for name, layer in adapted.items() if isinstance(layer, TokenRows)}
+    parameters = {disk_module_name(model, name) for name in joined_experts(model)}
     # With a frozen start the exported rank is twice the trained one, at the same scaling.
     rank_factor = 1 if lora.init == "default" else 2
     alpha_factor = math.sqrt(rank_factor) if lora.rank_stabilized else rank_factor
-    whole = sorted({name.rpartition(".")[0] for name, _ in _trained_whole(model)})
+    whole = sorted({name.rpartition(".")[0] for name, _ in _whole_parameters(model)})
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -228,7 +251,8 @@ def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:
         "lora_alpha": lora.alpha * alpha_factor,
         # PEFT cannot drop inputs of experts, and refuses to load what says so.
         "lora_dropout": 0.0 if any(isinstance(layer, LoRAExperts) for layer in layers.values()) else lora.dropout,
-        "target_modules": _target_modules(model, set(layers)),
+        "target_modules": _shortest(model, layers.keys() - parameters),
+        "target_parameters": _shortest(model, parameters) or None,
         "rank_pattern": {name: layer.rank * rank_factor for name, layer in layers.items() if layer.rank != lora.rank},
         "alpha_pattern": {
             name: layer.alpha * alpha_factor for name, layer in layers.items() if layer.alpha != lora.alpha
@@ -245,31 +269,41 @@ def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:
     }
 
 
-def _target_modules(model: nn.Module, adapted: set[str]) -> list[str]:
+def _shortest(model: nn.Module, adapted: set[str]) -> list[str]:
     """The last parts of the names where they say exactly which layers were adapted; otherwise the names in full."""
     kinds = {name.rpartition(".")[2] for name in adapted}
-    modules = {disk_module_name(model, name) for name, _ in model.named_modules()}
-    stacked = [names for names in getattr(model, "disk_names", {}).values() if isinstance(names, list)]
-    modules |= {name.removesuffix(".weight") for names in stacked for name in names}
+    modules = {disk_module_name(model, name) for name, _ in model.named_modules()} | stacked_modules(model)
     matched = {name for name in modules if name.rpartition(".")[2] in kinds}
     return sorted(kinds if matched == adapted else adapted)
 
 
-def _parameters(model: nn.Module) -> list[tuple[str | list[str], nn.Parameter]]:
-    """All that an adapter's file holds, with the names there: several, if the parameter is their stack."""
-    found: list[tuple[str | list[str], nn.Parameter]] = []
+def _parameters(model: nn.Module) -> list[tuple[str | list[str], nn.Parameter, str]]:
+    """All that an adapter's file holds, with the names there: several, if the parameter is their stack; and if it is
+    `joined` there, which part of its adapter it is."""
+    found: list[tuple[str | list[str], nn.Parameter, str]] = []
     seen: set[nn.Parameter] = set()
+    stacks = joined_experts(model)
     for name, layer in adapted_modules(model).items():
         for part, ending in layer.PARTS.items():
             parameter = getattr(layer, part)
             if parameter is not None and parameter not in seen:  # the rows of a tied head are those of the embedding
                 names = [f"{PREFIX}{module}.{ending}" for module in disk_module_names(model, name)]
-                found.append((names if isinstance(layer, LoRAExperts) else names[0], parameter))
+                if name in stacks:
+                    found.append((f"{PREFIX}{stacks[name]}.{ending}", parameter, part))
+                else:
+                    found.append((names if isinstance(layer, LoRAExperts) else names[0], parameter, ""))
                 seen.add(parameter)
-    return found + [(f"{PREFIX}{name}", parameter) for name, parameter in _trained_whole(model)]
+    return found + [(f"{PREFIX}{name}", parameter, "") for name, parameter in _whole_parameters(model)]
 
 
-def _trained_whole(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _tensors(names: str | list[str], full: torch.Tensor, part: str) -> dict[str, torch.Tensor]:
+    """What a file has of one of the `_parameters`, by name."""
+    if isinstance(names, list):
+        return dict(zip(names, full, strict=True))
+    return {names: joined(part, full) if part else full}
+
+
+def _whole_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters of the base that are trained, by their names on disk."""
     names = getattr(model, "disk_names", {})
     parts = {getattr(layer, part) for layer in adapted_modules(model).values() for part in layer.PARTS}

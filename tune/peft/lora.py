@@ -96,7 +96,7 @@ class LoRALinear(nn.Linear):
 
     @classmethod
     def adapt(cls, linear: nn.Linear, name: str, rank: int, alpha: float, lora: LoRA) -> None:
-        _require_rank(name, rank, linear.in_features, linear.out_features)
+        require_rank(name, rank, linear.in_features, linear.out_features)
         linear.__class__ = cls
         assert isinstance(linear, LoRALinear)
         if isinstance(linear.weight, NF4Weight):
@@ -139,14 +139,13 @@ class LoRALinear(nn.Linear):
             flat = base.reshape(-1, self.out_features), low_rank.reshape(-1, low_rank.shape[-1])
             return torch.addmm(*flat, b.T).view(base.shape)
         ratio = self._ratio(self.magnitude)
-        if dropped is input:
-            direction = base if self.bias is None else base - self.bias
-        else:
-            direction = self._base(dropped) if self.bias is None else self._base(dropped) - self.bias
+        direction = base if dropped is input else self._base(dropped)
+        if self.bias is not None:
+            direction = direction - self.bias
         return base + (ratio - 1) * direction + ratio * F.linear(low_rank, b)
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Of an output head without bias: what the product of which is `forward`, for a loss that takes it by parts."""
+        """Inputs and weight whose product is `forward`, for a loss that takes it by parts: of a head without bias."""
         assert isinstance(self.weight, Tensor)
         dropped = self._dropped(hidden)
         a, b = self._factors()
@@ -203,7 +202,7 @@ class LoRAEmbedding(nn.Embedding):
 
     @classmethod
     def adapt(cls, embedding: nn.Embedding, name: str, rank: int, alpha: float, lora: LoRA) -> None:
-        _require_rank(name, rank, embedding.num_embeddings, embedding.embedding_dim)
+        require_rank(name, rank, embedding.num_embeddings, embedding.embedding_dim)
         embedding.__class__ = cls
         assert isinstance(embedding, LoRAEmbedding)
         weight = embedding.weight
@@ -223,7 +222,8 @@ class LoRAEmbedding(nn.Embedding):
         return super().forward(input) + F.linear(low_rank, self.lora_b)
 
 
-def _require_rank(name: str, rank: int, *dimensions: int) -> None:
+def require_rank(name: str, rank: int, *dimensions: int) -> None:
+    """Raises TuneError for a rank above the smallest of a layer's dimensions."""
     if rank > min(dimensions):
         raise TuneError(f"adapter.rank: {rank} is more than {name} has dimensions ({min(dimensions)}); lower it")
 

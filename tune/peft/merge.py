@@ -10,7 +10,10 @@ from torch import Tensor
 from tune.checkpointers.disk import disk_tensors
 from tune.checkpointers.export import rewritten
 from tune.errors import TuneError
+from tune.models import build
 from tune.models.config_file import ConfigFile
+from tune.peft.adapters import add_adapters, disk_module_name, joined_experts
+from tune.peft.experts import LoRAExperts, joined, parted
 from tune.peft.files import BASE_COPY, CONFIG, HEAD, PREFIX, WEIGHTS, read_adapter
 from tune.peft.lora import LoRA, LoRAEmbedding, LoRALinear
 from tune.peft.tokens import TokenRows
@@ -23,8 +26,8 @@ ENDINGS = [*LINEAR.values(), *EMBEDDING.values(), ROWS]
 def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
     """Make `out` the model that `base` with `adapter` is: same names and types, adapted weights changed.
 
-    Never holds more than a file of 5 GB in memory. Products are computed in fp32. `out` appears, or is replaced,
-    when it is complete.
+    Holds the adapter and at most a file of 5 GB in memory. Products are computed in fp32. `out` appears, or is
+    replaced, when it is complete.
 
     Raises:
         TuneError: the adapter has layers, or shapes, that the base has not; the base is quantised.
@@ -36,6 +39,8 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
             f"{source} has quantised weights, which cannot take an adapter in; give the original checkpoint"
         )
     lora, changes, tensors = read_adapter(str(adapter)), _changes(Path(adapter)), disk_tensors(source)
+    if json.loads((Path(adapter) / CONFIG).read_text()).get("target_parameters"):
+        _part_stacks(changes, source, Path(adapter), lora)
     if config.get("tie_word_embeddings"):
         _follow_ties(changes, HEAD in tensors, Path(adapter))
     # A checkpoint of the body alone leaves out the name that the body has in the whole model.
@@ -69,11 +74,31 @@ def _changes(adapter: Path) -> dict[str, dict[str, Tensor]]:
     return changes
 
 
+def _part_stacks(changes: dict[str, dict[str, Tensor]], base: Path, adapter: Path, lora: LoRA) -> None:
+    """Give the adapters of experts that are one tensor the name of that tensor, and matrices for each expert."""
+    with torch.device("meta"):
+        model = build(str(base))
+    add_adapters(model, lora)
+    for name, wrapped in joined_experts(model).items():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, LoRAExperts)
+        parts = changes.pop(f"{wrapped}.weight", {})
+        needed = {ending: joined(part, getattr(layer, part)).shape for part, ending in LoRAExperts.PARTS.items()}
+        if {ending: tensor.shape for ending, tensor in parts.items()} != needed:
+            raise TuneError(
+                f"{adapter} is for another base: what it has for {disk_module_name(model, name)} does not fit "
+                f"{layer.num_experts} experts at rank {layer.rank}"
+            )
+        a, b = (parted(part, parts[ending], layer.num_experts) for part, ending in LoRAExperts.PARTS.items())
+        a, b = (b.mT, a.mT) if layer.transposed else (a, b)
+        changes[disk_module_name(model, name)] = {LINEAR["lora_a"]: a, LINEAR["lora_b"]: b}
+
+
 def _require_shapes(changes: dict[str, dict[str, Tensor]], shapes: dict[str, list[int]]) -> None:
     for name, parts in changes.items():
         found = shapes[name]
         if LINEAR["lora_a"] in parts:
-            needed = [parts[LINEAR["lora_b"]].shape[0], parts[LINEAR["lora_a"]].shape[1]]
+            needed = [*parts[LINEAR["lora_b"]].shape[:-1], parts[LINEAR["lora_a"]].shape[-1]]
         elif EMBEDDING["lora_a"] in parts:
             needed = [parts[EMBEDDING["lora_a"]].shape[1], parts[EMBEDDING["lora_b"]].shape[0]]
         elif ROWS in parts:
@@ -119,9 +144,14 @@ def _follow_ties(changes: dict[str, dict[str, Tensor]], has_head: bool, adapter:
 
 
 def _merged(weight: Tensor, name: str, parts: dict[str, Tensor], lora: LoRA) -> Tensor:
-    """In fp32."""
+    """What becomes of a weight of the base; products are in fp32."""
     if "" in parts:
         return parts[""]
+    if weight.dim() == 3:  # one expert at a time, since all in fp32 would be large
+        merged = torch.empty_like(weight)
+        for expert, into in enumerate(merged):
+            into.copy_(_merged(weight[expert], name, {ending: part[expert] for ending, part in parts.items()}, lora))
+        return merged
     if ROWS in parts:
         return weight.float().index_copy(0, torch.tensor(lora.trainable_tokens), parts[ROWS].float())
     scaling = lora.scaling(*lora.at(name.removesuffix(".weight")))

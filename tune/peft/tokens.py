@@ -36,7 +36,7 @@ class TokenRows(nn.Module):
         return {"rows": full_tensor(self.base_weight())[self.tokens]}
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Of an output head: what the product of which are the logits, for a loss that takes it by parts."""
+        """Inputs and weight whose product is the logits, for a loss that takes it by parts: of a head."""
         weight = self.base_weight()
         return hidden, weight.index_copy(0, torch.tensor(self.tokens, device=weight.device), self.rows)
 

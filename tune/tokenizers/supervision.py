@@ -70,6 +70,10 @@ def _turn_span(
     # The template writes this turn differently when it is the last one (Qwen3 adds an empty <think> block). Where the
     # turn ends then follows from the text behind its content, which must not depend on what the content is.
     last, inside = (_around_probe(render, messages[:end], index) for end in (index + 1, len(messages)))
+    if messages[index + 1]["role"] == "tool":
+        result = _around_probe(render, messages, index + 1)
+        if result and inside and len(result[0]) < len(inside[0]):
+            raise _result_in_the_turn(index)
     if last and inside and text.endswith(inside[1]):
         specials = list(special_tokens.finditer(inside[1], 0, _common_prefix(inside[1], last[1])))
         end = len(text) - len(inside[1]) + (specials[-1].end() if specials else 0)
@@ -86,7 +90,10 @@ def _turn_start(render: partial[str], messages: list[Message], index: int, text:
     before = messages[:index]
     prompt = render(before, add_generation_prompt=True)
     if text.startswith(prompt):
-        return len(prompt)
+        # DiffusionGemma opens a turn behind a tool's result, but its prompt does not: the model is not to write that.
+        header = _header(render, before) if before and before[-1]["role"] == "tool" else ""
+        written = text.startswith(header, len(prompt)) and not prompt.endswith(header)
+        return len(prompt) + (len(header) if written else 0)
     # A template that opens a block of reasoning for the model may have a switch for answers without, or closes it.
     for switch in _SWITCHES:
         switched = render(before, add_generation_prompt=True, **switch)
@@ -103,6 +110,13 @@ def _turn_start(render: partial[str], messages: list[Message], index: int, text:
     if inside and text.startswith(inside[0]) and inside[0].endswith(prompt[len(render(before)) :]):
         return len(inside[0])
     raise _disagreement(index, "the messages before it, with the generation prompt", prompt, text)
+
+
+def _header(render: partial[str], messages: list[Message]) -> str:
+    """What the generation prompt adds behind the last message that is neither an answer nor a tool's result."""
+    asked = [index for index, message in enumerate(messages) if message["role"] not in ("assistant", "tool")]
+    question = messages[: asked[-1] + 1] if asked else []
+    return render(question, add_generation_prompt=True).removeprefix(render(question))
 
 
 def _around_probe(render: partial[str], messages: list[Message], index: int) -> tuple[str, str] | None:
@@ -131,6 +145,15 @@ def _disagreement(index: int, what: str, part: str, whole: str) -> TuneError:
         f"the chat template does not tell which text is the assistant's: message {index + 1} starts or ends elsewhere "
         f"when {what} are rendered alone ({part[window]!r}) than in the whole conversation ({whole[window]!r}). "
         "Mark the assistant's text in the template with {% generation %} ... {% endgeneration %}"
+    )
+
+
+def _result_in_the_turn(index: int) -> TuneError:
+    return TuneError(
+        f"the chat template writes the tool's result (message {index + 2}) into the turn of message {index + 1}: what "
+        "is learned there would hold it. Leave words and reasoning out of messages that call tools; or mark what to "
+        "learn with {% generation %} ... {% endgeneration %} in a copy of the template (chat_template.jinja). "
+        "A message with train: false is not learned"
     )
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from tune import types
-from tune.config.check import fits, mismatch
+from tune.type_check import fits, mismatch
 
 RANGES = {
     types.PositiveInt: lambda x: isinstance(x, int) and x > 0,

@@ -73,13 +73,3 @@ def describe(kind: Any) -> str:
 def show(value: Any) -> str:
     """A value as a person would write it in YAML."""
     return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-
-
-def infer(default: Any) -> Any:
-    """The type of a setting, from its default; null says nothing about it."""
-    return Any if default is None or is_open(default) else type(default)
-
-
-def is_open(value: Any) -> bool:
-    """Whether the value is yet to come: missing, or taken from another setting."""
-    return isinstance(value, str) and (value == "???" or "${" in value)

@@ -1,0 +1,106 @@
+"""Trains on a file that is streamed, kills it on the way, continues it, and compares memory and loss curves.
+
+    python benchmarks/streaming.py --gigabytes 5 --folder /somewhere/with/room
+
+The rows have a short prompt and completion, and 20 kB in a column that is not used: all of the file is read, and the
+tokens of a pass can be trained on in minutes. Memory is that of all processes of the run together, read once a second
+(proportional set size; Linux only). Exits with 1 if the curve of the run that was killed is another one.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from kill_and_resume import Launch, losses, make_inputs
+
+ROW, BATCH = 512, 64  # tokens of a packed row, rows of a step
+BALLAST = 20_000  # bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=5.0)
+    parser.add_argument("--kill-at", type=float, default=0.6, help="share of the steps after which it is killed")
+    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as path:
+        folder = Path(path)
+        settings = [setting for setting in make_inputs(folder) if not setting.startswith("epochs=")]
+        rows, tokens = write_rows(folder / "rows.jsonl", options.gigabytes * 1e9)
+        steps = tokens // (ROW * BATCH) + 2  # a little into the second pass
+        size = (folder / "rows.jsonl").stat().st_size / 1e9
+        print(f"{size:.2f} GB, {rows:,} rows, {tokens:,} tokens, {steps} steps", flush=True)
+        settings += [
+            "dataset.streaming=true", "packed=true", f"max_seq_len={ROW}", f"global_batch_size={BATCH}",
+            f"max_steps={steps}", "micro_batch_size=8", "optimizer.lr=1e-3", f"checkpointer.every={steps // 10}",
+        ]  # fmt: skip
+        run(settings, folder / "whole", steps, None)
+        run(settings, folder / "killed", steps, int(steps * options.kill_at))
+        run(settings, folder / "killed", steps, None)
+        whole, killed = losses(folder / "whole"), losses(folder / "killed")
+        print("the loss curves are", "bitwise equal" if whole == killed else "DIFFERENT")
+        sys.exit(whole != killed)
+
+
+def write_rows(file: Path, size: float) -> tuple[int, int]:
+    """Rows of together `size` bytes; how many, and their tokens: one for each byte, and an end."""
+    draw, rows, tokens = random.Random(0), 0, 0
+    noise = "".join(draw.choices("abcdefghijklmnopqrstuvwxyz     ", k=2 * BALLAST))
+    with file.open("w") as output:
+        while output.tell() < size:
+            numbers = range(rows, rows + draw.randint(1, 12))
+            prompt, completion = f"count from {rows}: ", " ".join(map(str, numbers))
+            start = draw.randrange(BALLAST)
+            row = {"prompt": prompt, "completion": completion, "unused": noise[start : start + BALLAST]}
+            output.write(json.dumps(row) + "\n")
+            rows, tokens = rows + 1, tokens + len(prompt) + len(completion) + 1
+    return rows, tokens
+
+
+def run(settings: list[str], output: Path, steps: int, kill_at: int | None) -> None:
+    """Start or continue it; until it ends, or is killed after a step."""
+    first, start = len(lines(output)), time.monotonic()
+    launch = Launch([*settings, f"output_dir={output}"], 1)
+    peaks: dict[int, float] = {}  # GiB, by tenths of the steps
+    while launch.is_running():
+        tenth = len(lines(output)) * 10 // steps
+        peaks[tenth] = max(peaks.get(tenth, 0.0), memory(launch.processes[0].pid))
+        if kill_at and len(lines(output)) >= kill_at:
+            os.killpg(launch.processes[0].pid, signal.SIGKILL)
+            break
+        time.sleep(1)
+    if kill_at is None:
+        launch.wait()
+    seconds = time.monotonic() - start
+    done = lines(output)
+    what = "killed" if kill_at else "ended"
+    by_tenth = "  ".join(f"{tenth * 10}%: {peak:.2f}" for tenth, peak in sorted(peaks.items()))
+    print(f"steps {first + 1} to {len(done)}, {what} after {seconds:.0f} s; peak GiB {by_tenth}", flush=True)
+
+
+def lines(output: Path) -> list[str]:
+    file = output / "metrics.jsonl"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def memory(group: int) -> float:
+    """GiB of the processes of a group."""
+    total = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getpgid(int(process.name)) == group:
+                fields = (process / "smaps_rollup").read_text().split("Pss:")[1].split()
+                total += int(fields[0])
+        except (OSError, IndexError):  # it has ended
+            continue
+    return total / 2**20
+
+
+if __name__ == "__main__":
+    main()
