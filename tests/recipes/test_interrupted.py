@@ -75,6 +75,20 @@ def test_disk_full_while_logging(short):
     assert "No space left on device" in message and "make room" in message
 
 
+def test_ctrl_c_saves_although_nobody_reads_the_output(inputs):
+    """It ends both sides of `tune run ... | tee`, and the other one faster."""
+    settings = inputs.settings(f"output_dir={inputs.folder / 'new'}", "max_steps=null", "epochs=9999")
+    command = [sys.executable, str(config.find_recipe("full_finetune")), *settings, "checkpointer.every=null"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        while not run.stdout.readline().startswith("step 2/"):
+            pass
+        run.stdout.close()
+        run.send_signal(signal.SIGINT)
+        errors = run.stderr.read()
+    assert (run.returncode, "Traceback" in errors, "BrokenPipe" in errors) == (130, False, False), errors
+    assert len([*(inputs.folder / "new" / "checkpoints").glob("step-*")]) == 1
+
+
 LOCKED = (
     "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); input()"
 )

@@ -109,8 +109,11 @@ class Console(Sink):
     def message(self, text: str) -> None:
         if self.progress:
             self.progress.console.print(text, markup=False, highlight=False)
-        else:
+            return
+        try:
             print(text, flush=True)
+        except BrokenPipeError:  # who reads it has left, as Ctrl-C makes `| tee` do: the run goes on, and saves
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         loss = f"loss {values['loss']:.4f}"
