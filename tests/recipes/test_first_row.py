@@ -1,4 +1,4 @@
-"""What a run says of its first row is what transformers renders, with marks around what the assistant says."""
+"""What a run says before it begins. Its first row is what transformers renders, with marks around what is learned."""
 
 import io
 import json
@@ -19,6 +19,13 @@ def test_first_row_is_kept_with_what_is_learned_between_marks(inputs):
     row = text.replace(answer, f"⟦{answer}⟧")
     assert (inputs.run / "first_row.txt").read_text(encoding="utf-8") == row
     assert row in (inputs.run / "log.txt").read_text(encoding="utf-8")
+
+
+def test_rows_beyond_the_positions_of_the_model_are_told(inputs, run_recipe, capsys):
+    file = inputs.model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 16}))
+    assert run_recipe([*inputs.settings("max_steps=1"), f"output_dir={inputs.folder / 'short'}"]) == 0
+    assert "tokens, and the model was made for 16 (max_position_embeddings" in capsys.readouterr().out
 
 
 def test_letters_that_the_terminal_does_not_know_do_not_end_a_run(monkeypatch):

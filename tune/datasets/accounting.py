@@ -44,6 +44,10 @@ class Accounting:
         self.remarks.update(outcome.remarks)
 
     @property
+    def longest(self) -> int:
+        return self.lengths.get("max", 0)
+
+    @property
     def fully_masked(self) -> int:
         return self.dropped[FULLY_MASKED]
 

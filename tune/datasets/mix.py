@@ -149,6 +149,10 @@ class MixtureAccounting:
         return sum(part.tokens for part in self.parts.values())
 
     @property
+    def longest(self) -> int:
+        return max(part.longest for part in self.parts.values())
+
+    @property
     def training_rows(self) -> int:
         return sum(self.drawn.values())
 

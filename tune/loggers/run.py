@@ -73,6 +73,12 @@ class Run:
         self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
         self.flops_per_token = flops_per_token(model, accounting.tokens // max(1, accounting.samples))
         self.info(accounting.table())
+        known = getattr(model, "max_positions", None)
+        if known and accounting.longest > known:
+            self.info(
+                f"there are rows of {accounting.longest:,} tokens, and the model was made for {known:,} "
+                "(max_position_embeddings in its config.json): lower max_seq_len, or scale its rope there"
+            )
         row = first_row(data.dataset, tokenizer)
         self.first_row = "\n".join(map(marked, row))
         start = marked(row[0], short=True).rstrip()

@@ -117,6 +117,11 @@ class Decoder(nn.Module):
         # A tied head has no module of its own: one parameter, one name, one gradient.
         self.head = None if config.tied_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
+    @property
+    def max_positions(self) -> int | None:
+        """The length of documents that the model was made for; None if its layers rotate nothing."""
+        return min((rope.config.reach for rope in self.ropes.values()), default=None)
+
     def forward(
         self,
         tokens: Tensor,

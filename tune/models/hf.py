@@ -77,6 +77,7 @@ class HuggingFaceModel(nn.Module):
         self.config = model.config.get_text_config()
         self.body = model
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.max_positions = getattr(self.config, "max_position_embeddings", None)
         self.longest, self.beyond = _longest(model, self.config)
         self.knows_logits = False  # whether they are those of the head, scaled and bounded; looked at once
         self.keeps_documents_apart: bool | None = None  # in one row; found out in the first forward

@@ -33,6 +33,12 @@ class RopeConfig:
     interleaved: bool = False
     query_growth: float = 0.0
 
+    @property
+    def reach(self) -> int:
+        """The positions that the model was made for, as its config says."""
+        stretched = self.scaling.get("original_max_position_embeddings", 0) * (self.scaling.get("factor") or 1)
+        return max(self.max_positions, int(stretched))
+
 
 class Rotation(NamedTuple):
     """Cosines and sines `[batch, seq, 1, size]`, and what queries are multiplied by, `[batch, seq, 1, 1]`."""
