@@ -108,7 +108,9 @@ def test_offsets_cover_the_text(vocabulary):
     ours = Tokenizer(str(vocabulary[0]))
     for text in filter(partial(unicodedata.is_normalized, "NFC"), texts(300)):
         (encoding,) = ours.encode_with_offsets([text])
-        assert {at for start, end in encoding.offsets for at in range(start, end)} == set(range(len(text))), text
+        assert {at for start, end in map(encoding.span, range(len(encoding.ids))) for at in range(start, end)} == set(
+            range(len(text))
+        ), text
 
 
 def test_what_is_saved_gives_the_same_ids_in_transformers(vocabulary, tmp_path):

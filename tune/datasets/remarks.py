@@ -23,6 +23,8 @@ def remarks(chat: Chat, text: str, tokenizer: Tokenizer) -> list[str]:
 
 
 def _is_in(content: str, text: str) -> bool:
-    """Whether the longest line is there, as it is or as JSON has it: templates trim, and quote what tools say."""
+    """Whether it is there, or its longest line, also as JSON has it: templates trim, and quote what tools say."""
+    if content.strip() in text:
+        return True
     line = max(map(str.strip, content.splitlines()), key=len, default="")
     return line in text or json.dumps(line, ensure_ascii=False)[1:-1] in text

@@ -5,7 +5,6 @@ import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -133,7 +132,7 @@ class RowReader:
         if isinstance(draft.content, Tokens):
             tokens, targets = (np.array(ids, dtype=np.int32) for ids in (draft.content.ids, draft.content.labels))
             return Sample(tokens, np.append(targets[1:], np.int32(IGNORE)))
-        ids, prefix = encoding.ids, []
+        ids, prefix, places = encoding.ids, [], range(len(encoding.ids))
         is_plain = isinstance(draft.content, Plain)
         if is_plain:
             prefix = self.tokenizer.prefix_ids
@@ -143,8 +142,8 @@ class RowReader:
         tokens = np.array(prefix + ids, dtype=np.int32)
         labels = np.full(len(tokens), IGNORE, dtype=np.int32)
         for start, end in draft.spans:
-            first = max(1, bisect_right(encoding.offsets, start, key=itemgetter(1)) + len(prefix))
-            last = bisect_left(encoding.offsets, end, key=itemgetter(0)) + len(prefix)
+            first = max(1, bisect_right(places, start, key=lambda place: encoding.span(place)[1]) + len(prefix))
+            last = bisect_left(places, end, key=lambda place: encoding.span(place)[0]) + len(prefix)
             if is_plain and end == len(draft.text):
                 last = len(tokens)  # EOS
             if not self.train_on_end_of_turn:
@@ -176,11 +175,10 @@ class RowReader:
                 raise TuneError(f"the row has {length:,} tokens, which is more than max_seq_len={self.max_seq_len}")
             samples, cut = self._split(content, whole) if too_long == "split" else self._truncated(content, whole)
         outcome = _supervised(samples, cut, whole)
-        if isinstance(content, Chat) and (found := remarks(content, draft.text, self.tokenizer)):
-            outcome = replace(outcome, remarks=found)
-        if cut or not self.train_on_end_of_turn or not isinstance(content, Chat):
+        if not isinstance(content, Chat):
             return outcome
-        return replace(outcome, ends=self.tokenizer.ends_turn(draft.text[slice(*draft.spans[-1])]))
+        ends = cut or not self.train_on_end_of_turn or self.tokenizer.ends_turn(draft.text[slice(*draft.spans[-1])])
+        return replace(outcome, remarks=remarks(content, draft.text, self.tokenizer), ends=bool(ends))
 
     def _truncated(self, content: Content, whole: Sample) -> tuple[list[Sample], int]:
         """What fits, and how many tokens do not: a conversation up to its last learned message that does, if one does,

@@ -72,14 +72,19 @@ def _rendered(chat: Chat, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
 
 
 def _spans(messages: list[Message], tools: list | None, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
-    bare = [{key: value for key, value in message.items() if key != "train"} for message in messages]
-    learned = [(index, message["role"]) for index, message in enumerate(messages) if message["train"]]
+    learned = {message["role"] for message in messages if message["train"]}
     spans: list[Span] = []
-    if any(role == "assistant" for _, role in learned):
+    if "assistant" in learned:
         text, spans = tokenizer.supervised_spans(messages, tools, strftime_now=_fixed_date)
-    else:
-        text = _render(bare, tools, tokenizer)
-    others = [_span_of(index, bare, tools, text, tokenizer) for index, role in learned if role != "assistant"]
+        if len(learned) == 1:
+            return text, spans
+    bare = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+    text = _render(bare, tools, tokenizer)
+    others = [
+        _span_of(index, bare, tools, text, tokenizer)
+        for index, message in enumerate(messages)
+        if message["train"] and message["role"] != "assistant"
+    ]
     return text, sorted([*spans, *others])
 
 

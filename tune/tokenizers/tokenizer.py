@@ -2,11 +2,10 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tokenizers
 from tokenizers import AddedToken
@@ -30,29 +29,15 @@ FILES = (
 )
 
 
-class Offsets:
-    """An encoding's, each made when it is asked for: few are, and all of them take as long as rendering the text."""
+class Encoding:
+    """Token ids, and by `span(index)` the characters `[start, end)` of the text that a token stands for: one by one,
+    since few are asked for, and all of them take as long as rendering the text."""
+
+    __slots__ = ("ids", "span")
 
     def __init__(self, encoding: tokenizers.Encoding) -> None:
-        self.encoding, self.length = encoding, len(encoding)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Span:
-        if not 0 <= index < self.length:
-            raise IndexError(index)
-        span = self.encoding.token_to_chars(index)
-        assert span is not None  # no token was added to the text's
-        return span
-
-
-@dataclass(frozen=True, slots=True)
-class Encoding:
-    """Token ids, and for each the characters `[start, end)` of the text it stands for."""
-
-    ids: list[int]
-    offsets: Offsets
+        self.ids: list[int] = encoding.ids
+        self.span = cast(Callable[[int], Span], encoding.token_to_chars)  # None only for tokens that are not the text's
 
 
 class Tokenizer:
@@ -125,7 +110,7 @@ class Tokenizer:
     def encode_with_offsets(self, texts: list[str]) -> list[Encoding]:
         """A batch of texts on all cores, without the special tokens that `prefix_ids` names."""
         batch = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [Encoding(encoding.ids, Offsets(encoding)) for encoding in batch]
+        return [*map(Encoding, batch)]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
