@@ -7,12 +7,13 @@ import torch
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tune import peft
 from tune.checkpointers import load_model
 from tune.distributed.activations import save_less
 
 
 class Count(TorchDispatchMode):
-    """Counts matrix products and attentions."""
+    """Counts matrix products, those of them by a narrow matrix, and attentions."""
 
     def __init__(self):
         super().__init__()
@@ -21,15 +22,19 @@ class Count(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         name = operation.name()
         if name in ("aten::mm", "aten::addmm"):
-            self.calls["products"] += 1
+            rank = 2 in args[-1].shape
+            self.calls["narrow" if rank else "products"] += 1
         elif name == "aten::_scaled_dot_product_flash_attention_for_cpu":
             self.calls["attentions"] += 1
         return operation(*args, **(kwargs or {}))
 
 
-def backward_of(checkpoint, checkpointing="none", offload=False):
+def backward_of(checkpoint, checkpointing="none", offload=False, adapted=False):
     """Gradients, and the operations of the forward that the backward of the blocks repeated."""
     model = load_model(str(checkpoint))
+    if adapted:
+        peft.add_adapters(model, peft.LoRA(rank=2))
+        peft.initialize(model, seed=0)
     for block in model.blocks:
         save_less(block, checkpointing, offload)
     loss = model(torch.arange(40)[None]).square().mean()
@@ -49,6 +54,14 @@ def test_what_is_recomputed(checkpoint, checkpointing, products, attentions):
     assert_close(gradients, expected, rtol=0, atol=0)
     assert counted["products"] - plain["products"] == products
     assert counted["attentions"] == attentions
+
+
+def test_the_narrow_products_of_lora_do_not_count(checkpoint):
+    expected, plain = backward_of(checkpoint, adapted=True)
+    gradients, counted = backward_of(checkpoint, "selective", adapted=True)
+    assert_close(gradients, expected, rtol=0, atol=0)
+    assert counted["products"] - plain["products"] == 9  # as without adapters
+    assert counted["narrow"] - plain["narrow"] == 3 * 6  # by B, but for the last of a block; those by A are kept
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

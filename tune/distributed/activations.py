@@ -17,11 +17,13 @@ ATTENTION = [
 ]
 MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default]
 COMMUNICATION = [torch.ops._c10d_functional.reduce_scatter_tensor.default]
+NARROW = 8  # a matrix that is this many times longer than wide, such as LoRA's
 
 
 def save_less(block: nn.Module, checkpointing: Literal["none", "selective", "full"], offload: bool) -> None:
     """Replace `block.forward` by one that recomputes in backward (`full`: all of it; `selective`: all but attention,
-    communication and every second matrix product), and that keeps what is saved in host memory if `offload`."""
+    communication, products that are narrow and every second wide one), and that keeps what is saved in host memory if
+    `offload`."""
     forward = block.forward
     if checkpointing == "full":
         forward = functools.partial(checkpoint, forward, use_reentrant=False)
@@ -33,14 +35,19 @@ def save_less(block: nn.Module, checkpointing: Literal["none", "selective", "ful
 
 
 def _save_expensive() -> Any:
-    products = {"forward": 0, "recompute": 0}
+    wide = {"forward": 0, "recompute": 0}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         save = operation in ATTENTION + COMMUNICATION
         if operation in MATMULS:
-            phase = "recompute" if context.is_recompute else "forward"
-            products[phase] += 1
-            save = products[phase] % 2 == 1
+            matrix = args[2] if operation == torch.ops.aten.addmm.default else args[1]
+            inner, outer = matrix.shape[-2:]
+            if max(inner, outer) >= NARROW * min(inner, outer):  # a narrow result costs no room, a narrow input no time
+                save = outer < inner
+            else:
+                phase = "recompute" if context.is_recompute else "forward"
+                wide[phase] += 1
+                save = wide[phase] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
