@@ -14,7 +14,9 @@ DOCUMENTS = torch.tensor([[i for i, length in enumerate(row) for _ in range(leng
 POSITIONS = torch.tensor([[p for length in row for p in range(length)] for row in LENGTHS])
 
 
-@pytest.mark.parametrize(("name", "kinds"), [("gemma2", 2), ("gemma3_text", 2), ("cohere2", 2), ("phi3-longrope", 1)])
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("gemma2", 2), ("gemma3_text", 2), ("cohere2", 2), ("phi3-longrope", 1), ("qwen3_5_text", 2)]
+)
 def test_one_graph_a_kind(name, kinds, tmp_path):
     config_class, changes = VARIANTS[name]
     _, model = make_pair(getattr(transformers, config_class)(**SMALL | changes | {"num_hidden_layers": 3}), tmp_path)

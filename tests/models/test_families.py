@@ -17,6 +17,10 @@ from tune.models import build
 
 transformers = pytest.importorskip("transformers")
 
+# Token by token, as the delta rule is defined: by chunks, transformers loses up to 3% of a decay's gradient.
+qwen3_5 = transformers.models.qwen3_5.modeling_qwen3_5
+qwen3_5.torch_chunk_gated_delta_rule = qwen3_5.torch_recurrent_gated_delta_rule
+
 SMALL = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -47,6 +51,11 @@ CORRECTED = {
 LATENT = CORRECTED | {
     "n_group": 4, "topk_group": 2, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20, "kv_lora_rank": 32,
     "q_lora_rank": 28, "num_key_value_heads": 4,
+}  # fmt: skip
+DELTA = {
+    "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "initializer_range": 0.05,  # at 0.1 transformers is 2e-5 from what the same computation is in fp64
 }  # fmt: skip
 VARIANTS = {
     "llama": ("LlamaConfig", {}),
@@ -119,6 +128,12 @@ VARIANTS = {
             "position_embedding_type": "rope", "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
             "attention_multiplier": 0.1, "logits_scaling": 3.0,
         },
+    ),
+    "qwen3_5_text": ("Qwen3_5TextConfig", DELTA),
+    "qwen3_5_text-tied": (
+        "Qwen3_5TextConfig",
+        DELTA | TIED | {"layer_types": ["linear_attention"] * 2 + ["full_attention"], "linear_num_value_heads": 2}
+        | {"head_dim": 16, "attention_bias": True, "linear_conv_kernel_dim": 2},
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
     "mixtral-window": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW, "num_experts_per_tok": 3}),
@@ -298,9 +313,15 @@ MISTRAL3 = {
     "vision_config": VISION | {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 16},
     "image_token_index": 127, "tie_word_embeddings": False,
 }  # fmt: skip
+QWEN3_5 = {
+    "text_config": SMALL | DELTA, "image_token_id": 127, "tie_word_embeddings": True,
+    "vision_config": {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("config_class", "fields"), [("Gemma3Config", GEMMA3), ("Mistral3Config", MISTRAL3)])
+@pytest.mark.parametrize(
+    ("config_class", "fields"), [("Gemma3Config", GEMMA3), ("Mistral3Config", MISTRAL3), ("Qwen3_5Config", QWEN3_5)]
+)
 def test_what_is_for_images_is_kept(config_class, fields, tmp_path):
     theirs, ours = make_pair(
         getattr(transformers, config_class)(**fields), tmp_path / "source", transformers.AutoModelForImageTextToText

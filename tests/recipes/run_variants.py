@@ -14,9 +14,9 @@ def run_variants(recipe: str, output: Path, common: list[str], variants: dict[st
     """Each variant's overrides come on top of the common ones; its run folder is `output`/name."""
     sys.path.insert(0, str(config.find_recipe(recipe).parent))
     main = importlib.import_module(recipe).main
-    torch.compiler.set_stance("force_eager")  # torchao's optimizers compile themselves
-    for name, overrides in variants.items():
-        main(config.load(recipe, [*common, *overrides, f"output_dir={output / name}"]))
+    with torch.compiler.set_stance("force_eager"):  # torchao's optimizers compile themselves
+        for name, overrides in variants.items():
+            main(config.load(recipe, [*common, *overrides, f"output_dir={output / name}"]))
 
 
 if __name__ == "__main__":

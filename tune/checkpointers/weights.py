@@ -148,7 +148,7 @@ class Random:
     """Initial weights for training from scratch: those of one device, however the model is sharded.
 
     Weights are normal with the standard deviation that config.json names, norms scale by one, biases and buffers are
-    zero.
+    zero; what a module starts in another way, its `starts` say.
     """
 
     def __init__(self, seed: int):
@@ -164,15 +164,19 @@ class Random:
         with torch.no_grad():
             for name, parameter in stored_tensors(model).items():
                 shard, where = local_shard(parameter)
-                if name.endswith("bias") or not isinstance(parameter, nn.Parameter):
+                owner, _, kind = name.rpartition(".")
+                module = model.get_submodule(owner)
+                start = getattr(module, "starts", {}).get(kind)
+                if start is None and (kind == "bias" or not isinstance(parameter, nn.Parameter)):
                     shard.zero_()
-                elif isinstance(module := model.get_submodule(name.rpartition(".")[0]), nn.RMSNorm | nn.LayerNorm):
+                elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
                     shard.fill_(getattr(module, "initial_weight", 1.0))
                 else:
                     # One full parameter at a time, from a generator of its own, so that no layout changes a number.
                     # (torch's CPU generator reads no more than 32 bits of its seed.)
                     generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
-                    full = torch.empty(parameter.shape).normal_(0, model.config.initializer_range, generator=generator)
+                    empty, spread = torch.empty(parameter.shape), model.config.initializer_range
+                    full = start(empty, generator) if start else empty.normal_(0, spread, generator=generator)
                     shard.copy_(full[where])
 
 

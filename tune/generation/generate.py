@@ -18,11 +18,12 @@ def generate(
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     longest = max(len(prompt) for prompt in prompts)
     cache = KeyValueCache(len(model.blocks), capacity=longest + max_new_tokens)
-    # Rows are padded at their ends: a padding's slot in the cache is overwritten before any position may look at it.
-    tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
-    positions = torch.arange(longest, device=device).expand_as(tokens)
-    logits = model(tokens, positions, cache=cache)
-    new = logits[torch.arange(len(prompts)), lengths - 1].argmax(dim=-1)
+    # Rows are padded before their starts, where recurrent layers forget it; in the cache it takes the slot of the first
+    # new token, which is overwritten before any position may look at it.
+    tokens = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
+    positions = torch.arange(longest, device=device) - (longest - lengths)[:, None]
+    positions = torch.where(positions < 0, lengths[:, None], positions)
+    new = model(tokens, positions, cache=cache)[:, -1].argmax(dim=-1)
     outputs: list[list[int]] = [[] for _ in prompts]
     running = set(range(len(prompts)))
     for step in range(max_new_tokens):

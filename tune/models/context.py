@@ -11,7 +11,8 @@ from tune.models.routing import Supervision
 
 
 class LayerCache:
-    """Keys and values of the tokens that one layer has seen: slot j of a row holds its position j."""
+    """Keys and values of the tokens that one layer has seen: slot j of a row holds its position j. Or, of a recurrent
+    layer, its state."""
 
     def __init__(self, capacity: int):
         self.capacity = capacity

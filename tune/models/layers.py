@@ -66,6 +66,7 @@ class AttentionConfig:
     """Attention to `num_kv_heads` keys and values; see `Scoring` for window, scale, softcap and sinks.
 
     `bias` is that of the query, key and value projections, which `fused` makes one. `rope=None` leaves positions out.
+    `gated` multiplies what each head found by a sigmoid that the query projection gives along with its query.
     `query_key_norm` normalises each head, or with `norm_all_heads` all heads together.
     """
 
@@ -76,6 +77,7 @@ class AttentionConfig:
     bias: bool = False
     output_bias: bool = False
     fused: bool = False
+    gated: bool = False
     query_key_norm: NormConfig | None = None
     norm_all_heads: bool = False
     window: int | None = None
@@ -101,7 +103,8 @@ class Attention(nn.Module):
         if config.fused:
             self.query_key_value = nn.Linear(hidden_size, sum(widths), bias=config.bias)
         else:
-            self.query, self.key, self.value = (nn.Linear(hidden_size, width, bias=config.bias) for width in widths)
+            sizes = [widths[0] * (2 if config.gated else 1), *widths[1:]]
+            self.query, self.key, self.value = (nn.Linear(hidden_size, size, bias=config.bias) for size in sizes)
         self.output = nn.Linear(widths[0], hidden_size, bias=config.output_bias)
         if norm := config.query_key_norm:
             sizes = widths[:2] if config.norm_all_heads else [config.head_dim] * 2
@@ -117,6 +120,7 @@ class Attention(nn.Module):
         if config.query_key_norm and config.norm_all_heads:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key, value = (heads.unflatten(-1, (-1, config.head_dim)) for heads in (query, key, value))
+        query, gate = (query[..., 0::2, :], query[..., 1::2, :]) if config.gated else (query, None)
         if config.query_key_norm and not config.norm_all_heads:
             query, key = self.query_norm(query), self.key_norm(key)
         if context.rotation is not None:
@@ -124,7 +128,8 @@ class Attention(nn.Module):
             if context.rotation.query_scale is not None:
                 query = query * context.rotation.query_scale
         scoring = Scoring(config.window, config.scale, config.softcap, self.sinks)
-        return self.output(attend_in(context, query, key, value, scoring).flatten(-2))
+        found = attend_in(context, query, key, value, scoring)
+        return self.output((found if gate is None else found * gate.sigmoid()).flatten(-2))
 
 
 def attend_in(context: Context, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:

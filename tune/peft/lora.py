@@ -225,7 +225,10 @@ class LoRAEmbedding(nn.Embedding):
 def require_rank(name: str, rank: int, *dimensions: int) -> None:
     """Raises TuneError for a rank above the smallest of a layer's dimensions."""
     if rank > min(dimensions):
-        raise TuneError(f"adapter.rank: {rank} is more than {name} has dimensions ({min(dimensions)}); lower it")
+        raise TuneError(
+            f"adapter.rank: {rank} is more than {name} has dimensions ({min(dimensions)}); lower it, or that of such "
+            f"layers alone: adapter.rank_pattern={{{name.rpartition('.')[2]}: {min(dimensions)}}}"
+        )
 
 
 def _pissa(weight: Tensor, rank: int, scaling: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:

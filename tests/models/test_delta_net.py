@@ -1,0 +1,65 @@
+"""The delta rule by chunks is the one token by token that it is defined by."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tune.models.delta_net import CHUNK, DeltaNet, gated_delta_rule
+
+HEADS, KEY_DIM, VALUE_DIM = 2, 8, 6
+NAMES = ("query", "key", "value", "log_decay", "strength")
+
+
+def token_by_token(query, key, value, log_decay, strength, documents, memory):
+    outputs = []
+    for index in range(key.shape[1]):
+        q, k, v = (tensor[:, index, :, :, None] for tensor in (query, key, value))
+        begins = documents[:, index] != (documents[:, index - 1] if index else 0)
+        memory = memory * log_decay[:, index, :, None, None].exp() * ~begins[:, None, None, None]
+        memory = memory + strength[:, index, :, None, None] * k @ (v - memory.mT @ k).mT
+        outputs.append((memory.mT @ q)[..., 0])
+    return torch.stack(outputs, dim=1), memory
+
+
+def make_inputs(length, fastest):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(2, length, HEADS, *shape, generator=generator, dtype=torch.float64)
+
+    query, key, value = normal(KEY_DIM), normal(KEY_DIM), normal(VALUE_DIM)
+    log_decay = -fastest * torch.rand(2, length, HEADS, generator=generator, dtype=torch.float64)
+    return [query, key / key.norm(dim=-1, keepdim=True), value, log_decay, normal().sigmoid()]
+
+
+@pytest.mark.parametrize("fastest", [0.01, 15])
+@pytest.mark.parametrize("length", [1, 5, CHUNK, 3 * CHUNK + 7])
+def test_outputs_memory_and_gradients(length, fastest):
+    exact = [tensor.requires_grad_() for tensor in make_inputs(length, fastest)]
+    ours = [tensor.detach().float().requires_grad_() for tensor in exact]
+    begins = torch.rand(2, length, generator=torch.Generator().manual_seed(1)) < 0.03
+    documents, start = begins.cumsum(dim=1), torch.randn(2, HEADS, KEY_DIM, VALUE_DIM, dtype=torch.float64)
+    expected = token_by_token(*exact, documents, start)
+    found = gated_delta_rule(*ours, documents, start.float())
+    assert_close(found, tuple(tensor.float() for tensor in expected), atol=1e-5, rtol=1e-5)
+    for results in (expected, found):
+        sum(result.square().sum() for result in results).backward()
+    for name, left, right in zip(NAMES, exact, ours, strict=True):
+        # Also where decay is fast, so that little of its gradient is left of large numbers.
+        assert (right.grad - left.grad).norm() <= 1e-5 * left.grad.norm(), name
+
+
+def test_a_document_sees_nothing_of_another():
+    inputs = [tensor.float().requires_grad_() for tensor in make_inputs(100, 1)]
+    documents = (torch.arange(100) >= 70).long().expand(2, 100)
+    output, _ = gated_delta_rule(*inputs, documents)
+    output[:, 70:].sum().backward()
+    assert all(not tensor.grad[:, :70].any() for tensor in inputs)
+    alone, _ = gated_delta_rule(*(tensor[:, 70:] for tensor in inputs), documents[:, 70:])
+    assert_close(output[:, 70:], alone, atol=1e-6, rtol=1e-6)
+
+
+def test_rates_start_evenly_between_0_and_16():
+    rates = DeltaNet.starts["log_rate"](torch.empty(10_000), torch.Generator().manual_seed(0)).exp()
+    assert 0.01 <= rates.min() < 0.1 and 15.9 < rates.max() <= 16
+    assert rates.mean() == pytest.approx(8, abs=0.1)

@@ -1,0 +1,149 @@
+"""Gated DeltaNet (Yang et al., 2024): attention whose memory of a document is one matrix a head, not all its tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from tune.models.context import Context
+from tune.models.layers import NormConfig
+
+CHUNK = 64  # tokens whose effect on each other is worked out by products, as the paper does
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """Each of `num_key_heads` queries and keys of `key_dim` serves as many of the `num_value_heads` of `value_dim`.
+
+    They are convolved over `kernel` tokens. `norm` is that of a head's output.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    norm: NormConfig
+    rope: None = None
+    pair_width: int = 0  # tokens do not meet in pairs
+
+    def build(self, hidden_size: int) -> nn.Module:
+        return DeltaNet(self, hidden_size)
+
+
+class DeltaNet(nn.Module):
+    # How parameters start that are not weights of a product.
+    starts: ClassVar[dict[str, Callable[[Tensor, Generator], Tensor]]] = {
+        "log_rate": lambda empty, generator: empty.uniform_(0.01, 16, generator=generator).log_(),
+        "step_bias": lambda empty, generator: empty.fill_(1),
+    }
+
+    def __init__(self, config: DeltaNetConfig, hidden_size: int):
+        super().__init__()
+        self.config = config
+        keys, values = config.num_key_heads * config.key_dim, config.num_value_heads * config.value_dim
+        self.widths = [keys, keys, values]
+        self.query_key_value = nn.Linear(hidden_size, sum(self.widths), bias=False)
+        self.convolution = nn.Parameter(torch.empty(sum(self.widths), 1, config.kernel))
+        self.strength = nn.Linear(hidden_size, config.num_value_heads, bias=False)
+        self.step = nn.Linear(hidden_size, config.num_value_heads, bias=False)
+        self.step_bias = nn.Parameter(torch.empty(config.num_value_heads))
+        self.log_rate = nn.Parameter(torch.empty(config.num_value_heads))
+        self.gate = nn.Linear(hidden_size, values, bias=False)
+        self.norm = config.norm.build(config.value_dim)
+        self.readout = nn.Linear(values, hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor, context: Context) -> Tensor:
+        config = self.config
+        mixed, memory = self.query_key_value(hidden), None
+        before = mixed.new_zeros(len(mixed), config.kernel - 1, mixed.shape[2])
+        if context.cache is not None and context.cache.storage:
+            before, memory = context.cache.storage
+        mixed = torch.cat([before, mixed], dim=1)
+        query, key, value = F.silu(self._convolved(mixed, context.positions)).split(self.widths, dim=-1)
+        query, key = (_unit(heads.unflatten(-1, (-1, config.key_dim)).float()) for heads in (query, key))
+        groups = config.num_value_heads // config.num_key_heads
+        query, key = (heads.repeat_interleave(groups, dim=2) if groups > 1 else heads for heads in (query, key))
+        value = value.unflatten(-1, (-1, config.value_dim)).float()
+        strength = self.strength(hidden).float().sigmoid()
+        log_decay = -self.log_rate.float().exp() * F.softplus(self.step(hidden).float() + self.step_bias)
+        documents = (context.positions == 0).cumsum(dim=1)
+        output, memory = gated_delta_rule(
+            query * config.key_dim**-0.5, key, value, log_decay, strength, documents, memory
+        )
+        if context.cache is not None:
+            context.cache.storage = (mixed[:, mixed.shape[1] - config.kernel + 1 :], memory)
+        gate = F.silu(self.gate(hidden).float()).view_as(output)
+        return self.readout((self.norm(output.to(hidden.dtype)) * gate).to(hidden.dtype).flatten(-2))
+
+    def _convolved(self, mixed: Tensor, positions: Tensor) -> Tensor:
+        """Each channel by itself, over the last tokens of the document: `mixed` begins `kernel - 1` tokens earlier."""
+        weight, total = self.convolution[:, 0], None
+        for index in range(self.config.kernel):
+            back = self.config.kernel - 1 - index
+            term = mixed[:, index : mixed.shape[1] - back] * weight[:, index]
+            term = term * (positions >= back)[..., None] if back else term
+            total = term if total is None else total + term
+        assert total is not None
+        return total
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    strength: Tensor,
+    documents: Tensor,
+    memory: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What each token reads, `[batch, seq, heads, value_dim]`, and the memory after the last, `[batch, heads, key_dim,
+    value_dim]`.
+
+    At each token M becomes d M + s k (v - d Mᵀ k)ᵀ, and Mᵀ q is read, with d = exp(`log_decay`) and s = `strength`,
+    both `[batch, seq, heads]`; `query`, `key` are `[batch, seq, heads, key_dim]`, `value` likewise. M is zero where a
+    document begins: `documents` `[batch, seq]` numbers them in ascending order. `memory` is that of number 0.
+    """
+    batch, length, heads, key_dim = key.shape
+    chunk = min(CHUNK, length)
+    padding = -length % chunk  # of strength 0 and decay 1: nothing changes there
+    query, key, value, log_decay, strength = (
+        F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, padding)).unflatten(1, (-1, chunk)).movedim(3, 1)
+        for tensor in (query, key, value, log_decay, strength)
+    )  # [batch, heads, chunks, chunk, ...]
+    documents = torch.cat([documents, documents[:, -1:].expand(-1, padding)], dim=1).view(batch, 1, -1, chunk)
+    last = documents[..., -1:]
+    before = F.pad(last[:, :, :-1], (0, 0, 1, 0))  # the document at the end of the chunk before
+
+    # How much is left at a token of what an earlier one wrote. The logarithms are added up anew for each of these:
+    # differences of their sums from the start of the chunk would leave nothing of the gradient where decay is fast.
+    same = (documents[..., :, None] == documents[..., None, :]).tril()
+    between = log_decay[..., None].expand(*log_decay.shape, chunk).tril(-1).cumsum(dim=-2)
+    between = between.masked_fill(~same, float("-inf")).exp()
+    staying = between[..., -1, :, None]  # at the end of the chunk
+    arriving = (log_decay.cumsum(dim=-1).exp() * (documents == before))[..., None]  # of the memory before the chunk
+
+    # What the tokens of a chunk write depends on what those before them wrote: (1 + L) written = wanted.
+    weighted = key * strength[..., None]
+    mixing = (weighted @ key.mT) * between
+    wanted = torch.cat([value * strength[..., None], weighted * arriving], dim=-1)
+    solved = torch.linalg.solve_triangular(mixing, wanted, upper=False, unitriangular=True)
+    written, recalled = solved.split([value.shape[-1], key_dim], dim=-1)
+    within = (query @ key.mT) * between
+
+    memory = key.new_zeros(batch, heads, key_dim, value.shape[-1]) if memory is None else memory
+    outputs = []
+    parts = (written, recalled, within, query * arriving, key * staying, arriving[..., -1:, :])
+    for written, recalled, within, query, key, left in zip(*(part.unbind(2) for part in parts), strict=True):
+        written = written - recalled @ memory
+        outputs.append(query @ memory + within @ written)
+        memory = memory * left + key.mT @ written
+    output = torch.stack(outputs, dim=2).movedim(1, 3).flatten(1, 2)
+    return output[:, :length], memory
+
+
+def _unit(heads: Tensor) -> Tensor:
+    return heads * torch.rsqrt(heads.square().sum(dim=-1, keepdim=True) + 1e-6)

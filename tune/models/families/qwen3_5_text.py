@@ -1,0 +1,54 @@
+"""Qwen3.5 (dense): Qwen3 with gated attention in every fourth layer, and gated delta nets in the others."""
+
+from tune.errors import TuneError
+from tune.models.config_file import ConfigFile
+from tune.models.decoder import DecoderConfig, LayerConfig
+from tune.models.delta_net import DeltaNetConfig
+from tune.models.families import Family, read
+from tune.models.families.qwen3 import NAMES as QWEN3_NAMES
+from tune.models.layers import AttentionPartConfig, NormConfig
+
+NAMES = QWEN3_NAMES | {
+    "model.layers.{}.linear_attn.in_proj_qkv": "blocks.{}.attention.query_key_value",
+    "model.layers.{}.linear_attn.conv1d.weight": "blocks.{}.attention.convolution",
+    "model.layers.{}.linear_attn.in_proj_b": "blocks.{}.attention.strength",
+    "model.layers.{}.linear_attn.in_proj_a": "blocks.{}.attention.step",
+    "model.layers.{}.linear_attn.dt_bias": "blocks.{}.attention.step_bias",
+    "model.layers.{}.linear_attn.A_log": "blocks.{}.attention.log_rate",
+    "model.layers.{}.linear_attn.in_proj_z": "blocks.{}.attention.gate",
+    "model.layers.{}.linear_attn.norm": "blocks.{}.attention.norm",
+    "model.layers.{}.linear_attn.out_proj": "blocks.{}.attention.readout",
+}
+
+
+def read_delta_net(file: ConfigFile) -> DeltaNetConfig:
+    num_keys, num_values = file.integer("linear_num_key_heads", 16), file.integer("linear_num_value_heads", 32)
+    if num_values % num_keys:
+        raise TuneError(
+            f"{file.path}: linear_num_value_heads={num_values} is not a multiple of linear_num_key_heads={num_keys}"
+        )
+    return DeltaNetConfig(
+        num_keys, num_values, file.integer("linear_key_head_dim", 128), file.integer("linear_value_head_dim", 128),
+        file.integer("linear_conv_kernel_dim", 4), NormConfig("rms", file.number("rms_norm_eps", 1e-6)),
+    )  # fmt: skip
+
+
+def read_config(file: ConfigFile) -> DecoderConfig:
+    file.assume(head_dim=256, max_position_embeddings=32768, partial_rotary_factor=0.25, rms_norm_eps=1e-6)
+    file.expect(attn_output_gate=True, mamba_ssm_dtype="float32")
+    file.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # the layer that predicts further tokens
+    every, bias = file.integer("full_attention_interval", 4), file.flag("attention_bias")
+    norm = NormConfig("rms_offset", file.number("rms_norm_eps"))
+    # Positions of text are the same in all sections of a rotation.
+    fields = {name: each for name, each in file.mapping("rope_parameters").items() if not name.startswith("mrope_")}
+    rope = read.rope(file, partial=True, fields=fields)
+    attention = read.attention(file, rope, bias=bias, output_bias=bias, query_key_norm=norm, gated=True)
+    kinds: dict[str, AttentionPartConfig] = {"linear_attention": read_delta_net(file), "full_attention": attention}
+    types = read.by_layer(file, "layer_types", lambda layer: list(kinds)[(layer + 1) % every == 0])
+    if unknown := [name for name in types if name not in kinds]:
+        raise TuneError(f"{file.path}: layer_types has {unknown[0]!r}; supported: {', '.join(kinds)}")
+    mlp = read.mlp(file)
+    return read.decoder(file, [LayerConfig(kinds[name], mlp) for name in types], norm)
+
+
+FAMILY = Family(read_config, NAMES, not_weights=(r"^mtp\.",))
