@@ -20,6 +20,7 @@ PHI3 = LLAMA | {
     "rope_scaling": LONGROPE,
 }  # fmt: skip
 QWEN3 = LLAMA | {"model_type": "qwen3", "head_dim": 8}
+DELTA = LLAMA | {"model_type": "qwen3_5_text", "head_dim": 8}
 
 
 def build_from(tmp_path, fields):
@@ -70,6 +71,14 @@ def build_from(tmp_path, fields):
         (LLAMA | {"model_type": "gemma3_text", "rope_parameters": {"full_attention": 3}}, "must be a mapping; found 3"),
         ({"model_type": "gemma3", "text_config": {"depth": 3}}, "config.json/text_config: not supported: depth=3"),
         ({"model_type": "gemma3", "text_config": [1]}, "field 'text_config' must be a mapping"),
+        (DELTA | {"layer_types": ["mamba"]}, "layer_types has 'mamba'; supported: linear_attention, full_attention"),
+        (
+            DELTA | {"linear_num_value_heads": 24},
+            "linear_num_value_heads=24 is not a multiple of linear_num_key_heads=16",
+        ),
+        (DELTA | {"attn_output_gate": False}, "attn_output_gate=False is not supported; supported: True"),
+        (DELTA | {"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' is not supported; supported: 'swish'"),
+        ({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_vl_text"}}, "supported: 'qwen3_5_text'"),
         (LLAMA | {"model_type": "granitemoehybrid", "layer_types": ["mamba"]}, "only attention is supported"),
         (
             LLAMA | {"model_type": "exaone4", "sliding_window_pattern": "GL"},
@@ -171,6 +180,24 @@ PUBLISHED = {
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
         },
         "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    },
+    "qwen-3.8-27b": {
+        "model_type": "qwen3_5", "image_token_id": 248056, "video_token_id": 248057, "vision_start_token_id": 248053,
+        "vision_end_token_id": 248054, "tie_word_embeddings": False, "vision_config": {"model_type": "qwen3_5_vision"},
+        "text_config": {
+            "model_type": "qwen3_5_text", "attn_output_gate": True, "bos_token_id": 248044, "eos_token_id": 248044,
+            "full_attention_interval": 4, "head_dim": 16, "hidden_act": "silu", "hidden_size": 64, "dtype": "bfloat16",
+            "intermediate_size": 96, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6, "linear_value_head_dim": 8, "max_position_embeddings": 262144,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"], "mamba_ssm_dtype": "float32",
+            "mlp_only_layers": [], "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+            "num_attention_heads": 6, "num_hidden_layers": 4, "num_key_value_heads": 1, "output_gate_type": "swish",
+            "rms_norm_eps": 1e-6, "use_cache": True, "vocab_size": 128,
+            "rope_parameters": {
+                "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_theta": 10000000,
+                "partial_rotary_factor": 0.25, "rope_type": "default",
+            },
+        },
     },
     "command-r7b": LLAMA
     | {

@@ -157,6 +157,72 @@ def test_an_adapter_of_such_a_checkpoint_is_merged(tmp_path):
         assert_close(load(folder / "merged")(TOKENS), expected, atol=1e-4, rtol=1e-4)
 
 
+QWEN3_5_MOE = {
+    "text_config": GROUPED | LINEAR | {
+        "vocab_size": 90, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16, "layer_types": ["linear_attention", "full_attention"],
+    },
+    "vision_config": {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2, "out_hidden_size": 32},
+}  # fmt: skip
+LLAMA4 = {
+    "text_config": GROUPED | {
+        "vocab_size": 90, "intermediate_size_mlp": 64, "num_local_experts": 2, "num_experts_per_tok": 1,
+        "pad_token_id": 0,
+    },
+    "vision_config": SHAPE | {
+        "num_hidden_layers": 1, "image_size": 28, "patch_size": 14, "vision_output_dim": 32,
+        "projector_input_dim": 32, "projector_output_dim": 32,
+    },
+}  # fmt: skip
+
+
+def join_experts(folder):
+    """As the released files of Qwen3.5 have them, and transformers has them in memory."""
+    tensors = load_file(folder / "model.safetensors")
+    for layer in sorted({name.partition(".experts.")[0] for name in tensors if ".experts." in name}):
+        gate, up, down = (
+            [tensors.pop(f"{layer}.experts.{expert}.{kind}_proj.weight") for expert in range(4)]
+            for kind in ("gate", "up", "down")
+        )
+        tensors[f"{layer}.experts.gate_up_proj"] = torch.cat([torch.stack(gate), torch.stack(up)], dim=1)
+        tensors[f"{layer}.experts.down_proj"] = torch.stack(down)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("config_class", "fields", "joined"),
+    [
+        ("Qwen3_5MoeConfig", QWEN3_5_MOE, False),
+        ("Qwen3_5MoeConfig", QWEN3_5_MOE, True),
+        ("Llama4Config", LLAMA4, False),
+    ],
+)
+def test_the_language_model_of_a_larger_one(config_class, fields, joined, tmp_path):
+    """Its tensors have other names in the checkpoint, which stays whole."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**fields)
+    whole, folder = transformers.AutoModelForImageTextToText.from_config(config).eval(), tmp_path / "model"
+    whole.save_pretrained(folder)
+    if joined:
+        join_experts(folder)
+    ours = load(folder)
+    with torch.no_grad():
+        assert_close(ours(TOKENS), whole(TOKENS).logits, atol=1e-6, rtol=1e-6)
+    export(ours, NoTokenizer(), tmp_path / "out", distributed.init("cpu"), source=str(folder))
+    assert_close(load_file(tmp_path / "out/model.safetensors"), load_file(folder / "model.safetensors"), rtol=0, atol=0)
+
+    lora = LoRA(rank=2, target_modules=["q_proj", "v_proj"])
+    add_adapters(ours, lora)
+    expected = export_random_adapter(ours, lora, tmp_path / "adapter", folder)
+    merge(folder, tmp_path / "adapter", tmp_path / "merged")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        assert_close(load(tmp_path / "merged")(TOKENS), expected, atol=1e-5, rtol=1e-5)
+        assert_close(theirs(TOKENS).logits, expected, atol=1e-5, rtol=1e-5)
+
+
 SHARDED = {  # rotary angles, of two bases with a scaled embedding too; alibi; neither
     "gpt_neox": ("GPTNeoXConfig", SHAPE),
     "falcon": ("FalconConfig", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": False}),

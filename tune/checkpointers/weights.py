@@ -114,17 +114,28 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def disk_names(model: nn.Module, found: Collection[str]) -> dict[str, OnDisk]:
-    """How a checkpoint with the tensors `found` names those of `model`: as `model.disk_names` says, and without it, the
-    same. Checkpoints may leave out `model.disk_prefix` from all of their names."""
-    names = getattr(model, "disk_names", None) or {name: name for name in stored_tensors(model)}
-    prefix = getattr(model, "disk_prefix", "")
-    if not prefix or not found or any(name.startswith(prefix) for name in found):
-        return names
+    """How a checkpoint with the tensors `found` names those of `model`: as `model.disk_names` says (without it, the
+    same), or as `model.other_disk_names` does; or so in a checkpoint of its body alone, or of a larger model."""
+    names: dict[str, OnDisk] = getattr(model, "disk_names", None) or {name: name for name in stored_tensors(model)}
+    others: dict[str, OnDisk] = getattr(model, "other_disk_names", {})
+    by_own = {own_name(name): name for name in found}
 
-    def without(on_disk: Any) -> Any:
-        return on_disk.removeprefix(prefix) if isinstance(on_disk, str) else [without(each) for each in on_disk]
+    def there(on_disk: Any) -> Any:
+        if not isinstance(on_disk, str):
+            return [there(each) for each in on_disk]
+        own = own_name(on_disk)
+        return by_own.get(own) or by_own.get(own.partition(".")[2], on_disk)
 
-    return {ours: without(theirs) for ours, theirs in names.items()}
+    def first(on_disk: Any) -> str:
+        return on_disk if isinstance(on_disk, str) else first(on_disk[0])
+
+    ways = {ours: [there(theirs), there(others.get(ours, theirs))] for ours, theirs in names.items()}
+    return {ours: next((way for way in ways[ours] if first(way) in found), names[ours]) for ours in names}
+
+
+def own_name(name: str) -> str:
+    """How a language model by itself names what is called `name` where it is a part of a larger one."""
+    return name.replace("language_model.", "", 1)
 
 
 def disk_parts(on_disk: OnDisk, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

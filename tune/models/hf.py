@@ -55,7 +55,10 @@ def hf(path: str, trust_remote_code: bool = False) -> "HuggingFaceModel":
             )
     except Exception as error:  # nothing narrower: each of hundreds of constructors has its own
         raise TuneError(f"{file.path}: transformers {transformers.__version__} cannot make a model: {error}") from error
-    return HuggingFaceModel(model)
+    wrapped = HuggingFaceModel(model)
+    if model.config.model_type != config.model_type:  # the language model of a larger one
+        wrapped.not_weights += (r"^(?!.*\blanguage_model\.)(?!lm_head\.)",)
+    return wrapped
 
 
 class HuggingFaceModel(nn.Module):
@@ -72,8 +75,10 @@ class HuggingFaceModel(nn.Module):
         if not isinstance(head, nn.Linear) or model.config.is_encoder_decoder:
             raise TuneError(f"model: {name} has no linear output head over a decoder: it cannot be trained here")
         on_disk = _disk_names(model)
-        self.disk_prefix = f"{model.base_model_prefix}."
-        self.not_weights = (*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$")
+        self.not_weights: tuple[str, ...] = (
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+            r"rotary_emb\.inv_freq$",
+        )
         self.config = model.config.get_text_config()
         self.body = model
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -94,10 +99,12 @@ class HuggingFaceModel(nn.Module):
         ours = body | ({} if self.tied else {id(each): f"head.{kind}" for kind, each in head.named_parameters()})
         ours |= {id(buffer): f"body.{each}" for each, buffer in model.named_buffers()}
         self.disk_names: dict[str, OnDisk] = {}
+        self.other_disk_names: dict[str, OnDisk] = {}  # as in memory, which transformers reads too
         self.disk_copies: dict[str, str] = {}
-        for identity, names in on_disk:
+        for identity, name, names in on_disk:
             if ours[identity] not in self.disk_names:
                 self.disk_names[ours[identity]] = names
+                self.other_disk_names[ours[identity]] = name
             elif isinstance(names, str):
                 self.disk_copies[names] = ours[identity]
 
@@ -252,8 +259,8 @@ def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     return found.shape == expected.shape and bool(difference <= tolerance * expected.float().norm())
 
 
-def _disk_names(model: Any) -> list[tuple[int, OnDisk]]:
-    """(identity, name or names on disk) of every tensor that transformers saves of a model."""
+def _disk_names(model: Any) -> list[tuple[int, str, OnDisk]]:
+    """(identity, name in memory, name or names on disk) of every tensor that transformers saves of a model."""
     names = []
     for name, tensor in model.state_dict(keep_vars=True).items():
         on_disk = _parts(model, name, tensor.detach())
@@ -262,7 +269,7 @@ def _disk_names(model: Any) -> list[tuple[int, OnDisk]]:
                 f"model: {type(model).__name__} is not in memory as it is on disk, and how {name} is made is not known "
                 "here. Take tune.models.build if it has this architecture"
             )
-        names.append((id(tensor), on_disk))
+        names.append((id(tensor), name, on_disk))
     return names
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from tune.checkpointers.weights import own_name
 from tune.distributed import local_shard
 from tune.errors import TuneError
 from tune.models.moe import ExpertLinear
@@ -301,7 +302,18 @@ def is_tied(model: nn.Module, layer: nn.Module) -> bool:
 
 def _names(model: nn.Module, name: str) -> list[str]:
     """How we call it, and a checkpoint: of experts, each."""
-    return [name, *disk_module_names(model, name)]
+    return [name, *(spelling for known in disk_module_names(model, name) for spelling in spellings(known))]
+
+
+def spellings(name: str) -> list[str]:
+    """What PEFT calls the module that a checkpoint calls `name`, whether its model is a part of a larger one or not."""
+    own = own_name(name)
+    return [name, own, own.replace("model.", "model.language_model.", 1)]
+
+
+def peft_name(name: str) -> str:
+    """What PEFT calls the module or parameter that a checkpoint calls `name`: some put language_model before model."""
+    return spellings(name)[2] if name != own_name(name) else name
 
 
 def _ends_with(name: str, endings: list[str]) -> bool:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tune.checkpointers.export import SavesItself
+from tune.checkpointers.weights import own_name
 from tune.distributed import World, full_tensor, local_shard
 from tune.errors import TuneError
 from tune.peft.adapters import (
@@ -22,6 +23,7 @@ from tune.peft.adapters import (
     disk_module_names,
     is_tied,
     joined_experts,
+    peft_name,
     stacked_modules,
 )
 from tune.peft.experts import LoRAExperts, joined, parted
@@ -139,7 +141,7 @@ def load_adapter(model: nn.Module, path: str) -> None:
     file = Path(path) / WEIGHTS
     parameters = _parameters(model)
     wanted = {
-        name: list(tensor.shape)
+        own_name(name): list(tensor.shape)
         for names, parameter, part in parameters
         for name, tensor in _tensors(names, torch.empty(parameter.shape, device="meta"), part).items()
     }
@@ -151,10 +153,10 @@ def load_adapter(model: nn.Module, path: str) -> None:
         )
     try:
         with safe_open(file, framework="pt") as tensors:
-            found = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-            for copy in [name for name in found if name.endswith(BASE_COPY)]:
-                del found[copy]
-                _require_equal(model, copy, tensors, path)
+            slices = {own_name(name): tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            for copy in [name for name in slices if name.endswith(BASE_COPY)]:
+                _require_equal(model, copy, slices.pop(copy), path)
+            found = {name: part.get_shape() for name, part in slices.items()}
             if tied:
                 found.pop(PREFIX + HEAD, None)
             problems = [f"missing: {name}" for name in wanted.keys() - found.keys()]
@@ -171,25 +173,25 @@ def load_adapter(model: nn.Module, path: str) -> None:
                     shard, where = local_shard(parameter)
                     if isinstance(names, list):
                         for expert, name in zip(shard, names[where[0]], strict=True):
-                            expert.copy_(tensors.get_slice(name)[where[1:]])
+                            expert.copy_(slices[own_name(name)][where[1:]])
                     elif part:
-                        shard.copy_(parted(part, tensors.get_tensor(names), parameter.shape[0])[where])
+                        shard.copy_(parted(part, slices[own_name(names)][:], parameter.shape[0])[where])
                     else:
-                        shard.copy_(tensors.get_slice(names)[where])
+                        shard.copy_(slices[own_name(names)][where])
     except (SafetensorError, OSError) as error:
         raise TuneError(f"adapter.path: {file} cannot be read: {error}") from error
 
 
-def _require_equal(model: nn.Module, copy: str, tensors: Any, path: str) -> None:
+def _require_equal(model: nn.Module, name: str, copy: Any, path: str) -> None:
     """PEFT writes an adapted embedding or head along with its adapter: it must be the one that `model` has."""
-    weights = {f"{PREFIX}{disk_module_name(model, n)}{BASE_COPY}": m.weight for n, m in adapted_modules(model).items()}
-    if isinstance(weight := weights.get(copy), torch.Tensor):
+    modules = {own_name(disk_module_name(model, ours)): module for ours, module in adapted_modules(model).items()}
+    module = modules.get(name.removeprefix(PREFIX).removesuffix(BASE_COPY))
+    if isinstance(weight := getattr(module, "weight", None), torch.Tensor):
         shard, where = local_shard(weight)
-        same_shape = tensors.get_slice(copy).get_shape() == list(weight.shape)
-        if same_shape and torch.equal(shard, tensors.get_slice(copy)[where].to(shard)):
+        if copy.get_shape() == list(weight.shape) and torch.equal(shard, copy[where].to(shard)):
             return
     raise TuneError(
-        f"adapter.path: {path} is for another model: its {copy.removeprefix(PREFIX)} differs from model.path"
+        f"adapter.path: {path} is for another model: its {name.removeprefix(PREFIX)} differs from model.path"
     )
 
 
@@ -235,7 +237,11 @@ def export_adapter(
 
 
 def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:
-    adapted = {each: layer for name, layer in adapted_modules(model).items() for each in disk_module_names(model, name)}
+    adapted = {
+        peft_name(each): layer
+        for name, layer in adapted_modules(model).items()
+        for each in disk_module_names(model, name)
+    }
     layers = {name: layer for name, layer in adapted.items() if not isinstance(layer, TokenRows)}
     tokens = {name: layer.tokens for name, layer in adapted.items() if isinstance(layer, TokenRows)}
     parameters = {disk_module_name(model, name) for name in joined_experts(model)}
@@ -270,11 +276,15 @@ def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:
 
 
 def _shortest(model: nn.Module, adapted: set[str]) -> list[str]:
-    """The last parts of the names where they say exactly which layers were adapted; otherwise the names in full."""
+    """The last parts of the names where they say exactly which layers were adapted; otherwise the names in full.
+
+    A part of a larger model has full names: the others may have layers of the same kinds.
+    """
     kinds = {name.rpartition(".")[2] for name in adapted}
-    modules = {disk_module_name(model, name) for name, _ in model.named_modules()} | stacked_modules(model)
+    modules = {peft_name(disk_module_name(model, name)) for name, _ in model.named_modules()} | stacked_modules(model)
     matched = {name for name in modules if name.rpartition(".")[2] in kinds}
-    return sorted(kinds if matched == adapted else adapted)
+    is_part = any("language_model." in name for name in adapted)
+    return sorted(kinds if matched == adapted and not is_part else adapted)
 
 
 def _parameters(model: nn.Module) -> list[tuple[str | list[str], nn.Parameter, str]]:
@@ -287,7 +297,7 @@ def _parameters(model: nn.Module) -> list[tuple[str | list[str], nn.Parameter, s
         for part, ending in layer.PARTS.items():
             parameter = getattr(layer, part)
             if parameter is not None and parameter not in seen:  # the rows of a tied head are those of the embedding
-                names = [f"{PREFIX}{module}.{ending}" for module in disk_module_names(model, name)]
+                names = [f"{PREFIX}{peft_name(module)}.{ending}" for module in disk_module_names(model, name)]
                 if name in stacks:
                     found.append((f"{PREFIX}{stacks[name]}.{ending}", parameter, part))
                 else:
@@ -304,11 +314,11 @@ def _tensors(names: str | list[str], full: torch.Tensor, part: str) -> dict[str,
 
 
 def _whole_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of the base that are trained, by their names on disk."""
+    """The parameters of the base that are trained, by PEFT's names."""
     names = getattr(model, "disk_names", {})
     parts = {getattr(layer, part) for layer in adapted_modules(model).values() for part in layer.PARTS}
     return [
-        (names.get(name, name), parameter)
+        (peft_name(names.get(name, name)), parameter)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and parameter not in parts
     ]
@@ -328,7 +338,7 @@ def _starts(model: nn.Module) -> dict[str, tuple[torch.Tensor, int, int]]:
 
     for name, layer in adapted_modules(model).items():
         if isinstance(layer, LoRALinear) and layer.start_a is not None and layer.start_b is not None:
-            key = f"{PREFIX}{disk_module_name(model, name)}"
+            key = f"{PREFIX}{peft_name(disk_module_name(model, name))}"
             starts[f"{key}.{layer.PARTS['lora_a']}"] = full(layer.start_a), 0, 1
             starts[f"{key}.{layer.PARTS['lora_b']}"] = full(layer.start_b), 1, -1
     return starts

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from tune.checkpointers.disk import disk_tensors
 from tune.checkpointers.export import rewritten
+from tune.checkpointers.weights import own_name
 from tune.errors import TuneError
 from tune.models import build
 from tune.models.config_file import ConfigFile
-from tune.peft.adapters import add_adapters, disk_module_name, joined_experts
+from tune.peft.adapters import add_adapters, disk_module_name, joined_experts, spellings
 from tune.peft.experts import LoRAExperts, joined, parted
 from tune.peft.files import BASE_COPY, CONFIG, HEAD, PREFIX, WEIGHTS, read_adapter
 from tune.peft.lora import LoRA, LoRAEmbedding, LoRALinear
@@ -39,15 +40,13 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
             f"{source} has quantised weights, which cannot take an adapter in; give the original checkpoint"
         )
     lora, changes, tensors = read_adapter(str(adapter)), _changes(Path(adapter)), disk_tensors(source)
+    by_own = {own_name(name): name for name in tensors}
     if json.loads((Path(adapter) / CONFIG).read_text()).get("target_parameters"):
         _part_stacks(changes, source, Path(adapter), lora)
     if config.get("tie_word_embeddings"):
-        _follow_ties(changes, HEAD in tensors, Path(adapter))
+        _follow_ties(changes, HEAD in by_own, Path(adapter))
     # A checkpoint of the body alone leaves out the name that the body has in the whole model.
-    changes = {
-        short if name not in tensors and (short := name.partition(".")[2]) in tensors else name: parts
-        for name, parts in changes.items()
-    }
+    changes = {by_own.get(name) or by_own.get(name.partition(".")[2], name): parts for name, parts in changes.items()}
     if unknown := [name for name in changes if name not in tensors]:
         raise TuneError(f"{adapter} is for another base: {source} has no {', '.join(unknown[:5])}")
     _require_shapes(changes, {name: tensor.shape for name, tensor in tensors.items()})
@@ -62,10 +61,10 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
 
 
 def _changes(adapter: Path) -> dict[str, dict[str, Tensor]]:
-    """What becomes of each tensor of the base, by its name: the parts of its adapter, or all of it by the name ""."""
+    """What becomes of the base's tensors, by their own names: the parts of their adapter, or all by the name ""."""
     changes: dict[str, dict[str, Tensor]] = {}
     for key, tensor in load_file(adapter / WEIGHTS).items():
-        name = key.removeprefix(PREFIX)
+        name = own_name(key.removeprefix(PREFIX))
         if name.endswith(BASE_COPY):
             continue
         ending = next((ending for ending in ENDINGS if name.endswith(f".{ending}")), "")
@@ -91,7 +90,7 @@ def _part_stacks(changes: dict[str, dict[str, Tensor]], base: Path, adapter: Pat
             )
         a, b = (parted(part, parts[ending], layer.num_experts) for part, ending in LoRAExperts.PARTS.items())
         a, b = (b.mT, a.mT) if layer.transposed else (a, b)
-        changes[disk_module_name(model, name)] = {LINEAR["lora_a"]: a, LINEAR["lora_b"]: b}
+        changes[own_name(disk_module_name(model, name))] = {LINEAR["lora_a"]: a, LINEAR["lora_b"]: b}
 
 
 def _require_shapes(changes: dict[str, dict[str, Tensor]], shapes: dict[str, list[int]]) -> None:
@@ -154,7 +153,7 @@ def _merged(weight: Tensor, name: str, parts: dict[str, Tensor], lora: LoRA) -> 
         return merged
     if ROWS in parts:
         return weight.float().index_copy(0, torch.tensor(lora.trainable_tokens), parts[ROWS].float())
-    scaling = lora.scaling(*lora.at(name.removesuffix(".weight")))
+    scaling = lora.scaling(*lora.at(*spellings(name.removesuffix(".weight"))))
     if EMBEDDING["lora_a"] in parts:
         return weight.float() + scaling * (parts[EMBEDDING["lora_b"]].float() @ parts[EMBEDDING["lora_a"]].float()).T
     merged = weight.float() + scaling * parts[LINEAR["lora_b"]].float() @ parts[LINEAR["lora_a"]].float()

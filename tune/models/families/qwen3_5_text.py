@@ -35,7 +35,7 @@ def read_delta_net(file: ConfigFile) -> DeltaNetConfig:
 
 def read_config(file: ConfigFile) -> DecoderConfig:
     file.assume(head_dim=256, max_position_embeddings=32768, partial_rotary_factor=0.25, rms_norm_eps=1e-6)
-    file.expect(attn_output_gate=True, mamba_ssm_dtype="float32")
+    file.expect(attn_output_gate=True, output_gate_type="swish", mamba_ssm_dtype="float32")
     file.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # the layer that predicts further tokens
     every, bias = file.integer("full_attention_interval", 4), file.flag("attention_bias")
     norm = NormConfig("rms_offset", file.number("rms_norm_eps"))
