@@ -2,6 +2,7 @@
 PYTHON ?= python3
 STEPS ?=            # demo: stop after this many optimizer steps
 ROWS ?=             # demo: held-out rows to answer before and after
+PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
