@@ -146,6 +146,15 @@ def test_adapters_and_quantised_weights(on_meta):
     assert flops_per_token(quantised, 512) == flops_per_token(model, 512)
 
 
+def test_heads_of_several_sizes(on_meta):
+    config = pytest.importorskip("transformers").Gemma4TextConfig(
+        head_dim=64, global_head_dim=128, layer_types=["sliding_attention"] * 2 + ["full_attention"], vocab_size=90,
+        num_hidden_layers=3, sliding_window=100, num_attention_heads=4, num_key_value_heads=2, num_kv_shared_layers=0,
+    )  # fmt: skip
+    model = on_meta(config.to_dict(), hf)
+    assert flops_per_token(model, 500) - flops_per_token(model, 0) == 12 * 4 * (2 * 64 * 100 + 128 * 500)
+
+
 @pytest.mark.parametrize("model_type", ["mixtral", "mamba"])
 def test_what_only_transformers_has(model_type, on_meta):
     transformers = pytest.importorskip("transformers")

@@ -18,7 +18,8 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
-ARCHITECTURES = {  # attention whose documents share a row, or not; no attention; two kinds of blocks, experts
+# Attention whose documents share a row, or not; no attention; two kinds of blocks, experts; heads of several sizes.
+ARCHITECTURES = {
     "neox": ("GPTNeoXConfig", {"tie_word_embeddings": False}),
     "opt": ("OPTConfig", {"ffn_dim": 128, "word_embed_proj_dim": 64}),
     "mamba": ("MambaConfig", {"state_size": 4, "tie_word_embeddings": True}),
@@ -28,6 +29,14 @@ ARCHITECTURES = {  # attention whose documents share a row, or not; no attention
             "num_hidden_layers": 4, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
             "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4,
             "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        },
+    ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            "head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300,
+            "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16,
+            "num_kv_shared_layers": 2, "num_hidden_layers": 4,
         },
     ),
 }  # fmt: skip

@@ -56,10 +56,20 @@ def _pair_widths(model: nn.Module, seq_len: int) -> float:
     if isinstance(model, Decoder):
         attentions = [layer.attention for layer in config.layers]
         return sum(each.pair_width * min(seq_len, getattr(each, "window", None) or seq_len) for each in attentions)
-    if not getattr(config, "num_attention_heads", None):
+    if not getattr(config, "num_hidden_layers", None):
         return 0.0
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = [config] * config.num_hidden_layers
+    if getattr(config, "is_heterogeneous", False):  # then the config itself does not say what differs
+        layers = list(config.per_layer_config)
+    types = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+    return sum(_pair_width(layer, kind, seq_len) for layer, kind in zip(layers, types, strict=True))
+
+
+def _pair_width(config: Any, kind: str, seq_len: int) -> float:
+    """Of a layer of transformers."""
     window = getattr(config, "sliding_window", None) or seq_len
     lengths = {"full_attention": seq_len, "attention": seq_len, "sliding_attention": min(seq_len, window)}
-    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return 2 * config.num_attention_heads * head_dim * sum(lengths.get(kind, 0) for kind in types)
+    if kind not in lengths or not getattr(config, "num_attention_heads", None):
+        return 0.0
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_attention_heads * head_dim * lengths[kind]
