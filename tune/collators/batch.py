@@ -1,3 +1,5 @@
+"""A document as a sample, and rows of documents as a batch of tensors."""
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -5,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-IGNORE = -100  # the label of a position that is not supervised
+IGNORE = -100
+"""The label of a position that is not supervised."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

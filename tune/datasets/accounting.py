@@ -1,3 +1,5 @@
+"""Counts of what became of a dataset's rows."""
+
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -1,3 +1,5 @@
+"""Tokenised samples as the rows that training draws."""
+
 import hashlib
 from collections.abc import Iterable, Iterator
 from functools import cached_property

@@ -1,3 +1,5 @@
+"""The dataset that a config's `dataset` describes."""
+
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping

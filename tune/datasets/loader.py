@@ -1,3 +1,5 @@
+"""The order of the rows in training, and each rank's part of an optimizer step."""
+
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice

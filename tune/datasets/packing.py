@@ -1,3 +1,5 @@
+"""Several documents in a row."""
+
 from bisect import bisect_left, insort
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Rows of preferences and of labelled answers, as samples."""
+
 from dataclasses import dataclass
 
 from tune.collators import Sample

@@ -1,3 +1,5 @@
+"""Functions that a config names by their dotted path."""
+
 import hashlib
 import inspect
 from collections.abc import Callable

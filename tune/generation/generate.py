@@ -1,3 +1,5 @@
+"""Greedy decoding with a key-value cache."""
+
 from collections.abc import Collection
 
 import torch

@@ -1,3 +1,5 @@
+"""Memory of a process: the most it has had, and what it will hold."""
+
 import resource
 import sys
 

@@ -1,3 +1,5 @@
+"""A trace of a few optimizer steps by torch.profiler."""
+
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -8,6 +8,7 @@ from torch import Tensor
 from tune.types import PositiveInt
 
 IGNORED = -100
+"""The label of a position that is not supervised."""
 
 
 class LinearCrossEntropy:

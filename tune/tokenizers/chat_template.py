@@ -18,6 +18,7 @@ from jinja2.utils import Namespace
 from tune.errors import TuneError
 
 Message = dict[str, Any]
+"""`role`, `content` and more, as OpenAI and Hugging Face have it."""
 Span = tuple[int, int]
 
 # What a `{% generation %}` block renders to is put between these, and they are taken out of the text again.

@@ -1,3 +1,5 @@
+"""Text from tokens that come one by one."""
+
 from collections.abc import Callable
 
 

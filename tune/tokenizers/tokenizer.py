@@ -1,3 +1,5 @@
+"""The tokenizer of a checkpoint folder."""
+
 import hashlib
 import json
 import re

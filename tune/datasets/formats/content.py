@@ -1,3 +1,5 @@
+"""What a row can say: a conversation, a text, or tokens."""
+
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,6 +9,7 @@ from typing import Any
 from tune.tokenizers import Message
 
 Row = dict[str, Any]
+"""A row of a file: values by column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class Tokens:
 
 
 Content = Chat | Plain | Tokens
+"""What a format makes of a row."""
 
 
 def shown(value: Any) -> str:
@@ -46,5 +50,6 @@ def shown(value: Any) -> str:
 
 
 def suggestion(word: str, candidates: Iterable[str]) -> str:
+    """The end of a message: a question whether the candidate most like `word` was meant, or nothing."""
     close = get_close_matches(word, list(candidates), n=1)
     return f" (did you mean {close[0]}?)" if close else ""

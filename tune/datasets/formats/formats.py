@@ -110,7 +110,6 @@ class Format:
     is_chat: bool = False
 
 
-# In the order in which they are recognised.
 FORMATS = (
     Format("chat", chat, ("messages",), ("tools", "system"), is_chat=True),
     Format("sharegpt", sharegpt, ("conversations",), ("tools", "system"), is_chat=True),
@@ -119,6 +118,7 @@ FORMATS = (
     Format("tokens", tokens, ("input_ids",), ("labels", *MASKS)),
     Format("text", text, ("text",)),
 )
+"""The formats that `dataset.format` can name, in the order in which they are recognised."""
 
 
 def recognise(row: Row, columns: Mapping[str, str], place: str, formats: tuple[Format, ...] = FORMATS) -> Format:

@@ -16,6 +16,7 @@ from tune.datasets.sources.files import File
 from tune.errors import TuneError
 
 Rows = Iterator[tuple[str, Any]]
+"""The place of each row ("chats.jsonl:12"), and the row."""
 
 
 def read(file: File) -> Rows:

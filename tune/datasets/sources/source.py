@@ -1,3 +1,5 @@
+"""Where rows come from: files, the Hugging Face hub, or a function."""
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice

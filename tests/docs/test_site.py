@@ -1,0 +1,63 @@
+"""The site of `make docs`: it builds without a warning, and warns of what it should."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    """docs/site_hooks.py as a module."""
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site_hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_public_names_and_modules_have_docstrings(hooks):
+    assert list(hooks.undocumented()) == []
+
+
+def test_what_has_none_is_found(hooks, tmp_path):
+    (tmp_path / "thing.py").write_text("class Known:\n    '''.'''\n\nclass Bare: ...\n\ndef bare(): ...\n\nLIMIT = 1\n")
+    names = "from tune.losses import LinearCrossEntropy\n"
+    own = (tmp_path / "thing.py").read_text() + "KNOWN = 2\n'''.'''\n"
+    public = ["Known", "Bare", "bare", "LIMIT", "KNOWN", "LinearCrossEntropy"]
+    (tmp_path / "__init__.py").write_text(f"'''A package.'''\n{names}{own}__all__ = {public}\n")
+    here = tmp_path.name
+    assert set(hooks.undocumented(tmp_path)) == {f"{here}.{name}" for name in ("thing", "Bare", "bare", "LIMIT")}
+
+
+def build(out: Path, config: Path) -> subprocess.CompletedProcess[str]:
+    """As `make docs` does. (With --quiet mkdocs would not count warnings, and --strict would pass.)"""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out), "-f", str(config)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_it_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs", reason="the site is built by `make docs`, which installs mkdocs")
+    built = build(tmp_path / "site", ROOT / "mkdocs.yml")
+    assert built.returncode == 0, built.stderr
+    readme = (tmp_path / "site" / "repository" / "index.html").read_text()
+    assert 'href="../families/"' in readme  # a link of the repository is one of the site
+    assert "supervised tokens" in (tmp_path / "site" / "reference" / "tune.losses" / "index.html").read_text()
+
+
+def test_broken_links_are_errors(tmp_path):
+    pytest.importorskip("mkdocs", reason="the site is built by `make docs`, which installs mkdocs")
+    for entry in ROOT.iterdir():
+        (tmp_path / entry.name).symlink_to(entry)
+    (tmp_path / "docs").unlink()
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    index = tmp_path / "docs" / "index.md"
+    links = ["missing.md", "data.md#missing", "../tune/missing.py"]
+    index.write_text(index.read_text() + "".join(f"\n[broken]({link})\n" for link in links))
+    built = build(tmp_path / "site", tmp_path / "mkdocs.yml")
+    assert built.returncode == 1
+    assert [link for link in links if f"'{link}'" in built.stderr] == links
