@@ -1,7 +1,11 @@
+import io
+import pathlib
+import pickle
 import uuid
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torchao import optim as low_bit
 
 from tune import distributed
@@ -102,6 +106,76 @@ def inner(checkpointer):
         for name, moment in moments.items()
         for part in moment.__tensor_flatten__()[0]
     }
+
+
+class Code:
+    """What runs when it is unpickled: writes a file."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.file,)
+
+
+def put_into_metadata(checkpoint, code):
+    file = checkpoint / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.planner_data["code"] = code
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def put_instead_of_metadata(checkpoint, code):
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(code))
+
+
+def put_for_one_rank(checkpoint, code):
+    """What DCP reads where it cannot read the metadata of all."""
+    (checkpoint / ".metadata").write_bytes(b"")
+    (checkpoint / "__0.metadata").write_bytes(pickle.dumps(code))
+
+
+def put_into_values(checkpoint, code):
+    """In the place of an optimizer's number, which is none of its tensors."""
+    data, metadata = next(checkpoint.glob("*.distcp")), pickle.loads((checkpoint / ".metadata").read_bytes())
+    place = metadata.storage_data[MetadataIndex("optimizer.weight.count")]
+    content = io.BytesIO()
+    torch.save(code, content)
+    place.offset, place.length = data.stat().st_size, len(content.getvalue())
+    with data.open("ab") as file:
+        file.write(content.getvalue())
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+class CountingInState(torch.optim.SGD):
+    """Keeps a plain number for each parameter."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("resume", ["auto", "path"])
+@pytest.mark.parametrize(
+    "put", [put_into_metadata, put_instead_of_metadata, put_for_one_rank, put_into_values], ids=lambda put: put.__name__
+)
+def test_no_code_from_a_checkpoint_runs(tmp_path, put, resume):
+    def optimizer_class(parameters):
+        return CountingInState(parameters, lr=0.1)
+
+    first = make(tmp_path, optimizer_class, async_=False)
+    train(first, 1)
+    first.save(1)
+    again = make(tmp_path, optimizer_class)
+    assert again.resume("auto") == 1
+    assert again.optimizer.state[again.model.weight]["count"] == 1
+    put(tmp_path / "step-00000001", Code(tmp_path / "it-ran"))
+    with pytest.raises(TuneError, match=r"could run code|is damaged"):
+        make(tmp_path, optimizer_class).resume("auto" if resume == "auto" else str(tmp_path))
+    assert not (tmp_path / "it-ran").exists()
 
 
 class Counting(torch.optim.SGD):

@@ -12,6 +12,7 @@ from helpers import run_processes
 from tune import config
 from tune.checkpointers import load_model
 from tune.datasets import DataLoader, load
+from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
 peft = pytest.importorskip("peft")
@@ -153,6 +154,21 @@ def test_resume_is_exact(common, tmp_path):
     train(tmp_path / "run", *first)
     resumed = train(tmp_path / "resumed", *first, f"resume={tmp_path / 'run' / 'checkpoints' / 'step-00000005'}")
     assert resumed == whole[5:]
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ("weights=nf4 quantization.double=true", "weights=null"),
+        ("weights=null", "weights=nf4 quantization.double=false"),
+        ("weights=nf4 quantization.double=true", "weights=nf4 quantization.double=false"),
+    ],
+)
+def test_a_base_quantised_otherwise_is_refused(common, tmp_path, then, now):
+    then, now = (f"quantization.{each}" for each in (then, now))
+    train(tmp_path, *common, *then.split(), "max_steps=1")
+    with pytest.raises(TuneError, match=f"was made with {then}, now it is {now}: "):
+        train(tmp_path, *common, *now.split(), "max_steps=2")
 
 
 @pytest.mark.slow

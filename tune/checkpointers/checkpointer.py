@@ -4,7 +4,7 @@ import functools
 import json
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from tune.checkpointers.reading import Planner, Reader
 from tune.distributed import World
 from tune.errors import TuneError
 from tune.types import PositiveInt
@@ -80,6 +81,8 @@ class Checkpointer:
                 shutil.rmtree(unfinished, ignore_errors=True)
         if path is None:
             return 0
+        reader = Reader(path)
+        saved = reader.read_metadata().state_dict_metadata
         small = json.loads((path / "state.json").read_text())
         if small.keys() - {"step", "groups"} != self.small.keys():
             raise TuneError(
@@ -95,14 +98,14 @@ class Checkpointer:
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
         state = {"model": model, "optimizer": optimizer["state"]}
         try:
-            dcp.load(state, checkpoint_id=path)
+            dcp.load(state, storage_reader=reader, planner=Planner())
         except CheckpointException as error:
             raise TuneError(
                 f"resume: {path} cannot be read into this model and optimizer: {_cause(error)}. Restore their "
                 "settings (and, where the states are low-bit, the number of processes); or, if the files are damaged, "
                 "remove that folder and continue from the checkpoint before it"
             ) from error
-        _require_same_names(path, state)
+        _require_same_names(path, saved, state)
         groups = optimizer["param_groups"]
         if len(groups) != len(small["groups"]):
             raise TuneError(
@@ -204,9 +207,8 @@ def _on_host(value: Any) -> Any:
     return kind.__tensor_unflatten__(parts, context, value.size(), value.stride())
 
 
-def _require_same_names(path: Path, state: dict[str, Any]) -> None:
+def _require_same_names(path: Path, saved: Iterable[str], state: dict[str, Any]) -> None:
     """DCP finds what is missing in a checkpoint, but not what is left over."""
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     unknown = sorted(
         {name.removeprefix("model.") for name in saved if name.startswith("model.")} - state["model"].keys()
     )

@@ -29,7 +29,7 @@ class Pretrained:
     """
 
     def __init__(self, path: str, model: nn.Module):
-        self.path, self.tensors = path, disk_tensors(Path(path))
+        self.path, self.model, self.tensors = path, model, disk_tensors(Path(path))
         self.names = disk_names(model, self.tensors)
         stored = stored_tensors(model)
         wanted: dict[str, list[int]] = {}
@@ -56,7 +56,8 @@ class Pretrained:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What tells these weights from others: names, shapes, sizes of the files, and a sample of their numbers."""
+        """What tells these weights from others: names, shapes, sizes of the files, and a sample of their numbers; and
+        whether they are quantised now."""
         digest = hashlib.sha256()
         for tensor in self.tensors.values():
             digest.update(f"{tensor.name} {tensor.shape} {tensor.dtype}".encode())
@@ -67,11 +68,22 @@ class Pretrained:
                 for sample in range(64):
                     content.seek(size * sample // 64)
                     digest.update(content.read(4096))
-        return {"sha256": digest.hexdigest()}
+        quantised = [module for module in self.model.modules() if isinstance(module, NF4Weight)]
+        settings = "quantization.weights=null"
+        if quantised:
+            double = str(quantised[0].ranges is not None).lower()
+            settings = f"quantization.weights=nf4 quantization.double={double}"
+        return {"sha256": digest.hexdigest(), "quantization": settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore. Raises TuneError if the state is that of other weights."""
-        if state != self.state_dict():
+        """Nothing to restore. Raises TuneError if the state is that of other weights, or of others quantised."""
+        now = self.state_dict()
+        if state["quantization"] != now["quantization"]:
+            raise TuneError(
+                f"resume: the checkpoint was made with {state['quantization']}, now it is {now['quantization']}: what "
+                "was trained fits no other base. Restore that, or start anew with resume=never and another output_dir"
+            )
+        if state != now:
             raise TuneError(
                 f"resume: the checkpoint was made on another base than {self.path}, and holds only what was trained on "
                 "top. Give model.path the base it was made on, or start anew with resume=never and another output_dir"

@@ -1,0 +1,76 @@
+"""Reads DCP's checkpoints without running code of whoever made them, which torch's reader and planner would do."""
+
+import io
+import operator
+import pickle
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.serialization import _get_layout
+
+from tune.errors import TuneError
+
+
+class Reader(dcp.FileSystemReader):
+    """Of one checkpoint. Raises TuneError where its metadata names anything but classes of DCP, or is damaged."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        file = Path(self.path) / ".metadata"
+        try:
+            with file.open("rb") as content:
+                found = _MetadataUnpickler(content).load()
+        except _NotOfDCP as error:
+            raise TuneError(
+                f"resume: {file} names {error}, which no checkpoint needs: opening it could run code of whoever made "
+                "it, so it is not read. Continue from a checkpoint of your own"
+            ) from error
+        except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
+            raise TuneError(f"resume: {file} is damaged ({error!r}). Continue from the checkpoint before it") from error
+        found.storage_meta = found.storage_meta or metadata.StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class Planner(dcp.DefaultLoadPlanner):
+    """Tensors are always read with `weights_only`; with this planner, so are values that are none."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        try:
+            torch.save(torch.load(value, weights_only=True), plain)
+        except pickle.UnpicklingError as error:
+            name = read_item.dest_index.fqn
+            raise ValueError(f"{name} is more than plain values, and opening it could run code") from error
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+class _NotOfDCP(Exception):
+    pass
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in KNOWN:
+            return KNOWN[module, name]
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise _NotOfDCP(f"{module}.{name}")
+
+
+KNOWN: dict[tuple[str, str], Any] = {
+    **{
+        (kind.__module__, kind.__name__): kind
+        for kind in (
+            metadata.Metadata, metadata.StorageMeta, metadata.MetadataIndex, metadata.BytesStorageMetadata,
+            metadata.TensorStorageMetadata, metadata.TensorProperties, metadata.ChunkStorageMetadata,
+            metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo, torch.Size, _get_layout,
+        )
+    },
+    **{(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")},
+    ("builtins", "getattr"): operator.getitem,  # some versions of Python pickle a member of an enumeration so
+}  # fmt: skip
