@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tune.datasets import RowReader, load
 from tune.datasets.accounting import Accounting
+from tune.datasets.user_functions import sources_of
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
@@ -318,6 +319,32 @@ def test_function_that_changes_makes_other_data(tokenizer, numbers, tmp_path):
     module.write_text(module.read_text().replace("> 1", "> 0") + "\n")
     del sys.modules["my_data"]
     assert len(load(tokenizer, file, max_seq_len=16, filter="my_data.is_long")) == 12
+
+
+@pytest.mark.parametrize("module", ["aside/words.py", "aside/deeper/__init__.py", "limits.py", "late.py"])
+def test_modules_that_a_function_imports_are_part_of_the_data(tmp_path, monkeypatch, module):
+    files = {
+        "mine.py": "import os, json\nfrom aside import words\ndef keep(row):\n    import late\n    return words",
+        "aside/__init__.py": "",
+        "aside/words.py": "from . import deeper\nfrom limits import MOST",
+        "aside/deeper/__init__.py": "",
+        "limits.py": "MOST = 5",
+        "late.py": "",
+        "other.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        before = sources_of("mine.keep", "filter")
+        (tmp_path / "other.py").write_text("MOST = 6")
+        assert sources_of("mine.keep", "filter") == before
+        (tmp_path / module).write_text(files[module] + "\nMOST = 6")
+        assert sources_of("mine.keep", "filter") != before
+    finally:
+        for name in ("mine", "aside", "aside.words", "aside.deeper", "limits", "late"):
+            sys.modules.pop(name, None)
 
 
 @pytest.mark.usefixtures("my_data")

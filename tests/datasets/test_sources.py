@@ -5,11 +5,15 @@ import gzip
 import json
 import lzma
 import os
+from random import random
+from typing import ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tune.datasets import load
+from tune.datasets.cache import content_of
 from tune.datasets.sources import open_source
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
@@ -178,6 +182,46 @@ def test_files_elsewhere_are_prepared_once(tokenizer, memory, monkeypatch):
         assert load(tokenizer, "memory://train/a.jsonl", max_seq_len=100).fingerprint == first.fingerprint
     memory.pipe({"/train/a.jsonl": LINES + LINES})
     assert len(load(tokenizer, "memory://train/a.jsonl", max_seq_len=100)) == 4
+
+
+class Web(MemoryFileSystem):
+    """Tells of a file what a web server's headers do; without them, only its path and size."""
+
+    protocol = "web"
+    headers: ClassVar[dict[str, str]] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return MemoryFileSystem._strip_protocol(path.removeprefix("web://"))
+
+    def ukey(self, path):
+        return path  # what fsspec's file system for https does
+
+    def info(self, path, **kwargs):
+        return {**super().info(path), "created": None, "url": f"https://signed/{random()}"} | self.headers
+
+
+@pytest.mark.parametrize("headers", [{"ETag": '"1"'}, {"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}, {}])
+def test_files_behind_a_url_may_change(memory, monkeypatch, headers, tmp_path):
+    fsspec.register_implementation("web", Web, clobber=True)
+    monkeypatch.setattr(Web, "headers", headers)
+
+    def content():
+        return content_of(open_source("web://train/a.jsonl").files, tmp_path)
+
+    before = content()
+    assert content() == before  # although the address a server leads to may be signed anew
+    memory.pipe({"/train/a.jsonl": LINES.replace(b"o", b"0")})  # as long as before
+    monkeypatch.setattr(Web, "headers", {name: f"{value} later" for name, value in headers.items()})
+    assert content() != before
+
+
+def test_file_of_unknown_content_is_read(memory, monkeypatch, tmp_path):
+    """A server that tells nothing: the bytes are the key, wherever they lie."""
+    fsspec.register_implementation("web", Web, clobber=True)
+    memory.pipe({"/train/copy.jsonl": LINES})
+    one, other = (open_source(f"web://train/{name}.jsonl").files for name in ("a", "copy"))
+    assert content_of(one, tmp_path) == content_of(other, tmp_path)
 
 
 def test_parquet_elsewhere(memory, arrow):

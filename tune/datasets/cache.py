@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -30,6 +31,9 @@ ARRAYS = ("tokens", "labels", "lengths", "supervised")
 POLL = 0.2  # seconds between attempts to get a lock
 TELL = 10.0  # seconds between lines on how far it is
 LARGE = 2**24  # bytes of a file whose hash is remembered
+
+# In the names of what file systems elsewhere tell of a file that changes with its content (ETag, Last-Modified, CRC).
+CHANGES = re.compile("etag|modif|mtime|created|updated|md5|crc|sha|digest|checksum|hex|blob_id|generation", re.I)
 
 
 def cache_folder(given: str | None) -> Path:
@@ -53,11 +57,8 @@ def key_of(*contents: Any) -> str:
 
 def content_of(files: Iterable[File], folder: Path) -> list[str]:
     """A hash of each file's bytes. That of a large file is remembered in `folder` until the file is changed. A file
-    elsewhere is known by what its file system says of it."""
-    return [
-        _digest(Path(file.path), folder / "files") if file.is_local else str(file.filesystem.ukey(file.path))
-        for file in files
-    ]
+    elsewhere is known by its path, its size and what changes with its content, where its file system tells that."""
+    return [_digest(Path(file.path), folder / "files") if file.is_local else _elsewhere(file) for file in files]
 
 
 def prepared(
@@ -175,6 +176,18 @@ def _told(parts: Iterable[Part], source: str) -> Iterator[Part]:
             last = now
             speed = f"{rows / (now - start):,.0f} rows a second"
             print(f"preparing {source}: {rows:,} rows, {speed}", file=sys.stderr, flush=True)
+
+
+def _elsewhere(file: File) -> str:
+    # Not the file system's own `ukey`: for https it is a hash of the URL, and for archives of their path.
+    about = file.filesystem.info(file.path)
+    if told := {name: str(value) for name, value in about.items() if value and CHANGES.search(name)}:
+        return hash_of(file.path, about.get("size"), told)
+    digest = hashlib.blake2b()
+    with file.filesystem.open(file.path, "rb") as stream:
+        while block := stream.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _digest(file: Path, memory: Path) -> str:

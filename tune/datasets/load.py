@@ -17,7 +17,7 @@ from tune.datasets.samples import Part, part
 from tune.datasets.sources import Source, open_source
 from tune.datasets.stream import Stream
 from tune.datasets.supervision import TrainOn
-from tune.datasets.user_functions import load_function, source_of
+from tune.datasets.user_functions import load_function, sources_of
 from tune.datasets.workers import available_cores, map_chunks
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
@@ -112,7 +112,7 @@ def _settings(reader: RowReader) -> dict[str, Any]:
     functions = [
         (name, asked) for name, asked in ((reader.filter, "filter"), (reader.format, "format")) if isinstance(name, str)
     ]
-    return {**given, "format": reader.format_name, "functions": [source_of(*each) for each in functions]}
+    return {**given, "format": reader.format_name, "functions": [sources_of(*each) for each in functions]}
 
 
 def _content_of_rows(source: Source) -> str:

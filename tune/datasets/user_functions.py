@@ -1,14 +1,22 @@
 """Functions that a config names by their dotted path."""
 
+import ast
 import hashlib
 import inspect
-from collections.abc import Callable
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.util import find_spec, resolve_name
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from tune.errors import TuneError
+
+INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
 
 
 def load_function(path: str, asked: str) -> Callable[..., Any]:
@@ -34,7 +42,38 @@ def load_function(path: str, asked: str) -> Callable[..., Any]:
     return function
 
 
-def source_of(path: str, asked: str) -> str:
-    """A hash of the file that the function is written in."""
-    file = inspect.getsourcefile(inspect.unwrap(load_function(path, asked)))
-    return hashlib.blake2b(Path(file).read_bytes()).hexdigest() if file else path
+def sources_of(path: str, asked: str) -> dict[str, str]:
+    """By module, a hash of the file that the function is written in, of those that it imports, and of those that these
+    import. What installed packages import is not followed: they change with their version."""
+    function = inspect.unwrap(load_function(path, asked))
+    waiting = deque([path.rpartition(".")[0], str(getattr(function, "__module__", ""))])
+    found: dict[str, str] = {}
+    while waiting:
+        name = waiting.popleft()
+        try:
+            spec = find_spec(name) if name and name not in found else None
+        except (ImportError, ValueError):  # it is a name in a module
+            continue
+        if spec is None or not spec.has_location:
+            continue
+        file = Path(str(spec.origin))
+        source = file.read_bytes()
+        version = getattr(sys.modules.get(name.partition(".")[0]), "__version__", "")
+        found[name] = f"{hashlib.blake2b(source).hexdigest()} {version}"
+        if file.suffix == ".py" and not any(file.is_relative_to(folder) for folder in INSTALLED):
+            waiting += _imported(source, name if spec.submodule_search_locations else name.rpartition(".")[0])
+    return found
+
+
+def _imported(source: bytes, package: str) -> Iterator[str]:
+    """The modules that it imports, the packages they are in, and the names it imports from these, modules or not."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = resolve_name("." * node.level + (node.module or ""), package)
+            names = [f"{module}.{each.name}" for each in node.names]
+        else:
+            continue
+        for name in names:
+            yield from accumulate(name.split("."), "{}.{}".format)
