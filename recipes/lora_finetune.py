@@ -89,10 +89,11 @@ def main(cfg):
             profile(step)
             total_loss = torch.zeros((), device=world.device)
             for index, micro_batch in enumerate(batch.micro_batches, 1):
+                micro_batch = micro_batch.to(world.device)
                 is_last = index == len(batch.micro_batches)
                 peft.set_dropout_keys(model, cfg.seed, step, micro_batch.samples, micro_batch.positions)
                 distributed.reduce_gradients(model, now=is_last or cfg.parallel.reduce_every_micro_batch)
-                loss = forward(model, micro_batch.to(world.device), loss_fn) / max(1, batch.num_supervised)
+                loss = forward(model, micro_batch, loss_fn) / max(1, batch.num_supervised)
                 if in_backward:  # the last moment before weights change
                     loggers.require_finite(step, batch.rows, loss=world.sum(loss.detach())[0])
                 loss.backward()

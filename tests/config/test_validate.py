@@ -202,6 +202,10 @@ def test_optimizers_can_be_exchanged_by_name(recipe: str, component: str, inheri
             ["optimizer_in_backward=true", "max_grad_norm=null", "memory.cpu_offload=true"],
             "memory.cpu_offload: gradients may still be on their way to the host",
         ),
+        (
+            ["memory.activation_offload=true", "memory.activation_checkpointing=selective"],
+            "memory.activation_offload: what activation_checkpointing=selective keeps is offloaded only from compiled",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(arguments: list[str], finding: str) -> None:

@@ -1,56 +1,73 @@
 """Recomputing and offloading change what is kept, never the gradients."""
 
+import functools
 from collections import Counter
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tune import peft
 from tune.checkpointers import load_model
-from tune.distributed.activations import save_less
+from tune.distributed import activations
+from tune.distributed.activations import wrap_forward
+from tune.models import attention, build
+from tune.models.context import Context
+
+POSITIONS = torch.arange(40)[None]
 
 
 class Count(TorchDispatchMode):
     """Counts matrix products, those of them by a narrow matrix, and attentions."""
+
+    supports_higher_order_operators = True
 
     def __init__(self):
         super().__init__()
         self.calls = Counter()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        name = operation.name()
+        name = args[1].name() if operation.name() == "run_with_rng_state" else operation.name()
         if name in ("aten::mm", "aten::addmm"):
             rank = 2 in args[-1].shape
             self.calls["narrow" if rank else "products"] += 1
-        elif name == "aten::_scaled_dot_product_flash_attention_for_cpu":
+        elif name in ("aten::_scaled_dot_product_flash_attention_for_cpu", "torch_attn::_varlen_attn"):
             self.calls["attentions"] += 1
         return operation(*args, **(kwargs or {}))
 
 
-def backward_of(checkpoint, checkpointing="none", offload=False, adapted=False):
+def backward_of(checkpoint, checkpointing="none", offload=False, adapted=False, compile=False):
     """Gradients, and the operations of the forward that the backward of the blocks repeated."""
     model = load_model(str(checkpoint))
     if adapted:
         peft.add_adapters(model, peft.LoRA(rank=2))
         peft.initialize(model, seed=0)
     for block in model.blocks:
-        save_less(block, checkpointing, offload)
-    loss = model(torch.arange(40)[None]).square().sum()
+        wrap_forward(block, checkpointing, compile, offload)
+    loss = model(POSITIONS).square().sum()
     with Count() as count:
         loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}, count.calls
 
 
+@pytest.fixture
+def uninduced(monkeypatch):
+    """What is compiled is traced and parted into forward and backward, and runs in torch's own kernels."""
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize(
     ("checkpointing", "products", "attentions"),
     # Of 3 blocks of 7 products and 1 attention; backward has no use for the result of the last product of a block.
     [("none", 0, 0), ("selective", 9, 0), ("full", 18, 3)],
 )
-def test_what_is_recomputed(checkpoint, checkpointing, products, attentions):
+def test_what_is_recomputed(checkpoint, checkpointing, products, attentions, compile, uninduced):
     expected, plain = backward_of(checkpoint)
-    gradients, counted = backward_of(checkpoint, checkpointing)
+    gradients, counted = backward_of(checkpoint, checkpointing, compile=compile)
     assert_close(gradients, expected, rtol=1e-4, atol=1e-3)
     assert counted["products"] - plain["products"] == products
     assert counted["attentions"] == attentions
@@ -64,8 +81,63 @@ def test_the_narrow_products_of_lora_do_not_count(checkpoint):
     assert counted["narrow"] - plain["narrow"] == 3 * 6  # by B, but for the last of a block; those by A are kept
 
 
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_offloaded_activations_come_back(checkpoint, checkpointing):
-    expected, _ = backward_of(checkpoint)
-    gradients, _ = backward_of(checkpoint, checkpointing, offload=True)
+def test_offloaded_activations_come_back(checkpoint, checkpointing, compile, uninduced):
+    expected, _ = backward_of(checkpoint, checkpointing, compile=compile)
+    gradients, _ = backward_of(checkpoint, checkpointing, offload=True, compile=compile)
     assert_close(gradients, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "compile"),
+    [("none", False), ("full", False), ("none", True), ("selective", True), ("full", True)],
+)
+def test_all_but_weights_is_offloaded(checkpoint, checkpointing, compile, uninduced, monkeypatch):
+    """What autograd keeps goes to the host, less the weights, which stay on the device anyway."""
+    kept, moved = [], []
+
+    def record(pack, unpack):
+        def recording(tensor):
+            packed = pack(tensor)
+            (kept if packed[0] is tensor else moved).append(tensor)
+            return packed
+
+        return saved_tensors_hooks(recording, unpack)
+
+    def run(offload):
+        model = load_model(str(checkpoint))
+        rotation = model.ropes[model.config.layers[0].attention.rope](POSITIONS, None, False, torch.float32)
+        wrap_forward(model.blocks[0], checkpointing, compile, offload)
+        with record(lambda tensor: (tensor,), lambda packed: packed[0]):
+            model.blocks[0](torch.randn(1, 40, 64, requires_grad=True), Context(rotation, None, POSITIONS, None))
+        saved = [kept.copy(), moved.copy()]
+        kept.clear(), moved.clear()
+        return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}, saved
+
+    def sizes(tensors, weights, of_weights):
+        held = [tensor for tensor in tensors if (tensor.untyped_storage().data_ptr() in weights) == of_weights]
+        return sorted(tensor.shape for tensor in held)
+
+    weights, (autograd, _) = run(offload=False)
+    monkeypatch.setattr(activations, "saved_tensors_hooks", record)
+    new_weights, (stayed, offloaded) = run(offload=True)
+    assert sizes(stayed, new_weights, True) == sizes(autograd, weights, True)
+    assert sizes(offloaded, new_weights, False) == sizes(autograd, weights, False) and len(offloaded)
+
+
+@pytest.mark.parametrize(("checkpointing", "attentions"), [("none", 0), ("selective", 0), ("full", 3)])
+def test_the_attention_of_gpus_is_recomputed_in_full_only(checkpoint, checkpointing, attentions, monkeypatch):
+    """On the meta device, which knows of its results all but the values."""
+    monkeypatch.setattr(attention, "_flash_fits", lambda *arguments: True)
+    with torch.device("meta"):
+        model = build(str(checkpoint))
+        tokens = torch.zeros(1, 40, dtype=torch.long)
+        segments = attention.Segments(tokens, torch.zeros(2, dtype=torch.int32), [40], 64)
+    monkeypatch.setattr(attention.Segments, "of", lambda documents: segments)
+    for block in model.blocks:
+        wrap_forward(block, checkpointing, compile=False, offload=False)
+    loss = model(tokens, documents=tokens).square().sum()
+    with Count() as count:
+        loss.backward()
+    assert count.calls["attentions"] == attentions

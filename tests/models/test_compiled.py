@@ -5,6 +5,7 @@ import torch
 from models.test_families import SMALL, VARIANTS, make_pair, random_tokens
 from torch.testing import assert_close
 
+from tune import peft
 from tune.losses import LinearCrossEntropy
 
 transformers = pytest.importorskip("transformers")
@@ -36,3 +37,25 @@ def test_one_graph_a_kind(name, kinds, tmp_path):
     for rows, reference in zip(batches, expected, strict=True):
         assert_close(loss_and_gradients(rows), reference, atol=1e-4, rtol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == kinds
+
+
+def test_one_graph_for_the_masks_of_all_layers(tmp_path):
+    """Not one for each layer, since each drops other elements; the first block's input takes no gradient."""
+    _, model = make_pair(transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 10}), tmp_path)
+    peft.add_adapters(model, peft.LoRA(rank=2, dropout=0.5))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    torch.nn.init.normal_(model.blocks[0].mlp.down.lora_b)
+    tokens = random_tokens(1, 100)
+
+    def loss_and_gradients():
+        loss = model.train()(tokens, labels=tokens, loss_fn=LinearCrossEntropy())
+        return loss, *torch.autograd.grad(loss, trained)
+
+    peft.set_dropout_keys(model, 0, 1, torch.zeros_like(tokens), POSITIONS[:1])
+    expected = loss_and_gradients()
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    assert_close(loss_and_gradients(), expected, atol=1e-4, rtol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2

@@ -22,6 +22,10 @@ OFFLOADED_IN_BACKWARD = (
     "gradients may still be on their way to the host when optimizer_in_backward=true uses them. Set one of the two to "
     "false."
 )
+OFFLOADED_SELECTIVELY = (
+    "what activation_checkpointing=selective keeps is offloaded only from compiled blocks. Set "
+    "memory.activation_checkpointing to full or none, or compile=true."
+)
 HELD_OUT_IN_VAIN = (
     "the rows it holds out would be used nowhere, as validation_dataset is what is validated on. Set it to 0, or "
     "leave the validation dataset out."
@@ -41,6 +45,9 @@ def conflicts(cfg: DictConfig) -> Iterator[tuple[str, str]]:
         yield "max_grad_norm", CLIPPED_IN_BACKWARD
     if value("optimizer_in_backward") and value("memory.cpu_offload"):
         yield "memory.cpu_offload", OFFLOADED_IN_BACKWARD
+    is_selective = value("memory.activation_checkpointing") == "selective" and not value("compile")
+    if value("memory.activation_offload") and is_selective:
+        yield "memory.activation_offload", OFFLOADED_SELECTIVELY
     if value("validation_dataset") and value("validation_dataset.path", default=True):
         for dataset in ("dataset", "validation_dataset"):
             sources = value(f"{dataset}.sources")

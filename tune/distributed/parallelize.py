@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from tune.distributed.activations import save_less
+from tune.distributed.activations import wrap_forward
 from tune.distributed.shards import full_tensor
 from tune.distributed.world import World
 from tune.errors import TuneError
@@ -49,9 +49,7 @@ def parallelize(
             parameter.data = parameter.data.to(DTYPES[master_dtype if parameter.requires_grad else dtype])
     blocks = repeated_blocks(model)
     for block in blocks:
-        save_less(block, activation_checkpointing, activation_offload)
-        if compile:
-            block.compile(fullgraph=True)
+        wrap_forward(block, activation_checkpointing, compile, activation_offload)
     if not plain:
         _shard(model, blocks, world, DTYPES[dtype], cpu_offload)
     _give_memory(model, torch.device("cpu") if cpu_offload else world.device, world.device)

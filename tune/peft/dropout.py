@@ -9,18 +9,26 @@ from torch import Tensor, nn
 FIRST, SECOND, THIRD = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
 
 
-def dropout(input: Tensor, probability: float, keys: Tensor, name: str) -> Tensor:
+def dropout(input: Tensor, probability: float, keys: Tensor, layer_seed: Tensor) -> Tensor:
     """Zeros elements of `input` `[..., dim]` with `probability` and scales up the rest. `keys` `[...]` are random bits
-    for each token; `name` tells apart the places where a token is dropped."""
+    for each token; `layer_seed`, one number, gives each layer its own mask."""
     features = torch.arange(input.shape[-1], dtype=torch.int32, device=input.device) * THIRD
-    bits = mix(keys[..., None] ^ mix(features + _signed(zlib.crc32(name.encode()))))
+    bits = mix(keys[..., None] ^ mix(features + layer_seed))
     keep = bits >= _signed(round(probability * 2**32) - 2**31 + 2**32 & 0xFFFFFFFF)
     return input * keep / (1 - probability)
 
 
+def prepare_dropout(layer: nn.Module, name: str, probability: float) -> None:
+    """Give the adapted `layer`, called `name`, what `dropout` needs. Its seed is a tensor that moves with the layer:
+    torch.compile would make a graph for each value of a plain number."""
+    layer.dropout, layer.dropout_keys = probability, None  # type: ignore[assignment]
+    seed = torch.tensor(_signed(zlib.crc32(name.encode())), dtype=torch.int32, device="cpu")
+    layer.register_buffer("layer_seed", seed, persistent=False)
+
+
 def set_dropout_keys(model: nn.Module, seed: int, step: int, samples: Tensor, positions: Tensor) -> None:
     """Give the adapters of `model` the random bits for the next forward, from the indices of the `samples` that the
-    tokens belong to and their `positions` in them, both `[rows, seq]`."""
+    tokens belong to and their `positions` in them, both `[rows, seq]` and on the device of the forward."""
     layers = [module for module in model.modules() if getattr(module, "dropout", 0) and hasattr(module, "dropout_keys")]
     if layers:
         start = _signed(zlib.crc32(f"{seed} {step}".encode()))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tune.errors import TuneError
 from tune.models.grouped_product import grouped_product
 from tune.models.moe import Dispatch, ExpertLinear
-from tune.peft.dropout import THIRD, dropout, mix
+from tune.peft.dropout import THIRD, dropout, mix, prepare_dropout
 from tune.peft.lora import LoRA, require_rank
 
 
@@ -28,7 +28,7 @@ class LoRAExperts(ExpertLinear):
     scaling: float
     dropout: float
     dropout_keys: Tensor | None
-    name: str
+    layer_seed: Tensor
 
     @classmethod
     def adapt(cls, layer: ExpertLinear, name: str, rank: int, alpha: float, lora: LoRA) -> None:
@@ -42,7 +42,7 @@ class LoRAExperts(ExpertLinear):
         layer.lora_a = nn.Parameter(layer.weight.new_empty(layer.num_experts, rank, layer.in_features))
         layer.lora_b = nn.Parameter(layer.weight.new_empty(layer.num_experts, layer.out_features, rank))
         layer.rank, layer.alpha, layer.scaling = rank, alpha, lora.scaling(rank, alpha)
-        layer.dropout, layer.dropout_keys, layer.name = lora.dropout, None, name
+        prepare_dropout(layer, name, lora.dropout)
 
     def start(self, generator: torch.Generator) -> dict[str, Tensor]:
         """Where the parameters start, in full: A uniform as in `nn.Linear`, B zero."""
@@ -62,7 +62,7 @@ class LoRAExperts(ExpertLinear):
         assert self.dropout_keys is not None, "set_dropout_keys must come before a forward in training"
         # The bits are those of the token and the expert, wherever the row of the two lies.
         keys = mix(self.dropout_keys.flatten()[plan.tokens] ^ (plan.experts.int() * THIRD))
-        return dropout(rows, self.dropout, keys, self.name)
+        return dropout(rows, self.dropout, keys, self.layer_seed)
 
 
 def joined(part: str, stack: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tune.distributed import full_tensor
 from tune.errors import TuneError
-from tune.peft.dropout import dropout
+from tune.peft.dropout import dropout, prepare_dropout
 from tune.quantization import NF4Weight
 from tune.types import Fraction, PositiveFloat, PositiveInt
 
@@ -91,8 +91,8 @@ class LoRALinear(nn.Linear):
     scaling: float
     dropout: float
     dropout_keys: Tensor | None
+    layer_seed: Tensor
     init: str
-    name: str
 
     @classmethod
     def adapt(cls, linear: nn.Linear, name: str, rank: int, alpha: float, lora: LoRA) -> None:
@@ -114,8 +114,8 @@ class LoRALinear(nn.Linear):
         linear.start_b = parameter(rows, rank, trained=False) if moved else None
         linear.magnitude = parameter(rows) if lora.dora else None
         linear.rank, linear.alpha, linear.scaling = rank, alpha, lora.scaling(rank, alpha)
-        linear.dropout, linear.dropout_keys = lora.dropout, None
-        linear.init, linear.name = lora.init, name
+        linear.init = lora.init
+        prepare_dropout(linear, name, lora.dropout)
 
     def start(self, generator: torch.Generator) -> dict[str, Tensor]:
         """Where the parameters start, in full: A uniform as in `nn.Linear` and B zero, or as `init` says."""
@@ -168,7 +168,7 @@ class LoRALinear(nn.Linear):
             return input
         assert self.dropout_keys is not None, "set_dropout_keys must come before a forward in training"
         keys = self.dropout_keys.view(input.shape[:-1])  # some models flatten rows before their linear layers
-        return dropout(input, self.dropout, keys, self.name)
+        return dropout(input, self.dropout, keys, self.layer_seed)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         """A and B whose product is what training has added."""
