@@ -41,7 +41,7 @@ def test_one_graph_a_kind(name, kinds, tmp_path):
 
 def test_one_graph_for_the_masks_of_all_layers(tmp_path):
     """Not one for each layer, since each drops other elements; the first block's input takes no gradient."""
-    _, model = make_pair(transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 10}), tmp_path)
+    _, model = make_pair(transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 4}), tmp_path)
     peft.add_adapters(model, peft.LoRA(rank=2, dropout=0.5))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     torch.nn.init.normal_(model.blocks[0].mlp.down.lora_b)
