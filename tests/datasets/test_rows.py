@@ -199,6 +199,18 @@ def test_every_token_of_a_split_text_is_learned_once(outcome, text, length):
     assert learned == whole.tokens[1:].tolist()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("bos_in_pieces", [True, False])
+def test_pieces_of_a_text_begin_as_the_text_does(tokenizer, shown, tmp_path, packed, bos_in_pieces):
+    file = tmp_path / "text.jsonl"
+    file.write_text(json.dumps({"text": "abcdefgh"}) + "\n")
+    pieces = load(tokenizer, str(file), max_seq_len=4, packed=packed, bos_in_pieces=bos_in_pieces).samples
+    assert [shown(piece) for piece in pieces] == (
+        ["<s>[abc]", "<s>d[ef]", "<s>g[h</s>]"] if bos_in_pieces else ["<s>[abc]", "d[efg]", "h[</s>]"]
+    )
+    assert [label for piece in pieces for label in piece.labels if label != -100] == tokenizer.encode("abcdefgh</s>")
+
+
 @pytest.mark.parametrize("row", [CHAT, {"prompt": "a" * 50, "completion": "b"}, {"input_ids": [1] * 50}], ids=str)
 def test_long_rows_that_are_dropped_or_refused(outcome, row):
     assert outcome(row, 40, too_long="drop").dropped == "longer than max_seq_len"
@@ -213,6 +225,14 @@ def test_tokens_are_cut_or_split(outcome):
     pieces = outcome(row, 3, too_long="split").samples
     assert [piece.tokens.tolist() for piece in pieces] == [[1, 2, 3], [4, 5]]
     assert [piece.labels.tolist() for piece in pieces] == [[2, 3, 4], [5, -100]]
+
+
+def test_pieces_of_tokens_begin_with_bos_if_the_tokens_do(outcome, tokenizer):
+    bos = tokenizer.bos_id
+    pieces = outcome({"input_ids": [bos, 2, 3, 4, 5]}, 3, too_long="split").samples
+    assert [piece.tokens.tolist() for piece in pieces] == [[bos, 2, 3], [bos, 4, 5]]
+    assert [piece.labels.tolist() for piece in pieces] == [[2, 3, 4], [-100, 5, -100]]
+    assert len(outcome({"input_ids": [bos, 2, 3]}, 1, too_long="split").samples) == 2  # no room for BOS
 
 
 def test_what_was_cut_is_counted(tokenizer, tmp_path):

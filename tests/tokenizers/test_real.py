@@ -1,6 +1,7 @@
 """Real vocabularies and templates, fetched by fetch_real.py: every string and conversation as the reference has it."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from references import sentencepiece_reference, tekken_reference, tiktoken_refer
 from texts import conversations, texts
 
 from tune.errors import TuneError
-from tune.tokenizers import ChatTemplate, Tokenizer
+from tune.tokenizers import ChatTemplate, Tokenizer, supervised_spans
 from tune.tokenizers.ranks import LLAMA3_WORDS, QWEN_WORDS
 
 FOLDER = Path(os.environ.get("TUNE_REAL_TOKENIZERS", "no such folder")).expanduser()
@@ -75,3 +76,26 @@ def test_renders_as_transformers_does(file):
             assert str(refusal) in str(error.value)
         else:
             assert template.render(**conversation) == expected
+
+
+@pytest.mark.parametrize("file", TEMPLATES, ids=lambda file: file.stem)
+def test_conversations_that_an_answer_opens(file):
+    """Of what transformers renders, both answers are learned, and behind them at most a token."""
+    source, variables = file.read_text(encoding="utf-8"), {"bos_token": "<s>", "eos_token": "</s>"}
+    messages = [{"role": role, "content": role.upper()} for role in ("assistant", "user", "assistant")]
+    special = re.compile(r"<[|\uff5c][^|\uff5c<>\s]+[|\uff5c]>|<\w+_of_\w+>|<turn\|>|</s>")
+    try:
+        expected = transformers_rendering(source, variables)(messages)
+    except Exception:
+        pytest.skip("the template refuses them")
+    if "ASSISTANT" not in expected:
+        pytest.skip("the template is for content in parts")
+    try:
+        text, spans = supervised_spans(ChatTemplate(source, variables), messages, special)
+    except TuneError as refusal:
+        assert "what is learned there would not follow what the model is given" in str(refusal)
+        return
+    assert text == expected
+    learned = [text[start:end].partition("ASSISTANT") for start, end in spans if "ASSISTANT" in text[start:end]]
+    assert len(learned) == 2
+    assert not any("USER" in before or special.sub("", behind).strip() for before, _, behind in learned)

@@ -42,6 +42,32 @@ def test_what_is_learned_of_two_turns(templates, name, expected):
     assert pieces(templates[name], [user("1?"), assistant("One"), user("2?"), assistant("Two ")]) == expected
 
 
+@pytest.mark.parametrize("before", [[], [{"role": "system", "content": "Be short."}]], ids=["", "system"])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    {
+        "chatml": ["One<|im_end|>", "Two<|im_end|>"],
+        "llama3": ["One<|eot_id|>", "Two<|eot_id|>"],  # cannot render messages[:0]
+        "thinking": ["One<|im_end|>", "<think>\n\n</think>\n\nTwo<|im_end|>"],
+        "plain": ["One\n", "Two\n"],
+    }.items(),
+)
+def test_conversation_that_an_answer_opens(templates, name, expected, before):
+    messages = [*before, assistant("One"), user("Hello"), assistant("Two")]
+    text, spans = supervised_spans(ChatTemplate(templates[name], VARIABLES), messages, SPECIAL)
+    assert [text[start:end] for start, end in spans] == expected
+    assert text == ChatTemplate(templates[name], VARIABLES).render(messages)
+    unlearned = [*before, assistant("One", train=False), user("Hello"), assistant("Two")]
+    assert pieces(templates[name], unlearned) == expected[1:]
+
+
+def test_answer_that_opens_otherwise_than_behind_a_question(templates):
+    """Qwen 3 writes no reasoning where nothing was asked at all."""
+    template = "{% for m in messages %}{{ '<think>' if messages[0].role == 'user' }}{{ m.content }}</s>{% endfor %}"
+    with pytest.raises(TuneError, match=r"message 1 starts or ends elsewhere when it and what follows"):
+        pieces(template, [assistant("One")])
+
+
 def test_reasoning_that_the_template_removes_is_not_learned(templates):
     messages = [
         user("1?"),

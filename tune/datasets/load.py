@@ -41,6 +41,7 @@ def load(
     train_on: TrainOn = "assistant",
     train_on_end_of_turn: bool = True,
     too_long: TooLong | None = None,
+    bos_in_pieces: bool = True,
     validation_fraction: Fraction = 0.0,
     validation_seed: NonNegativeInt = 0,
     cache_dir: str | None = None,
@@ -56,7 +57,8 @@ def load(
     configurations; `take` reads only the first rows; `filter`, a dotted path, is a function from a row to whether it
     stays. `train_on` is `assistant`, `all`, `last` (the assistant's last turn) or a list of roles. Rows longer than
     `max_seq_len` are cut at its end (a conversation behind a message), dropped, split, or an error; None splits texts
-    and truncates the others. `validation_fraction` of the rows goes into `.validation` instead.
+    and truncates the others. `bos_in_pieces`: of a text that begins with BOS, each piece does. `validation_fraction` of
+    the rows goes into `.validation` instead.
 
     Mistaken rows raise TuneError with their places; rows of no use are dropped and counted in `.accounting`.
 
@@ -68,7 +70,7 @@ def load(
     """
     reader = RowReader(
         tokenizer, max_seq_len, _named(format), dict(columns or {}), filter, train_on, train_on_end_of_turn, too_long,
-        validation_fraction, validation_seed,
+        validation_fraction, validation_seed, bos_in_pieces=bos_in_pieces,
     )  # fmt: skip
     folder = cache_folder(cache_dir)
     open_rows = partial(open_source, path, split, subset, take)

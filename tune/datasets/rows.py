@@ -66,6 +66,7 @@ class RowReader:
     validation_fraction: float = 0.0
     validation_seed: int = 0
     validation: bool = False  # read the rows that are held out, and not the others
+    bos_in_pieces: bool = True
 
     def __call__(self, rows: Sequence[tuple[str, Any]]) -> list[Outcome]:
         """What becomes of each of the rows, which come with their places. They are tokenised together."""
@@ -194,9 +195,7 @@ class RowReader:
         """Pieces that fit, and how many tokens are in none of them: a conversation between its turns, each piece behind
         the system message; anything else anywhere, and a piece's last label is then the next one's first token."""
         if not isinstance(content, Chat):
-            starts = range(0, len(whole.tokens), self.max_seq_len)
-            spans = [slice(start, start + self.max_seq_len) for start in starts]
-            return [Sample(whole.tokens[span], whole.labels[span]) for span in spans], 0
+            return self._split_anywhere(whole), 0
         roles = [message["role"] for message in content.messages]
         head = content.prompt or int(roles[0] == "system")
         borders = [end for end in range(head + 1, len(roles)) if roles[end] == "user"] + [len(roles)]
@@ -210,6 +209,21 @@ class RowReader:
             samples.append(sample)
             start, borders = end, [border for border in borders if border > end]
         return samples, cut
+
+    def _split_anywhere(self, whole: Sample) -> list[Sample]:
+        """Models that begin with BOS are far worse without: where the whole begins so, each piece does. What stands
+        behind it is learned in the piece before."""
+        prefix = self.tokenizer.prefix_ids if self.bos_in_pieces else []
+        if len(prefix) >= self.max_seq_len or list(whole.tokens[: len(prefix)]) != prefix:
+            prefix = []
+        bos, no_labels = (np.array(ids, dtype=np.int32) for ids in (prefix, [IGNORE] * len(prefix)))
+        first = slice(self.max_seq_len)
+        pieces = [Sample(whole.tokens[first], whole.labels[first])]
+        length = self.max_seq_len - len(prefix)
+        for start in range(self.max_seq_len, len(whole.tokens), length):
+            tokens, labels = whole.tokens[start : start + length], whole.labels[start : start + length]
+            pieces.append(Sample(np.append(bos, tokens), np.append(no_labels, labels)))
+        return pieces
 
     def _longest(self, chat: Chat, head: int, start: int, ends: list[int]) -> tuple[int, Sample | None]:
         """The last of the `ends` up to which the messages from `start` on, behind the first `head` ones, fit, and these

@@ -37,7 +37,17 @@ def supervised_spans(
     text, spans = template.render_with_spans(messages, tools=tools, **variables)
     if not template.marks_generation:
         render = partial(template.render, tools=tools, **variables)
-        return text, [_turn_span(render, messages, index, text, special_tokens) for index in trained]
+        if (opening := _opening_answer(messages)) is None:
+            return text, [_turn_span(render, messages, index, text, special_tokens) for index in trained]
+        # Many templates cannot render what stands before the first answer where that is nothing. Behind a question the
+        # same text stands, as far from the end.
+        render = partial(_render_behind_a_question, render, opening)
+        asked = render(messages)
+        spans = [_turn_span(render, messages, index, asked, special_tokens) for index in trained]
+        if spans and not text.endswith(tail := asked[spans[0][0] :]):
+            raise _disagreement(trained[0], "it and what follows", tail, text[-len(tail) :])
+        more = len(asked) - len(text)
+        return text, [(start - more, end - more) for start, end in spans]
     if trained == turns:
         return text, spans
     if len(spans) != len(turns):
@@ -56,6 +66,17 @@ def end_of_turn(template: ChatTemplate, special_tokens: re.Pattern[str]) -> str 
         return None
     match = special_tokens.search(text.partition(_PROBE)[2])
     return match[0] if match else None
+
+
+def _opening_answer(messages: list[Message]) -> int | None:
+    """Where the first answer stands, if no question does before it."""
+    roles = [message["role"] for message in messages]
+    opening = next((index for index, role in enumerate(roles) if role not in ("system", "developer")), None)
+    return opening if opening is not None and roles[opening] == "assistant" else None
+
+
+def _render_behind_a_question(render: partial[str], at: int, messages: list[Message], **options: Any) -> str:
+    return render([*messages[:at], {"role": "user", "content": "Hello"}, *messages[at:]], **options)
 
 
 def _turn_span(
