@@ -93,6 +93,8 @@ def test_random_weights_depend_on_the_seed_alone(checkpoint):
             assert abs(parameter.std().item() / 0.05 - 1) < 0.05  # initializer_range of the checkpoint
         else:
             assert (parameter == 1).all()
+    assert not torch.equal(first.blocks[0].mlp.gate.weight, first.blocks[0].mlp.up.weight)
+    assert not torch.equal(first.blocks[0].mlp.gate.weight, first.blocks[1].mlp.gate.weight)
 
 
 @pytest.mark.slow

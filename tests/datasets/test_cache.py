@@ -83,10 +83,11 @@ def test_content_decides_and_not_where_it_stands(folder, rows, cache, tmp_path):
     assert prepare(max_seq_len=9) == 2
     assert prepare(max_seq_len=9, packed=True) == 2  # packing needs no tokens
     assert prepare(columns={"text": "text"}) == 3
+    assert prepare(take=2) == 4
     rows.write_text(rows.read_text().replace("one", "One"))
-    assert prepare() == 4
-    (folder / "chat_template.jinja").write_text("changed")
     assert prepare() == 5
+    (folder / "chat_template.jinja").write_text("changed")
+    assert prepare() == 6
 
 
 def test_edited_library_prepares_anew(monkeypatch, tmp_path):

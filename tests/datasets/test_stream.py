@@ -88,6 +88,16 @@ def test_every_row_of_a_packed_pass(make):
     assert all(times[row] >= 1 for row in learned)
 
 
+def test_samples_are_numbered_as_they_come(make):
+    """What dropout's masks depend on: rows that are dropped have no number, and those of a second pass are others."""
+    lengths = [row % 3 for row in range(300)]  # a row of one token has a number, but nothing that is learned
+    data = DataLoader(stream(make, lengths), make.world(), 50, 50, max_steps=6)
+    numbers = {(token, number) for _, batch in data for token, number in rows_of(batch)}
+    samples = [row for row, length in enumerate(lengths) if length]
+    assert {(token, samples.index(token)) for token, _ in numbers} == numbers
+    assert len(numbers) == 100
+
+
 def test_rows_are_shuffled_anew_in_each_pass(make):
     data = DataLoader(stream(make, [2] * 64), make.world(), 64, 64, max_steps=3)
     orders = [batch.micro_batches[0].tokens[0][:128:2].tolist() for _, batch in data]

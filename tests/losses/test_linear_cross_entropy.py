@@ -47,7 +47,7 @@ def test_bf16_sums_in_fp32():
     exact = F.cross_entropy((exact_hidden @ exact_weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
     (reference,) = torch.autograd.grad(exact, exact_weight)
     assert gradient.dtype == torch.bfloat16
-    assert (gradient.double() - reference).norm() <= 0.01 * reference.norm()
+    assert (gradient.double() - reference).norm() <= 0.003 * reference.norm()  # 0.0021; summed in bf16, 0.0062
 
 
 def test_frozen_weight_gets_no_gradient():

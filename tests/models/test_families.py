@@ -186,7 +186,10 @@ VARIANTS = {
 def pair(request, tmp_path_factory):
     """A tiny random model of transformers', and ours from the folder it was saved in."""
     config_class, changes = VARIANTS[request.param]
-    return make_pair(getattr(transformers, config_class)(**SMALL | changes), tmp_path_factory.mktemp(request.param))
+    config = getattr(transformers, config_class)(**SMALL | changes)
+    for name in {"rms_norm_eps", "layer_norm_eps", "norm_epsilon"} & vars(config).keys():
+        setattr(config, name, 1e-3)  # large enough to be seen
+    return make_pair(config, tmp_path_factory.mktemp(request.param))
 
 
 def make_pair(config, folder, auto=transformers.AutoModelForCausalLM):
@@ -269,6 +272,19 @@ def test_cached_greedy_decoding(pair):
     for prompt, output in zip(prompts, outputs, strict=True):
         expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)
         assert output == expected[0, len(prompt) :].tolist()
+
+
+def test_greedy_decoding_ends_with_a_stop_token(tmp_path):
+    theirs, ours = make_pair(transformers.LlamaConfig(**SMALL), tmp_path)
+    prompts = [random_tokens(1, length)[0].tolist() for length in (3, 17)]
+    whole = generate(ours, prompts, max_new_tokens=32)
+    stop_ids = {whole[0][4], whole[1][9]}
+    for prompt, output in zip(prompts, generate(ours, prompts, max_new_tokens=32, stop_ids=stop_ids), strict=True):
+        expected = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=sorted(stop_ids)
+        )
+        assert output == expected[0, len(prompt) :].tolist()
+        assert output[-1] in stop_ids and len(output) <= 10
 
 
 def check_export(ours, source, folder):

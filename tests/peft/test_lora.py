@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from helpers import save_checkpoint
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from tune import distributed
@@ -122,6 +123,20 @@ def test_peft_writes_it_and_ours_computes_the_same(folder, settings, tmp_path, r
     merge(folder, tmp_path / "adapter", tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert_close(merged(TOKENS).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_merged_weight_is_rounded_once(checkpoint, tmp_path):
+    """The base's type is bf16; weight, product and sum are in fp32 before."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).bfloat16()
+    base.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, lora_alpha=6, init_lora_weights=False, target_modules="all-linear")
+    adapted = peft.get_peft_model(base.float(), config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, exact in adapted.merge_and_unload().state_dict().items():
+        assert merged[name].dtype == torch.bfloat16
+        assert ((merged[name].float() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all(), name
 
 
 def test_an_embedding_trained_apart_from_its_tied_head_is_refused(tied_checkpoint, tmp_path):

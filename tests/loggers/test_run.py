@@ -1,0 +1,61 @@
+"""What a run says of each step: by its definition, on a clock and in a world that the test makes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tune.loggers import Run
+from tune.loggers import run as module
+from tune.loggers.sinks import Sink
+
+CFG = OmegaConf.create({"output_dir": None, "resume": "auto", "logger": {"console_every": 1}})
+
+
+class Kept(Sink):
+    def __init__(self):
+        self.values = []
+
+    def metrics(self, step, values):
+        self.values.append(values)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Stands still until it is moved."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+@pytest.fixture
+def run(clock, monkeypatch, tmp_path):
+    """That of the second of four processes, on a device whose peak is known."""
+    monkeypatch.setattr(module, "peak_flops", lambda device: 1e6)
+    world = SimpleNamespace(size=4, is_main=False, device=torch.device("cpu"), share=lambda value: value)
+    run = Run(OmegaConf.merge(CFG, {"output_dir": str(tmp_path)}), world, "test")
+    run.sinks, run.flops_per_token = [Kept()], 50.0
+    return run
+
+
+def test_rates_are_those_of_a_device_over_the_time_of_the_step(run, clock):
+    def batches():
+        for _ in range(2):
+            clock.now += 3  # it waits for data
+            yield "batch"
+
+    for step, _ in enumerate(run.track(batches(), 0, 2), 1):
+        clock.now += 5
+        with run.pause():
+            clock.now += 1000  # validation
+        run.log(step, tokens=6400, supervised_tokens=1600, loss=0.5, validation_loss=None)
+        clock.now += 2  # a checkpoint, which the next step's time contains
+    for values, seconds in zip(run.sinks[0].values, (8, 10), strict=True):
+        assert values["loss"] == 0.5 and "validation_loss" not in values
+        assert (values["tokens"], values["supervised_tokens"]) == (6400, 1600)
+        assert values["step_seconds"] == pytest.approx(seconds)
+        assert values["data_seconds"] == pytest.approx(3)
+        assert values["tokens_per_second"] == pytest.approx(6400 / 4 / seconds)
+        assert values["supervised_tokens_per_second"] == pytest.approx(1600 / 4 / seconds)
+        assert values["mfu"] == pytest.approx(6400 / 4 / seconds * 50 / 1e6)

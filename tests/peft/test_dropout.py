@@ -1,0 +1,51 @@
+"""Dropout by its definition: each element by itself is zero with the probability, and else scaled up."""
+
+import pytest
+import torch
+from torch import nn
+
+from tune.peft.dropout import dropout, set_dropout_keys
+
+SAMPLES, LENGTH, WIDTH = 2, 100, 50
+COUNT = SAMPLES * LENGTH * WIDTH
+
+
+class Layer(nn.Module):
+    dropout, dropout_keys = 0.5, None
+
+
+def mask(probability=0.3, name="layer", seed=0, step=1, sample=0, position=0):
+    """Which elements stay, for tokens of two samples, the first of which are at `sample` and `position`."""
+    samples = (sample + torch.arange(SAMPLES))[:, None].expand(SAMPLES, LENGTH)
+    positions = (position + torch.arange(LENGTH)).expand(SAMPLES, LENGTH)
+    layer = Layer()
+    set_dropout_keys(layer, seed, step, samples, positions)
+    return dropout(torch.ones(SAMPLES, LENGTH, WIDTH), probability, layer.dropout_keys, name)
+
+
+@pytest.mark.parametrize("probability", [0.05, 0.3, 0.5, 0.9])
+def test_a_share_is_zero_and_the_rest_scaled_up(probability):
+    values = mask(probability)
+    assert values.unique().tolist() == pytest.approx([0, 1 / (1 - probability)])
+    deviation = (probability * (1 - probability) / COUNT) ** 0.5
+    assert abs((values == 0).float().mean().item() - probability) < 4 * deviation
+
+
+OTHERS = {
+    "step": mask(step=2), "seed": mask(seed=1), "sample": mask(sample=10), "position": mask(position=LENGTH),
+    "name": mask(name="other"), "step and seed": mask(seed=2, step=0), "next feature": mask().roll(1, 2),
+    "next position": mask().roll(1, 1), "next sample": mask().roll(1, 0), "next step": mask(step=11),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_masks_are_independent(other):
+    """Two of them agree as often as chance has it."""
+    chance = 0.3**2 + 0.7**2
+    agreed = ((mask() == 0) == (OTHERS[other] == 0)).float().mean().item()
+    assert abs(agreed - chance) < 5 * (chance * (1 - chance) / COUNT) ** 0.5
+
+
+def test_a_mask_is_that_of_the_token_wherever_it_stands():
+    torch.testing.assert_close(mask(sample=1)[0], mask()[1])
+    torch.testing.assert_close(mask(position=40)[:, :60], mask()[:, 40:])

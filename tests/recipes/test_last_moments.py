@@ -1,0 +1,78 @@
+"""What a run must not do as it ends: save a ruined step, or say that something is saved that is not yet."""
+
+import importlib
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tune import config, distributed, loggers
+from tune.checkpointers import checkpointer
+from tune.errors import TuneError
+
+pytestmark = pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
+
+
+@pytest.fixture
+def train(checkpoint, chats, tmp_path):
+    def train(recipe, *overrides):
+        settings = [
+            f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={tmp_path}", "max_seq_len=128",
+            "device=cpu", "dtype=fp32", "global_batch_size=2", "max_steps=4", *overrides,
+        ]  # fmt: skip
+        recipe.main(config.load(recipe.__name__, settings))
+
+    return train
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("clip", ["1.0", "null"])
+def test_an_infinite_gradient_of_a_finite_loss_stops_the_run(recipe, clip, train, monkeypatch, tmp_path):
+    recipe, forward, calls = importlib.import_module(recipe), [], []
+    forward.append(recipe.forward)
+
+    def overflowing(model, batch, loss_fn):
+        calls.append(model)
+        loss = forward[0](model, batch, loss_fn)
+        if len(calls) == 5:  # the first of step 3
+            loss.register_hook(lambda gradient: gradient * torch.inf)
+        return loss
+
+    monkeypatch.setattr(recipe, "forward", overflowing)
+    with pytest.raises(TuneError, match=r"grad_norm is (inf|nan) at step 3"):
+        train(recipe, "checkpointer.every=1", "checkpointer.async=false", f"max_grad_norm={clip}")
+    assert all(parameter.isfinite().all() for parameter in calls[-1].parameters())
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert checkpoints(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_an_interrupted_run_has_saved_when_it_says_so(recipe, train, monkeypatch, tmp_path):
+    recipe, asked, told = importlib.import_module(recipe), SimpleNamespace(requested=False), []
+    save, log, info = checkpointer.dcp.save, loggers.Run.log, loggers.Run.info
+
+    def slow(*args, **kwargs):
+        time.sleep(0.5)
+        return save(*args, **kwargs)
+
+    def interrupting(run, step, **metrics):
+        log(run, step, **metrics)
+        asked.requested = step == 1
+
+    def told_with_what_is_there(run, message):
+        told.append((message, checkpoints(tmp_path)))
+        info(run, message)
+
+    monkeypatch.setattr(distributed, "Interrupt", lambda: asked)
+    monkeypatch.setattr(checkpointer.dcp, "save", slow)
+    monkeypatch.setattr(loggers.Run, "log", interrupting)
+    monkeypatch.setattr(loggers.Run, "info", told_with_what_is_there)
+    with pytest.raises(SystemExit) as end:
+        train(recipe, "checkpointer.every=null")
+    assert end.value.code == 130
+    assert [there for message, there in told if "step 2 is saved" in message] == [["step-00000002"]]
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
