@@ -11,7 +11,7 @@ from stacked import NoTokenizer
 from torch.testing import assert_close
 
 from tune import distributed
-from tune.checkpointers import export, load_model
+from tune.checkpointers import export, load_model, model_card
 from tune.tokenizers import Tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -108,3 +108,11 @@ def test_a_source_without_weights(checkpoint, tmp_path):
     export(load_model(str(checkpoint)), NoTokenizer(), tmp_path / "out", distributed.init("cpu"), source=str(tmp_path))
     expected = {name: tensor.bfloat16() for name, tensor in tensors_of(checkpoint).items()}
     assert_close(tensors_of(tmp_path / "out"), expected, rtol=0, atol=0)
+
+
+def test_a_card_names_the_hub_where_it_can(tmp_path):
+    cached = tmp_path / "models--org--a-model" / "snapshots" / "0123"
+    cached.mkdir(parents=True)
+    (tmp_path / "mine").mkdir()
+    assert "Fine-tuned from `org/a-model` on `org/chats` with" in model_card("r", str(cached), "org/chats")
+    assert "Fine-tuned from `mine` on `chats.jsonl` with" in model_card("r", str(tmp_path / "mine"), "data/chats.jsonl")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tune.checkpointers import model_card
 from tune.cli.download import wanted
 
 FILES = {
@@ -87,6 +88,7 @@ def test_gets_what_training_needs_and_nothing_twice(tmp_path: Path, hub: str) ->
 
     assert download(tmp_path, hub, "someone/tiny").returncode == 0
     assert len(Hub.fetched) == len(files)
+    assert "\nbase_model: someone/tiny\n" in model_card("full_finetune", str(tmp_path / "tiny"), "chats.jsonl")
 
 
 def test_out_names_the_folder(tmp_path: Path, hub: str) -> None:

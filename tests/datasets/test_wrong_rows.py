@@ -33,6 +33,16 @@ def read(tokenizer, tmp_path):
 
 
 FILES = {
+    "half a string": (
+        "data.jsonl",
+        '{"text": "a"}\n{"text": "b',
+        r"data.jsonl:2: malformed JSON: Unterminated string starting at column 10: ",
+    ),
+    "half a list with half a string": (
+        "data.json",
+        '[{"text": "b',
+        r"data.json:1: malformed JSON: Unterminated string starting at column 11$",
+    ),
     "half a line": ("data.jsonl", '{"text": "a"}\n{"text": "b"', r"data.jsonl:2: malformed JSON: .* at column 13"),
     "two rows in a line": (
         "data.jsonl",

@@ -1,6 +1,7 @@
 """What the user came for: the trained model in Hugging Face layout."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,9 +17,11 @@ from tune.checkpointers.disk import disk_tensors, has_weights
 from tune.checkpointers.weights import disk_copies, disk_names, disk_parts, stored_tensors
 from tune.distributed import World, full_tensor
 from tune.errors import TuneError
+from tune.secrets import without_secrets
 
 SHARD_BYTES = 5 * 10**9
 CONFIGS = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
+HUB_ID = Path(".cache", "huggingface", "hub_id")  # in a folder that was downloaded
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -155,9 +158,20 @@ def rewritten(source: Path, target: Path, change: Callable[[str, Tensor], Tensor
     unfinished.rename(target)
 
 
+def hub_id(folder: Path) -> str | None:
+    """The name on the Hugging Face hub of what `tune download` or the cache of huggingface_hub has in `folder`."""
+    if (folder / HUB_ID).is_file():
+        return (folder / HUB_ID).read_text().strip()
+    repository = re.fullmatch("models--(.*)", folder.resolve().parent.parent.name)  # of models--org--name/snapshots/sha
+    return repository[1].replace("--", "/") if repository else None
+
+
 def model_card(recipe: str, model_path: str, dataset_path: str) -> str:
-    """README.md of an exported model: where it comes from."""
-    model, dataset = Path(model_path).name, Path(dataset_path).name
+    """README.md of an exported model: where it comes from, by its name on the Hugging Face hub where that is known."""
+    model = hub_id(Path(model_path)) or Path(model_path).name
+    dataset = without_secrets(dataset_path)
+    if Path(dataset).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset):  # else its name on the hub
+        dataset = Path(dataset.partition("?")[0]).name
     return (
         f"---\nbase_model: {model}\ntags: [tune]\n---\n\n"
         f"Fine-tuned from `{model}` on `{dataset}` with the recipe `{recipe}` of tune.\n"

@@ -32,11 +32,13 @@ def download(hub_id: str, revision: str | None, out: Path) -> None:
         from huggingface_hub import errors
     except ImportError as error:
         raise TuneError("`tune download` needs the hf extra: pip install 'tune-recipes[hf]'") from error
+    from tune.checkpointers.export import HUB_ID
 
     try:
         model = huggingface_hub.HfApi().model_info(hub_id, revision=revision)
         for file in wanted(sibling.rfilename for sibling in model.siblings):
             huggingface_hub.hf_hub_download(hub_id, file, revision=model.sha, local_dir=out)
+        (out / HUB_ID).write_text(model.id)  # for the cards of what is trained from it
     except errors.HFValidationError as error:
         raise TuneError(f"'{hub_id}' is not the name of a model on the hub, such as Qwen/Qwen3-0.6B.") from error
     except errors.GatedRepoError as error:

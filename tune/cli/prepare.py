@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from tune import config
 from tune.cli.run import default_config
 from tune.errors import TuneError
+from tune.secrets import without_secrets
 
 USAGE = """\
 usage: tune prepare RECIPE [--config FILE_OR_NAME] [key=value ...]
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
     tokenizer = instantiate(cfg.tokenizer)
     for section in (cfg.dataset, cfg.validation_dataset):
         if section.get("streaming"):
-            print(f"{section.path} is streamed: nothing of it is kept")
+            print(without_secrets(f"{section.path} is streamed: nothing of it is kept"))
         elif section.get("path", True):
             dataset = instantiate(section, tokenizer, max_seq_len=cfg.max_seq_len, packed=cfg.packed)
             print(dataset.accounting.table(), flush=True)

@@ -1,12 +1,11 @@
 """A recipe's settings: its default YAML, `--config` files and `key=value` overrides, in this order."""
 
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -15,8 +14,7 @@ from yaml import MarkedYAMLError, YAMLError
 from tune.config.paths import find_config
 from tune.config.validate import Layer, Values, combine, merge
 from tune.errors import TuneError
-
-SECRET = re.compile(r"(.*_)?(api_?key|password|secret)|((hf|auth|access|api|wandb)_)?token", re.IGNORECASE)
+from tune.secrets import without_secrets
 
 
 @dataclass
@@ -77,7 +75,7 @@ def load(recipe_default: str, arguments: Sequence[str]) -> DictConfig:
 
 def save(cfg: DictConfig, path: Path) -> None:
     """Write the settings, every value resolved and secrets left out: `--config` with this file reproduces the run."""
-    OmegaConf.save(OmegaConf.create(_without_secrets(OmegaConf.to_container(cfg, resolve=True))), path)
+    OmegaConf.save(OmegaConf.create(without_secrets(OmegaConf.to_container(cfg, resolve=True))), path)
 
 
 def _read(file: Path) -> Values:
@@ -107,11 +105,3 @@ def _overrides(parsed: Arguments) -> Values:
             reason = getattr(error, "problem", None) or str(error).splitlines()[0]
             parsed.findings.append(f"{key}: '{text}' is not YAML ({reason}). A string is quoted so: {key}='\"...\"'")
     return values
-
-
-def _without_secrets(node: Any) -> Any:
-    if isinstance(node, list):
-        return [_without_secrets(each) for each in node]
-    if not isinstance(node, dict):
-        return node
-    return {key: None if SECRET.fullmatch(str(key)) else _without_secrets(value) for key, value in node.items()}

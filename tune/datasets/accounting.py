@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tune.datasets.rows import FOR_TRAINING, FULLY_MASKED, HELD_OUT, Outcome
+from tune.secrets import without_secrets
 
 NAMES_SHOWN = 5
 
@@ -31,6 +32,9 @@ class Accounting:
     lengths: dict[str, int] = field(default_factory=dict)  # tokens of the samples: p50, p90, p99, max
     training_rows: int = 0
     row_capacity: int | None = None  # of a packed row
+
+    def __post_init__(self) -> None:
+        self.source = without_secrets(self.source)  # a URL may have a password
 
     def count(self, outcome: Outcome) -> None:
         """One more row, which is no mistake."""

@@ -22,7 +22,8 @@ from tune.distributed import World
 from tune.errors import TuneError
 from tune.loggers.flops import flops_per_token, peak_flops
 from tune.loggers.memory import peak_memory_gib, planned_memory
-from tune.loggers.sinks import Console, Sink, open_sinks, require_free
+from tune.loggers.sinks import Console, Sink, open_sinks, require_free, require_installed
+from tune.secrets import without_secrets
 from tune.tokenizers import Tokenizer
 
 T = TypeVar("T")
@@ -36,10 +37,11 @@ class Run:
 
     Raises:
         TuneError: the folder cannot be written, another run is writing there, or it holds another run's results and
-            `resume` is `never`.
+            `resume` is `never`; or a logger is not installed.
     """
 
     def __init__(self, cfg: DictConfig, world: World, recipe: str):
+        require_installed(cfg.logger)
         self.cfg, self.world = cfg, world
         default = f"runs/{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
         self.path = Path(world.share(cfg.output_dir or default))
@@ -55,6 +57,7 @@ class Run:
 
     def info(self, message: str) -> None:
         """Tell the person who watches, and log.txt."""
+        message = without_secrets(message)
         self.messages.append(message)
         for sink in self.sinks:
             sink.message(message)

@@ -8,12 +8,14 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
 from tune.errors import TuneError
+from tune.secrets import without_secrets
 
 
 class Sink:
@@ -33,6 +35,15 @@ def open_sinks(folder: Path, cfg: DictConfig) -> list[Sink]:
     if cfg.logger.wandb.project:
         sinks.append(Optional("Weights & Biases", lambda: WeightsAndBiases(folder, cfg)))
     return sinks
+
+
+def require_installed(logger: DictConfig) -> None:
+    """Raises TuneError if a sink that `logger` asks for is not installed."""
+    for setting, package in (("wandb.project", "wandb"), ("tensorboard", "tensorboard")):
+        if OmegaConf.select(logger, setting) and find_spec(package) is None:
+            raise TuneError(
+                f"logger.{setting}: {package} is not installed. pip install 'tune-recipes[{package}]', or leave it out"
+            )
 
 
 class JsonLines(Sink):
@@ -150,16 +161,18 @@ class WeightsAndBiases(Sink):
     def __init__(self, folder: Path, cfg: DictConfig):
         import wandb
 
-        settings = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
-        name = cfg.logger.wandb.name or folder.name
-        self.run = wandb.init(
-            project=cfg.logger.wandb.project,
-            name=name,
-            id=folder.name,
-            resume="allow",
-            dir=str(folder),
-            config=settings,
-        )
+        arguments, sys.argv = sys.argv, without_secrets(sys.argv)  # W&B keeps the command line too
+        try:
+            self.run = wandb.init(
+                project=cfg.logger.wandb.project,
+                name=cfg.logger.wandb.name or folder.name,
+                id=folder.name,
+                resume="allow",
+                dir=str(folder),
+                config=without_secrets(OmegaConf.to_container(cfg, resolve=True)),
+            )
+        finally:
+            sys.argv = arguments
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         self.run.log(values, step=step)
@@ -193,4 +206,4 @@ class Optional(Sink):
             yield
         except Exception as error:  # whatever a third party's client raises must not end a training
             self.sink = None
-            warnings.warn(f"{self.name} is off from here on: {error!r}", stacklevel=3)
+            warnings.warn(without_secrets(f"{self.name} is off from here on: {error!r}"), stacklevel=3)

@@ -58,7 +58,7 @@ def _json(file: File) -> Rows:
         with file.open() as stream:
             rows = json.loads(stream.read())
     except json.JSONDecodeError as error:
-        raise TuneError(f"{file.path}:{error.lineno}: malformed JSON: {error.msg} at column {error.colno}") from error
+        raise TuneError(f"{file.path}:{error.lineno}: {_malformed(error)}") from error
     except UnicodeDecodeError as error:
         raise _not_text(file.path, error) from error
     except (ValueError, RecursionError) as error:
@@ -76,13 +76,17 @@ def _json_lines(file: File) -> Rows:
                 yield f"{file.name}:{number}", json.loads(line)
             except json.JSONDecodeError as error:
                 raise TuneError(
-                    f"{place}: malformed JSON: {error.msg} at column {error.colno}: {line[:60]!r}... "
+                    f"{place}: {_malformed(error)}: {line[:60]!r}... "
                     f"Each line must be one whole row{', or the file one list of them' * (file.kind == '.json')}"
                 ) from error
             except UnicodeDecodeError as error:
                 raise _not_text(place, error) from error
             except (ValueError, RecursionError) as error:
                 raise TuneError(f"{place}: malformed JSON: {error}") from error
+
+
+def _malformed(error: json.JSONDecodeError) -> str:
+    return f"malformed JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
 
 
 def _csv(file: File) -> Rows:

@@ -1,0 +1,37 @@
+"""What must not leave the machine: keys, tokens, and credentials in URLs."""
+
+import os
+import re
+from typing import Any
+
+_NAME = (
+    r"(?:[\w-]*[_-])?(?:api[_-]?key|(?:access|secret|private)[_-]?key|password|passwd|secret|credentials?|signature"
+    r"|(?:hf|hub|auth|access|api|wandb|security|session|refresh)[_-]?token)|token|sig"
+)
+SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
+PATTERNS = (
+    (re.compile(r"(?<=://)[^/\s?#'\"]+@"), ""),  # user:password@ of a URL
+    (re.compile(rf"(?<![\w-])({_NAME})=[^\s&#'\",;)\]}}]+", re.IGNORECASE), r"\1=***"),  # also of a URL's query
+    (re.compile(r"(?<![\w-])(?:(?:hf|gh[pousr])_[A-Za-z0-9]{30,}|sk-[\w-]{20,})|(?<=Bearer )\S+"), "***"),
+)
+
+
+def without_secrets(value: Any) -> Any:
+    """A copy of settings or text (lists and dicts of these too) that may be shown and stored.
+
+    None stands for the value of a key that is named like a secret (`api_key`, `hf_token`, ...). In text, user and
+    password of URLs are left out, and *** stands for secrets by name (`token=...`), by form (`hf_...`), and for what
+    environment variables of such names hold.
+    """
+    if isinstance(value, dict):
+        return {key: None if SECRET_NAME.fullmatch(str(key)) else without_secrets(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    for pattern, instead in PATTERNS:
+        value = pattern.sub(instead, value)
+    for name, secret in os.environ.items():
+        if len(secret) >= 8 and SECRET_NAME.fullmatch(name):
+            value = value.replace(secret, "***")
+    return value
