@@ -15,6 +15,7 @@ def test_counts_what_happened_to_the_samples(make):
         "rows": 4,
         "dropped": {"fully masked": 2},  # the third after truncation
         "fully_masked": 2,
+        "mistakes": [],
         "kept": 2,
         "truncated": 2,
         "cut_tokens": 5,

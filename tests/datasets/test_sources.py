@@ -58,6 +58,10 @@ def put(file, content=LINES):
         ("data.json", LINES),
         ("data.json", json.dumps(ROWS, indent=2)),
         ("data.json", "\ufeff" + " " * 100 + json.dumps(ROWS)),
+        ("data.json", json.dumps({"version": "1.0", "data": ROWS})),
+        ("data.json", json.dumps({"rows": ROWS, "columns": ["prompt", "completion"]}, indent=2)),
+        ("data.csv", '\ufeffprompt;completion\r\nNA;007\r\n"a\nb\t";"1,""5"""\r\n'),
+        ("data.csv", 'prompt\tcompletion\nNA\t007\n"a\nb\t"\t"1,""5"""\n'),
         ("data.csv", '\ufeffprompt,completion\r\nNA,007\r\n"a\nb\t","1,""5"""\r\n'),
         ("data.tsv", 'prompt\tcompletion\nNA\t007\n"a\nb\t"\t"1,""5"""\n'),
         ("data.jsonl.gz", gzip.compress(LINES)),
@@ -69,6 +73,11 @@ def put(file, content=LINES):
 )
 def test_files(tmp_path, name, content):
     assert rows_of(put(tmp_path / name, content)) == ROWS
+
+
+@pytest.mark.parametrize("content", [json.dumps(ROWS[1]), "\n" + json.dumps(ROWS[1], indent=1)])
+def test_one_row(tmp_path, content):
+    assert rows_of(put(tmp_path / "data.json", content)) == ROWS[1:]
 
 
 def test_zstandard(tmp_path, arrow):

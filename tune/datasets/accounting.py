@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tune.datasets.rows import FOR_TRAINING, FULLY_MASKED, HELD_OUT, Outcome
+from tune.datasets.rows import CANNOT_BE_USED, FOR_TRAINING, FULLY_MASKED, HELD_OUT, Outcome
 from tune.secrets import without_secrets
 
 NAMES_SHOWN = 5
@@ -20,6 +20,7 @@ class Accounting:
     ignored_columns: list[str] = field(default_factory=list)
     rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
+    mistakes: list[str] = field(default_factory=list)  # of the first rows that cannot be used and were skipped
     kept: int = 0
     truncated: int = 0  # kept, or fully masked after it
     cut_tokens: int = 0  # of these rows
@@ -37,12 +38,14 @@ class Accounting:
         self.source = without_secrets(self.source)  # a URL may have a password
 
     def count(self, outcome: Outcome) -> None:
-        """One more row, which is no mistake."""
+        """One more row, which is no mistake unless such rows are skipped."""
         self.rows += 1
         self.truncated += outcome.cut > 0
         self.cut_tokens += outcome.cut
         if outcome.dropped is not None:
             self.dropped[outcome.dropped] += 1
+            if outcome.mistake and len(self.mistakes) < NAMES_SHOWN:
+                self.mistakes.append(outcome.mistake)
             return
         self.kept += 1
         self.split += len(outcome.samples) > 1
@@ -71,6 +74,7 @@ class Accounting:
         for name, value in vars(other).items():
             if isinstance(value, int | Counter) and name != "row_capacity":
                 setattr(self, name, getattr(self, name) + value)
+        self.mistakes = (self.mistakes + other.mistakes)[:NAMES_SHOWN]
 
     def steps_per_epoch(self, global_batch_size: int) -> int:
         return -(-self.training_rows // global_batch_size)
@@ -85,6 +89,8 @@ class Accounting:
         lines = [("rows", f"{self.rows:,}")]
         for reason, count in self.dropped.most_common():
             lines += [(f"  {reason}" if reason in (HELD_OUT, FOR_TRAINING) else f"  dropped: {reason}", f"{count:,}")]
+            if reason == CANNOT_BE_USED:
+                lines += [("    such as" if mistake is self.mistakes[0] else "", mistake) for mistake in self.mistakes]
         cut = f" ({self.cut_tokens:,} tokens cut off)" if self.truncated else ""
         lines += [("  kept", f"{self.kept:,}"), ("  truncated", f"{self.truncated:,}{cut}")]
         if self.split:

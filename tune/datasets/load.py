@@ -2,17 +2,17 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Literal
 
 from tune.datasets.accounting import Accounting
 from tune.datasets.cache import cache_folder, content_of, hash_of, key_of, prepared
 from tune.datasets.dataset import Dataset
 from tune.datasets.formats import FORMATS, Format, recognise, suggestion
-from tune.datasets.rows import RowReader, TooLong
+from tune.datasets.rows import CANNOT_BE_USED, RowReader, TooLong
 from tune.datasets.samples import Part, part
 from tune.datasets.sources import Source, open_source
 from tune.datasets.stream import Stream
@@ -24,6 +24,7 @@ from tune.tokenizers import Tokenizer
 from tune.types import Fraction, NonNegativeInt, PositiveInt
 
 WINDOW = 8192  # rows of a stream that are shuffled together
+TRUSTED = 1000  # rows from which on the share of bad ones is trusted
 
 
 def load(
@@ -42,6 +43,9 @@ def load(
     train_on_end_of_turn: bool = True,
     too_long: TooLong | None = None,
     bos_in_pieces: bool = True,
+    ignore: Sequence[str] = (),
+    on_bad_row: Literal["error", "skip"] = "error",
+    max_bad_share: Fraction = 0.05,
     validation_fraction: Fraction = 0.0,
     validation_seed: NonNegativeInt = 0,
     cache_dir: str | None = None,
@@ -59,8 +63,11 @@ def load(
     `max_seq_len` are cut at its end (a conversation behind a message), dropped, split, or an error; None splits texts
     and truncates the others. `bos_in_pieces`: of a text that begins with BOS, each piece does. `validation_fraction` of
     the rows goes into `.validation` instead.
+    and truncates the others. `ignore` names columns, or `<image>`, to leave out although they change what a row says.
+    `validation_fraction` of the rows goes into `.validation` instead.
 
-    Mistaken rows raise TuneError with their places; rows of no use are dropped and counted in `.accounting`.
+    Mistaken rows raise TuneError with their places; with `on_bad_row="skip"` they are dropped and counted, unless they
+    are more than `max_bad_share` of the rows. Rows of no use are dropped and counted in `.accounting`.
 
     What it makes is kept in `cache_dir` (default: $TUNE_CACHE or ~/.cache/tune) and used again for the same content,
     tokenizer and options. `workers` is the number of processes that tokenise; None: one for each core.
@@ -70,7 +77,8 @@ def load(
     """
     reader = RowReader(
         tokenizer, max_seq_len, _named(format), dict(columns or {}), filter, train_on, train_on_end_of_turn, too_long,
-        validation_fraction, validation_seed, bos_in_pieces=bos_in_pieces,
+        validation_fraction, validation_seed, bos_in_pieces=bos_in_pieces, ignore=ignore,
+        max_bad_share=max_bad_share if on_bad_row == "skip" else None,
     )  # fmt: skip
     folder = cache_folder(cache_dir)
     open_rows = partial(open_source, path, split, subset, take)
@@ -152,7 +160,31 @@ def _parts(
             reader = _for_rows_like(row, place, reader, accounting)
             break
     function: Callable[[list[tuple[str, Any]]], Part] = partial(_part, reader)
-    return map_chunks(function, islice(chain(ahead, source.rows), start, None), workers)
+    parts = map_chunks(function, islice(chain(ahead, source.rows), start, None), workers)
+    return parts if reader.max_bad_share is None else _with_few_bad_rows(parts, reader.max_bad_share, source.name)
+
+
+def _with_few_bad_rows(parts: Iterable[Part], max_bad_share: float, name: str) -> Iterator[Part]:
+    """The parts. Raises TuneError when more than this share of their rows cannot be used: of all rows, or of those read
+    so far from 1,000 on."""
+    seen = Accounting()
+    for each in parts:
+        yield each
+        seen.add(each.accounting)
+        if seen.rows >= TRUSTED:
+            _require_few_bad_rows(seen, max_bad_share, name)
+    _require_few_bad_rows(seen, max_bad_share, name)
+
+
+def _require_few_bad_rows(seen: Accounting, max_bad_share: float, name: str) -> None:
+    if (bad := seen.dropped[CANNOT_BE_USED]) > max_bad_share * seen.rows:
+        raise TuneError(
+            "\n  ".join([
+                f"{name}: {bad:,} of {seen.rows:,} rows cannot be used, which is more than dataset.max_bad_share="
+                f"{max_bad_share}. The first of them:",
+                *seen.mistakes,
+            ])
+        )  # fmt: skip
 
 
 def _for_rows_like(row: dict[str, Any], place: str, reader: RowReader, accounting: Accounting) -> RowReader:

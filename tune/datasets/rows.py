@@ -10,13 +10,26 @@ from typing import Any, Literal
 import numpy as np
 
 from tune.collators import IGNORE, Sample
-from tune.datasets.formats import Chat, Content, Format, Plain, Row, Tokens, recognise, renamed, shown
+from tune.datasets.formats import (
+    Chat,
+    Content,
+    Format,
+    OtherMeaning,
+    Plain,
+    Row,
+    Tokens,
+    recognise,
+    renamed,
+    require_meaning,
+    shown,
+)
 from tune.datasets.remarks import remarks
 from tune.datasets.supervision import Span, TrainOn, flagged, learned_roles, learned_text
 from tune.datasets.user_functions import load_function
 from tune.errors import TuneError
 from tune.tokenizers import Encoding, Tokenizer
 
+CANNOT_BE_USED = "cannot be used"
 FULLY_MASKED = "fully masked"
 TOO_LONG = "longer than max_seq_len"
 HELD_OUT = "held out for validation"
@@ -27,7 +40,8 @@ TooLong = Literal["truncate", "drop", "split", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one row: samples, or the reason why it was dropped, or what is wrong with it."""
+    """What became of one row: samples, or the reason why it was dropped, or what is wrong with it (or both, where such
+    rows are skipped)."""
 
     samples: Sequence[Sample] = ()
     dropped: str | None = None
@@ -67,16 +81,22 @@ class RowReader:
     validation_seed: int = 0
     validation: bool = False  # read the rows that are held out, and not the others
     bos_in_pieces: bool = True
+    ignore: Sequence[str] = ()
+    max_bad_share: float | None = None  # of the rows; None: a row that cannot be used is a mistake, and not skipped
 
     def __call__(self, rows: Sequence[tuple[str, Any]]) -> list[Outcome]:
-        """What becomes of each of the rows, which come with their places. They are tokenised together."""
+        """What becomes of each of the rows, which come with their places; a TuneError in the stead of one is its
+        mistake. They are tokenised together."""
         drafts = [_with_place(place, self._draft, row) for place, row in rows]
         texts = [draft.text for draft in drafts if isinstance(draft, Draft)]
         encodings = iter(self.tokenizer.encode_with_offsets(texts))
-        return [
+        outcomes = [
             _with_place(place, self._finished, draft, next(encodings)) if isinstance(draft, Draft) else draft
             for (place, _), draft in zip(rows, drafts, strict=True)
         ]
+        if self.max_bad_share is None:
+            return outcomes
+        return [replace(each, dropped=CANNOT_BE_USED) if each.mistake else each for each in outcomes]
 
     @property
     def format_name(self) -> str | None:
@@ -89,6 +109,8 @@ class RowReader:
         return self._labelled(draft, encoding)
 
     def _draft(self, row: Any) -> Draft | Outcome:
+        if isinstance(row, TuneError):
+            raise row
         if not isinstance(row, dict):
             raise TuneError(f"the row is {'null' if row is None else shown(row)}; it must be an object with columns")
         if self._is_held_out(row) != self.validation:
@@ -104,9 +126,11 @@ class RowReader:
             format = recognise(row, {}, f"what {self.format} gives")
         else:
             format = self.format or recognise(row, self.columns, "the row")
-        content = format.read(renamed(row, format, self.columns))
+        row = renamed(row, format, self.columns)
+        content = format.read(row)
         if isinstance(content, str):
             return Outcome(dropped=content)
+        require_meaning(row, format, content, self.ignore)
         if isinstance(content, Chat):
             content = flagged(content, self.train_on)
             if not any(message["train"] for message in content.messages):
@@ -273,9 +297,12 @@ def _part(chat: Chat, head: int, start: int, end: int) -> Chat:
 
 
 def _with_place(place: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What the function gives; a TuneError becomes the row's mistake."""
+    """What the function gives; a TuneError becomes the row's mistake, unless the row says something else: all rows are
+    likely to do so."""
     try:
         return function(*arguments)
+    except OtherMeaning as error:
+        raise OtherMeaning(f"{place}: {error}") from None
     except TuneError as error:
         return Outcome(mistake=f"{place}: {error}")
 

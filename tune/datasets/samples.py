@@ -54,7 +54,7 @@ def part(outcomes: Iterable[Outcome]) -> Part:
     prompts: list[int] = []
     mistakes: list[str] = []
     for outcome in outcomes:
-        if outcome.mistake is not None:
+        if outcome.mistake is not None and outcome.dropped is None:
             mistakes.append(outcome.mistake)
             continue
         accounting.count(outcome)

@@ -4,25 +4,27 @@ A function returns a string, the reason, for a row of no use (it is dropped and 
 row is a mistake.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tune.datasets.formats.content import Chat, Content, Plain, Row, Tokens, shown, suggestion
+from tune.datasets.formats.content import Chat, Content, Plain, Row, Tokens, shown
 from tune.datasets.formats.messages import checked_messages, checked_tools, conversation, is_empty_answer
 from tune.errors import TuneError
 
 IGNORED = -100
 
 
-def chat(row: Row) -> Content | str:
+def chat(row: Row, column: str = "messages") -> Content | str:
     """`messages` as OpenAI and Hugging Face have them, optional `tools` and `system`."""
-    return Chat(conversation(row, "messages"), checked_tools(row.get("tools")))
+    if row[column] in (None, "", "[]", []):
+        return f"empty {column}"
+    return Chat(conversation(row, column), checked_tools(row.get("tools")))
 
 
 def sharegpt(row: Row) -> Content | str:
     """`conversations` of `from` and `value`, optional `tools` and `system`."""
-    return Chat(conversation(row, "conversations"), checked_tools(row.get("tools")))
+    return chat(row, "conversations")
 
 
 def alpaca(row: Row) -> Content | str:
@@ -119,53 +121,6 @@ FORMATS = (
     Format("text", text, ("text",)),
 )
 """The formats that `dataset.format` can name, in the order in which they are recognised."""
-
-
-def recognise(row: Row, columns: Mapping[str, str], place: str, formats: tuple[Format, ...] = FORMATS) -> Format:
-    """The first of the `formats` that has its columns in the row. `columns` gives the data's name for a format's, and
-    leaves those that have all of these."""
-    known = list(dict.fromkeys(column for format in formats for column in (*format.columns, *format.optional)))
-    for ours, theirs in columns.items():
-        if ours not in known:
-            raise TuneError(
-                f"columns.{ours}: no format has such a column{suggestion(ours, known)}; "
-                f"the formats' columns are {', '.join(known)}"
-            )
-        if theirs not in row:
-            raise TuneError(
-                f"columns.{ours}={theirs}: {place} has no such column{suggestion(theirs, row)}; it has {', '.join(row)}"
-            )
-    fitting = [format for format in formats if columns.keys() <= {*format.columns, *format.optional}]
-    if not fitting:
-        raise TuneError(f"columns: no format has {' and '.join(columns)} together; known are {_listed(formats)}")
-    # Columnar files have each column in every row, and null where it is of no use.
-    filled = {column for column, value in row.items() if value is not None}
-    for names in (filled, row):
-        for format in fitting:
-            if all(columns.get(column, column) in names for column in format.columns):
-                return format
-    if len(fitting) == 1:
-        wanted = " and ".join(columns.get(column, column) for column in fitting[0].columns)
-        raise TuneError(f"{place}: format={fitting[0].name} needs the columns {wanted}; the row has {', '.join(row)}")
-    raise TuneError(
-        f"{place}: the columns {', '.join(row) or '(none)'} are none of the known formats: {_listed(fitting)}. "
-        "If a column only has another name, say so: dataset.columns.completion=answer"
-    )
-
-
-def _listed(formats: Iterable[Format]) -> str:
-    return "; ".join(" + ".join(format.columns) for format in formats)
-
-
-def renamed(row: Row, format: Format, columns: Mapping[str, str]) -> Row:
-    """The row with the columns as the format calls them."""
-    if columns:  # what is another column of the format is not read by its own name too
-        rest = {name: value for name, value in row.items() if name not in columns.values()}
-        row = {**rest, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}
-    missing = [columns.get(column, column) for column in format.columns if column not in row]
-    if missing:
-        raise TuneError(f"no column {' and '.join(missing)} as in the rows before; it has {', '.join(row) or 'none'}")
-    return row
 
 
 def _ids(row: Row, column: str) -> list[int]:

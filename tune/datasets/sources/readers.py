@@ -10,12 +10,17 @@ import lzma
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from tune.datasets.sources.files import File
 from tune.errors import TuneError
 
+# Each with its place. What is wrong with a row alone (a malformed line) is a TuneError in its stead.
 Rows = Iterator[tuple[str, Any]]
+
+BLANKS = b"\xef\xbb\xbf \t\r\n"
+WRAPPERS = ("data", "rows", "examples", "samples", "instances", "records", "items")  # of the list of rows in an object
 """The place of each row ("chats.jsonl:12"), and the row."""
 
 
@@ -48,10 +53,8 @@ def _pruned(value: Any) -> Any:
 
 
 def _json(file: File) -> Rows:
-    """A list of rows, or one row per line."""
-    with file.open() as stream:
-        is_list = stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    if not is_list:
+    """A list of rows, an object that holds one (`{"data": [...]}`), or one row per line."""
+    if _has_lines(file):
         yield from _json_lines(file)
         return
     try:
@@ -60,10 +63,31 @@ def _json(file: File) -> Rows:
     except json.JSONDecodeError as error:
         raise TuneError(f"{file.path}:{error.lineno}: {_malformed(error)}") from error
     except UnicodeDecodeError as error:
-        raise _not_text(file.path, error) from error
+        raise TuneError(f"{file.path}: {_not_text(error)}") from error
     except (ValueError, RecursionError) as error:
         raise TuneError(f"{file.path}: malformed JSON: {error}") from error
+    if not isinstance(rows, list):
+        inside = [rows[name] for name in WRAPPERS if isinstance(rows, dict) and isinstance(rows.get(name), list)]
+        rows = inside[0] if len(inside) == 1 else [rows]
     yield from ((f"{file.name}:row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _has_lines(file: File) -> bool:
+    """Whether there is a row on each line: no list, and no object that is alone or goes on on the next line."""
+    with file.open() as stream:
+        head = stream.read(4096).lstrip(BLANKS)
+    if head.startswith(b"[") or not head:
+        return not head
+    with file.open() as stream:
+        lines = filter(None, (line.strip(BLANKS) for line in stream))
+        first, has_more = next(lines).decode(errors="replace"), next(lines, None) is not None
+    try:
+        json.loads(first)
+    except json.JSONDecodeError as error:
+        return error.pos < len(first)
+    except (ValueError, RecursionError):
+        return True
+    return has_more
 
 
 def _json_lines(file: File) -> Rows:
@@ -71,18 +95,18 @@ def _json_lines(file: File) -> Rows:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            place = f"{file.path}:{number}"
             try:
-                yield f"{file.name}:{number}", json.loads(line)
+                row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise TuneError(
-                    f"{place}: {_malformed(error)}: {line[:60]!r}... "
+                row = TuneError(
+                    f"{_malformed(error)}: {line[:60]!r}... "
                     f"Each line must be one whole row{', or the file one list of them' * (file.kind == '.json')}"
-                ) from error
+                )
             except UnicodeDecodeError as error:
-                raise _not_text(place, error) from error
+                row = _not_text(error)
             except (ValueError, RecursionError) as error:
-                raise TuneError(f"{place}: malformed JSON: {error}") from error
+                row = TuneError(f"malformed JSON: {error}")
+            yield f"{file.name}:{number}", row
 
 
 def _malformed(error: json.JSONDecodeError) -> str:
@@ -93,17 +117,28 @@ def _csv(file: File) -> Rows:
     csv.field_size_limit(sys.maxsize)
     number = 0
     try:
-        table = csv.DictReader(_text_lines(file), strict=True, delimiter="\t" if file.kind == ".tsv" else ",")
+        lines = _text_lines(file)
+        header = next(lines, "")
+        table = csv.DictReader(chain([header], lines), strict=True, delimiter=_delimiter(file.kind, header))
         _check_header(table.fieldnames or (), file)
         for number, row in enumerate(table, 1):
             if None in row or None in row.values():
-                raise TuneError(
-                    f"{file.path}:row {number} has {'more' if None in row else 'fewer'} cells than the header: "
+                mistake = TuneError(
+                    f"the row has {'more' if None in row else 'fewer'} cells than the header: "
                     "a text with separators or line breaks needs quotes"
                 )
-            yield f"{file.name}:row {number}", row
+                yield f"{file.name}:row {number}", mistake
+            else:
+                yield f"{file.name}:row {number}", row
     except csv.Error as error:
         raise TuneError(f"{file.path}:row {number + 1}: malformed CSV: {error}") from error
+
+
+def _delimiter(kind: str, header: str) -> str:
+    """What stands between cells. Spreadsheets write CSV with semicolons or tabs where the comma is in numbers."""
+    if kind == ".tsv":
+        return "\t"
+    return next((each for each in ",;\t" if each in header), ",")
 
 
 def _check_header(names: Iterable[str], file: File) -> None:
@@ -118,7 +153,7 @@ def _text_lines(file: File) -> Iterator[str]:
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                raise _not_text(f"{file.path}:{number}", error) from error
+                raise TuneError(f"{file.path}:{number}: {_not_text(error)}") from error
 
 
 def _parquet(file: File) -> Rows:
@@ -158,8 +193,8 @@ def _text(file: File) -> Rows:
     yield file.name, {"text": "".join(_text_lines(file))}
 
 
-def _not_text(place: str, error: UnicodeDecodeError) -> TuneError:
-    return TuneError(f"{place}: not UTF-8 text: {error.reason} at byte {error.start}. Save the file as UTF-8")
+def _not_text(error: UnicodeDecodeError) -> TuneError:
+    return TuneError(f"not UTF-8 text: {error.reason} at byte {error.start}. Save the file as UTF-8")
 
 
 READERS: dict[str, Callable[[File], Rows]] = {

@@ -1,0 +1,183 @@
+"""Columns of unknown names, whose advice works when it is followed, and columns that say what no text does."""
+
+import csv
+import json
+import re
+import shlex
+
+import pytest
+from omegaconf import OmegaConf
+
+from tune import config
+from tune.datasets import load
+from tune.datasets.formats.columns import MEANINGS
+from tune.errors import TuneError
+from tune.tokenizers import Tokenizer
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+CHAT = {"messages": TURNS}
+
+
+@pytest.fixture
+def read(folder, tmp_path):
+    tokenizer = Tokenizer(str(folder))
+
+    def read(*rows, **options):
+        file = tmp_path / "data.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return load(tokenizer, str(file), max_seq_len=200, **options)
+
+    def text(row, **options):
+        (sample,) = read(row, **options).samples
+        return tokenizer.decode(sample.tokens.tolist())
+
+    read.text = text
+    return read
+
+
+def settings_of(advice: str) -> dict:
+    """The dataset's settings from one alternative of an error's advice, as the command line reads them."""
+    overrides = [word for word in shlex.split(advice) if word.startswith("dataset.")]
+    dataset = config.load("full_finetune", ["model.path=m", "dataset.path=d", *overrides]).dataset
+    return {name: value for name, value in OmegaConf.to_container(dataset).items() if f"dataset.{name}=" in advice}
+
+
+TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "texts"),
+    [
+        ({"question": "2+2?", "answer": "4"}, [TURN.format("2+2?", "4"), "<s>2+2?4</s>"]),
+        ({"Question": "2+2?", "Answer (EN)": "", "Answer": "4"}, [TURN.format("2+2?", "4"), "<s>2+2?4</s>"]),
+        ({"instruction": "Add.", "context": "2", "response": "4"}, [TURN.format("Add.\n\n2", "4"), "<s>Add.4</s>"]),
+        (
+            {"system_prompt": "S", "question": "a", "response": "b"},
+            ["<|im_start|>system\nS<|im_end|>\n" + TURN.format("a", "b"), "<s>ab</s>"],
+        ),
+        ({"input": "a", "output": "b"}, [TURN.format("a", "b"), "<s>ab</s>"]),
+        ({"id": 1, "dialog": TURNS}, [TURN.format("Hi", "Yo")]),
+        ({"content": "Once", "title": "T"}, ["<s>Once</s>"]),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, [TURN.format("a", "b"), "<s>ab</s>"]),
+        ({"prompt": "Hi", "chosen": TURNS, "rejected": TURNS[:1]}, [TURN.format("Hi", "Yo")]),
+    ],
+)
+def test_advice_fits_the_row_and_works(read, row, texts):
+    with pytest.raises(TuneError, match="none of the known formats") as error:
+        read(row)
+    ways = str(error.value).split("Say which is which: ")[1].split(", or ")
+    assert [read.text(row, **settings_of(way)) for way in ways] == texts
+
+
+def test_advice_for_a_format_that_is_named(read):
+    row = {"question": "a", "answer": "b"}
+    with pytest.raises(TuneError, match="format=alpaca needs the columns instruction and output; the row has") as error:
+        read(row, format="alpaca")
+    assert read.text(row, format="alpaca", **settings_of(str(error.value))) == TURN.format("a", "b")
+    with pytest.raises(TuneError, match="needs the columns prompt and answer") as error:
+        read(row, columns={"completion": "answer"})
+    assert read.text(row, **settings_of(str(error.value))) == "<s>ab</s>"
+
+
+def test_spreadsheets_with_semicolons(folder, tmp_path):
+    with (tmp_path / "data.csv").open("w", newline="") as file:
+        csv.writer(file, delimiter=";").writerows([["question", "answer"], ["1,5 + 1?", "2,5; I think"]])
+    with pytest.raises(TuneError, match="the columns question, answer are none") as error:
+        load(Tokenizer(str(folder)), str(tmp_path / "data.csv"), max_seq_len=200)
+    advice = settings_of(re.split("Say which is which: |, or ", str(error.value))[1])
+    data = load(Tokenizer(str(folder)), str(tmp_path / "data.csv"), max_seq_len=200, **advice)
+    assert data.accounting.kept == 1
+
+
+# columns that say something else
+
+
+SEEN = [{"role": "user", "content": "<image>\nWhat is it?"}, {"role": "assistant", "content": "A cat."}]
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"instruction": "a", "output": "b", "chosen": "b", "rejected": "c"}, "chosen and rejected beside instruction"),
+        ({**CHAT, "chosen": TURNS, "rejected": TURNS}, "chosen and rejected beside messages: which of two answers"),
+        ({"text": "A film.", "label": 0}, "label beside text: whether the answer is a good one or what class"),
+        ({"prompt": "a", "completion": "b", "label": False}, "label beside prompt and completion"),
+        ({**CHAT, "images": ["cat.jpg"]}, "images beside messages: what is seen or heard"),
+        ({"conversations": TURNS, "image": "cat.jpg"}, "image beside conversations"),
+        ({"messages": SEEN}, "<image> beside messages: where an image is"),
+        ({"messages": SEEN, "images": ["cat.jpg"]}, "images and <image> beside messages: what is seen"),
+        ({"prompt": "<image> is", "completion": "a cat"}, "<image> beside prompt"),
+        ({"text": "two", "audio": {"bytes": "a"}}, "audio beside text"),
+    ],
+)
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+def test_columns_that_say_something_else_stop_the_run(read, row, found, on_bad_row):
+    harmless = json.loads(json.dumps(row).replace("<image>", ""))
+    harmless |= {name: [] if name == "images" else None for name in MEANINGS if name in row}
+    with pytest.raises(TuneError, match=rf"data\.jsonl:2: the row has {re.escape(found)}") as error:
+        read(harmless, row, on_bad_row=on_bad_row)
+    assert read(row, **settings_of(re.search(r"set ('.*?')", str(error.value))[1])).accounting.kept == 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [*TURNS[:1], {"role": "assistant", "content": "<image> is a tag of RSS"}]},
+        {"text": "<rss><image><url>a</url></image></rss>"},
+        {**CHAT, "source": "web", "score": 3, "labels": ["a"], "images": [], "chosen": None},
+        {"input_ids": [72, 73], "labels": [72, 73]},
+    ],
+)
+def test_columns_that_say_nothing_else(read, row):
+    assert read(row).accounting.kept == 1
+
+
+def test_named_columns_are_read_whatever_they_are_called(read):
+    row = {"sentence": "A film.", "label": "good"}
+    assert read.text(row, columns={"prompt": "sentence", "completion": "label"}) == "<s>A film.good</s>"
+    with pytest.raises(TuneError, match="the row has label beside text"):
+        read(row, columns={"text": "sentence"})
+    assert read.text(row, columns={"text": "sentence"}, ignore=["label"]) == "<s>A film.</s>"
+
+
+# rows that cannot be used
+
+
+def test_bad_rows_are_skipped_counted_and_shown(folder, tmp_path):
+    file = tmp_path / "data.jsonl"
+    good, half, strange = json.dumps(CHAT), json.dumps(CHAT)[:-4], json.dumps({"messages": [{"role": "usr"}]})
+    others = [json.dumps({**CHAT, "id": number}) for number in range(95)]
+    file.write_text("\n".join([good, half, good, strange, "\udcff", *others, half]), errors="surrogateescape")
+    tokenizer = Tokenizer(str(folder))
+    with pytest.raises(TuneError, match=r"(?s)jsonl:2: malformed.*jsonl:4: messages.*jsonl:5: not UTF-8"):
+        load(tokenizer, str(file), max_seq_len=200)
+    for options in ({}, {}, {"streaming": True}, {"workers": 2, "validation_fraction": 0.5}):  # the second: from cache
+        data = load(tokenizer, str(file), max_seq_len=200, on_bad_row="skip", **options)
+        accounting = data.accounting
+        assert accounting.dropped["cannot be used"] >= 3 and accounting.rows == 101
+        assert accounting.rows == accounting.kept + accounting.dropped.total()
+        assert re.match(r"data\.jsonl:2: malformed JSON", accounting.mistakes[0])
+        assert (
+            re.search(r"dropped: cannot be used +4\n +such as +data\.jsonl:2: malformed", accounting.table()) or options
+        )
+    with pytest.raises(TuneError, match=r"(?s)4 of 101 rows cannot be used.*share=0\.03.*\n  data\.jsonl:4: "):
+        load(tokenizer, str(file), max_seq_len=200, on_bad_row="skip", max_bad_share=0.03)
+
+
+def test_share_of_bad_rows_is_that_of_all_rows_and_is_noticed_early(folder, tmp_path):
+    tokenizer = Tokenizer(str(folder))
+
+    def read(*lines, streaming=False):
+        (tmp_path / "data.jsonl").write_text("\n".join(lines))
+        return load(tokenizer, str(tmp_path / "data.jsonl"), max_seq_len=200, on_bad_row="skip", workers=1,
+                    max_bad_share=0.1, streaming=streaming, shuffle_buffer=64 if streaming else None)  # fmt: skip
+
+    good, bad = '{"text": "a"}', "{"
+    assert read(*[good], *[bad] * 20, *[good] * 180).accounting.mistakes[4].startswith("data.jsonl:6: ")
+    with pytest.raises(TuneError, match="21 of 201 rows cannot be used"):
+        read(*[good], *[bad] * 21, *[good] * 179)
+    with pytest.raises(TuneError, match=r"200 of 1,0\d\d rows cannot be used"):
+        read(*[good] * 824, *[bad] * 200, *[good] * 5000)
+    stream = read(*[good] * 824, *[bad] * 200, *[good] * 5000, streaming=True)
+    with pytest.raises(TuneError, match=r"200 of 1,0\d\d rows cannot be used"):
+        list(stream.windows())

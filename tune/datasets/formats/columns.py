@@ -1,0 +1,147 @@
+"""Which format a row has by its columns, and columns that say what no format of text can."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from json import dumps
+
+from tune.datasets.formats.content import Chat, Content, Plain, Row, suggestion
+from tune.datasets.formats.formats import FORMATS, Format
+from tune.errors import TuneError
+
+# The names that a format's columns have elsewhere, in the order in which they are tried.
+QUESTIONS = ("question", "prompt", "instruction", "query", "problem", "user", "human", "inputs", "input")
+ANSWERS = ("answer", "response", "completion", "output", "solution", "reply", "assistant", "target", "chosen")
+OTHER_NAMES = {
+    "messages": ("conversation", "dialog", "dialogue", "chat", "turns", "chosen"),
+    "prompt": QUESTIONS,
+    "completion": ANSWERS,
+    "instruction": QUESTIONS,
+    "output": ANSWERS,
+    "input": ("context",),
+    "system": ("system_prompt", "system_message"),
+    "text": ("content", "document", "body", "article", "story", "passage", "markdown"),
+}
+
+# Columns that change what the rest of a row says: learned without them, it would teach something else.
+MEANINGS = {
+    **dict.fromkeys(("chosen", "rejected"), "which of two answers is the better one, for preference tuning"),
+    "label": "whether the answer is a good one or what class the text is of, for training on labels",
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "what is seen or heard beside the text"),
+}
+IMAGE = "<image>"  # stands in prompts where an image was
+NOTHING: tuple = (None, "", [], {})
+
+
+class OtherMeaning(TuneError):
+    """A row says something else than a format reads of it."""
+
+
+def recognise(row: Row, columns: Mapping[str, str], place: str, formats: tuple[Format, ...] = FORMATS) -> Format:
+    """The first of the `formats` that has its columns in the row. `columns` gives the data's name for a format's, and
+    leaves those that have all of these."""
+    known = list(dict.fromkeys(column for format in formats for column in (*format.columns, *format.optional)))
+    for ours, theirs in columns.items():
+        if ours not in known:
+            raise TuneError(
+                f"columns.{ours}: no format has such a column{suggestion(ours, known)}; "
+                f"the formats' columns are {', '.join(known)}"
+            )
+        if theirs not in row:
+            raise TuneError(
+                f"columns.{ours}={theirs}: {place} has no such column{suggestion(theirs, row)}; it has {', '.join(row)}"
+            )
+    fitting = [format for format in formats if columns.keys() <= {*format.columns, *format.optional}]
+    if not fitting:
+        raise TuneError(f"columns: no format has {' and '.join(columns)} together; known are {_listed(formats)}")
+    # Columnar files have each column in every row, and null where it is of no use.
+    filled = {column for column, value in row.items() if value is not None}
+    for names in (filled, row):
+        for format in fitting:
+            if all(columns.get(column, column) in names for column in format.columns):
+                return format
+    if len(fitting) == 1:
+        wanted = " and ".join(columns.get(column, column) for column in fitting[0].columns)
+        found = f"format={fitting[0].name} needs the columns {wanted}; the row has {', '.join(row)}"
+    else:
+        found = f"the columns {', '.join(row) or '(none)'} are none of the known formats: {_listed(fitting)}"
+    raise TuneError(f"{place}: {found}. {_advice(row, columns, fitting)}")
+
+
+def renamed(row: Row, format: Format, columns: Mapping[str, str]) -> Row:
+    """The row with the columns as the format calls them."""
+    if columns:  # what is another column of the format is not read by its own name too
+        rest = {name: value for name, value in row.items() if name not in columns.values()}
+        row = {**rest, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}
+    missing = [columns.get(column, column) for column in format.columns if column not in row]
+    if missing:
+        raise TuneError(f"no column {' and '.join(missing)} as in the rows before; it has {', '.join(row) or 'none'}")
+    return row
+
+
+def require_meaning(row: Row, format: Format, content: Content, ignore: Sequence[str]) -> None:
+    """Raises OtherMeaning if the format leaves out a column, or a prompt has a mark, that changes what the row says.
+    `ignore` names those that may be left out."""
+    if not (found := [name for name in _other_meanings(row, format, content) if name not in ignore]):
+        return
+    what = dict.fromkeys(MEANINGS.get(name, "where an image is, which a model of text does not see") for name in found)
+    raise OtherMeaning(
+        f"the row has {' and '.join(found)} beside {' and '.join(format.columns)}: {'; '.join(what)}. It would "
+        f"be learned without: if that is meant, set '{_ignored(found)}'. If only some rows are so, leave these out: "
+        "dataset.filter=my_data.is_wanted"
+    )
+
+
+def _other_meanings(row: Row, format: Format, content: Content) -> list[str]:
+    found = [name for name in MEANINGS if name in row and name not in format.columns and row[name] not in NOTHING]
+    if isinstance(content, Plain):
+        prompts = [content.prompt]
+    else:
+        messages = content.messages if isinstance(content, Chat) else []
+        prompts = [message.get("content") or "" for message in messages if message["role"] != "assistant"]
+    return [*found, IMAGE] if any(IMAGE in prompt for prompt in prompts) else found
+
+
+def _advice(row: Row, columns: Mapping[str, str], formats: Iterable[Format]) -> str:
+    """What to do about a row that has none of the formats: of what is known to help, what can be read so."""
+    chats_first = sorted(formats, key=lambda format: not format.is_chat)
+    if ways := [way for format in chats_first if (way := _renaming(row, columns, format))]:
+        return f"Say which is which: {', or '.join(ways)}"
+    for name, value in row.items():
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            return f"{name} is a list of objects: if these are the rows, save this list alone as a .json file"
+    return (
+        "If a column only has another name, say so: 'dataset.columns={text: its_name}'. Otherwise give a function of "
+        "yours from a row to one with these columns: dataset.format=my_data.to_messages"
+    )
+
+
+def _renaming(row: Row, columns: Mapping[str, str], format: Format) -> str | None:
+    """The settings with which a row can be read in a format, if its columns have names of usual kind."""
+    names = {name.strip().lower(): name for name in row if name not in columns.values()}
+    mapping = dict(columns)
+    for column in (*format.columns, *format.optional):
+        if column in mapping:
+            continue
+        theirs = next((names.pop(name) for name in (column, *OTHER_NAMES.get(column, ())) if name in names), column)
+        mapping |= {column: theirs} if theirs != column else {}
+    try:
+        read = renamed(row, format, mapping)
+        content = format.read(read)
+    except TuneError:
+        return None
+    left = [] if isinstance(content, str) else _other_meanings(read, format, content)
+    pairs = ", ".join(f"{ours}: {_yaml(theirs)}" for ours, theirs in mapping.items())
+    ignored = f" '{_ignored(left)}'" if left else ""
+    return f"'dataset.columns={{{pairs}}}'{ignored} ({'a chat' if format.is_chat else 'plain text'})"
+
+
+def _ignored(names: Iterable[str]) -> str:
+    return f"dataset.ignore=[{', '.join(names)}]"
+
+
+def _yaml(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z_]\w*", name) else dumps(name, ensure_ascii=False)
+
+
+def _listed(formats: Iterable[Format]) -> str:
+    return "; ".join(" + ".join(format.columns) for format in formats)
