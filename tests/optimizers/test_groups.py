@@ -1,5 +1,7 @@
 import pytest
 import torch
+from helpers import save_checkpoint
+from torch import nn
 
 from tune.checkpointers import load_model
 from tune.errors import TuneError
@@ -44,3 +46,24 @@ def test_a_tied_embedding_is_one_parameter_and_no_matrix_of_a_block(tied_checkpo
     for group in groups:
         if group["in_blocks"]:
             assert all(parameter.ndim == 2 for parameter in group["params"]) and "weight_decay" not in group
+
+
+def test_what_decays_is_decided_by_role(tmp_path):
+    """gpt-oss: the biases of experts are a matrix, their weights a stack of matrices."""
+    model = load_model(str(save_checkpoint(tmp_path, "GptOssConfig", num_local_experts=4, head_dim=16)))
+    groups = {id(p): group for group in parameter_groups(model, 1e-3) for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        group, kind = groups[id(parameter)], name.rpartition(".")[2]
+        is_weight = kind == "weight" and "norm" not in name
+        assert ("weight_decay" not in group) == is_weight, name
+        assert group["in_blocks"] == (is_weight and name.startswith("blocks")), name
+    assert model.blocks[0].mlp.experts.down.bias.ndim == 2 and model.blocks[0].mlp.experts.down.weight.ndim == 3
+
+
+def test_convolutions_decay_and_are_no_matrices_and_norms_of_heads_are_neither():
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Conv1d(6, 6, 4, groups=6, bias=False), nn.LayerNorm((2, 3), bias=False)])
+    (of_kernels, of_norms) = parameter_groups(model, 1e-3)
+    assert of_kernels["params"] == [model.blocks[0].weight] and "weight_decay" not in of_kernels
+    assert of_norms["params"] == [model.blocks[1].weight] and of_norms["weight_decay"] == 0
+    assert not of_kernels["in_blocks"] and not of_norms["in_blocks"]

@@ -55,6 +55,28 @@ def test_muon_is_torchs_muon_for_matrices_of_blocks_and_adamw_for_the_rest():
     assert_equal(train(ours, [optimizer]), train(theirs, [muon, adamw]))
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_stack_of_matrices_is_as_many_matrices_to_muon(sharded):
+    mesh = distributed.init("cpu").mesh["dp_shard"]
+    draw = torch.Generator().manual_seed(0)
+    start, gradients = torch.randn(3, 4, 6, generator=draw), torch.randn(4, 3, 4, 6, generator=draw)
+    apart = [nn.Parameter(matrix.clone()) for matrix in start]
+    stack = nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(0)]) if sharded else start.clone())
+    theirs = torch.optim.Muon(apart, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    ours = Muon([{"params": [stack], "in_blocks": True}], lr=0.02)
+    for step, gradient in enumerate(gradients):
+        stack.grad = distribute_tensor(gradient.clone(), mesh, [Shard(0)]) if sharded else gradient.clone()
+        for matrix, its_gradient in zip(apart, gradient, strict=True):
+            matrix.grad = its_gradient.clone()
+        ours.step()
+        theirs.step()
+        if step == 1:
+            saved, ours = ours.state_dict(), Muon([{"params": [stack], "in_blocks": True}], lr=0.02)
+            ours.load_state_dict(saved)
+    assert_equal(distributed.full_tensor(stack.detach()), torch.stack(apart).detach())
+    assert len(ours.state) == 1
+
+
 def test_muon_without_anything_left_for_adamw():
     ours, theirs = Model().requires_grad_(False), Model().requires_grad_(False)
     for model in (ours, theirs):

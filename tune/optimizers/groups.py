@@ -14,9 +14,10 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """The trained parameters of `model`, grouped for an optimizer whose learning rate is `lr`.
 
-    Norms and biases, the parameters of one dimension, get no weight decay unless `decay_vectors`. `lr_ratios` multiply
-    the learning rate of the parameters in whose name a pattern is found: {"lora_b": 16} is LoRA+ (Hayou et al., 2024).
-    A group of matrices that lie in repeated blocks is marked `in_blocks`, for Muon.
+    Norms, biases and what else is no weight of a product get no weight decay unless `decay_vectors`, whatever their
+    shape: the biases of experts are a matrix. `lr_ratios` multiply the learning rate of the parameters in whose name a
+    pattern is found: {"lora_b": 16} is LoRA+ (Hayou et al., 2024). A group of matrices, or stacks of them, that lie in
+    repeated blocks is marked `in_blocks`, for Muon.
 
     Raises:
         TuneError: a pattern is found in no name.
@@ -34,8 +35,9 @@ def parameter_groups(
     groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     for name, parameter in trained.items():
         ratio = next((ratio for pattern, ratio in ratios.items() if re.search(pattern, name)), 1.0)
-        decayed = decay_vectors or parameter.ndim > 1
-        in_blocks = parameter.ndim == 2 and parameter in blocks
+        is_weight = _is_weight(model, name, parameter)
+        decayed = decay_vectors or is_weight
+        in_blocks = is_weight and parameter in blocks and not _is_convolution(model, name)
         group = groups.setdefault((ratio, decayed, in_blocks), {"params": [], "in_blocks": in_blocks})
         group["params"].append(parameter)
         if ratio != 1.0:
@@ -43,3 +45,18 @@ def parameter_groups(
         if not decayed:
             group["weight_decay"] = 0.0
     return list(groups.values())
+
+
+def _is_weight(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Whether inputs are multiplied by the parameter as by a matrix, rather than added to it or scaled by it."""
+    is_norm = "norm" in _owner(model, name)  # Cohere's norms have a row for each head
+    return parameter.ndim > 1 and not is_norm and not name.endswith("bias")
+
+
+def _is_convolution(model: nn.Module, name: str) -> bool:
+    """Whose kernels, one for each channel, are no matrix to orthogonalise."""
+    return "conv" in _owner(model, name) or "conv" in name.rpartition(".")[2]
+
+
+def _owner(model: nn.Module, name: str) -> str:
+    return type(model.get_submodule(name.rpartition(".")[0])).__name__.lower()

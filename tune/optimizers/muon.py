@@ -1,18 +1,21 @@
 """Muon, with AdamW for what Muon is not for."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from tune.distributed import local_shard
 from tune.types import PositiveInt
 
 
 class Muon(Optimizer):
     """torch's Muon (Jordan et al., 2024) for the matrices of the blocks, torch's AdamW for everything else: vectors,
-    embeddings, output head.
+    embeddings, output head. A stack of matrices, such as the weights of experts, is as many matrices.
 
     `params` are the groups that `parameter_groups` makes. Updates of matrices are scaled to the size that those of
     AdamW have (Liu et al., 2025), so that one `lr` and `weight_decay` suit both. `betas` and `eps` are AdamW's.
@@ -32,9 +35,10 @@ class Muon(Optimizer):
     ):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "in_blocks": False})
         self.parts: dict[bool, Optimizer] = {}
-        if groups := self._groups(in_blocks=True):
+        if self._groups(in_blocks=True):
+            a_matrix = nn.Parameter(torch.empty(1, 1))  # it takes no stacks; each step gives it what to work on
             self.parts[True] = torch.optim.Muon(
-                groups, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw"
+                [a_matrix], momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw"
             )
         if groups := self._groups(in_blocks=False):
             self.parts[False] = torch.optim.AdamW(groups, betas=betas, eps=eps)
@@ -43,7 +47,31 @@ class Muon(Optimizer):
         for in_blocks, part in self.parts.items():
             # Groups and state are kept here, in one place to save and restore; the parts only work on them.
             part.param_groups, part.state = self._groups(in_blocks), self.state
+            if in_blocks:
+                part.state = defaultdict(dict)
+                part.param_groups = [
+                    part.defaults | group | {"params": [matrix for p in group["params"] for matrix in self._split(p)]}
+                    for group in part.param_groups
+                ]
             part.step()
 
     def _groups(self, in_blocks: bool) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["in_blocks"] == in_blocks]
+
+    def _split(self, parameter: Tensor) -> Iterator[Tensor]:
+        """The matrices of a stack that this process holds, with their gradients and momenta; or the one there is."""
+        if parameter.grad is None:
+            return
+        state, matrices = self.state[parameter], self.parts[True].state
+        if parameter.ndim == 2:
+            matrices[parameter] = state
+            yield parameter
+            return
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        stacks = (parameter.detach(), parameter.grad, state["momentum_buffer"])
+        for weight, gradient, momentum in zip(*(local_shard(stack)[0] for stack in stacks), strict=True):
+            matrix = nn.Parameter(weight)
+            matrix.grad = gradient
+            matrices[matrix] = {"momentum_buffer": momentum}
+            yield matrix
