@@ -236,6 +236,33 @@ def test_merging_into_another_base_is_refused(checkpoint, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "lora", [LoRA(rank=16), LoRA(rank=16, rank_stabilized=True), LoRA(rank=16, init="pissa", dora=True)]
+)
+def test_layers_narrower_than_the_rank_get_the_rank_that_fits(lora, tmp_path):
+    """As the steps and strengths of Qwen3.5's delta nets are, which have an output for each value head."""
+    base = save_checkpoint(tmp_path / "base", num_key_value_heads=1, head_dim=8)
+    model = load_model(str(base))
+    adapted = add_adapters(model, lora)
+    assert "attention.key     x 3    rank 8 (its width: no higher one fits)" in adapted.table()
+    assert "attention.query   x 3    rank 16\n" in adapted.table()
+    key, query = (getattr(model.blocks[0].attention, kind) for kind in ("key", "query"))
+    assert key.lora_a.shape == (8, 64) and key.scaling == query.scaling
+    logits = randomized(model)(TOKENS)
+    exported(model, lora, tmp_path / "adapter", base)
+    theirs = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter"
+    )
+    assert_close(theirs(TOKENS).logits, logits, atol=1e-5, rtol=1e-5)
+    merge(base, tmp_path / "adapter", tmp_path / "merged")
+    assert_close(load_model(str(tmp_path / "merged"))(TOKENS), logits, atol=1e-5, rtol=1e-5)
+    if lora.init == "default":
+        again = load_model(str(base))
+        add_adapters(again, read_adapter(str(tmp_path / "adapter")))
+        load_adapter(again, str(tmp_path / "adapter"))
+        assert_close(again(TOKENS), logits)
+
+
 def test_any_module(checkpoint):
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     before = base(TOKENS).logits
@@ -272,6 +299,7 @@ def test_counts(checkpoint):
         (LoRA(trainable_tokens=[5, 5]), "named twice"),
         (LoRA(trainable_tokens=[5], modules_to_save=["lm_head"]), "is trained already in another way"),
         (LoRA(rank=65), "65 is more than"),
+        (LoRA(rank_pattern={"q_proj": 65}), "65 is more than"),
     ],
 )
 def test_refused(checkpoint, lora, message):

@@ -1,5 +1,6 @@
 """Giving a model adapters: which layers, and what of the model is trained then."""
 
+import math
 import re
 import zlib
 from collections.abc import Mapping
@@ -51,7 +52,7 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
     """Freeze `model`, any module, and give the layers that `lora` targets an adapter, in place.
 
     On the meta device the adapters have undefined weights until `initialize`; elsewhere they get them here, and the
-    model computes what it computed before.
+    model computes what it computed before. Layers narrower than the rank get the rank that fits.
 
     Raises:
         TuneError: nothing matches, or what matches cannot be adapted.
@@ -62,8 +63,12 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
     _require_used_patterns(model, lora, targets)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    widest = max((_room(layer) for layer in targets.values()), default=0)
     for name, layer in targets.items():
         rank, alpha = lora.at(*_names(model, name))
+        if _room(layer) < rank == lora.rank <= widest:  # the scaling stays that of the others
+            alpha *= lora.scaling(rank, 1) / lora.scaling(_room(layer), 1)
+            rank = _room(layer)
         kind = next(kind for base, kind in KINDS.items() if isinstance(layer, base))
         kind.adapt(layer, name, rank, alpha, lora)
     for embedding, head in token_modules:
@@ -131,12 +136,19 @@ def initialize(model: nn.Module, seed: int) -> None:
                 shard.copy_(full[where])
 
 
+def _room(layer: nn.Module) -> float:
+    """The largest rank that fits a linear layer; no other kind gets another rank than was set."""
+    return min(layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else math.inf
+
+
 def _how(layer: nn.Module) -> str:
     if isinstance(layer, TokenRows):
         return f"{len(layer.tokens)} tokens"
     if isinstance(layer, LoRAExperts):
         return f"rank {layer.rank} for each of {layer.num_experts} experts"
-    return f"rank {layer.rank}" if isinstance(layer, LoRALinear | LoRAEmbedding) else "trained whole"
+    if not isinstance(layer, LoRALinear | LoRAEmbedding):
+        return "trained whole"
+    return f"rank {layer.rank}" + (" (its width: no higher one fits)" if layer.rank == _room(layer) else "")
 
 
 def _targets(model: nn.Module, lora: LoRA) -> dict[str, Any]:
