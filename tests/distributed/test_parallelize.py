@@ -9,6 +9,7 @@ from tune.checkpointers import Pretrained, load_model
 from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy
 from tune.models import build
+from tune.peft import LoRA, add_adapters, initialize
 
 TOKENS, LABELS = torch.arange(60).view(2, 30), torch.arange(60, 120).view(2, 30)
 
@@ -22,10 +23,21 @@ def parallel_model(folder, **options):
     return model
 
 
+def adapted_model(folder, lora, **options):
+    with torch.device("meta"):
+        model = build(str(folder))
+    weights = Pretrained(str(folder), model)
+    add_adapters(model, lora)
+    distributed.parallelize(model, distributed.init("cpu"), **options)
+    weights.fill(model)
+    initialize(model, seed=0)
+    return model
+
+
 def loss_and_gradients(model):
     loss = model(TOKENS, labels=LABELS, loss_fn=LinearCrossEntropy())
     loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     return loss, {name: distributed.full_tensor(gradient) for name, gradient in gradients.items()}
 
 
@@ -135,3 +147,49 @@ def test_a_buffer_whose_values_are_nowhere_is_refused():
         distributed.parallelize(lost, distributed.init("cpu"), dtype="fp32")
     distributed.parallelize(saved, distributed.init("cpu"), dtype="fp32")
     assert not saved.turns.is_meta
+
+
+ADAPTERS = {
+    "LoRA": LoRA(rank=4),
+    "DoRA from PiSSA": LoRA(rank=4, dora=True, init="pissa"),
+    "embedding and head": LoRA(rank=4, target_modules=["embed_tokens", "lm_head", "q_proj"]),
+    "head with DoRA": LoRA(rank=4, target_modules=["lm_head", "q_proj"], dora=True),
+    "tokens": LoRA(rank=4, trainable_tokens=[7, 3]),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_of_one_process_are_without_fsdp_what_they_are_with_it(checkpoint, kind):
+    """A and B are cast where they are used; DoRA's magnitude, norm and ratio are in fp32 in both."""
+    found = []
+    for cpu_offload in (False, True):
+        model = adapted_model(checkpoint, ADAPTERS[kind], dtype="bf16", cpu_offload=cpu_offload)
+        assert isinstance(next(model.parameters()), DTensor) == cpu_offload
+        for name, parameter in model.named_parameters():
+            assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16), name
+        found.append(loss_and_gradients(model))
+    assert found[0][0].dtype == torch.float32
+    assert_close(found[0], found[1], atol=1e-4, rtol=1e-2)  # bits of bf16 products depend on where weights lie
+
+
+@pytest.mark.parametrize("cpu_offload", [False, True])
+@pytest.mark.parametrize("master_dtype", ["fp32", "bf16"])
+def test_the_magnitude_of_dora_is_used_in_fp32(checkpoint, master_dtype, cpu_offload):
+    """A change of it that bf16 cannot hold reaches the ratio, by PEFT's formula."""
+    options = {"dtype": "bf16", "master_dtype": master_dtype, "cpu_offload": cpu_offload}
+    model = adapted_model(checkpoint, LoRA(rank=4, dora=True), **options)
+    layer, seen = model.blocks[0].attention.query, []
+    ratio = layer._ratio
+    layer._ratio = lambda magnitude: seen.append(ratio(magnitude)) or seen[-1]
+    with torch.no_grad():
+        distributed.local_shard(layer.magnitude)[0].mul_(1 + 2**-12)
+    model(TOKENS)
+    norm = distributed.full_tensor(layer.weight.detach()).float().norm(dim=1)  # B is zero
+    assert_close(seen[0], distributed.full_tensor(layer.magnitude.detach()) / norm, atol=0, rtol=1e-6)
+    assert_close(seen[0], torch.full_like(seen[0], 1 + 2**-12), atol=0, rtol=2e-5)
+
+
+def test_magnitudes_beside_what_fsdp_casts_are_refused(checkpoint):
+    with pytest.raises(TuneError, match=r"DoRA's magnitudes stay in fp32.*adapter\.modules_to_save"):
+        adapted_model(checkpoint, LoRA(dora=True, rank=4, modules_to_save=["input_layernorm"]), dtype="bf16")
+    adapted_model(checkpoint, LoRA(dora=True, rank=4, modules_to_save=["lm_head", "norm"]), dtype="bf16")

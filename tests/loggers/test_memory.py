@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -10,15 +11,19 @@ def held(tensors) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
-def test_planned_is_held(checkpoint):
+@pytest.mark.parametrize(
+    ("dora", "master_dtype", "cpu_offload"), [(False, "fp32", False), (True, "bf16", False), (True, "fp32", True)]
+)
+def test_planned_is_held(checkpoint, dora, master_dtype, cpu_offload):
     """QLoRA in two precisions: what is planned on the meta device is what weights, gradients and AdamW then take."""
     with torch.device("meta"):
         model = build(str(checkpoint))
     quantization.quantize_linears(model, double=True)
-    peft.add_adapters(model, peft.LoRA(rank=4))
-    planned = planned_memory(model, "bf16", "fp32", shards=1)
+    peft.add_adapters(model, peft.LoRA(rank=4, dora=dora))
+    planned = planned_memory(model, "bf16", master_dtype, shards=1)
 
-    distributed.parallelize(model, distributed.init("cpu"), dtype="bf16", master_dtype="fp32")
+    options = {"dtype": "bf16", "master_dtype": master_dtype, "cpu_offload": cpu_offload}
+    distributed.parallelize(model, distributed.init("cpu"), **options)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         nn.init.zeros_(parameter)

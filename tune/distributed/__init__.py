@@ -1,7 +1,7 @@
 """One path from one process to many."""
 
 from tune.distributed.interrupt import Interrupt
-from tune.distributed.parallelize import clip_grad_norm_, parallelize, reduce_gradients
+from tune.distributed.parallelize import clip_grad_norm_, parallelize, reduce_gradients, stored_dtype
 from tune.distributed.shards import full_tensor, local_shard
 from tune.distributed.world import World, init
 
@@ -14,4 +14,5 @@ __all__ = [
     "local_shard",
     "parallelize",
     "reduce_gradients",
+    "stored_dtype",
 ]

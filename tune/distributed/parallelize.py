@@ -31,10 +31,18 @@ def parallelize(
     Trained parameters and optimizer states are kept in `master_dtype`, frozen parameters in `dtype`, in which all is
     computed; gradients are reduced in fp32. They are summed over processes, not averaged: divide the loss by the count
     of the whole step.
+
+    A module with `casts_parameters` uses its trained parameters in the type of its input by itself, as adapters do; one
+    with `trains_in_fp32` has them in fp32 always.
     """
-    # One process with one type and one place for its parameters has nothing to gather, cast or move. FSDP would compute
-    # the same, and copy every parameter and gradient once more for each micro-batch.
-    plain = world.size == 1 and dtype == master_dtype and not cpu_offload
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(stored_dtype(module, parameter, dtype, master_dtype))
+    needs_cast = set() if dtype == master_dtype else _cast_by_fsdp(model)
+    # One process with one place for its parameters, which are of the type they are used in or cast where they are used,
+    # has nothing to gather, cast or move. FSDP would compute the same, and copy every parameter and gradient once more
+    # for each micro-batch.
+    plain = world.size == 1 and not needs_cast and not cpu_offload
     if world.device.type == "mps" and not plain:
         raise TuneError(
             "dtype: FSDP, which keeps two precisions and offloads, does not run on mps: set dtype and master_dtype to "
@@ -44,14 +52,11 @@ def parallelize(
         raise TuneError(
             "memory.activation_offload: activations are in host memory already when device=cpu; set it to false"
         )
-    for parameter in model.parameters():
-        if parameter.is_floating_point():  # for a frozen one, the type that it is used in is enough
-            parameter.data = parameter.data.to(DTYPES[master_dtype if parameter.requires_grad else dtype])
     blocks = repeated_blocks(model)
     for block in blocks:
         wrap_forward(block, activation_checkpointing, compile, activation_offload)
     if not plain:
-        _shard(model, blocks, world, DTYPES[dtype], cpu_offload)
+        _shard(model, blocks, world, DTYPES[dtype], needs_cast, cpu_offload)
     _give_memory(model, torch.device("cpu") if cpu_offload else world.device, world.device)
 
 
@@ -74,25 +79,64 @@ def _give_memory(model: nn.Module, device: torch.device, buffer_device: torch.de
         setattr(model.get_submodule(module), kind, placed[buffer])
 
 
-def _shard(model: nn.Module, blocks: list[nn.Module], world: World, dtype: torch.dtype, cpu_offload: bool) -> None:
+def stored_dtype(module: nn.Module, parameter: Tensor, dtype: str, master_dtype: str) -> torch.dtype:
+    """The type in which a parameter of `module` is kept: for a frozen one, that it is used in is enough."""
+    if not parameter.is_floating_point():
+        return parameter.dtype
+    if parameter.requires_grad and getattr(module, "trains_in_fp32", False):
+        return torch.float32
+    return DTYPES[master_dtype if parameter.requires_grad else dtype]
+
+
+def _cast_by_fsdp(model: nn.Module) -> set[nn.Parameter]:
+    """The trained parameters that their modules do not cast themselves."""
+    others = [module for module in model.modules() if not getattr(module, "casts_parameters", False)]
+    return {parameter for each in others for parameter in each.parameters(recurse=False) if parameter.requires_grad}
+
+
+def _shard(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    world: World,
+    dtype: torch.dtype,
+    needs_cast: set[nn.Parameter],
+    cpu_offload: bool,
+) -> None:
     """One FSDP unit a block, one for each untied embedding; norm, head and what is tied stay in the root's unit.
 
     The root is gathered from the start of a forward to the end of its backward: the loss reads its head weight, and
     backward needs it at once.
     """
     mesh = world.mesh if world.mesh["dp_replicate"].size() > 1 else world.mesh["dp_shard"]
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy()
     heads = [child.weight for child in model.children() if isinstance(child, nn.Linear)]
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     untied = [module for module in embeddings if heads and all(module.weight is not head for head in heads)]
-    for unit in blocks + untied:
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True, offload_policy=offload)
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False, offload_policy=offload)
+    taken: set[nn.Parameter] = set()
+    for unit in [*blocks, *untied, model]:
+        parameters = set(unit.parameters()) - taken
+        cast = dtype if parameters & needs_cast else None
+        _require_one_type(unit, parameters, cast)
+        policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not model, offload_policy=offload)
+        taken |= set(unit.parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule) and world.size > 1:  # alone it divides by one anyway, into a third copy
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it reduces
+
+
+def _require_one_type(unit: nn.Module, parameters: set[nn.Parameter], cast: torch.dtype | None) -> None:
+    """FSDP casts all parameters of a unit or none, and reduces gradients of one type."""
+    in_fp32 = [module for module in unit.modules() if getattr(module, "trains_in_fp32", False)]
+    kept = {each for module in in_fp32 for each in module.parameters(recurse=False) if each.requires_grad} & parameters
+    trained = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+    if kept and (cast or torch.float32, *trained) != (torch.float32, torch.float32):
+        raise TuneError(
+            "dtype: DoRA's magnitudes stay in fp32, but FSDP has one type for all that is trained in a block, and "
+            "adapter.modules_to_save trains more there. Leave the modules inside the blocks out of it, or set "
+            "adapter.dora=false, or dtype=fp32 with master_dtype=fp32"
+        )
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

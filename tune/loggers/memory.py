@@ -6,7 +6,7 @@ import sys
 import torch
 from torch import nn
 
-BYTES = {"bf16": 2, "fp32": 4}
+from tune.distributed import stored_dtype
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -22,10 +22,11 @@ def planned_memory(model: nn.Module, dtype: str, master_dtype: str, shards: int)
 
     `optimizer` is that of two states for each trained parameter, as AdamW has them.
     """
-    weights = trained = 0
-    for parameter in model.parameters():
-        kind = master_dtype if parameter.requires_grad else dtype
-        weights += parameter.numel() * (BYTES[kind] if parameter.is_floating_point() else parameter.itemsize)
-        trained += parameter.numel() * BYTES[master_dtype] if parameter.requires_grad else 0
+    stored: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            stored[parameter] = parameter.numel() * stored_dtype(module, parameter, dtype, master_dtype).itemsize
+    weights = sum(stored.values())
+    trained = sum(size for parameter, size in stored.items() if parameter.requires_grad)
     sizes = {"weights": weights, "gradients": trained, "optimizer": 2 * trained}
     return {name: size / shards / 2**30 for name, size in sizes.items()}

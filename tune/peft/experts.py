@@ -20,6 +20,7 @@ class LoRAExperts(ExpertLinear):
     """
 
     PARTS: ClassVar = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
+    casts_parameters: ClassVar = True
 
     lora_a: nn.Parameter
     lora_b: nn.Parameter
@@ -53,8 +54,9 @@ class LoRAExperts(ExpertLinear):
         }
 
     def forward(self, rows: Tensor, plan: Dispatch) -> Tensor:
-        low_rank = grouped_product(self._dropped(rows, plan), self.lora_a.mT, plan.ends) * self.scaling
-        return super().forward(rows, plan) + grouped_product(low_rank, self.lora_b.mT, plan.ends)
+        a, b = (factor.to(rows.dtype).mT for factor in (self.lora_a, self.lora_b))
+        low_rank = grouped_product(self._dropped(rows, plan), a, plan.ends) * self.scaling
+        return super().forward(rows, plan) + grouped_product(low_rank, b, plan.ends)
 
     def _dropped(self, rows: Tensor, plan: Dispatch) -> Tensor:
         if not (self.dropout and self.training):

@@ -13,6 +13,7 @@ class TokenRows(nn.Module):
     """The mixin of both: `rows` `[len(tokens), dim]` stand for those of the `tokens` in the weight."""
 
     PARTS: ClassVar = {"rows": "token_adapter.trainable_tokens_delta"}
+    casts_parameters: ClassVar = True
 
     rows: nn.Parameter
     tokens: list[int]
@@ -38,13 +39,13 @@ class TokenRows(nn.Module):
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and weight whose product is the logits, for a loss that takes it by parts: of a head."""
         weight = self.base_weight()
-        return hidden, weight.index_copy(0, torch.tensor(self.tokens, device=weight.device), self.rows)
+        return hidden, weight.index_copy(0, torch.tensor(self.tokens, device=weight.device), self.rows.to(weight.dtype))
 
 
 class TokenEmbedding(TokenRows, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         matches = input[..., None] == torch.tensor(self.tokens, device=input.device)
-        trained = F.embedding(matches.int().argmax(dim=-1), self.rows)
+        trained = F.embedding(matches.int().argmax(dim=-1), self.rows.to(self.weight.dtype))
         return torch.where(matches.any(dim=-1, keepdim=True), trained, super().forward(input))
 
 
