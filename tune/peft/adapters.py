@@ -1,7 +1,7 @@
 """Giving a model adapters: which layers, and what of the model is trained then."""
 
-import math
 import re
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -136,9 +136,9 @@ def initialize(model: nn.Module, seed: int) -> None:
                 shard.copy_(full[where])
 
 
-def _room(layer: nn.Module) -> float:
+def _room(layer: nn.Module) -> int:
     """The largest rank that fits a linear layer; no other kind gets another rank than was set."""
-    return min(layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else math.inf
+    return min(layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else sys.maxsize
 
 
 def _how(layer: nn.Module) -> str:

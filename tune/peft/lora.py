@@ -186,9 +186,9 @@ class LoRALinear(nn.Linear):
         """By how much each row is longer than W + scaling * B @ A has it, in fp32."""
         with torch.no_grad():  # the norm counts as a constant in backward (section 4.3 of the paper)
             a, b = self._factors()
-            quantized = isinstance(self.weight, NF4Weight)
-            weight = self.weight.dequantize(torch.float32) if quantized else self.weight.float()
-            norm = torch.addmm(weight, b.float(), a.float(), alpha=self.scaling).norm(dim=1)
+            base = self.weight
+            full = base.dequantize(torch.float32) if isinstance(base, NF4Weight) else base.float()
+            norm = torch.addmm(full, b.float(), a.float(), alpha=self.scaling).norm(dim=1)
         return magnitude.float() / norm
 
     def _full_weight(self) -> Tensor:
