@@ -16,6 +16,7 @@ import time
 import torch
 import torch.nn.functional as F
 
+from tune.collators import Batch
 from tune.losses import LinearCrossEntropy
 
 
@@ -24,7 +25,7 @@ def naive(hidden, weight, labels, chunk):
 
 
 def tune(hidden, weight, labels, chunk):
-    return LinearCrossEntropy(chunk)(hidden, weight, labels)
+    return LinearCrossEntropy(chunk)(hidden, weight, Batch.of(labels[None], labels[None]))
 
 
 def upstream(hidden, weight, labels, chunk):

@@ -18,6 +18,7 @@ import torch  # noqa: E402
 
 from tune import checkpointers, datasets, distributed, loggers, optimizers, peft, quantization  # noqa: E402
 from tune.config import instantiate  # noqa: E402
+from tune.models import balance_loss  # noqa: E402
 
 
 @config.entrypoint("lora_finetune")
@@ -64,6 +65,7 @@ def main(cfg):
     )  # fmt: skip
     weights.fill(model)
     peft.load_adapter(model, cfg.adapter.path) if cfg.adapter.path else peft.initialize(model, cfg.seed)
+    checkpointers.check(model)
 
     loss_fn = instantiate(cfg.loss)
     groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
@@ -91,35 +93,38 @@ def main(cfg):
             for index, micro_batch in enumerate(batch.micro_batches, 1):
                 micro_batch = micro_batch.to(world.device)
                 is_last = index == len(batch.micro_batches)
-                peft.set_dropout_keys(model, cfg.seed, step, micro_batch.samples, micro_batch.positions)
+                peft.set_dropout_keys(model, cfg.seed, step, micro_batch)
                 distributed.reduce_gradients(model, now=is_last or cfg.parallel.reduce_every_micro_batch)
-                loss = forward(model, micro_batch, loss_fn) / max(1, batch.num_supervised)
+                loss = model(micro_batch, loss_fn) + balance_loss(model)
+                loss = loss / max(1, batch.num_supervised)
                 if in_backward:  # the last moment before weights change
-                    loggers.require_finite(step, batch.rows, loss=world.sum(loss.detach())[0])
+                    loggers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
                 loss.backward()
                 total_loss += loss.detach()
 
             if in_backward:
                 grad_norm = in_backward.norm()
             else:
-                grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
-            loss, interrupted = world.sum(total_loss, interrupt.requested)
-            loggers.require_finite(step, batch.rows, loss=loss, grad_norm=grad_norm)
+                grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+            metrics = world.fetch(  # the one wait for the device in a step
+                loss=world.sum(total_loss),
+                grad_norm=grad_norm,
+                interrupted=world.any(interrupt.requested),
+                **loggers.routing(model, world),
+            )
+            interrupted = metrics.pop("interrupted")
+            loggers.require_finite(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"])
             lr = schedule.get_last_lr()[0]
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
 
             is_end = step == len(data) or interrupted
-            validation_losses = {}
             if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
-                    validation_losses = evaluate(model, batches, loss_fn, world)
-            run.log(
-                step, loss=loss, **validation_losses, grad_norm=grad_norm, lr=lr,
-                tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **loggers.routing(model, world),
-            )  # fmt: skip
+                    metrics |= evaluate(model, batches, loss_fn, world)
+            run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, lr=lr, **metrics)
             checkpointer.step(step, now=is_end)
             if interrupted:
                 checkpointer.wait()
@@ -136,11 +141,6 @@ def main(cfg):
     run.close()
 
 
-def forward(model, batch, loss_fn):
-    """Sum of the loss over the supervised tokens of `batch`."""
-    return model(batch.tokens, batch.positions, batch.documents, labels=batch.labels, loss_fn=loss_fn)
-
-
 @torch.no_grad()
 def evaluate(model, batches, loss_fn, world):
     """Mean loss over all supervised tokens of the `batches` of all processes, and over those of each source."""
@@ -148,13 +148,12 @@ def evaluate(model, batches, loss_fn, world):
     sums: Counter = Counter()
     counts: Counter = Counter()
     for metrics, batch in batches:
-        loss = forward(model, batch.to(world.device), loss_fn)
+        loss = model(batch.to(world.device), loss_fn)
         for metric in metrics:
             sums[metric] += loss
             counts[metric] += batch.num_supervised
     model.train()
-    means = zip(world.sum(*sums.values()), world.sum(*counts.values()), strict=True)
-    return {metric: loss_sum / count for metric, (loss_sum, count) in zip(sums, means, strict=True)}
+    return world.fetch(**{metric: world.sum(sums[metric]) / world.sum(counts[metric]) for metric in sums})
 
 
 if __name__ == "__main__":

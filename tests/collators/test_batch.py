@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -13,7 +15,11 @@ def test_rows_are_joined_without_padding():
     assert batch.tokens.tolist() == [[5, 6, 7, 8, 9, 4]]
     assert batch.labels.tolist() == [[6, 7, -100, 9, -100, -100]]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0]]
-    assert batch.documents.tolist() == [[0, 0, 0, 1, 1, 2]]
+    assert batch.documents.ids.tolist() == [[0, 0, 0, 1, 1, 2]]
+    assert batch.documents.boundaries.tolist() == [0, 3, 5, 6]
+    assert batch.documents.num_supervised.tolist() == [2, 1, 0]
+    assert (batch.documents.lengths, batch.documents.longest) == ((3, 2, 1), 4)
+    assert batch.supervised.tolist() == [0, 1, 3]
     assert (batch.num_tokens, batch.num_supervised) == (6, 3)
 
 
@@ -22,7 +28,8 @@ def test_rows_are_padded_at_the_end():
     assert batch.tokens.tolist() == [[5, 6, 7, 0, 0], [8, 9, 4, 0, 0]]
     assert batch.labels.tolist() == [[6, 7, -100, -100, -100], [9, -100, -100, -100, -100]]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 0, 1]]
-    assert batch.documents.tolist() == [[0, 0, 0, 1, 1], [0, 0, 1, 2, 2]]
+    assert batch.documents.ids.tolist() == [[0, 0, 0, 1, 1], [2, 2, 3, 4, 4]]
+    assert batch.documents.lengths == (3, 2, 2, 1, 2)
     assert (batch.num_tokens, batch.num_supervised) == (6, 3)
 
 
@@ -35,8 +42,23 @@ def test_row_without_documents_is_all_padding():
 
 def test_tensors_move_together():
     batch = collate([[sample(5, 6, 7)]])
-    tensors = (batch.tokens, batch.labels, batch.positions, batch.documents)
+    tensors = (batch.tokens, batch.labels, batch.positions, batch.documents.ids)
     assert all(tensor.dtype == torch.int64 for tensor in tensors)
     moved = batch.to("meta")
-    assert all(each.is_meta for each in (moved.tokens, moved.labels, moved.positions, moved.documents))
+    assert all(each.is_meta for each in (moved.tokens, moved.labels, moved.positions, moved.documents.boundaries))
     assert moved.num_tokens == 3
+
+
+def test_columns_per_token_and_per_document_come_along():
+    def with_columns(advantage, kind, *tokens):
+        plain = sample(*tokens)
+        return replace(plain, columns={"advantage": np.full(len(tokens), advantage, dtype=np.float32), "kind": kind})
+
+    rows = [[with_columns(0.5, 3, 5, 6)], [with_columns(-1, 4, 7), with_columns(2, 5, 8)]]
+    batch = collate(rows, pad_to=3)
+    assert batch.columns["advantage"].tolist() == [[0.5, 0.5, 0], [-1, 2, 0]]
+    assert batch.columns["kind"].tolist() == [3, 0, 4, 5, 0]  # that of padding is 0
+    assert batch.columns["kind"].dtype == torch.int64
+    joined = collate([*rows, []])
+    assert joined.columns["advantage"].tolist() == [[0.5, 0.5, -1, 2]]
+    assert joined.to("meta").columns["kind"].is_meta

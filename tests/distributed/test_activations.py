@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tune import peft
 from tune.checkpointers import load_model
+from tune.collators import Batch
 from tune.distributed import activations
 from tune.distributed.activations import wrap_forward
 from tune.models import attention, build
@@ -132,12 +133,9 @@ def test_the_attention_of_gpus_is_recomputed_in_full_only(checkpoint, checkpoint
     monkeypatch.setattr(attention, "_flash_fits", lambda *arguments: True)
     with torch.device("meta"):
         model = build(str(checkpoint))
-        tokens = torch.zeros(1, 40, dtype=torch.long)
-        segments = attention.Segments(tokens, torch.zeros(2, dtype=torch.int32), [40], 64)
-    monkeypatch.setattr(attention.Segments, "of", lambda documents: segments)
     for block in model.blocks:
         wrap_forward(block, checkpointing, compile=False, offload=False)
-    loss = model(tokens, documents=tokens).square().sum()
+    loss = model(Batch.of([[0] * 40]).to("meta")).square().sum()
     with Count() as count:
         loss.backward()
     assert count.calls["attentions"] == attentions

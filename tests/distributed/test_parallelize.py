@@ -6,6 +6,7 @@ from torch.testing import assert_close
 
 from tune import distributed
 from tune.checkpointers import Pretrained, load_model
+from tune.collators import Batch
 from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy
 from tune.models import build
@@ -35,7 +36,7 @@ def adapted_model(folder, lora, **options):
 
 
 def loss_and_gradients(model):
-    loss = model(TOKENS, labels=LABELS, loss_fn=LinearCrossEntropy())
+    loss = model(Batch.of(TOKENS, LABELS), LinearCrossEntropy())
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     return loss, {name: distributed.full_tensor(gradient) for name, gradient in gradients.items()}
@@ -71,8 +72,8 @@ def test_compiled_blocks(checkpoint):
         for block in model.blocks:
             block.compile(fullgraph=True, backend="aot_eager")
         documents = torch.tensor([[0] * 10 + [1] * 20, [0] * 30])
-        loss = model(TOKENS, documents=documents, labels=LABELS, loss_fn=LinearCrossEntropy())
-    expected = load_model(str(checkpoint))(TOKENS, documents=documents, labels=LABELS, loss_fn=LinearCrossEntropy())
+        loss = model(Batch.of(TOKENS, LABELS, documents), LinearCrossEntropy())
+    expected = load_model(str(checkpoint))(Batch.of(TOKENS, LABELS, documents), LinearCrossEntropy())
     assert_close(loss, expected)
 
 

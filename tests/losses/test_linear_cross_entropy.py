@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
+from tune.collators import Batch
 from tune.losses import LinearCrossEntropy
 
 
@@ -25,7 +26,7 @@ def test_value_and_gradients(chunk_tokens, softcap):
     if softcap:
         logits = torch.tanh(logits / softcap) * softcap
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    loss = LinearCrossEntropy(chunk_tokens)(hidden, weight, labels, softcap=softcap)
+    loss = LinearCrossEntropy(chunk_tokens)(hidden, weight, Batch.of(labels, labels), softcap=softcap)
     assert_close(loss, expected, rtol=1e-6, atol=0)
     scale = 1 / 40  # as a recipe divides by the count of supervised tokens
     for ours, reference in zip(
@@ -38,7 +39,7 @@ def test_value_and_gradients(chunk_tokens, softcap):
 
 def test_bf16_sums_in_fp32():
     hidden, weight, labels = make(torch.bfloat16, tokens=2000)
-    loss = LinearCrossEntropy(64)(hidden, weight, labels)
+    loss = LinearCrossEntropy(64)(hidden, weight, Batch.of(labels, labels))
     logits = (hidden @ weight.T).float()
     assert loss.dtype == torch.float32
     assert_close(loss, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), rtol=1e-5, atol=0)
@@ -52,13 +53,13 @@ def test_bf16_sums_in_fp32():
 
 def test_frozen_weight_gets_no_gradient():
     hidden, weight, labels = make()
-    loss = LinearCrossEntropy()(hidden, weight.detach(), labels)
+    loss = LinearCrossEntropy()(hidden, weight.detach(), Batch.of(labels, labels))
     reference = F.cross_entropy((hidden @ weight.detach().T).flatten(0, 1), labels.flatten(), reduction="sum")
     assert_close(torch.autograd.grad(loss, hidden)[0], torch.autograd.grad(reference, hidden)[0], rtol=1e-5, atol=1e-6)
 
 
 def test_nothing_supervised_is_zero_and_not_nan():
     hidden, weight, labels = make()
-    loss = LinearCrossEntropy()(hidden, weight, torch.full_like(labels, -100))
+    loss = LinearCrossEntropy()(hidden, weight, Batch.of(labels))
     loss.backward()
     assert loss.item() == 0 and weight.grad.abs().max() == 0 and hidden.grad.abs().max() == 0

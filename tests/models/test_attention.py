@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tune.models.attention import Scoring, Segments, attend, attend_cached, attend_masked
+from tune.collators import Batch
+from tune.models.attention import Scoring, attend, attend_cached, attend_masked
 from tune.models.context import LayerCache
 
 LENGTHS = [[7, 1, 24], [32], [5, 5, 5, 17]]  # documents of three rows of 32 tokens
@@ -25,16 +26,16 @@ def make(device="cpu", dtype=torch.float32, head_dim=16, kv_heads=2, value_dim=N
     shapes = [(3, 32, 4, head_dim), (3, 32, kv_heads, head_dim), (3, 32, kv_heads, value_dim or head_dim)]
     heads = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
     ids = [[i for i, length in enumerate(lengths) for _ in range(length)] for lengths in LENGTHS]
-    return heads, Segments.of(torch.tensor(ids, device=device))
+    return heads, Batch.of(torch.zeros(3, 32), documents=torch.tensor(ids)).documents
 
 
-def by_definition(query, key, value, segments, scoring):
+def by_definition(query, key, value, documents, scoring):
     """Softmax over what each token sees, a token and a head at a time."""
     rows = []
     for b, t, h in torch.cartesian_prod(torch.arange(3), torch.arange(32), torch.arange(4)).tolist():
         kv_head = h * key.shape[2] // 4
         first = max(0, t - (scoring.window or 32) + 1)
-        seen = [s for s in range(first, t + 1) if segments.ids[b, s] == segments.ids[b, t]]
+        seen = [s for s in range(first, t + 1) if documents.ids[b, s] == documents.ids[b, t]]
         scores = key[b, seen, kv_head] @ query[b, t, h] * (scoring.scale or query.shape[-1] ** -0.5)
         if scoring.softcap:
             scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
@@ -44,34 +45,34 @@ def by_definition(query, key, value, segments, scoring):
     return torch.stack(rows).view(3, 32, 4, -1)
 
 
-def with_gradients(function, heads, segments, scoring):
-    output = function(*heads, segments, scoring)
+def with_gradients(function, heads, documents, scoring):
+    output = function(*heads, documents, scoring)
     weights = torch.linspace(-1, 1, output.numel(), device=output.device).view_as(output).to(output.dtype)
     return output, *torch.autograd.grad((output * weights).sum(), heads)
 
 
-def test_segments():
-    _, segments = make()
-    assert segments.lengths == [length for row in LENGTHS for length in row]
-    assert segments.boundaries.tolist() == [0, 7, 8, 32, 64, 69, 74, 79, 96]
-    assert segments.longest == 32
+def test_documents():
+    _, documents = make()
+    assert documents.lengths == tuple(length for row in LENGTHS for length in row)
+    assert documents.boundaries.tolist() == [0, 7, 8, 32, 64, 69, 74, 79, 96]
+    assert documents.longest == 32
 
 
 @pytest.mark.parametrize("kind", SCORINGS)
 @pytest.mark.parametrize("value_dim", [16, 24])
 def test_document_by_document_and_masked(kind, value_dim):
-    heads, segments = make(value_dim=value_dim)
-    expected = with_gradients(by_definition, heads, segments, SCORINGS[kind])
-    assert_close(with_gradients(attend, heads, segments, SCORINGS[kind]), expected, atol=1e-5, rtol=1e-5)
-    assert_close(with_gradients(attend_masked, heads, segments, SCORINGS[kind]), expected, atol=1e-5, rtol=1e-5)
+    heads, documents = make(value_dim=value_dim)
+    expected = with_gradients(by_definition, heads, documents, SCORINGS[kind])
+    assert_close(with_gradients(attend, heads, documents, SCORINGS[kind]), expected, atol=1e-5, rtol=1e-5)
+    assert_close(with_gradients(attend_masked, heads, documents, SCORINGS[kind]), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", SCORINGS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_one_document_a_row_needs_no_segments(kind, kv_heads):
+def test_one_document_a_row_needs_no_documents(kind, kv_heads):
     heads, _ = make(kv_heads=kv_heads)
-    segments = Segments.of(torch.zeros(3, 32, dtype=torch.long))
-    expected = attend_masked(*heads, segments, SCORINGS[kind])
+    documents = Batch.of(torch.zeros(3, 32)).documents
+    expected = attend_masked(*heads, documents, SCORINGS[kind])
     assert_close(attend(*heads, None, SCORINGS[kind]), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -88,18 +89,18 @@ def test_token_by_token_with_a_cache(kind):
 
 
 def test_sinks_learn():
-    heads, segments = make()
+    heads, documents = make()
     sinks = torch.zeros(4, requires_grad=True)
     outputs = [
-        attend(*heads, segments, Scoring(sinks=s)).sum(dim=(0, 1, 3)) for s in (sinks, sinks + 1e-2, sinks - 1e-2)
+        attend(*heads, documents, Scoring(sinks=s)).sum(dim=(0, 1, 3)) for s in (sinks, sinks + 1e-2, sinks - 1e-2)
     ]
     (gradient,) = torch.autograd.grad(outputs[0].sum(), sinks)
     assert_close(gradient, (outputs[1] - outputs[2]) / 2e-2, atol=1e-3, rtol=1e-3)
 
 
 def test_nothing_leaks_between_documents():
-    (query, key, value), segments = make()
-    output = attend(query, key, value, segments)
+    (query, key, value), documents = make()
+    output = attend(query, key, value, documents)
     (gradient,) = torch.autograd.grad(output[0, 8:].sum(), value)  # the third document of the first row
     assert (gradient[0, :8] == 0).all() and (gradient[1:] == 0).all() and (gradient[0, 8:] != 0).any()
 
@@ -109,11 +110,11 @@ def test_nothing_leaks_between_documents():
 @pytest.mark.parametrize("kind", ["plain", "window", "scale"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_flash_kernel(kind, kv_heads):
-    heads, segments = make("cuda", torch.bfloat16, head_dim=64, kv_heads=kv_heads)
+    heads, documents = make("cuda", torch.bfloat16, head_dim=64, kv_heads=kv_heads)
     exact = [head.detach().float().requires_grad_() for head in heads]
     for ours, oracle in zip(
-        with_gradients(attend, heads, segments, SCORINGS[kind]),
-        with_gradients(attend_masked, exact, segments, SCORINGS[kind]),
+        with_gradients(attend, heads, documents, SCORINGS[kind]),
+        with_gradients(attend_masked, exact, documents, SCORINGS[kind]),
         strict=True,
     ):
         assert (ours.float() - oracle).norm() <= 1e-2 * oracle.norm()

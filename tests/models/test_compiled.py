@@ -6,13 +6,13 @@ from models.test_families import SMALL, VARIANTS, make_pair, random_tokens
 from torch.testing import assert_close
 
 from tune import peft
+from tune.collators import Batch
 from tune.losses import LinearCrossEntropy
 
 transformers = pytest.importorskip("transformers")
 
 LENGTHS = [[30, 50, 20], [100], [1, 99]]
 DOCUMENTS = torch.tensor([[i for i, length in enumerate(row) for _ in range(length)] for row in LENGTHS])
-POSITIONS = torch.tensor([[p for length in row for p in range(length)] for row in LENGTHS])
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,7 @@ def test_one_graph_a_kind(name, kinds, tmp_path):
 
     def loss_and_gradients(rows):
         tokens = random_tokens(1, 100)
-        options = {"labels": tokens, "loss_fn": LinearCrossEntropy()}
-        loss = model(tokens, POSITIONS[rows], DOCUMENTS[rows], **options)
+        loss = model(Batch.of(tokens, tokens, DOCUMENTS[rows]), LinearCrossEntropy())
         return loss, *torch.autograd.grad(loss, list(model.parameters()))
 
     batches = [slice(0, 1), slice(1, 2), slice(2, 3)]
@@ -46,12 +45,13 @@ def test_one_graph_for_the_masks_of_all_layers(tmp_path):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     torch.nn.init.normal_(model.blocks[0].mlp.down.lora_b)
     tokens = random_tokens(1, 100)
+    batch = Batch.of(tokens, labels=tokens)
 
     def loss_and_gradients():
-        loss = model.train()(tokens, labels=tokens, loss_fn=LinearCrossEntropy())
+        loss = model.train()(batch, LinearCrossEntropy())
         return loss, *torch.autograd.grad(loss, trained)
 
-    peft.set_dropout_keys(model, 0, 1, torch.zeros_like(tokens), POSITIONS[:1])
+    peft.set_dropout_keys(model, 0, 1, batch)
     expected = loss_and_gradients()
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from tune import distributed
 from tune.checkpointers import Random, export, load_model
+from tune.collators import Batch
 from tune.generation import generate
 from tune.losses import LinearCrossEntropy
 from tune.models import build
@@ -230,7 +231,7 @@ def test_logits_loss_and_gradients(pair, tmp_path):
     assert_close(ours(tokens), expected, atol=1e-5, rtol=1e-5)
 
     expected_loss = F.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum")
-    loss = ours(tokens, labels=labels, loss_fn=LinearCrossEntropy(chunk_tokens=150))
+    loss = ours(Batch.of(tokens, labels), LinearCrossEntropy(chunk_tokens=150))
     assert_close(loss, expected_loss, atol=0, rtol=1e-6)
     expected_loss.backward()
     loss.backward()
@@ -260,9 +261,8 @@ def test_documents_in_a_row_do_not_see_each_other(pair):
     lengths = [5, 40, 1, 70, 19]
     tokens = random_tokens(1, sum(lengths))
     documents = torch.tensor([[i for i, length in enumerate(lengths) for _ in range(length)]])
-    positions = torch.tensor([[p for length in lengths for p in range(length)]])
     alone = torch.cat([theirs(document).logits for document in tokens.split(lengths, dim=1)], dim=1)
-    assert_close(ours(tokens, positions, documents), alone, atol=1e-5, rtol=1e-5)
+    assert_close(ours(Batch.of(tokens, documents=documents)), alone, atol=1e-5, rtol=1e-5)
 
 
 def test_cached_greedy_decoding(pair):

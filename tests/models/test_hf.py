@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from tune import distributed
 from tune.checkpointers import Pretrained, Random, export
+from tune.collators import Batch
 from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy
 from tune.models import hf
@@ -48,7 +49,6 @@ VARIANTS = {
 LENGTHS = [3, 15, 2, 20]
 TOKENS = torch.randint(3, 90, (2, 20), generator=torch.Generator().manual_seed(0))
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 15 + [2] * 2, [0] * 20])
-POSITIONS = torch.tensor([[*range(3), *range(15), *range(2)], [*range(20)]])
 
 
 def save(folder, config_class, **fields):
@@ -72,6 +72,7 @@ def load(folder):
     weights = Pretrained(str(folder), model)
     distributed.parallelize(model, distributed.init("cpu"), dtype="fp32")
     weights.fill(model)
+    model.check()
     return model
 
 
@@ -92,11 +93,11 @@ def test_logits_and_buffers(pair):
 def test_documents_that_share_a_row_and_gradients(pair):
     _, ours, theirs, apart = pair
     alone = [theirs(document[None]).logits[0] for document in TOKENS.flatten().split(LENGTHS)]
-    assert_close(ours(TOKENS, POSITIONS, DOCUMENTS), torch.cat(alone).view(2, 20, -1), atol=1e-5, rtol=1e-5)
+    assert_close(ours(Batch.of(TOKENS, documents=DOCUMENTS)), torch.cat(alone).view(2, 20, -1), atol=1e-5, rtol=1e-5)
     assert ours.keeps_documents_apart == apart and ours.training
 
     labels = TOKENS.roll(-1)
-    loss = ours(TOKENS, POSITIONS, DOCUMENTS, labels=labels, loss_fn=LinearCrossEntropy(chunk_tokens=7))
+    loss = ours(Batch.of(TOKENS, labels, DOCUMENTS), LinearCrossEntropy(chunk_tokens=7))
     expected = F.cross_entropy(torch.cat(alone), labels.flatten(), reduction="sum")
     assert_close(loss, expected, rtol=1e-6, atol=0)
     loss.backward()
@@ -271,7 +272,7 @@ def test_dropout_of_the_architecture_is_off(tmp_path):
 def test_an_encoder_is_refused(tmp_path):
     folder = save(tmp_path, "BertConfig", **SHAPE, tie_word_embeddings=False)
     with pytest.raises(TuneError, match="a token sees those that follow it"):
-        load(folder)(TOKENS, POSITIONS, DOCUMENTS)
+        load(folder)
 
 
 def test_logits_that_are_changed_in_an_unknown_way_are_refused(tmp_path):
@@ -279,14 +280,14 @@ def test_logits_that_are_changed_in_an_unknown_way_are_refused(tmp_path):
     model = load(folder)
     model.scale = 1.0
     with pytest.raises(TuneError, match="CohereForCausalLM changes what its output head gives"):
-        model(TOKENS)
+        model.check()
 
 
 def test_documents_beyond_the_trained_length_under_dynamic_scaling_are_refused(tmp_path):
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     folder = save(tmp_path, "LlamaConfig", **SHAPE, max_position_embeddings=16, rope_parameters=rope)
     with pytest.raises(TuneError, match="a document of 20 tokens is longer than 16"):
-        load(folder)(TOKENS, POSITIONS, DOCUMENTS)
+        load(folder)(Batch.of(TOKENS, documents=DOCUMENTS))
 
 
 @pytest.mark.parametrize(
@@ -297,8 +298,8 @@ def test_documents_beyond_the_learned_positions_are_refused(tmp_path, config_cla
     with pytest.raises(
         TuneError, match="a document of 20 tokens is longer than 16, beyond which this model has no emb"
     ):
-        load(folder)(TOKENS, POSITIONS, DOCUMENTS)
-    load(folder)(TOKENS[:1, :18], POSITIONS[:1, :18], DOCUMENTS[:1, :18])  # each of them is shorter
+        load(folder)(Batch.of(TOKENS, documents=DOCUMENTS))
+    load(folder)(Batch.of(TOKENS[:1, :18], documents=DOCUMENTS[:1, :18]))  # each of them is shorter
 
 
 @pytest.mark.parametrize(

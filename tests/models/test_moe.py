@@ -5,9 +5,10 @@ import torch
 from torch.testing import assert_close
 
 from tune.checkpointers import load_model
+from tune.collators import Batch
 from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy
-from tune.models import build
+from tune.models import balance_loss, build
 from tune.models.grouped_product import grouped_product, product_by_group
 from tune.models.moe import Dispatch, combine, dispatch
 from tune.models.routing import Router, RouterConfig
@@ -36,10 +37,10 @@ def shifted(tokens):
     return labels
 
 
-def loss_and_gradients(model, tokens, labels, documents=None, positions=None):
+def loss_and_gradients(model, tokens, labels, documents=None):
     model.zero_grad()
-    loss = model.train()(tokens, positions, documents, labels=labels, loss_fn=LinearCrossEntropy())
-    loss.backward()
+    loss = model.train()(Batch.of(tokens, labels, documents), LinearCrossEntropy())
+    (loss + balance_loss(model)).backward()
     return loss, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
@@ -126,8 +127,7 @@ def test_the_loss_is_a_mean_over_layers_and_documents_by_their_supervised_tokens
         logits = theirs(document, output_router_logits=True).router_logits
         balances.append(torch.stack([mixtral.load_balancing_loss_func((layer,), 4, 2) for layer in logits]).mean())
     documents = torch.tensor([[i for i, length in enumerate(lengths) for _ in range(length)]])
-    positions = torch.tensor([[p for length in lengths for p in range(length)]])
-    ours(tokens, positions, documents, labels=labels, loss_fn=LinearCrossEntropy())
+    ours(Batch.of(tokens, labels, documents), LinearCrossEntropy())
     rows = ours.routing.take()
     assert_close(rows[:, -3].mean(), 19 * balances[0] + 2 * balances[1])
     assert rows[:, -2:].tolist() == [[27, 21]] * 3
@@ -142,8 +142,7 @@ def test_packing_and_padding_do_not_change_the_gradients(tmp_path):
     packed = torch.cat([one, other, padding], dim=1)
     labels = torch.cat([shifted(one), shifted(other), padding - 100], dim=1)
     documents = torch.tensor([[0] * 20 + [1] * 12 + [2] * 8])
-    positions = torch.cat([torch.arange(n) for n in (20, 12, 8)])[None]
-    loss, gradients = loss_and_gradients(ours, packed, labels, documents, positions)
+    loss, gradients = loss_and_gradients(ours, packed, labels, documents)
     assert_close(loss, alone[0][0] + alone[1][0])
     for name, gradient in gradients.items():
         assert_close(gradient, alone[0][1][name] + alone[1][1][name], atol=1e-5, rtol=1e-4)

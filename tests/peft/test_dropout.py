@@ -1,9 +1,12 @@
 """Dropout by its definition: each element by itself is zero with the probability, and else scaled up."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+from tune.collators import Batch
 from tune.peft.dropout import dropout, set_dropout_keys
 
 SAMPLES, LENGTH, WIDTH = 2, 100, 50
@@ -16,10 +19,9 @@ class Layer(nn.Module):
 
 def mask(probability=0.3, name="layer", seed=0, step=1, sample=0, position=0):
     """Which elements stay, for tokens of two samples, the first of which are at `sample` and `position`."""
-    samples = (sample + torch.arange(SAMPLES))[:, None].expand(SAMPLES, LENGTH)
-    positions = (position + torch.arange(LENGTH)).expand(SAMPLES, LENGTH)
+    batch = Batch.of(torch.zeros(SAMPLES, LENGTH), samples=range(sample, sample + SAMPLES))
     layer = Layer()
-    set_dropout_keys(layer, seed, step, samples, positions)
+    set_dropout_keys(layer, seed, step, replace(batch, positions=batch.positions + position))
     return dropout(torch.ones(SAMPLES, LENGTH, WIDTH), probability, layer.dropout_keys, name)
 
 

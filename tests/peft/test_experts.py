@@ -1,6 +1,7 @@
 """LoRA on experts is a LoRA for each of them, and PEFT reads it from its files."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import save_file
 from torch.testing import assert_close
 
 from tune.checkpointers import load_model
+from tune.collators import Batch
 from tune.errors import TuneError
 from tune.models.moe import Dispatch, ExpertLinear
 from tune.peft.dropout import set_dropout_keys
@@ -72,7 +74,7 @@ def test_dropout_follows_a_token_and_its_expert(layer):
     def outputs(order):
         """Of each token's two experts, with the tokens in this order."""
         plan = Dispatch.of(experts[order], num_experts=4)
-        set_dropout_keys(layer, seed=0, step=1, samples=torch.zeros(1, 6), positions=order[None])
+        set_dropout_keys(layer, seed=0, step=1, batch=replace(Batch.of(torch.zeros(1, 6)), positions=order[None]))
         return layer(tokens[order][plan.tokens], plan)[plan.places].view(6, 2, -1)
 
     order = torch.tensor([4, 2, 0, 5, 1, 3])
@@ -84,7 +86,7 @@ def test_dropout_differs_between_tokens_and_between_experts(layer):
     layer.lora_b.data.fill_(1)
     rows = torch.ones(12, 12)
     plan = Dispatch.of(torch.tensor([[0, 1]] * 6), num_experts=4)
-    set_dropout_keys(layer, seed=0, step=1, samples=torch.zeros(1, 6), positions=torch.arange(6)[None])
+    set_dropout_keys(layer, seed=0, step=1, batch=Batch.of(torch.zeros(1, 6)))
     added = (layer(rows, plan) - layer.eval()(rows, plan))[plan.places, 0].view(6, 2)
     assert len(added[:, 0].unique()) > 1
     assert not torch.equal(added[:, 0], added[:, 1])

@@ -3,6 +3,6 @@
 from tune.checkpointers.checkpointer import Checkpointer
 from tune.checkpointers.export import export, model_card
 from tune.checkpointers.vocabulary import add_tokens
-from tune.checkpointers.weights import Pretrained, Random, load_model
+from tune.checkpointers.weights import Pretrained, Random, check, load_model
 
-__all__ = ["Checkpointer", "Pretrained", "Random", "add_tokens", "export", "load_model", "model_card"]
+__all__ = ["Checkpointer", "Pretrained", "Random", "add_tokens", "check", "export", "load_model", "model_card"]

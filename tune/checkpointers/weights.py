@@ -203,6 +203,17 @@ class Random:
                     shard.copy_(full[where])
 
 
+def check(model: nn.Module) -> None:
+    """Let a model of transformers see, by a few tokens, whether it can be trained here and how documents may share a
+    row. To be called when all weights are there, by all processes.
+
+    Raises:
+        TuneError: it cannot be trained.
+    """
+    if isinstance(model, HuggingFaceModel):
+        model.check()
+
+
 def load_model(path: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
     """A checkpoint folder as a whole model on one device, outside of any recipe."""
     with torch.device("meta"):

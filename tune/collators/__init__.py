@@ -1,5 +1,5 @@
 """Samples to batches of tensors."""
 
-from tune.collators.batch import IGNORE, Batch, Sample, collate
+from tune.collators.batch import IGNORE, Batch, Documents, Sample, collate
 
-__all__ = ["IGNORE", "Batch", "Sample", "collate"]
+__all__ = ["IGNORE", "Batch", "Documents", "Sample", "collate"]

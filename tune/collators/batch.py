@@ -1,46 +1,109 @@
-"""A document as a sample, and rows of documents as a batch of tensors."""
+"""Rows of documents to tensors, with all that the host can know of them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 IGNORE = -100
 """The label of a position that is not supervised."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """A document's token ids, and the id to predict at each position (`tokens[i + 1]`, or -100). int32 `[length]`."""
+    """A document's token ids, and the id to predict at each position (`tokens[i + 1]`, or -100). int32 `[length]`.
+
+    `columns` are what a method needs beside them, by name: an array `[length]` has a value per token, a number is one
+    for the document. The samples of a dataset have the same columns.
+    """
 
     tokens: np.ndarray
     labels: np.ndarray
     index: int = 0  # which sample of its dataset it is
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Documents:
+    """Where the documents of a batch lie. Padding at the end of a row is a document of its own.
+
+    Documents are numbered from 0 over the whole batch. `boundaries` are their starts in the flattened batch, closed by
+    its length. `longest` is the length of the longest, rounded up to a power of two: kernels are compiled for it, so it
+    should take few values.
+    """
+
+    ids: Tensor  # int64 [rows, seq]: the number of each token's document
+    boundaries: Tensor  # int32 [documents + 1]
+    samples: Tensor  # int64 [documents]: which sample of the dataset each one is
+    num_supervised: Tensor  # int64 [documents]: supervised tokens of each
+    lengths: tuple[int, ...]
+    longest: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """int64 tensors `[rows, seq]`. Padding is a document of its own, with label -100."""
+    """What a forward and a loss read. It is worked out on the host, so that neither waits for the device."""
 
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    positions: torch.Tensor  # from 0 in each document
-    documents: torch.Tensor  # which document of its row a token belongs to, from 0; attention stays inside
-    samples: torch.Tensor  # which sample of the dataset that document is
+    tokens: Tensor  # int64 [rows, seq]
+    labels: Tensor  # int64 [rows, seq], -100 where nothing is supervised
+    positions: Tensor  # int64 [rows, seq]: from 0 in each document
+    documents: Documents
+    supervised: Tensor  # int64 [num_supervised]: where supervised tokens are in the flattened batch, ascending
+    columns: dict[str, Tensor]  # by name, `[rows, seq]` or `[documents]`; 0 for padding
     num_tokens: int  # without padding
     num_supervised: int
 
+    @classmethod
+    def of(
+        cls,
+        tokens: Any,
+        labels: Any = None,
+        documents: Any = None,
+        samples: Sequence[int] | None = None,
+        columns: Mapping[str, Any] | None = None,
+        num_tokens: int | None = None,
+    ) -> "Batch":
+        """From `tokens` `[rows, seq]` on the host, arrays or tensors.
+
+        A run of equal ids in a row of `documents` `[rows, seq]` is a document; without them a row is one. Without
+        `labels` nothing is supervised. `samples` and `columns` per document are in the order of the documents.
+        """
+        tokens = np.asarray(tokens, dtype=np.int64)
+        labels = np.full_like(tokens, IGNORE) if labels is None else np.asarray(labels, dtype=np.int64)
+        starts = np.ones_like(tokens, dtype=bool)
+        starts[:, 1:] = False if documents is None else np.diff(np.asarray(documents), axis=1) != 0
+        begins = np.flatnonzero(starts)
+        lengths = np.diff(begins, append=tokens.size)
+        positions = np.arange(tokens.size) - begins.repeat(lengths)
+        supervised = labels.ravel() != IGNORE
+        return cls(
+            torch.from_numpy(tokens),
+            torch.from_numpy(labels),
+            torch.from_numpy(positions.reshape(tokens.shape)),
+            Documents(
+                torch.from_numpy((starts.cumsum() - 1).reshape(tokens.shape)),
+                torch.from_numpy(np.append(begins, tokens.size).astype(np.int32)),
+                torch.from_numpy(np.asarray(samples if samples is not None else range(len(begins)), dtype=np.int64)),
+                torch.from_numpy(np.add.reduceat(supervised, begins, dtype=np.int64)),
+                tuple(lengths.tolist()),
+                1 << (int(lengths.max()) - 1).bit_length(),
+            ),
+            torch.from_numpy(np.flatnonzero(supervised)),
+            {name: torch.as_tensor(np.asarray(values)) for name, values in (columns or {}).items()},
+            num_tokens=tokens.size if num_tokens is None else num_tokens,
+            num_supervised=int(supervised.sum()),
+        )
+
     def to(self, device: torch.device | str) -> "Batch":
-        return self._each(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
+        return _each_tensor(self, lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
 
     def pin_memory(self) -> "Batch":
-        return self._each(torch.Tensor.pin_memory)
-
-    def _each(self, function: Callable[[torch.Tensor], Any]) -> "Batch":
-        names = ("tokens", "labels", "positions", "documents", "samples")
-        return replace(self, **{name: function(getattr(self, name)) for name in names})
+        return _each_tensor(self, Tensor.pin_memory)
 
 
 def collate(rows: list[list[Sample]], pad_to: int | None = None) -> Batch:
@@ -52,27 +115,50 @@ def collate(rows: list[list[Sample]], pad_to: int | None = None) -> Batch:
     if pad_to is None:
         rows = [[document for row in rows for document in row]]
         pad_to = max(1, sum(len(document.tokens) for document in rows[0]))
-    tokens, labels, positions, documents, samples = np.zeros((5, len(rows), pad_to), dtype=np.int64)
+    padding = Sample(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32))
+    tokens, labels, ids = np.zeros((3, len(rows), pad_to), dtype=np.int64)
     labels.fill(IGNORE)
-    num_tokens = 0
+    documents: list[Sample] = []
+    places: list[tuple[int, slice]] = []
     for index, row in enumerate(rows):
         end = 0
         for number, document in enumerate(row):
             start, end = end, end + len(document.tokens)
             tokens[index, start:end] = document.tokens
             labels[index, start:end] = document.labels
-            positions[index, start:end] = np.arange(end - start)
-            documents[index, start:end] = number
-            samples[index, start:end] = document.index
-        positions[index, end:] = np.arange(pad_to - end)
-        documents[index, end:] = len(row)
-        num_tokens += end
-    return Batch(
-        torch.from_numpy(tokens),
-        torch.from_numpy(labels),
-        torch.from_numpy(positions),
-        torch.from_numpy(documents),
-        torch.from_numpy(samples),
-        num_tokens=num_tokens,
-        num_supervised=int((labels != IGNORE).sum()),
+            ids[index, start:end] = number
+            places.append((index, slice(start, end)))
+        ids[index, end:] = len(row)
+        documents += row
+        if end < pad_to:
+            documents.append(padding)
+            places.append((index, slice(end, end)))
+    names = next((list(document.columns) for document in documents if document is not padding), [])
+    columns = {name: _column(name, documents, places, tokens.shape) for name in names}
+    samples = [document.index for document in documents]
+    num_tokens = sum(len(document.tokens) for document in documents)
+    return Batch.of(tokens, labels, ids, samples, columns, num_tokens)
+
+
+def _column(name: str, documents: list[Sample], places: list[tuple[int, slice]], shape: tuple[int, ...]) -> np.ndarray:
+    """`[rows, seq]` of a column with a value per token, `[documents]` of one with a value per document."""
+    values = [np.asarray(document.columns[name]) if document.columns else None for document in documents]
+    first = next(value for value in values if value is not None)
+    column = np.zeros(
+        shape if first.ndim else len(documents), dtype=np.int64 if first.dtype.kind in "iub" else np.float32
     )
+    for index, (value, place) in enumerate(zip(values, places, strict=True)):
+        if value is not None:
+            column[place if first.ndim else index] = value
+    return column
+
+
+def _each_tensor(value: T, function: Callable[[Tensor], Tensor]) -> T:
+    if isinstance(value, Tensor):
+        return function(value)  # type: ignore[return-value]
+    if isinstance(value, dict):
+        return {name: _each_tensor(each, function) for name, each in value.items()}  # type: ignore[return-value]
+    if not isinstance(value, Batch | Documents):
+        return value
+    changed: Any = {each.name: _each_tensor(getattr(value, each.name), function) for each in fields(value)}
+    return replace(value, **changed)

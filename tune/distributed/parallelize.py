@@ -1,5 +1,6 @@
 """From a model on the meta device to shards on all devices: checkpointing -> compile -> FSDP2 -> memory."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Literal
 
@@ -107,7 +108,7 @@ def _shard(
     The root is gathered from the start of a forward to the end of its backward: the loss reads its head weight, and
     backward needs it at once.
     """
-    mesh = world.mesh if world.mesh["dp_replicate"].size() > 1 else world.mesh["dp_shard"]
+    mesh = world.mesh["dp_replicate", "dp_shard"] if world.mesh["dp_replicate"].size() > 1 else world.mesh["dp_shard"]
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy()
     heads = [child.weight for child in model.children() if isinstance(child, nn.Linear)]
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -159,8 +160,13 @@ def reduce_gradients(model: nn.Module, now: bool) -> None:
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
     """The norm of all gradients together; with `max_norm`, they are scaled down to it first."""
-    parameters = list(parameters)
-    if max_norm is None:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return full_tensor(nn.utils.get_total_norm(gradients))
-    return full_tensor(nn.utils.clip_grad_norm_(parameters, max_norm))
+    by_mesh: dict[object, list[Tensor]] = defaultdict(list)  # torch takes the norm of one mesh's gradients at a time
+    for parameter in parameters:
+        by_mesh[getattr(parameter, "device_mesh", None)].append(parameter)
+    gradients = [[each.grad for each in group if each.grad is not None] for group in by_mesh.values()]
+    norms = [full_tensor(nn.utils.get_total_norm(group)) for group in gradients]
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+    if max_norm is not None:
+        for group in by_mesh.values():
+            nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return norm

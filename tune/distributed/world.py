@@ -11,15 +11,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tune.errors import TuneError
 
+AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class World:
-    """The process group as a mesh of axes `dp_replicate` and `dp_shard`. One process is a mesh of one."""
+    """The process group as a mesh of the axes `AXES`, of size 1 where unused. One process is a mesh of one."""
 
     mesh: DeviceMesh
     device: torch.device
+    data: DeviceMesh  # the processes that read different data: dp_replicate and dp_shard as one axis
 
     @property
     def rank(self) -> int:
@@ -37,18 +40,34 @@ class World:
     @property
     def data_rank(self) -> int:
         """Which share of each global batch this process reads."""
-        return self.rank
+        return self.data.get_local_rank()
 
     @property
     def data_size(self) -> int:
-        return self.size
+        return self.data.size()
 
-    def sum(self, *values: torch.Tensor | float) -> list[float]:
-        """Each value summed over all processes, in fp64, so that counts stay exact. Waits for the device."""
-        total = torch.tensor([float(value) for value in values], dtype=torch.float64)
-        total = total.to(self.device) if self.device.type == "cuda" else total
-        dist.all_reduce(total)
-        return total.tolist()
+    def sum(self, value: torch.Tensor | float) -> torch.Tensor:
+        """The sum over the data ranks, in fp64, so that counts stay exact. Does not wait for the device."""
+        total = self._figure(value)
+        dist.all_reduce(total, group=self.data.get_group())
+        return total
+
+    def any(self, flag: bool) -> torch.Tensor:
+        """1 if `flag` is set in any process, of all axes, or 0. Does not wait for the device."""
+        highest = self._figure(float(flag))
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        return highest
+
+    def fetch(self, **values: torch.Tensor | float) -> dict[str, float]:
+        """Numbers of the device, by name, on the host: waits for the device, once for all of them."""
+        return dict(zip(values, torch.stack([self._figure(value) for value in values.values()]).tolist(), strict=True))
+
+    def _figure(self, value: torch.Tensor | float) -> torch.Tensor:
+        """In fp64, as a new tensor; where the device has no such type, on the host."""
+        device = self.device if self.device.type == "cuda" else torch.device("cpu")
+        if isinstance(value, torch.Tensor):
+            return value.detach().to(device, torch.float64, copy=True)
+        return torch.full((), value, dtype=torch.float64, device=device)  # a copy from the host would wait
 
     def share(self, value: T) -> T:
         """Rank 0's `value`, on all ranks."""
@@ -95,9 +114,11 @@ def init(
             f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} does not make {size} processes. "
             f"dp_replicate must divide {size}; with dp_shard=auto the rest follows"
         )
-    axes = ("dp_replicate", "dp_shard")
-    mesh = init_device_mesh("cuda" if kind == "cuda" else "cpu", (dp_replicate, shards), mesh_dim_names=axes)
-    return World(mesh, torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind))
+    sizes = {"dp_replicate": dp_replicate, "dp_shard": shards}
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    mesh = init_device_mesh("cuda" if kind == "cuda" else "cpu", shape, mesh_dim_names=AXES)
+    data = mesh["dp_replicate", "dp_shard"]._flatten("data")
+    return World(mesh, torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind), data)
 
 
 def _device_type(device: str) -> str:

@@ -25,7 +25,7 @@ def generate(
     tokens = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
     positions = torch.arange(longest, device=device) - (longest - lengths)[:, None]
     positions = torch.where(positions < 0, lengths[:, None], positions)
-    new = model(tokens, positions, cache=cache)[:, -1].argmax(dim=-1)
+    new = model(tokens, positions=positions, cache=cache)[:, -1].argmax(dim=-1)
     outputs: list[list[int]] = [[] for _ in prompts]
     running = set(range(len(prompts)))
     for step in range(max_new_tokens):
@@ -35,5 +35,5 @@ def generate(
                 running.remove(row)
         if not running or step == max_new_tokens - 1:
             break
-        new = model(new[:, None], (lengths + step)[:, None], cache=cache)[:, -1].argmax(dim=-1)
+        new = model(new[:, None], positions=(lengths + step)[:, None], cache=cache)[:, -1].argmax(dim=-1)
     return outputs

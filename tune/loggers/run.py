@@ -125,10 +125,10 @@ class Run:
         self.last += time.perf_counter() - begin
 
     def log(self, step: int, *, tokens: int, supervised_tokens: int, **metrics: float | None) -> None:
-        """Record the metrics of an optimizer step (metrics.py says what each counts); None leaves one out."""
+        """Record the metrics of an optimizer step (metrics.py says what each counts); None or NaN leaves one out."""
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
-        values = {name: value for name, value in metrics.items() if value is not None}
+        values = {name: value for name, value in metrics.items() if value is not None and not math.isnan(value)}
         values |= {
             "tokens": tokens,
             "supervised_tokens": supervised_tokens,

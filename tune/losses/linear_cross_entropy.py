@@ -5,10 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tune.collators import Batch
 from tune.types import PositiveInt
-
-IGNORED = -100
-"""The label of a position that is not supervised."""
 
 
 class LinearCrossEntropy:
@@ -23,11 +21,12 @@ class LinearCrossEntropy:
     def __init__(self, chunk_tokens: PositiveInt = 512):
         self.chunk_tokens = chunk_tokens
 
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, *, softcap: float | None = None) -> Tensor:
-        """`hidden` `[..., dim]`, `weight` `[vocab, dim]`, `labels` `[...]` -> scalar. With `softcap`, of the logits
+    def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
+        """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]` -> scalar. With `softcap`, of the logits
         softcap * tanh(logits / softcap)."""
-        supervised = labels != IGNORED
-        return _LinearCrossEntropy.apply(hidden[supervised], weight, labels[supervised], self.chunk_tokens, softcap)
+        hidden = hidden.flatten(0, 1).index_select(0, batch.supervised)
+        labels = batch.labels.flatten().index_select(0, batch.supervised)
+        return _LinearCrossEntropy.apply(hidden, weight, labels, self.chunk_tokens, softcap)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

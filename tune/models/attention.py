@@ -6,29 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Segments:
-    """Where the documents of a batch lie, worked out once per forward and shared by all blocks.
-
-    A document is a run of equal ids in a row of `ids` `[batch, seq]`; `boundaries` are the starts of the documents in
-    the flattened batch, closed by its length. `longest` is the length of the longest document, rounded up to a power of
-    two: kernels are compiled for it, so it should take few values.
-    """
-
-    ids: Tensor
-    boundaries: Tensor
-    lengths: list[int]
-    longest: int
-
-    @classmethod
-    def of(cls, documents: Tensor) -> "Segments":
-        starts = torch.ones_like(documents, dtype=torch.bool)
-        starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        starts = starts.flatten().nonzero().flatten()
-        boundaries = torch.cat([starts, starts.new_tensor([documents.numel()])])
-        lengths = boundaries.diff().tolist()
-        return cls(documents, boundaries.int(), lengths, 1 << (max(lengths) - 1).bit_length())
+from tune.collators import Documents
 
 
 @dataclass(frozen=True)
@@ -53,27 +31,27 @@ class Scoring:
 PLAIN = Scoring()
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments | None, scoring: Scoring = PLAIN) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, scoring: Scoring = PLAIN) -> Tensor:
     """Causal attention of `query` `[batch, seq, heads, head_dim]` to `key`, `value` `[batch, seq, kv_heads, head_dim]`.
 
-    `segments=None` means one document a row. Values may have another head size, and so has the result then. Every path
+    `documents=None` means one document a row. Values may have another head size, and so has the result then. Every path
     computes what `attend_masked` computes.
     """
-    if segments is None:
+    if documents is None:
         return _document(query, key, value, scoring)
     if _flash_fits(query, value, scoring):
-        return _flash(query, key, value, segments, scoring)
+        return _flash(query, key, value, documents, scoring)
     if torch.compiler.is_compiling():  # a loop over documents would be compiled anew for every batch
-        return attend_masked(query, key, value, segments, scoring)
+        return attend_masked(query, key, value, documents, scoring)
     # A document at a time: no work on pairs of tokens that must not see each other, and no mask in memory.
-    flat = [heads.flatten(0, 1).split(segments.lengths) for heads in (query, key, value)]
+    flat = [heads.flatten(0, 1).split(documents.lengths) for heads in (query, key, value)]
     outputs = [_document(q[None], k[None], v[None], scoring)[0] for q, k, v in zip(*flat, strict=True)]
     return torch.cat(outputs).unflatten(0, query.shape[:2])
 
 
-def attend_masked(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scoring: Scoring = PLAIN) -> Tensor:
+def attend_masked(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring = PLAIN) -> Tensor:
     """The same with the full mask `[batch, seq, seq]`: the oracle of the other paths."""
-    same_document = segments.ids[:, :, None] == segments.ids[:, None, :]
+    same_document = documents.ids[:, :, None] == documents.ids[:, None, :]
     order = torch.arange(query.shape[1], device=query.device)
     return _masked(query, key, value, same_document & _visible(order, order, scoring), scoring)
 
@@ -151,7 +129,7 @@ def _flash_fits(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
     return query.is_cuda and fits and value.shape[-1] == size and scoring.has_kernels
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     groups = query.shape[2] // key.shape[2]
@@ -160,10 +138,10 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scorin
         query.flatten(0, 1),
         key.flatten(0, 1),
         value.flatten(0, 1),
-        cu_seq_q=segments.boundaries,
-        cu_seq_k=segments.boundaries,
-        max_q=segments.longest,
-        max_k=segments.longest,
+        cu_seq_q=documents.boundaries,
+        cu_seq_k=documents.boundaries,
+        max_q=documents.longest,
+        max_k=documents.longest,
         scale=scoring.scale,
         window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
     )

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tune.models.attention import Segments
+from tune.collators import Documents
 from tune.models.rope import Rotation
-from tune.models.routing import Supervision
 
 
 class LayerCache:
@@ -37,11 +36,9 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class Context:
-    """`rotation` and `cache` are the block's own; the rest is the same for all. `supervision` is there in training of a
-    model with experts."""
+    """`rotation` and `cache` are the block's own; the rest is the same for all. Without `documents` a row is one."""
 
     rotation: Rotation | None
-    segments: Segments | None
+    documents: Documents | None
     positions: Tensor
     cache: LayerCache | None
-    supervision: Supervision | None = None

@@ -1,18 +1,18 @@
 """The one decoder. A family says in its own file what its config.json means here and how its parameters are named."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tune.models.attention import Segments
+from tune.collators import Batch, Documents
 from tune.models.context import Context, KeyValueCache
 from tune.models.layers import AttentionPartConfig, NormConfig, PartConfig
 from tune.models.moe import ExpertsConfig
 from tune.models.rope import Rope
-from tune.models.routing import RoutingFigures, RoutingSums, Supervision
+from tune.models.routing import RoutingFigures, RoutingSums
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,14 @@ class DecoderConfig:
     initializer_range: float = 0.02
 
 
-class LossFunction(Protocol):
-    """A loss that reads hidden states `[..., hidden]`, the output weight `[vocab, hidden]` and labels `[...]`.
+class Head(Protocol):
+    """What is computed where the logits would be: a scalar loss, or values per token.
 
-    `softcap` is given for models that bound their logits: logits l become softcap * tanh(l / softcap).
+    It reads hidden states `[rows, seq, hidden]`, the output weight `[vocab, hidden]` and the batch. `softcap` is given
+    for models that bound their logits: logits l become softcap * tanh(l / softcap).
     """
 
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, *, softcap: float | None = None) -> Tensor: ...
+    def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Any: ...
 
 
 class Block(nn.Module):
@@ -88,13 +89,11 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model.
+    """A causal language model: embedding, blocks, output.
 
-    Rows of `tokens` `[batch, seq]` may hold several documents: `documents` tells them apart, `positions` restart at
-    each. Without them a row is one document. Returns logits `[batch, seq, vocab]`, or, given `loss_fn`, the loss of
-    `labels` `[batch, seq]` (already shifted): it is computed in here, from hidden states and the output weight, so that
-    full logits never exist and FSDP has the weight gathered. In training the load-balancing loss of experts adds its
-    gradient to that of the loss, and nothing to its value.
+    Called with a `Batch`, whose rows may hold several documents, or with `tokens` `[rows, seq]`, each row one document,
+    it returns logits `[rows, seq, vocab]`. Given a `head` it returns what that makes of hidden states, output weight
+    and batch: it is called in here, so that full logits never exist and FSDP has the weight gathered.
     """
 
     # How a checkpoint names the parameters (a list: ours is the stack of these), what in it repeats one of them, and
@@ -124,46 +123,60 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
+        batch: Batch | Tensor,
+        head: Head | None = None,
         *,
-        labels: Tensor | None = None,
-        loss_fn: LossFunction | None = None,
+        positions: Tensor | None = None,
         cache: KeyValueCache | None = None,
-    ) -> Tensor:
+    ) -> Any:
+        """`positions` `[rows, seq]` (without them, from 0) and `cache` are for generation, with tokens."""
+        documents = None
+        if isinstance(batch, Batch):
+            tokens, positions, documents = batch.tokens, batch.positions, batch.documents
+        else:
+            tokens = batch
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        segments = None if documents is None else Segments.of(documents)
+        hidden = self.embed(tokens)
+        hidden = self.run_blocks(hidden, positions, documents, cache)
+        hidden, weight = self.output_operands(hidden)
+        softcap = self.config.logit_softcap
+        if head is not None:
+            assert isinstance(batch, Batch), "a head reads a Batch"
+            return head(hidden, weight, batch, **{"softcap": softcap} if softcap else {})
+        logits = F.linear(hidden, weight)
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """`[rows, seq]` -> `[rows, seq, hidden]`."""
         hidden = self.embedding(tokens)
         if self.config.embedding_multiplier != 1:  # rounded to the type it is computed in, as Gemma was trained
             hidden = hidden * torch.tensor(self.config.embedding_multiplier, dtype=hidden.dtype)
+        return hidden
+
+    def run_blocks(
+        self, hidden: Tensor, positions: Tensor, documents: Documents | None, cache: KeyValueCache | None = None
+    ) -> Tensor:
         rotations = {
-            config: rope(positions, segments, cache is not None, hidden.dtype) for config, rope in self.ropes.items()
+            config: rope(positions, documents, cache is not None, hidden.dtype) for config, rope in self.ropes.items()
         }
-        supervision = None
-        if self.routing is not None and self.training and labels is not None:
-            supervision = Supervision.of(labels, segments)
         figures = []
         for index, (block, layer) in enumerate(zip(self.blocks, self.config.layers, strict=True)):
             rotation = rotations[layer.attention.rope] if layer.attention.rope else None
-            layer_cache = cache.layers[index] if cache else None
-            hidden, its_figures = block(hidden, Context(rotation, segments, positions, layer_cache, supervision))
+            hidden, its_figures = block(
+                hidden, Context(rotation, documents, positions, cache.layers[index] if cache else None)
+            )
             figures += [its_figures] if its_figures else []
+        if figures and self.routing is not None and documents is not None:
+            self.routing.add(figures, documents)
+        return hidden
+
+    def output_operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the last block gives -> inputs and weight whose product is the logits."""
         hidden = self.norm(hidden)
         if self.config.logit_scale != 1:
             hidden = hidden * self.config.logit_scale
-        hidden, weight = head_operands(self.embedding if self.head is None else self.head, hidden)
-        softcap = self.config.logit_softcap
-        if loss_fn is not None:
-            assert labels is not None, "loss_fn needs labels"
-            loss = loss_fn(hidden, weight, labels, **{"softcap": softcap} if softcap else {})
-            if self.routing is not None and supervision is not None:
-                balance = self.routing.add(figures, supervision) * self.config.router_loss
-                loss = loss + (balance - balance.detach())
-            return loss
-        logits = F.linear(hidden, weight)
-        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+        return head_operands(self.embedding if self.head is None else self.head, hidden)
 
 
 def head_operands(head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -70,7 +70,7 @@ class DeltaNet(nn.Module):
         value = value.unflatten(-1, (-1, config.value_dim)).float()
         strength = self.strength(hidden).float().sigmoid()
         log_decay = -self.log_rate.float().exp() * F.softplus(self.step(hidden).float() + self.step_bias)
-        documents = (context.positions == 0).cumsum(dim=1)
+        documents = (context.positions == 0).cumsum(dim=1) if context.documents is None else context.documents.ids
         output, memory = gated_delta_rule(
             query * config.key_dim**-0.5, key, value, log_decay, strength, documents, memory
         )

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tune.collators import Batch
 from tune.errors import TuneError
-from tune.models.attention import Segments
 from tune.models.config_file import ConfigFile
-from tune.models.decoder import LossFunction, head_operands
+from tune.models.decoder import Head, head_operands
 
 # How a checkpoint holds a parameter: a tensor's name; or those that it is the stack of along a new first dimension; or
 # for each member of the stack, those of equal parts that it is joined from along its own first dimension.
@@ -84,8 +84,8 @@ class HuggingFaceModel(nn.Module):
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.max_positions = getattr(self.config, "max_position_embeddings", None)
         self.longest, self.beyond = _longest(model, self.config)
-        self.knows_logits = False  # whether they are those of the head, scaled and bounded; looked at once
-        self.keeps_documents_apart: bool | None = None  # in one row; found out in the first forward
+        self.knows_logits = True  # they are those of the head, scaled and bounded
+        self.keeps_documents_apart = False  # where they share a row
         self.scale, self.softcap = _after_head(self.config)
 
         head_name = next(each for each, module in model.named_modules() if module is head)
@@ -108,27 +108,19 @@ class HuggingFaceModel(nn.Module):
             elif isinstance(names, str):
                 self.disk_copies[names] = ours[identity]
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        *,
-        labels: Tensor | None = None,
-        loss_fn: LossFunction | None = None,
-    ) -> Tensor:
+    def forward(self, batch: Batch | Tensor, head: Head | None = None) -> Any:
         """As `tune.models.Decoder.forward`."""
-        hidden = self._run(tokens) if documents is None else self._run_documents(tokens, documents)
+        hidden = self._run_documents(batch) if isinstance(batch, Batch) else self._run(batch)
         if self.scale != 1:
             hidden = hidden * self.scale
         hidden, weight = head_operands(self.head_module, hidden)
         bias = None if self.head is None else self.head.bias
-        if loss_fn is not None:
-            assert labels is not None, "loss_fn needs labels"
+        if head is not None:
+            assert isinstance(batch, Batch), "a head reads a Batch"
             if bias is not None:  # as one more column, for a feature that is one
                 hidden = torch.cat([hidden, hidden.new_full((*hidden.shape[:-1], 1), self.scale)], dim=-1)
                 weight = torch.cat([weight, bias[:, None]], dim=1)
-            return loss_fn(hidden, weight, labels, **{"softcap": self.softcap} if self.softcap else {})
+            return head(hidden, weight, batch, **{"softcap": self.softcap} if self.softcap else {})
         return self._bounded(F.linear(hidden, weight, None if bias is None else bias * self.scale))
 
     def _run(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -145,7 +137,6 @@ class HuggingFaceModel(nn.Module):
                     f"model: {type(self.body).__name__} changes what its output head gives in a way that is not known "
                     "here, so that head and loss cannot be computed by chunks: it cannot be trained"
                 )
-            self.knows_logits = True
         return hidden
 
     @property
@@ -156,27 +147,22 @@ class HuggingFaceModel(nn.Module):
     def _bounded(self, logits: Tensor) -> Tensor:
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
-    def _run_documents(self, tokens: Tensor, documents: Tensor) -> Tensor:
-        segments = Segments.of(documents)
-        if self.keeps_documents_apart is None:
-            self.keeps_documents_apart = self._find_out(tokens.device)
-        lengths = torch.tensor(segments.lengths, device=tokens.device)
-        longest = max(segments.lengths)
+    def _run_documents(self, batch: Batch) -> Tensor:
+        tokens, documents = batch.tokens, batch.documents
+        longest = max(documents.lengths)
         if self.longest and longest > self.longest:
             raise TuneError(
                 f"max_seq_len: a document of {longest} tokens is longer than {self.longest}, beyond which this model "
                 f"{self.beyond}. Lower max_seq_len"
             )
-        offsets = torch.arange(longest, device=tokens.device)
-        starts = segments.boundaries[:-1].long()
-        if self.keeps_documents_apart and len(lengths) * longest > FEW_PADDINGS * tokens.numel():
-            positions = torch.arange(tokens.numel(), device=tokens.device) - starts.repeat_interleave(lengths)
-            return self._run(tokens, positions.view_as(tokens))
+        if self.keeps_documents_apart and len(documents.lengths) * longest > FEW_PADDINGS * tokens.numel():
+            return self._run(tokens, batch.positions)
         # One document a row. What stands behind its end is seen by nothing before, and left out afterwards.
-        index = (starts[:, None] + offsets).clamp(max=tokens.numel() - 1)
+        offsets = torch.arange(longest, device=tokens.device)
+        index = (documents.boundaries[:-1, None].long() + offsets).clamp(max=tokens.numel() - 1)
         self._move_dropout_keys(tokens, index)
         hidden = self._run(tokens.flatten()[index])
-        return hidden[offsets < lengths[:, None]].view(*tokens.shape, -1)
+        return hidden.flatten(0, 1)[documents.ids * longest + batch.positions]
 
     def _move_dropout_keys(self, tokens: Tensor, index: Tensor) -> None:
         for module in self.modules():
@@ -185,27 +171,30 @@ class HuggingFaceModel(nn.Module):
                 module.dropout_keys = keys.flatten()[index]
 
     @torch.no_grad()
-    def _find_out(self, device: torch.device) -> bool:
-        """Whether documents in one row can be told apart by their positions.
+    def check(self) -> None:
+        """Find out by a few tokens whether head and loss can be computed apart from the model, and whether documents in
+        one row can be told apart by their positions. To be called once the weights are there; by all processes.
 
         Raises:
-            TuneError: a token sees those behind it.
+            TuneError: the logits are not those of the head, or a token sees those behind it.
         """
-        training = self.training
+        training, device = self.training, next(self.parameters()).device
         self.eval()
         tokens = (torch.arange(12, device=device) * 7 + 3) % self.config.vocab_size
-        document, alone = tokens[None, 5:], self._run(tokens[None, 5:])
-        followed = self._run(torch.cat([document, tokens[None, :5]], dim=1))
+        self.knows_logits = False
+        alone = self(tokens[None, 2:])
+        self.knows_logits = True
+        followed = self(torch.cat([tokens[None, 2:], tokens[None, :2]], dim=1))
         tolerance = 1e-3 if alone.dtype == torch.float32 else 5e-2
-        if not _close(followed[:, :7], alone, tolerance):
+        if not _close(followed[:, :10], alone, tolerance):
             raise TuneError(
                 f"model: in {type(self.body).__name__} a token sees those that follow it, so that it would be given "
                 "the answer it has to learn. If config.json has is_decoder=false, the model is an encoder"
             )
-        positions = torch.cat([torch.arange(5, device=device), torch.arange(7, device=device)])
-        apart = self.takes_positions and _close(self._run(tokens[None], positions[None])[:, 5:], alone, tolerance)
+        self.keeps_documents_apart = self.takes_positions
+        together = self(Batch.of(tokens[None].cpu(), documents=[[0] * 2 + [1] * 10]).to(device))
+        self.keeps_documents_apart = self.takes_positions and _close(together[:, 2:], alone, tolerance)
         self.train(training)
-        return apart
 
 
 class _Caught(nn.Module):

@@ -135,7 +135,7 @@ class Attention(nn.Module):
 def attend_in(context: Context, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """`attend` among the context's documents, or where it has a cache, to that with the new keys and values in it."""
     if context.cache is None:
-        return attend(query, key, value, context.segments, scoring)
+        return attend(query, key, value, context.documents, scoring)
     key, value = context.cache.update(key, value, positions=context.positions)
     return attend_cached(query, key, value, context.positions, scoring)
 

@@ -53,8 +53,9 @@ class MixtureOfExperts(nn.Module):
         if self.shared is not None:
             shared = self.shared(hidden, context)
             output = output + (shared if self.shared_gate is None else self.shared_gate(hidden).sigmoid() * shared)
-        supervision = context.supervision
-        return output, None if supervision is None else RoutingFigures.of(routing, supervision)
+        if not self.training or context.documents is None:
+            return output, None
+        return output, RoutingFigures.of(routing, context.documents)
 
 
 class Dispatch(NamedTuple):

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tune.collators import Documents
 from tune.errors import TuneError
-from tune.models.attention import Segments
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Rope:
         self.config = config
         self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
 
-    def __call__(self, positions: Tensor, segments: Segments | None, cached: bool, dtype: torch.dtype) -> Rotation:
+    def __call__(self, positions: Tensor, documents: Documents | None, cached: bool, dtype: torch.dtype) -> Rotation:
         """For tokens at `positions` `[batch, seq]` of their documents.
 
         Raises:
@@ -72,9 +72,9 @@ class Rope:
             self._frequencies[positions.device] = frequencies.to(positions.device), magnitude
         frequencies, magnitude = self._frequencies[positions.device]
         if self.config.kind in ("dynamic", "longrope"):
-            self._refuse_what_depends_on_others(positions, segments, cached)
+            self._refuse_what_depends_on_others(positions, documents, cached)
         if self.config.kind == "longrope":  # the short factors or the long ones, as the token's document has it
-            frequencies = frequencies[(_document_lengths(positions, segments) > self._original).long()]
+            frequencies = frequencies[(_document_lengths(positions, documents) > self._original).long()]
         angles = positions[..., None].float() * frequencies
         if self.config.interleaved:
             angles = angles.repeat_interleave(2, dim=-1)
@@ -88,11 +88,11 @@ class Rope:
             query_scale = (1 + growth)[..., None, None].to(dtype)
         return Rotation(cos, sin, self.config.interleaved, query_scale)
 
-    def _refuse_what_depends_on_others(self, positions: Tensor, segments: Segments | None, cached: bool) -> None:
+    def _refuse_what_depends_on_others(self, positions: Tensor, documents: Documents | None, cached: bool) -> None:
         if cached:
             longest = int(positions.max()) + 1
         else:
-            longest = positions.shape[1] if segments is None else max(segments.lengths)
+            longest = positions.shape[1] if documents is None else max(documents.lengths)
         if self.config.kind == "dynamic" and longest > self.config.max_positions:
             raise TuneError(
                 f"max_seq_len: a document of {longest} tokens is longer than the {self.config.max_positions} "
@@ -125,12 +125,11 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     return heads * rotation.cos + turned * rotation.sin
 
 
-def _document_lengths(positions: Tensor, segments: Segments | None) -> Tensor:
+def _document_lengths(positions: Tensor, documents: Documents | None) -> Tensor:
     """The length of each token's document, `[batch, seq]`."""
-    if segments is None:
+    if documents is None:
         return torch.full_like(positions, positions.shape[1])
-    lengths = segments.boundaries.diff()
-    return lengths.repeat_interleave(lengths).view_as(positions)
+    return documents.boundaries.diff()[documents.ids]
 
 
 def _plain(config: RopeConfig) -> Tensor:

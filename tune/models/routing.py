@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tune.losses import IGNORED
-from tune.models.attention import Segments
+from tune.collators import Documents
 
 
 @dataclass(frozen=True)
@@ -91,28 +90,6 @@ class Router(nn.Module):
         return self
 
 
-class Supervision(NamedTuple):
-    """The documents of a batch: which one each token is of, `[tokens]`, and how many tokens and supervised tokens each
-    has, `[documents]`. Padding is a document without supervised tokens. All are whole numbers, which mixed precision
-    leaves alone at a block's border: floats it would round."""
-
-    documents: Tensor
-    lengths: Tensor
-    supervised: Tensor
-
-    @classmethod
-    def of(cls, labels: Tensor, segments: Segments | None) -> "Supervision":
-        """For `labels` `[batch, seq]`."""
-        if segments is None:
-            lengths = torch.full((labels.shape[0],), labels.shape[1], device=labels.device)
-        else:
-            lengths = segments.boundaries.diff()
-        numbers = torch.arange(len(lengths), device=labels.device)
-        documents = numbers.repeat_interleave(lengths, output_size=labels.numel())
-        supervised = (labels != IGNORED).flatten().long()
-        return cls(documents, lengths, supervised.new_zeros(len(lengths)).index_add(0, documents, supervised))
-
-
 class RoutingFigures(NamedTuple):
     """What a router did, summed over the documents that are trained on: choices of each expert `[num_experts]`, entropy
     of the tokens' probabilities, and the load-balancing loss, weighted by supervised tokens."""
@@ -122,7 +99,7 @@ class RoutingFigures(NamedTuple):
     balance: Tensor
 
     @classmethod
-    def of(cls, routing: Routing, supervision: Supervision) -> "RoutingFigures":
+    def of(cls, routing: Routing, documents: Documents) -> "RoutingFigures":
         """The load-balancing loss is that of the Switch Transformer (Fedus et al., 2021), for each document by itself:
         num_experts * sum over experts of (choices per token) * (mean probability).
 
@@ -131,18 +108,18 @@ class RoutingFigures(NamedTuple):
         one layer the two are equal. The sum over documents, weighted by supervised tokens, is to be divided by the
         supervised tokens of the whole step, as the loss is. Gradients flow through the probabilities alone.
         """
-        documents, lengths, supervised = supervision
+        ids, lengths, supervised = documents.ids.flatten(), documents.boundaries.diff(), documents.num_supervised
         num_experts = routing.probabilities.shape[1]
         choices = torch.zeros_like(routing.probabilities).scatter(1, routing.experts, 1.0)
         load, probability = (
-            choices.new_zeros(len(lengths), num_experts).index_add(0, documents, each)
+            choices.new_zeros(len(lengths), num_experts).index_add(0, ids, each)
             for each in (choices, routing.probabilities)
         )
-        balance = num_experts * (load * probability).sum(dim=1) / lengths.square()
+        balance = num_experts * (load * probability).sum(dim=1) / lengths.float().square()
         trained = (supervised > 0).float()
         entropy = torch.special.entr(routing.probabilities.detach()).sum(dim=1)
         # Not `trained @ load`: it changes its result in place, which selective recomputation may not keep then.
-        return cls((trained[:, None] * load).sum(dim=0), trained[documents] @ entropy, supervised.float() @ balance)
+        return cls((trained[:, None] * load).sum(dim=0), trained[ids] @ entropy, supervised.float() @ balance)
 
 
 class RoutingSums:
@@ -150,17 +127,27 @@ class RoutingSums:
 
     def __init__(self) -> None:
         self.rows: Tensor | None = None
+        self.balance: Tensor | None = None  # of the last forward in training
 
-    def add(self, layers: list[RoutingFigures], supervision: Supervision) -> Tensor:
-        """The load-balancing loss, averaged over layers."""
-        trained = (supervision.lengths * (supervision.supervised > 0)).sum()
-        common = torch.stack([trained, supervision.supervised.sum()]).float()
+    def add(self, layers: list[RoutingFigures], documents: Documents) -> None:
+        trained = (documents.boundaries.diff() * (documents.num_supervised > 0)).sum()
+        common = torch.stack([trained, documents.num_supervised.sum()]).float()
         rows = [torch.cat([load, entropy[None], balance[None], common]).detach() for load, entropy, balance in layers]
         self.rows = torch.stack(rows) if self.rows is None else self.rows + torch.stack(rows)
-        return torch.stack([figures.balance for figures in layers]).mean()
+        self.balance = torch.stack([figures.balance for figures in layers]).mean()
 
     def take(self) -> Tensor:
         """A row a layer: choices of each expert; entropy and load-balancing loss, tokens and supervised tokens."""
-        assert self.rows is not None, "figures are counted in a forward in training, with labels"
+        assert self.rows is not None, "figures are counted in a forward in training"
         rows, self.rows = self.rows, None
         return rows
+
+
+def balance_loss(model: nn.Module) -> Tensor | float:
+    """The load-balancing loss of `model`'s last forward in training, to be added to the sum of its losses; 0 without
+    experts. Its value is 0 too, so that the loss stays what it is: only its gradient counts."""
+    sums = getattr(model, "routing", None)
+    if sums is None or sums.balance is None:
+        return 0.0
+    balance, sums.balance = sums.balance * model.config.router_loss, None  # type: ignore[union-attr]
+    return balance - balance.detach()

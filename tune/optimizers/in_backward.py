@@ -1,7 +1,6 @@
 """Updates while gradients are being computed."""
 
 import functools
-import math
 
 import torch
 from torch import Tensor
@@ -24,11 +23,11 @@ class InBackward:
             for parameter in group["params"]:
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._update, index))
 
-    def norm(self) -> float:
+    def norm(self) -> Tensor:
         """That of all gradients since the last call, together."""
-        squares = self.world.sum(self.squares)[0] / self.world.mesh["dp_replicate"].size()  # replicas hold the same
+        squares = self.world.sum(self.squares) / self.world.mesh["dp_replicate"].size()  # replicas hold the same
         self.squares.zero_()
-        return math.sqrt(squares)
+        return squares.sqrt()
 
     def _update(self, index: int, parameter: Tensor) -> None:
         assert parameter.grad is not None

@@ -5,6 +5,8 @@ import zlib
 import torch
 from torch import Tensor, nn
 
+from tune.collators import Batch
+
 # Multipliers of 32-bit mixing functions with low bias (C. Wellons, hash-prospector); as signed numbers.
 FIRST, SECOND, THIRD = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
 
@@ -26,13 +28,14 @@ def prepare_dropout(layer: nn.Module, name: str, probability: float) -> None:
     layer.register_buffer("layer_seed", seed, persistent=False)
 
 
-def set_dropout_keys(model: nn.Module, seed: int, step: int, samples: Tensor, positions: Tensor) -> None:
-    """Give the adapters of `model` the random bits for the next forward, from the indices of the `samples` that the
-    tokens belong to and their `positions` in them, both `[rows, seq]` and on the device of the forward."""
+def set_dropout_keys(model: nn.Module, seed: int, step: int, batch: Batch) -> None:
+    """Give the adapters of `model` the random bits for the forward of `batch`, which must be on its device: they are
+    made of the samples that tokens belong to and of their positions in them."""
     layers = [module for module in model.modules() if getattr(module, "dropout", 0) and hasattr(module, "dropout_keys")]
     if layers:
         start = _signed(zlib.crc32(f"{seed} {step}".encode()))
-        keys = mix(mix(samples.int() + start) ^ (positions.int() * THIRD))
+        samples = batch.documents.samples[batch.documents.ids]
+        keys = mix(mix(samples.int() + start) ^ (batch.positions.int() * THIRD))
         for layer in layers:
             layer.dropout_keys = keys
 

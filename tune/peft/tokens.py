@@ -17,12 +17,14 @@ class TokenRows(nn.Module):
 
     rows: nn.Parameter
     tokens: list[int]
+    token_ids: Tensor
 
     @classmethod
     def adapt(cls, module: nn.Module, tokens: list[int], tied_to: "TokenRows | None" = None) -> "TokenRows":
         module.__class__ = cls
         assert isinstance(module, TokenRows)
         module.tokens = tokens
+        module.register_buffer("token_ids", torch.tensor(tokens, device="cpu"), persistent=False)
         weight = module.base_weight()
         rows = weight.new_empty(len(tokens), weight.shape[1])
         module.rows = nn.Parameter(rows) if tied_to is None else tied_to.rows
@@ -39,12 +41,12 @@ class TokenRows(nn.Module):
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and weight whose product is the logits, for a loss that takes it by parts: of a head."""
         weight = self.base_weight()
-        return hidden, weight.index_copy(0, torch.tensor(self.tokens, device=weight.device), self.rows.to(weight.dtype))
+        return hidden, weight.index_copy(0, self.token_ids, self.rows.to(weight.dtype))
 
 
 class TokenEmbedding(TokenRows, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
-        matches = input[..., None] == torch.tensor(self.tokens, device=input.device)
+        matches = input[..., None] == self.token_ids
         trained = F.embedding(matches.int().argmax(dim=-1), self.rows.to(self.weight.dtype))
         return torch.where(matches.any(dim=-1, keepdim=True), trained, super().forward(input))
 

@@ -1,0 +1,79 @@
+"""A step waits for the device once. Whatever else reads a tensor's values on the host would make a GPU stand idle."""
+
+import threading
+from collections import Counter
+
+import full_finetune
+import lora_finetune
+import pytest
+import torch
+from helpers import save_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tune.distributed import World
+
+WAITS = {
+    torch.ops.aten._local_scalar_dense.default,  # item(), float(), bool()
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.unique_consecutive.default,
+    torch.ops.aten._unique2.default,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations of this thread that would wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        masks = [each for each in args[1] or [] if each is not None] if operation is torch.ops.aten.index.Tensor else []
+        unknown_size = operation is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+        if operation in WAITS or unknown_size or any(mask.dtype == torch.bool for mask in masks):
+            self.found[str(operation)] += 1
+        return operation(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "model"),
+    [
+        (full_finetune, ["packed=true"], {}),
+        (full_finetune, ["max_grad_norm=null", "micro_batch_size=2"], {}),
+        (full_finetune, ["dtype=bf16"], {"config_class": "MixtralConfig", **EXPERTS}),
+        (lora_finetune, ["adapter.dropout=0.1", "quantization.weights=nf4", "adapter.trainable_tokens=[5,7]"], {}),
+        (lora_finetune, ["adapter.dora=true", "dtype=bf16"], {}),
+    ],
+)
+def test_one_wait_a_step(recipe, settings, model, chats, run_recipe, tmp_path, monkeypatch):
+    folder = save_checkpoint(tmp_path / "model", hidden_size=128, **model)
+    waits, before_fetch = Waits(), []
+    main, fetch, tolist = threading.main_thread(), World.fetch, torch.Tensor.tolist
+
+    def counted(world, **values):
+        before_fetch.append(dict(waits.found))
+        result = fetch(world, **values)
+        waits.found.clear()
+        return result
+
+    def counted_tolist(tensor):
+        if threading.current_thread() is main:
+            waits.found["tolist"] += 1
+        return tolist(tensor)
+
+    monkeypatch.setattr(World, "fetch", counted)
+    monkeypatch.setattr(torch.Tensor, "tolist", counted_tolist)
+    with waits:
+        code = run_recipe(
+            [
+                f"model.path={folder}", f"dataset.path={chats}", f"output_dir={tmp_path / 'run'}", "max_seq_len=128",
+                "device=cpu", "dtype=fp32", "global_batch_size=4", "max_steps=5", "checkpointer.every=null", *settings,
+            ],
+            recipe,
+        )  # fmt: skip
+    assert code == 0
+    assert before_fetch[1:] == [{}] * 4
