@@ -7,22 +7,19 @@ import torch
 from torch import nn
 
 from tune.collators import Batch
-from tune.peft.dropout import dropout, set_dropout_keys
+from tune.peft.dropout import dropout, prepare_dropout, set_dropout_keys
 
 SAMPLES, LENGTH, WIDTH = 2, 100, 50
 COUNT = SAMPLES * LENGTH * WIDTH
 
 
-class Layer(nn.Module):
-    dropout, dropout_keys = 0.5, None
-
-
 def mask(probability=0.3, name="layer", seed=0, step=1, sample=0, position=0):
     """Which elements stay, for tokens of two samples, the first of which are at `sample` and `position`."""
     batch = Batch.of(torch.zeros(SAMPLES, LENGTH), samples=range(sample, sample + SAMPLES))
-    layer = Layer()
+    layer = nn.Module()
+    prepare_dropout(layer, name, probability)
     set_dropout_keys(layer, seed, step, replace(batch, positions=batch.positions + position))
-    return dropout(torch.ones(SAMPLES, LENGTH, WIDTH), probability, layer.dropout_keys, name)
+    return dropout(torch.ones(SAMPLES, LENGTH, WIDTH), probability, layer.dropout_keys, layer.layer_seed)
 
 
 @pytest.mark.parametrize("probability", [0.05, 0.3, 0.5, 0.9])
