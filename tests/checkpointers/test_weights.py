@@ -97,6 +97,14 @@ def test_random_weights_depend_on_the_seed_alone(checkpoint):
     assert not torch.equal(first.blocks[0].mlp.gate.weight, first.blocks[1].mlp.gate.weight)
 
 
+def test_other_weights_of_the_same_shapes_are_another_base(checkpoint, broken):
+    state = Pretrained(str(checkpoint), on_meta(checkpoint)).state_dict()
+    Pretrained(str(broken), on_meta(broken)).load_state_dict(state)  # a copy is the same
+    rewrite(broken, lambda tensors: tensors["model.embed_tokens.weight"].mul_(2))
+    with pytest.raises(TuneError, match="another base than"):
+        Pretrained(str(broken), on_meta(broken)).load_state_dict(state)
+
+
 @pytest.mark.slow
 def test_a_quantised_model_never_exists_in_full_precision(tmp_path):
     """Well below the 470 MB of fp32: 1.5 times what is held, and one block of 59 MB."""

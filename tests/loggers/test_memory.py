@@ -1,10 +1,20 @@
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from tune import distributed, peft, quantization
-from tune.loggers.memory import planned_memory
+from tune.loggers.memory import peak_memory_gib, planned_memory
 from tune.models import build
+
+
+def test_peak_is_what_the_kernel_counts():
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("Linux only")
+    (peak,) = (int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    assert peak_memory_gib(torch.device("cpu")) == pytest.approx(peak / 2**20, rel=0.05)
 
 
 def held(tensors) -> int:

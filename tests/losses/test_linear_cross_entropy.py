@@ -51,6 +51,17 @@ def test_bf16_sums_in_fp32():
     assert (gradient.double() - reference).norm() <= 0.003 * reference.norm()  # 0.0021; summed in bf16, 0.0062
 
 
+def test_large_logits():
+    """Their exponentials are infinite in fp32."""
+    hidden, weight, labels = make()
+    loss = LinearCrossEntropy(7)(hidden * 200, weight, labels)
+    expected = F.cross_entropy((hidden * 200 @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
+    assert (hidden * 200 @ weight.T).max() > 200
+    assert_close(loss, expected, rtol=1e-6, atol=0)
+    gradients = (torch.autograd.grad(each, hidden)[0] for each in (loss, expected))
+    assert_close(*gradients, rtol=1e-4, atol=1e-3)
+
+
 def test_frozen_weight_gets_no_gradient():
     hidden, weight, labels = make()
     loss = LinearCrossEntropy()(hidden, weight.detach(), Batch.of(labels, labels))

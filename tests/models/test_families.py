@@ -274,6 +274,25 @@ def test_cached_greedy_decoding(pair):
         assert output == expected[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text"])
+def test_gemmas_roundings_in_bf16(family, tmp_path):
+    """It was trained with a multiplier rounded to bf16, which sqrt(40) is changed by, and with norms in fp32."""
+    config_class, changes = VARIANTS[family]
+    config = getattr(transformers, config_class)(**SMALL | changes | {"hidden_size": 40})
+    make_pair(config, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ours, seen = load_model(str(tmp_path), dtype=torch.bfloat16), []
+    norm = ours.blocks[0].attention_norm
+    norm.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0], output)))
+    tokens = random_tokens(2, 100)
+    with torch.no_grad():
+        ours(tokens)
+        embedded = theirs(tokens, output_hidden_states=True).hidden_states[0]
+        normed = theirs.model.layers[0].input_layernorm(embedded)
+    for found, expected in zip(seen[0], (embedded, normed), strict=True):
+        assert (found != expected).float().mean() < 0.01
+
+
 def test_greedy_decoding_ends_with_a_stop_token(tmp_path):
     theirs, ours = make_pair(transformers.LlamaConfig(**SMALL), tmp_path)
     prompts = [random_tokens(1, length)[0].tolist() for length in (3, 17)]

@@ -91,6 +91,17 @@ def test_every_choice_of_a_token_gets_a_row():
     assert torch.autograd.gradcheck(lambda tokens: combine(dispatch(tokens, plan) ** 2, weights, plan), (tokens,))
 
 
+def test_sigmoid_scores_are_in_fp32():
+    """As in DeepSeek-V3: in bf16 other experts would be chosen."""
+    router = Router(RouterConfig(16, 3, scores="sigmoid"), 64).bfloat16()
+    tokens = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(1))
+    weights, experts, _ = router(tokens)
+    best, chosen = (tokens.float() @ router.weight.float().T).sigmoid().topk(3)
+    assert_close(weights, best / best.sum(dim=1, keepdim=True))
+    assert_close(experts, chosen)
+
+
 def test_a_correction_stays_in_fp32():
     with torch.device("meta"):
         router = Router(RouterConfig(4, 2, scores="sigmoid", correction=True), 8)

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from tune.checkpointers import load_model
 from tune.models import build
-from tune.models.rope import SCALINGS
+from tune.models.rope import SCALINGS, Rope, RopeConfig
 
 transformers = pytest.importorskip("transformers")
 rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
@@ -41,6 +41,16 @@ def test_frequencies_and_magnitude_are_those_of_transformers(kind, tmp_path):
     expected = [theirs(config, "cpu", seq_len=length) for length in lengths]
     assert_close(frequencies.view(len(lengths), 64), torch.stack([each for each, _ in expected]))
     assert [magnitude] * len(lengths) == pytest.approx([each for _, each in expected])
+
+
+def test_angles_are_exact_at_positions_that_bf16_does_not_know():
+    config = RopeConfig(size=8, max_positions=8192, theta=100.0)
+    positions = torch.tensor([[0, 1, 257, 4097, 8191]])
+    rotation = Rope(config)(positions, None, cached=False, dtype=torch.bfloat16)
+    angles = positions.double()[..., None] / 100.0 ** (torch.arange(0, 8, 2) / 8)
+    for found, exact in ((rotation.cos, angles.cos()), (rotation.sin, angles.sin())):
+        assert found.dtype == torch.bfloat16
+        assert_close(found[0, :, 0].double(), torch.cat([exact, exact], dim=-1)[0], atol=4e-3, rtol=4e-3)
 
 
 @pytest.mark.parametrize("length", [40, 41])

@@ -1,5 +1,7 @@
 """Our forms of optimizers against torch's own."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -119,6 +121,19 @@ def test_adafactor_of_sharded_parameters_is_torchs():
         ours.step()
     assert_equal([parameter.full_tensor() for parameter in sharded], whole)
     assert len(ours.state) == len(theirs.state) == 2
+
+
+def test_the_norm_in_backward_counts_replicas_once():
+    """Four processes: two copies of two shards, whose gradients are all as this one's."""
+    model, reference = Model(), Model()
+    mesh = {"dp_replicate": SimpleNamespace(size=lambda: 2)}
+    world = SimpleNamespace(device=torch.device("cpu"), mesh=mesh, sum=lambda value: [4 * value.item()])
+    in_backward = InBackward(torch.optim.SGD(model.parameters(), lr=0.1), world)
+    for each in (model, reference):
+        each(torch.arange(5)).sum().backward()
+    shard = distributed.clip_grad_norm_(reference.parameters(), None).item()
+    assert in_backward.norm() == pytest.approx(2**0.5 * shard)
+    assert in_backward.norm() == 0
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, Adafactor, Muon])

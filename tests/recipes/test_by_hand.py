@@ -51,6 +51,18 @@ def run(recipe, folder, *overrides):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.parametrize(("recipe", "random"), [("full_finetune", ["from_scratch=true"]), ("lora_finetune", [])])
+def test_the_seed_decides_the_first_weights(recipe, random, checkpoint, held_out, settings, tmp_path):
+    """Of all rows at once, whose order then is of no account."""
+    settings = [*settings, *random, f"dataset.path={held_out}", "global_batch_size=5", "micro_batch_size=5"]
+    norms = [
+        run(recipe, tmp_path / str(attempt), *settings, f"model.path={checkpoint}", "max_steps=1", f"seed={seed}")[0]
+        for attempt, seed in enumerate((1, 2, 2))
+    ]
+    first, second, again = (line["grad_norm"] for line in norms)
+    assert second == pytest.approx(again, rel=1e-5) and second != pytest.approx(first, rel=1e-3)
+
+
 def samples_of(file, folder):
     """Tokens and labels of each conversation: what the assistant says is learned, and that it ends."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -195,7 +207,7 @@ class Dropout(torch.nn.Module):
         return input * kept(*Dropout.now, *input.shape[1:], self.layer) / (1 - DROPOUT)
 
 
-def test_adapters_with_dropout(checkpoint, chats, held_out, settings, tmp_path):
+def test_adapters_with_dropout(checkpoint, chats, held_out, settings, monkeypatch, tmp_path):
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     lora = peft.LoraConfig(
         r=8, lora_alpha=40, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"],
@@ -216,8 +228,16 @@ def test_adapters_with_dropout(checkpoint, chats, held_out, settings, tmp_path):
         loss = F.cross_entropy(model(tokens).logits[0], labels, reduction="sum")
         return loss, loss
 
+    monkeypatch.setattr("tune.loggers.run.peak_flops", lambda device: 1e12)
     logged = run(
         "lora_finetune", tmp_path / "run", *settings, f"model.path={checkpoint}", f"adapter.path={tmp_path / 'start'}",
         "parameter_groups.lr_ratios={lora_b: 2}",
     )  # fmt: skip
     assert_same(logged, by_hand(model, {"lora_B": 2}, chats, held_out, checkpoint, loss_of, before))
+    # Two products for each weight of the layers that are used, a third for those trained; and attention between all
+    # pairs of tokens of a mean document: for 4 heads of 16, of scores and of values, forward and twice in backward.
+    lengths = [tokens.shape[1] for tokens, _ in samples_of(chats, checkpoint)]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for name, p in model.named_parameters() if not p.requires_grad and "embed" not in name)
+    flops = 6 * trained + 4 * frozen + 3 * 12 * 4 * 16 * (sum(lengths) // len(lengths))
+    assert [line["mfu"] / line["tokens_per_second"] for line in logged] == pytest.approx([flops / 1e12] * STEPS)

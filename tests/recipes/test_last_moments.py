@@ -1,4 +1,4 @@
-"""What a run must not do as it ends: save a ruined step, or say that something is saved that is not yet."""
+"""How a run ends that something ends: no ruined step is saved, and what is said to be saved is."""
 
 import importlib
 import json
@@ -52,7 +52,7 @@ def test_an_infinite_gradient_of_a_finite_loss_stops_the_run(recipe, clip, train
     assert checkpoints(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-def test_an_interrupted_run_has_saved_when_it_says_so(recipe, train, monkeypatch, tmp_path):
+def test_an_interrupted_run_has_saved_when_it_says_so(recipe, train, chats, monkeypatch, tmp_path):
     recipe, asked, told = importlib.import_module(recipe), SimpleNamespace(requested=False), []
     save, log, info = checkpointer.dcp.save, loggers.Run.log, loggers.Run.info
 
@@ -73,7 +73,8 @@ def test_an_interrupted_run_has_saved_when_it_says_so(recipe, train, monkeypatch
     monkeypatch.setattr(loggers.Run, "log", interrupting)
     monkeypatch.setattr(loggers.Run, "info", told_with_what_is_there)
     with pytest.raises(SystemExit) as end:
-        train(recipe, "checkpointer.every=null")
+        train(recipe, "checkpointer.every=null", f"validation_dataset.path={chats}", "validate_every=1")
     assert end.value.code == 130
     assert [there for message, there in told if "step 2 is saved" in message] == [["step-00000002"]]
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], "validation_loss" in line) for line in lines] == [(1, True), (2, False)]  # there is no time
