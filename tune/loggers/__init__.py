@@ -4,5 +4,6 @@ from tune.loggers.flops import flops_per_token
 from tune.loggers.profiler import profile
 from tune.loggers.routing import routing
 from tune.loggers.run import Run, require_finite
+from tune.loggers.sinks import Sink
 
-__all__ = ["Run", "flops_per_token", "profile", "require_finite", "routing"]
+__all__ = ["Run", "Sink", "flops_per_token", "profile", "require_finite", "routing"]

@@ -1,0 +1,43 @@
+"""Every command of README and docs does what it says, with tiny stand-ins for models and data (tests/following.py)."""
+
+import re
+
+import pytest
+from following import ROOT, Reader, commands
+
+from tune.cli import VERBS
+
+PAGES = {
+    str(page.relative_to(ROOT)): page.read_text()
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"))
+}
+FOLLOWED_ELSEWHERE = {"docs/extending.md"}  # test_guides.py
+HUB = "reads from the Hugging Face hub; tests/cli/test_download.py has a hub of its own"
+NOT_RUN = {
+    "git clone REPOSITORY tune && cd tune": "REPOSITORY is wherever the reader found it",
+    "pytest -q tests/losses": "is one of these tests itself",
+    ". .venv/bin/activate": "for the shell of the reader",
+    "tune download HuggingFaceTB/SmolLM2-135M-Instruct": HUB,
+    "tune download Qwen/Qwen3-0.6B [--revision REVISION] [--out FOLDER]": HUB,
+    "tune convert model.gguf FOLDER": "tests/cli/test_convert_gguf.py writes such files",
+    "tune convert Llama-3.1-8B/original FOLDER": "tests/cli/test_convert_meta.py writes such folders",
+}
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(commands(PAGES[page])) and page not in FOLLOWED_ELSEWHERE]
+)
+def test_commands(page, checkpoint, chats, tmp_path):
+    Reader(tmp_path, checkpoint, chats).follow(PAGES[page], NOT_RUN)
+
+
+def test_the_list_of_those_that_are_not_run_is_up_to_date():
+    assert NOT_RUN.keys() <= {command for text in PAGES.values() for command in commands(text)}
+
+
+def test_commands_in_sentences_name_what_there_is():
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    known = {"tune": {*VERBS, "VERB"}, "make": {*targets}}
+    inline = [words for text in PAGES.values() for words in re.findall(r"`(tune|make) ([\w-]+)", text)]
+    assert len(inline) > 20
+    assert not [words for words in inline if words[1] not in known[words[0]]]

@@ -1,0 +1,213 @@
+"""Follows a page of the documentation in a folder of tiny stand-ins, block by block.
+
+A block is a file where its first line names one, a change to a file where it is a diff with a header, a script where it
+begins with an import, and commands where it has no language and begins with one.
+"""
+
+import argparse
+import json
+import re
+import runpy
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from io import StringIO
+from itertools import count
+from pathlib import Path
+
+import pytest
+from helpers import save_checkpoint
+from packaging.requirements import Requirement
+
+from tune import cli, config
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"(tune|torchrun|python|pip|make|git|pytest|echo|srun|sbatch|\.) ")
+FILE = re.compile(r'(?:"""|# )([\w/]+\.\w+)\b')
+SCRIPT = re.compile(r"(import|from) ")
+TINY = {
+    "model.path": "SmolLM2-135M-Instruct", "dataset.path": "chats.jsonl", "device": "cpu", "dtype": "fp32",
+    "max_seq_len": "256", "max_steps": "1", "global_batch_size": "8",
+}  # fmt: skip
+NIMBUS = {
+    "model_type": "nimbus", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def commands(text: str) -> Iterator[str]:
+    """The lines that a reader types: those of blocks without a language that begin with a program."""
+    for language, block in BLOCK.findall(text):
+        if not language:
+            yield from filter(COMMAND.match, block.splitlines())
+
+
+class Reader:
+    """Follows pages in `folder`, with the tiny `checkpoint` and `chats` for all models and data they name."""
+
+    def __init__(self, folder: Path, checkpoint: Path, chats: Path):
+        self.folder, self.checkpoint = folder, checkpoint
+        self.namespace: dict[str, object] = {}
+        self.numbers = count(1)
+        for name in ("recipes", "configs", "examples", "benchmarks"):
+            (folder / name).symlink_to(ROOT / name)
+        for model in ("SmolLM2-135M-Instruct", "Qwen3-0.6B", "BASE", ".demo/smollm2-135m", "output_dir/model"):
+            (folder / model).parent.mkdir(exist_ok=True)
+            (folder / model).symlink_to(checkpoint)
+        (folder / "chats.jsonl").symlink_to(chats)
+        (folder / "my_data.py").write_text("from tune.datasets import load\n")
+
+    def follow(self, text: str, skipped: Container[str] = ()) -> None:
+        """All blocks of `text`, without the commands that are `skipped`."""
+        with self.at_work():
+            for language, block in BLOCK.findall(text):
+                if language == "diff" and block.startswith("--- "):
+                    self.change(block)
+                elif language and (named := FILE.match(block)):
+                    (self.folder / named[1]).write_text(block)
+                elif language == "python" and SCRIPT.match(block):
+                    exec(compile(block, "<the page>", "exec"), self.namespace)
+                for line in commands(f"```{language}\n{block}```"):
+                    if line not in skipped:
+                        self.run(line)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """In the folder; what a process of its own would forget is forgotten. torchrun starts one process: this one."""
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        modules = set(sys.modules)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.folder)
+            patch.setattr(sys, "path", [str(self.folder), *sys.path])
+            patch.setattr(sys, "argv", sys.argv)
+            patch.setattr(
+                "torch.distributed.run.run", lambda options: self.script(options.training_script_args, options)
+            )
+            try:
+                yield
+            finally:
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+                for name in set(sys.modules) - modules:
+                    if str(self.folder) in str(getattr(sys.modules[name], "__file__", "")):
+                        del sys.modules[name]
+
+    def change(self, diff: str) -> None:
+        """Make the changes of a diff without line numbers: what a hunk shows must be there once."""
+        header, *hunks = re.split(r"^@@\n", diff, flags=re.MULTILINE)
+        file = self.folder / header.split("+++ ")[1].strip()
+        text = file.read_text()
+        for hunk in hunks:
+            lines = hunk.splitlines(keepends=True)
+            before = "".join(line[1:] for line in lines if line[0] in " -")
+            after = "".join(line[1:] for line in lines if line[0] in " +")
+            assert text.count(before) == 1, f"{file.name} has {text.count(before)} times:\n{before}"
+            text = text.replace(before, after)
+        file.write_text(text)
+
+    def run(self, line: str) -> None:
+        program, *arguments = shlex.split(line, comments=True)
+        print(f"$ {line}", file=sys.stderr)
+        try:
+            getattr(self, {".": "source"}.get(program, program))(arguments, line)
+        except SystemExit as end:
+            assert end.code in (0, None), f"`{line}` ended with {end.code}"
+
+    def tune(self, arguments: list[str], line: str) -> None:
+        verb = arguments[0]
+        if " [" in line:
+            self.compare_usage(verb, line)
+            return
+        if verb in ("run", "preview", "prepare"):
+            arguments = [verb, *self.completed(arguments[1:], is_run=verb == "run")]
+        shutil.rmtree(self.folder / "OUT", ignore_errors=True)  # each example begins without it
+        if "ADAPTER" in arguments:
+            shutil.copytree(self.trained_adapter(), self.folder / "ADAPTER")
+        cli.main(arguments)
+
+    def torchrun(self, arguments: list[str], line: str) -> None:
+        from torch.distributed.run import main
+
+        main(self.completed(arguments))
+
+    def python(self, arguments: list[str], line: str) -> None:
+        if arguments[0].startswith("benchmarks/"):  # they measure for minutes: only their arguments are read
+            self.read_arguments(arguments)
+        else:
+            self.script(self.completed(arguments)[1:], argparse.Namespace(training_script=arguments[0]))
+
+    def script(self, arguments: list[str], options: argparse.Namespace) -> None:
+        sys.argv = [options.training_script, *arguments]
+        runpy.run_path(options.training_script, run_name="__main__")
+
+    def read_arguments(self, arguments: list[str]) -> None:
+        class Read(Exception): ...
+
+        parse = argparse.ArgumentParser.parse_args
+
+        def parse_only(parser: argparse.ArgumentParser) -> None:
+            parse(parser)
+            raise Read
+
+        sys.argv = arguments
+        sys.path.insert(0, "benchmarks")
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Read):
+            patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+            runpy.run_path(arguments[0], run_name="__main__")
+
+    def make(self, arguments: list[str], line: str) -> None:
+        subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, check=True, capture_output=True)
+
+    def pip(self, arguments: list[str], line: str) -> None:
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert arguments[0] == "install"
+        for argument in arguments[1:]:
+            wanted = Requirement(argument.replace(".", "tune-recipes") if argument.startswith(".") else argument)
+            assert wanted.name != "tune-recipes" or wanted.extras <= extras.keys(), line
+
+    def echo(self, arguments: list[str], line: str) -> None:
+        subprocess.run(line, shell=True, check=True, cwd=self.folder)
+
+    def completed(self, arguments: list[str], is_run: bool = True) -> list[str]:
+        """A tiny run: values for `...`, and settings that the command leaves open."""
+        given = dict(argument.split("=", 1) for argument in arguments if "=" in argument and argument[0] != "-")
+        tiny = TINY | ({"output_dir": f"runs/{next(self.numbers)}"} if is_run else {})
+        if given.get("model._component_") == "my_family.build":
+            tiny["from_scratch"] = "true"
+        for argument in (*arguments, given.get("model.path", "")):
+            self.stand_in(argument.removeprefix("./"))
+        kept = [argument for argument in arguments if "..." not in argument]
+        return [*kept, *(f"{key}={value}" for key, value in tiny.items() if given.get(key, "...") == "...")]
+
+    def stand_in(self, name: str) -> None:
+        """For a file or model that a command names and the reader has not yet."""
+        path = self.folder / name
+        if path.exists():
+            return
+        match name:
+            case "mine.py":
+                shutil.copyfile(config.find_recipe("full_finetune"), path)
+            case "pythia-160m":
+                save_checkpoint(path, "GPTNeoXConfig")
+            case "mamba-130m-hf":
+                save_checkpoint(path, "MambaConfig")
+            case "Nimbus-1B":
+                shutil.copytree(self.checkpoint, path, ignore=shutil.ignore_patterns("*.safetensors"))
+                (path / "config.json").write_text(json.dumps(NIMBUS))
+
+    def trained_adapter(self) -> Path:
+        run = self.folder / "runs" / "adapter"
+        cli.main(["run", "lora_finetune", *self.completed([f"output_dir={run}", "model.path=BASE"])])
+        return run / "adapter"
+
+    def compare_usage(self, verb: str, line: str) -> None:
+        """A line with [options] is what `--help` says."""
+        with redirect_stdout(StringIO()) as shown, suppress(SystemExit):
+            cli.main([verb, "--help"])
+        assert line in " ".join(shown.getvalue().split())
