@@ -25,6 +25,7 @@ from helpers import save_checkpoint
 from packaging.requirements import Requirement
 
 from tune import cli, config
+from tune.models import families
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
@@ -86,6 +87,7 @@ class Reader:
             patch.chdir(self.folder)
             patch.setattr(sys, "path", [str(self.folder), *sys.path])
             patch.setattr(sys, "argv", sys.argv)
+            patch.setattr(families, "REGISTERED", dict(families.REGISTERED))
             patch.setattr(
                 "torch.distributed.run.run", lambda options: self.script(options.training_script_args, options)
             )
