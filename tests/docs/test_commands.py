@@ -1,4 +1,4 @@
-"""Every command of README and docs does what it says, with tiny stand-ins for models and data (tests/following.py)."""
+"""Every command and script of README and docs runs, with tiny stand-ins for models and data (tests/following.py)."""
 
 import re
 
@@ -24,10 +24,8 @@ NOT_RUN = {
 }
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if any(commands(PAGES[page])) and page not in FOLLOWED_ELSEWHERE]
-)
-def test_commands(page, checkpoint, chats, tmp_path):
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in FOLLOWED_ELSEWHERE and "```" in PAGES[page]])
+def test_commands_and_scripts(page, checkpoint, chats, tmp_path):
     Reader(tmp_path, checkpoint, chats).follow(PAGES[page], NOT_RUN)
 
 
