@@ -16,8 +16,8 @@ from typing import Any
 from tune.datasets.sources.files import File
 from tune.errors import TuneError
 
-# Each with its place. What is wrong with a row alone (a malformed line) is a TuneError in its stead.
 Rows = Iterator[tuple[str, Any]]
+"""Rows, each with its place. What is wrong with a row alone (a malformed line) is a TuneError in its stead."""
 
 BLANKS = b"\xef\xbb\xbf \t\r\n"
 WRAPPERS = ("data", "rows", "examples", "samples", "instances", "records", "items")  # of the list of rows in an object
