@@ -23,7 +23,7 @@ from tune.models import balance_loss  # noqa: E402
 
 @config.entrypoint("full_finetune")
 def main(cfg):
-    world = distributed.init(cfg.device, cfg.parallel.dp_replicate, cfg.parallel.dp_shard)
+    world = distributed.init(cfg.device, cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.timeout)
     run = loggers.Run(cfg, world, "full_finetune")
 
     with torch.device("meta"):
@@ -74,9 +74,10 @@ def main(cfg):
         optimizer=optimizer,
         schedule=schedule,
         data=data,
+        tell=run.info,
     )
-    start = checkpointer.resume(cfg.resume)
-    interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end
+    start = checkpointer.resume(run.resume)
+    interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
     with loggers.profile(run.path / "profile", world, **cfg.profiler) as profile:
         for step, batch in run.track(data, start, total=len(data)):
@@ -118,8 +119,8 @@ def main(cfg):
             run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, lr=lr, **metrics)
             checkpointer.step(step, now=is_end)
             if interrupted:
-                checkpointer.wait()
-                run.info(f"interrupted: step {step} is saved, the same command continues after it")
+                saved = checkpointer.wait()
+                run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
                 sys.exit(130)
 
     checkpointer.wait()

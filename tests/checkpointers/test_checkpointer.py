@@ -1,3 +1,4 @@
+import errno
 import io
 import pathlib
 import pickle
@@ -5,6 +6,7 @@ import uuid
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torchao import optim as low_bit
 
@@ -176,6 +178,36 @@ def test_no_code_from_a_checkpoint_runs(tmp_path, put, resume):
     with pytest.raises(TuneError, match=r"could run code|is damaged"):
         make(tmp_path, optimizer_class).resume("auto" if resume == "auto" else str(tmp_path))
     assert not (tmp_path / "it-ran").exists()
+
+
+@pytest.mark.parametrize("async_", [False, True])
+@pytest.mark.parametrize("what", ["tensors", "small state"])
+def test_a_checkpoint_that_fails_is_told_in_the_next_step_and_tried_again(tmp_path, monkeypatch, async_, what):
+    def full(*arguments, **keywords):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    told = []
+    checkpointer = make(tmp_path, every=2, async_=async_, tell=told.append)
+    for step in range(1, 7):
+        train(checkpointer, step)
+        with monkeypatch.context() as patch:
+            if step == 4:
+                patch.setattr(*((dcp, "save", full) if what == "tensors" else (pathlib.Path, "write_text", full)))
+            checkpointer.step(step)
+            if checkpointer.pending:
+                checkpointer.pending.exception()  # waits, and does not raise
+        assert len(told) == (step >= 4 + async_)
+    assert "the checkpoint of step 4 could not be written" in told[0] and "continues after step 2" in told[0]
+    assert checkpointer.wait() == 6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000006"]
+
+    stopping = make(tmp_path, every=2, async_=async_, on_error="stop")
+    train(stopping, 1)
+    monkeypatch.setattr(dcp, "save", full)
+    with pytest.raises(TuneError, match="the checkpoint of step 8 could not be written"):
+        stopping.step(8)
+        stopping.pending.exception()
+        stopping.step(9)
 
 
 class Counting(torch.optim.SGD):

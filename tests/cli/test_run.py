@@ -3,6 +3,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import run as torchrun
+from torch.distributed.launcher.api import LaunchConfig
+
+from tune.cli.run import launch
 
 RECIPE = '''\
 """A recipe of one's own."""
@@ -93,6 +97,17 @@ def test_a_failing_process_gives_its_exit_code_and_no_traceback(recipe: Path) ->
     result = run("--nproc-per-node", "2", recipe, "greeting.name=x", "fail_on='1'")
     assert result.returncode == 7
     assert "Traceback" not in result.stderr
+
+
+def test_time_to_save_after_sigterm(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun kills processes that have not ended 30 s after it was told to end."""
+    asked = {}
+    monkeypatch.syspath_prepend(recipe.parent)
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")  # so that what is set is undone
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    monkeypatch.setattr(torchrun, "run", lambda _: asked.update(seconds=LaunchConfig(1, 1, 1).shutdown_timeout))
+    launch(["--nproc-per-node", "1"], recipe, ["greeting.name=x"])
+    assert asked == {"seconds": 600}
 
 
 def test_usage(recipe: Path) -> None:

@@ -97,7 +97,7 @@ def test_saved_settings_reproduce_the_run(folder: Path) -> None:
     cfg = load(
         "default.yaml", ["name=run", "epochs=3", "part._component_=parts.Rising", "note=${name}", "part.growth=0.1"]
     )
-    save(cfg, folder / "config.yaml")
+    save(cfg, folder)
     assert "${" not in (folder / "config.yaml").read_text()
     assert load("default.yaml", ["--config", "config.yaml"]) == cfg
 
@@ -105,7 +105,7 @@ def test_saved_settings_reproduce_the_run(folder: Path) -> None:
 def test_secrets_are_not_saved(folder: Path) -> None:
     secrets = {"wandb": {"api_key": "k", "project": "p"}, "hf_token": "t", "list": [{"password": "p"}]}
     harmless = {"chunk_tokens": 1, "pad_token": "<pad>", "tokenizer": "x"}
-    save(OmegaConf.create(secrets | harmless), folder / "config.yaml")
+    save(OmegaConf.create(secrets | harmless), folder)
     saved = OmegaConf.load(folder / "config.yaml")
     assert saved == {
         "wandb": {"api_key": None, "project": "p"},
@@ -121,5 +121,5 @@ def test_the_defaults_of_full_finetune(tmp_path: Path) -> None:
     )
     assert cfg.tokenizer.path == "model"
     assert cfg.loss.chunk_tokens == cfg.memory.loss_chunk_tokens
-    save(cfg, tmp_path / "config.yaml")
+    save(cfg, tmp_path)
     assert load("full_finetune", ["--config", str(tmp_path / "config.yaml")]) == cfg

@@ -1,9 +1,15 @@
+import os
 import signal
+import subprocess
+import sys
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tune import distributed
+from tune.distributed.slurm import first_node, join_step
 from tune.errors import TuneError
 
 
@@ -31,13 +37,111 @@ def test_device_that_is_not_there():
         distributed.init("cuda")
 
 
-def test_interrupt_waits_to_be_asked():
+def test_a_process_waits_as_long_as_it_is_told():
+    world = distributed.init("cpu", timeout=7)
+    try:
+        groups = [dist.group.WORLD, *world.mesh.get_all_groups(), world.data.get_group()]
+        assert [group._get_backend(world.device).options._timeout for group in groups] == [timedelta(minutes=7)] * len(
+            groups
+        )
+    finally:
+        distributed.init("cpu")
+
+
+@pytest.mark.parametrize(("visible", "local_rank", "index"), [(8, 3, 3), (1, 3, 0)])
+def test_the_gpu_of_a_process(visible, local_rank, index, monkeypatch):
+    """SLURM shows a task all GPUs of its node, or one."""
+
+    class Found(Exception): ...
+
+    def set_device(device):
+        raise Found(device)
+
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    for name, value in {
+        "is_available": lambda: True,
+        "device_count": lambda: visible,
+        "set_device": set_device,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    with pytest.raises(Found, match=str(index)):
+        distributed.init("cuda")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("localhost", "localhost"), ("a,b", "a"), ("gpu[007-009,012],login1", "gpu007"), ("n[3,5-7]-ib", "n3-ib"),
+        ("rack[1-2]node[04-08]", "rack1node04"),
+    ],
+)  # fmt: skip
+def test_first_node(nodes, first):
+    assert first_node(nodes) == first
+
+
+def test_only_a_task_of_srun_joins_others():
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NODELIST": "a[1-2]"}
+    batch_script = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    assert join_step({}) == join_step(job) == join_step(job | batch_script) == {}
+    task = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
+    smaller_step = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_NODELIST": "a2"}
+    found = join_step(job | task)
+    assert found | {"MASTER_PORT": ""} == {
+        "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a1", "MASTER_PORT": ""
+    }  # fmt: skip
+    assert join_step(job | task | smaller_step) == found | {"WORLD_SIZE": "6", "MASTER_ADDR": "a2"}
+    assert join_step(job | task | {"SLURM_STEP_ID": "1"})["MASTER_PORT"] != found["MASTER_PORT"]
+
+
+LEAVING = """
+import sys
+import torch.distributed as dist
+from tune import distributed
+
+for function in ("destroy_process_group", "_abort_process_group"):
+    original = getattr(dist.distributed_c10d, function)
+    def told(*arguments, name=function, original=original):
+        print(name, flush=True)
+        original(*arguments)
+    for module in (dist, dist.distributed_c10d):
+        setattr(module, function, told)
+world = distributed.init("cpu")
+print(world.gather(world.rank), world.fetch(sum=world.sum(1)), flush=True)
+if world.rank == 1:
+    sys.exit("failed")
+world.finish()
+"""
+
+
+def test_tasks_of_srun_and_who_leaves_in_order(tmp_path):
+    """NCCL's destroy_process_group waits for the others, for ever if they wait for a process that has failed."""
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    slurm = {"SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "3"}
+    tasks = []
+    for rank in "01":
+        env = os.environ | slurm | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+        command = [sys.executable, str(tmp_path / "leaving.py")]
+        tasks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    outputs = [task.communicate(timeout=300)[0].splitlines() for task in tasks]
+    assert outputs == [
+        ["[0, 1] {'sum': 2.0}", "destroy_process_group"],
+        ["[0, 1] {'sum': 2.0}", "_abort_process_group"],
+    ]
+    assert [task.returncode for task in tasks] == [0, 1]
+
+
+def test_interrupt_waits_to_be_asked(monkeypatch, capfd):
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         interrupt = distributed.Interrupt()
         assert not interrupt.requested
-        signal.raise_signal(signal.SIGTERM)
+        for _ in range(2):  # the second is the same one, forwarded by torchrun
+            signal.raise_signal(signal.SIGTERM)
         assert interrupt.requested
+        assert capfd.readouterr().err.count("SIGTERM: ") == 1
+        interrupt.first -= 3
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -48,9 +48,15 @@ def short(inputs, run_recipe):
 def test_disk_full_while_saving(saving, short, run_recipe, contents):
     run, settings = short
     before = contents(run / "checkpoints")
-    message = explained(limited([*settings, f"checkpointer.async={saving == 'async'}"], file=100_000))
+    settings.append(f"checkpointer.async={saving == 'async'}")
+    message = explained(limited([*settings, "checkpointer.on_error=stop"], file=100_000))
     assert "the checkpoint of step 2 could not be written" in message
     assert "No space left on device" in message and "make room" in message
+    assert f"the same command with output_dir={run} continues after step 1" in message
+    assert contents(run / "checkpoints") == before
+    done = limited(settings, file=100_000)
+    assert [f"the checkpoint of step {step} could not be written" in done.stdout for step in (2, 3)] == [True, True]
+    assert "the trained model could not be written" in explained(done)
     assert contents(run / "checkpoints") == before
     assert run_recipe(settings) == 0
     assert [line.split(",")[0] for line in (run / "metrics.jsonl").read_text().splitlines()] == [
@@ -125,7 +131,7 @@ def test_interrupted_runs_save_and_are_continued(number, processes, killing, tmp
     launch.wait_for("step 2/")
     launch.processes[-1].send_signal(number)  # if only one of them is told, all stop after the same step
     assert [process.wait() for process in launch.processes] == [130] * processes
-    assert "is saved, the same command continues after it" in launch.text()
+    assert f"is saved, the same command with output_dir={tmp_path / 'run'} continues after it" in launch.text()
     assert "Traceback" not in launch.text()
     interrupted = killing.losses(tmp_path / "run")
     assert 2 <= len(interrupted) < killing.STEPS
@@ -145,6 +151,38 @@ def test_interrupted_before_the_training(inputs, contents):
     assert process.returncode in (-signal.SIGINT, 130)
     assert "Traceback" not in output
     assert contents(inputs.folder) == before
+
+
+def run_two(settings, **popen):
+    command = [sys.executable, "-m", "tune.cli", "run", "--nproc-per-node", "2", "full_finetune", *settings]
+    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, **popen)
+
+
+@pytest.mark.slow
+def test_one_of_two_processes_is_killed(inputs, run_recipe):
+    """torchrun tells of it, and no other process does. What changed is told by the run that continues."""
+    run = inputs.folder / "new"
+    settings = inputs.settings(f"output_dir={run}", CONSTANT, "max_steps=null", "epochs=9999")
+    with run_two(settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launcher:
+        while not launcher.stdout.readline().startswith("step 3/"):
+            assert launcher.poll() is None
+        workers = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        os.kill(int(workers[-1]), signal.SIGKILL)
+        _, errors = launcher.communicate()
+    assert launcher.returncode == 2
+    assert "was ended by signal 9" in errors and errors.count("error: ") == 1, errors
+    assert "Traceback" not in errors and "gloo" not in errors
+
+    before = (run / "config.yaml").read_bytes()
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 1001}\n')
+    assert run_recipe([*settings, "max_steps=999", "epochs=9999", "optimizer.lr=1e-9", "max_steps=4"]) == 0
+    log = (run / "log.txt").read_text()
+    (continued,) = [line for line in log.splitlines() if line.startswith("continued after step ")]
+    assert continued.endswith("; changed: max_steps: None -> 4, optimizer.lr: 2e-05 -> 1e-09")
+    assert " to 1001 were trained but not saved: they are trained again" in log
+    assert (run / "config.yaml").read_bytes() == before
+    assert "lr: 1.0e-09" in (run / "config-2.yaml").read_text()
 
 
 @pytest.mark.slow

@@ -6,8 +6,9 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,8 @@ class Checkpointer:
 
     A checkpoint is written under a temporary name and renamed when every process has written its part, so that a folder
     of that name is always complete. `every` counts optimizer steps, `keep` the newest checkpoints that stay. With
-    `async_` the state is copied at the call and written in a thread while training goes on.
+    `async_` the state is copied at the call and written in a thread while training goes on. A checkpoint that cannot be
+    written ends the training (`on_error="stop"`), or rank 0 tells `tell`, and the next one is the next attempt.
 
     Of the optimizer's parameter groups, a checkpoint has what training has changed; settings are those of today. Frozen
     parameters are not in it: `base`, which gives them, says at a restoration whether it still does, and `adapter`,
@@ -58,6 +60,8 @@ class Checkpointer:
         every: PositiveInt | None = 500,
         keep: PositiveInt | None = 2,
         async_: bool = True,
+        on_error: Literal["retry", "stop"] = "retry",
+        tell: Callable[[str], None] = print,
     ):
         self.folder, self.world = folder, world
         self.model, self.optimizer = model, optimizer
@@ -65,7 +69,9 @@ class Checkpointer:
         small = {"schedule": schedule, "data": data, "base": base, "adapter": adapter}
         self.small: dict[str, Stateful] = {name: part for name, part in small.items() if part is not None}
         self.every, self.keep, self.asynchronous = every, keep, async_
-        self.group = _background_group(dist.group.WORLD)
+        self.on_error, self.tell = on_error, tell
+        self.saved = 0
+        self.group = _background_group(dist.group.WORLD, world.timeout)
         self.background = ThreadPoolExecutor(max_workers=1)
         self.pending: Future[None] | None = None
 
@@ -115,14 +121,21 @@ class Checkpointer:
         for group, changed in zip(groups, small["groups"], strict=True):
             group |= changed
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
-        return small["step"]
+        self.saved = small["step"]
+        return self.saved
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint in the folder."""
         return self.world.share(max(self.folder.glob("step-*"), default=None, key=lambda path: path.name))
 
     def step(self, step: int, now: bool = False) -> None:
-        """To be called after each optimizer step: saves when a checkpoint is due, or `now`."""
+        """To be called after each optimizer step: saves when a checkpoint is due, or `now`.
+
+        Raises:
+            TuneError: with `on_error="stop"`, a checkpoint could not be written; earlier ones are as they were.
+        """
+        if self.pending is not None and self.pending.done():
+            self.wait()
         if now or (self.every and step % self.every == 0):
             self.save(step)
 
@@ -130,45 +143,52 @@ class Checkpointer:
         """Save now. All processes must call it."""
         self.wait()
         unfinished = self.folder / f".step-{step:08d}.{self.world.share(uuid.uuid4().hex[:8])}"
-        if self.world.is_main:
-            unfinished.mkdir(parents=True, exist_ok=True)  # the writer of another rank may have been faster
-            small = {name: part.state_dict() for name, part in self.small.items()}
-            (unfinished / "state.json").write_text(json.dumps({"step": step, "groups": self._changed(), **small}))
+        parts = {name: part.state_dict() for name, part in self.small.items()}
+        small = json.dumps({"step": step, "groups": self._changed(), **parts})
         tensors = _on_host(self._tensors()) if self.asynchronous else self._tensors()
-        save = functools.partial(dcp.save, tensors, checkpoint_id=unfinished, process_group=self.group)
+        write = functools.partial(dcp.save, tensors, checkpoint_id=unfinished, process_group=self.group)
+        finish = functools.partial(self._finish, write, small, unfinished, step)
         if self.asynchronous:
-            self.pending = self.background.submit(self._finish, save, unfinished, step)
+            self.pending = self.background.submit(finish)
         else:
-            self._finish(save, unfinished, step)
+            self._settle(finish)
 
-    def wait(self) -> None:
-        """Until what is being written is complete.
-
-        Raises:
-            TuneError: it could not be written; earlier checkpoints are as they were.
-        """
+    def wait(self) -> int:
+        """Until what is being written is complete; returns the step of the last complete checkpoint, or 0."""
         if self.pending is not None:
             pending, self.pending = self.pending, None
-            pending.result()
+            self._settle(pending.result)
+        return self.saved
 
-    def _finish(self, write: Callable[[], Any], unfinished: Path, step: int) -> None:
+    def _settle(self, result: Callable[[], None]) -> None:
+        try:
+            result()
+        except TuneError as error:
+            if self.on_error == "stop":
+                raise
+            if self.world.is_main:
+                self.tell(f"{error} The run goes on, and tries again at the next checkpoint.")
+
+    def _finish(self, write: Callable[[], Any], small: str, unfinished: Path, step: int) -> None:
         """Rank 0 returns from `write` when it has heard from all ranks and has written the metadata: then rename."""
+        complete = self.folder / f"step-{step:08d}"
         try:
             write()
+            if self.world.is_main:
+                (unfinished / "state.json").write_text(small)
+                unfinished.rename(complete)
         except (OSError, CheckpointException) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise TuneError(
                 f"the checkpoint of step {step} could not be written: {_cause(error)}. Earlier checkpoints are intact: "
-                "make room (checkpointer.keep says how many stay) and run the same command again"
+                f"make room (checkpointer.keep says how many stay); the same command with output_dir="
+                f"{self.folder.parent} continues after step {self.saved}."
             ) from error
-        if not self.world.is_main:
-            return
-        complete = self.folder / f"step-{step:08d}"
-        unfinished.rename(complete)
-        if self.keep:
+        self.saved = step
+        if self.world.is_main and self.keep:
             for old in sorted(self.folder.glob("step-*"))[: -self.keep]:
                 # Renamed first: a folder that is being removed must not be taken for a complete one.
-                shutil.rmtree(old.rename(self.folder / f".{old.name}.removed"))
+                shutil.rmtree(old.rename(self.folder / f".{old.name}.removed"), ignore_errors=True)
 
     def _tensors(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
@@ -184,10 +204,10 @@ class Checkpointer:
 
 
 @functools.cache
-def _background_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+def _background_group(world: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     """Background threads must not share a group with the collectives of the training, but may with each other: a group
     has threads that stay busy, and only one checkpoint is written at a time."""
-    return dist.new_group(backend="gloo")
+    return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def _on_host(value: Any) -> Any:

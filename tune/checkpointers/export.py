@@ -130,8 +130,8 @@ class TensorFiles:
         except SafetensorError as error:
             shutil.rmtree(self.folder)
             raise TuneError(
-                f"the trained model could not be written: {error}. The last checkpoint is complete: make room and run "
-                "the same command again, which then only writes the model"
+                f"the trained model could not be written: {error}. Checkpoints are as they were: make room and "
+                f"run the same command with output_dir={self.folder.parent}, which continues after the last one"
             ) from error
         self.held, self.held_bytes = {}, 0
 

@@ -2,6 +2,7 @@
 
 import ast
 import logging
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,9 @@ from pathlib import Path
 
 from tune import config
 from tune.errors import TuneError
+
+# After SIGTERM, until processes that have not ended are killed: a step and a checkpoint take longer than torchrun's 30.
+SHUTDOWN_SECONDS = "600"
 
 USAGE = """\
 usage: tune run [TORCHRUN OPTIONS] RECIPE [--config FILE_OR_NAME] [key=value ...]
@@ -60,6 +64,7 @@ def launch(options: list[str], recipe: Path, settings: list[str]) -> None:
 
     # Every process has already said what is wrong with it; the agent's account of it would only bury that.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
     try:
         torchrun.run(torchrun.parse_args([*options, str(recipe), *settings]))
     except ValueError as error:  # of an option
@@ -72,7 +77,7 @@ def launch(options: list[str], recipe: Path, settings: list[str]) -> None:
             sys.exit(failure.exitcode)
         raise TuneError(
             f"process {rank} was ended by signal {-failure.exitcode}, not by itself; if nobody did that, the machine "
-            "ran out of memory. The same command with the same output_dir continues after the last checkpoint."
+            "ran out of memory. The same command with this run's output_dir continues after the last checkpoint."
         ) from error
 
 

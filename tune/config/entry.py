@@ -25,6 +25,11 @@ NO_COMPILER = (
     "in the environment variable CXX), or set compile=false and one of torch's optimizers"
 )
 
+LOST = (
+    "the connection to another process of this run is lost: it has ended or was killed, often for want of memory. What "
+    "its node prints says more. The same command with this run's output_dir continues after the last checkpoint"
+)
+
 Main = Callable[[DictConfig], None]
 
 # What needs less memory, in the order to try, and where no less is possible.
@@ -91,12 +96,16 @@ def explained_errors(cfg: DictConfig | None = None) -> Iterator[None]:
         if debug or error.errno not in NO_ROOM:
             raise
         _tell(
-            f"the disk is full ({error.strerror}): make room and run the same command again, it continues where it can"
+            f"the disk is full ({error.strerror}): make room and run the same command with "
+            f"output_dir={(cfg and cfg.get('output_dir')) or '<the folder of this run>'}, it continues where it can"
         )
         raise SystemExit(2) from None
     except (RuntimeError, MemoryError) as error:
         if not debug and _is_of_a_lost_process(error):
             _let_torchrun_end_this()
+            if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+                _tell(LOST)  # else torchrun, which started the lost one too, tells of it
+            raise SystemExit(1) from None
         if debug or not (_is_out_of_memory(error) or _is_without_compiler(error)):
             raise
         _tell(NO_COMPILER if _is_without_compiler(error) else _out_of_memory(error, cfg or OmegaConf.create()))
@@ -116,15 +125,19 @@ def _settings(recipe: dict[str, Any], default: str) -> DictConfig:
 _load_once = functools.cache(load)  # check_early and entrypoint read the same command line
 
 
+def _rank() -> str:
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+
+
 def _is_first_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    return _rank() == "0"
 
 
 def _tell(message: str) -> None:
     """One message on stderr; of a process other than the first, one line that says whose it is."""
     if not _is_first_process():
         _let_torchrun_end_this()
-        message = f"[rank {os.environ['RANK']}] {message.splitlines()[0]}"
+        message = f"[rank {_rank()}] {message.splitlines()[0]}"
     red, plain = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() else ("", "")
     print(f"{red}error:{plain} {message}", file=sys.stderr, flush=True)
 
@@ -137,7 +150,8 @@ def _let_torchrun_end_this() -> None:
 
 
 def _is_of_a_lost_process(error: Exception) -> bool:
-    return type(error).__name__ in ("DistBackendError", "DistNetworkError") or "gloo/transport" in str(error)
+    names = ("DistBackendError", "DistNetworkError", "DistStoreError")
+    return type(error).__name__ in names or "gloo/transport" in str(error)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -73,9 +73,28 @@ def load(recipe_default: str, arguments: Sequence[str]) -> DictConfig:
     return cfg
 
 
-def save(cfg: DictConfig, path: Path) -> None:
-    """Write the settings, every value resolved and secrets left out: `--config` with this file reproduces the run."""
-    OmegaConf.save(OmegaConf.create(without_secrets(OmegaConf.to_container(cfg, resolve=True))), path)
+def save(cfg: DictConfig, folder: Path) -> list[str]:
+    """Write the settings, every value resolved and secrets left out: `--config` with this file reproduces the run.
+
+    The file is config.yaml; where the folder has that of an earlier start, config-2.yaml and so on, if a setting has
+    changed. Returns what has.
+    """
+    values = without_secrets(OmegaConf.to_container(cfg, resolve=True))
+    there = sorted(folder.glob("config*.yaml"), key=lambda file: (len(file.name), file.name))
+    before, now = _flat(_read(there[-1]) if there else values), _flat(values)
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in ("output_dir", "resume")]
+    if keys or not there:
+        name = f"config-{len(there) + 1}.yaml" if there else "config.yaml"
+        OmegaConf.save(OmegaConf.create(values), folder / name)
+    return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys]
+
+
+def _flat(values: object, key: str = "") -> Values:
+    """Settings by their dotted keys."""
+    if not isinstance(values, dict):
+        return {key: values}
+    parts = (_flat(value, f"{key}.{each}" if key else each) for each, value in values.items())
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _read(file: Path) -> Values:

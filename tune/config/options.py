@@ -24,6 +24,7 @@ class Parallel(Group):
     dp_replicate: PositiveInt
     dp_shard: PositiveInt | Literal["auto"]
     reduce_every_micro_batch: bool
+    timeout: PositiveFloat
 
 
 class Memory(Group):

@@ -3,12 +3,15 @@
 import atexit
 import os
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tune.distributed.restarts import launcher_store, of_this_start
+from tune.distributed.slurm import join_step
 from tune.errors import TuneError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
@@ -23,6 +26,7 @@ class World:
     mesh: DeviceMesh
     device: torch.device
     data: DeviceMesh  # the processes that read different data: dp_replicate and dp_shard as one axis
+    timeout: timedelta
 
     @property
     def rank(self) -> int:
@@ -75,23 +79,47 @@ class World:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def gather(self, value: T) -> list[T]:
+        """The `value` of each rank, on all ranks."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
     def barrier(self) -> None:
         dist.barrier()
+
+    def finish(self) -> None:
+        """To be called by all processes after the last collective: at their end they then leave the group in order.
+
+        A process that ends without this call has failed. The others may be in a collective, and NCCL would wait for
+        them for ever: it aborts its part.
+        """
+        atexit.unregister(_abort)
+        atexit.register(_leave)
 
 
 def init(
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
     dp_replicate: int = 1,
     dp_shard: int | Literal["auto"] = "auto",
+    timeout: float = 60,
 ) -> World:
     """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without one, be alone.
+
+    `timeout` is in minutes: more than the slowest thing that one process does while others wait for it, such as writing
+    a large model, takes.
 
     Raises:
         TuneError: the device is not there, or the mesh does not match the number of processes.
     """
     kind = _device_type(device)
+    if "RANK" not in os.environ:
+        os.environ.update(join_step(dict(os.environ)) | os.environ)
     local_rank, size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    patience = timedelta(minutes=timeout)
     if kind == "cuda":
+        if torch.cuda.device_count() == 1:  # SLURM can show each task its own GPU alone
+            local_rank = 0
         if local_rank >= torch.cuda.device_count():
             raise TuneError(
                 f"device: process {local_rank} of this machine has no GPU; {torch.cuda.device_count()} found. "
@@ -101,12 +129,14 @@ def init(
     if kind == "mps" and size > 1:
         raise TuneError(f"device: mps is one device; found {size} processes. Start one process, or set device=cpu")
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
-        atexit.register(_leave)
+        store = dist.HashStore() if "RANK" not in os.environ else launcher_store(patience)
+        place: Any = {}
+        if store:  # else torch makes one
+            rank = int(os.environ.get("RANK", 0))
+            place = {"store": of_this_start(store, rank, size), "rank": rank, "world_size": size}
+        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=patience, **place)
+    atexit.unregister(_leave)
+    atexit.register(_abort)
     size = dist.get_world_size()
     shards = size // dp_replicate if dp_shard == "auto" else dp_shard
     if dp_replicate * shards != size:
@@ -118,7 +148,15 @@ def init(
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     mesh = init_device_mesh("cuda" if kind == "cuda" else "cpu", shape, mesh_dim_names=AXES)
     data = mesh["dp_replicate", "dp_shard"]._flatten("data")
-    return World(mesh, torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind), data)
+    for group in [*mesh.get_all_groups(), data.get_group()]:
+        dist.distributed_c10d._set_pg_timeout(patience, group)  # those of a mesh are made with torch's default
+    world = World(mesh, torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind), data, patience)
+    if kind == "cuda" and (shared := size - len(set(world.gather(_gpu(local_rank))))):
+        raise TuneError(
+            f"device: {size} processes have {size - shared} GPUs. Start one process for each GPU (it may see that one "
+            "alone, or all of its node), or set device=cpu"
+        )
+    return world
 
 
 def _device_type(device: str) -> str:
@@ -131,6 +169,15 @@ def _device_type(device: str) -> str:
     return device
 
 
+def _gpu(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _abort() -> None:
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()

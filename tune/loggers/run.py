@@ -4,11 +4,8 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import time
 from collections.abc import Iterable, Iterator
-from datetime import datetime
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +17,10 @@ from tune.datasets import DataLoader, Stream
 from tune.datasets.preview import MARKS, first_row, marked
 from tune.distributed import World
 from tune.errors import TuneError
+from tune.loggers import folder
 from tune.loggers.flops import flops_per_token, peak_flops
 from tune.loggers.memory import peak_memory_gib, planned_memory
-from tune.loggers.sinks import Console, Sink, open_sinks, require_free, require_installed
+from tune.loggers.sinks import Console, Sink, logged_steps, open_sinks, require_installed
 from tune.secrets import without_secrets
 from tune.tokenizers import Tokenizer
 
@@ -43,10 +41,11 @@ class Run:
     def __init__(self, cfg: DictConfig, world: World, recipe: str):
         require_installed(cfg.logger)
         self.cfg, self.world = cfg, world
-        default = f"runs/{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
-        self.path = Path(world.share(cfg.output_dir or default))
-        if refusal := world.share(_claim(self.path, cfg.resume) if world.is_main else ""):
+        self.path = folder.choose(cfg.output_dir, recipe, world)
+        self.resume = world.share(folder.resumption(self.path, cfg.resume))
+        if refusal := world.share(folder.claim(self.path, self.resume) if world.is_main else ""):
             raise TuneError(refusal)
+        folder.require_shared(self.path, world)
         self.sinks: list[Sink] = [Console(cfg.logger.console_every)] if world.is_main else []
         self.messages: list[str] = []
         self.data: dict[str, Any] = {}
@@ -54,6 +53,11 @@ class Run:
         self.stream: Stream | None = None
         self.last = time.perf_counter()
         self.data_seconds, self.flops_per_token = 0.0, 0.0
+
+    @property
+    def again(self) -> str:
+        """The command that continues this run, in words."""
+        return f"the same command with output_dir={self.path}{' resume=auto' if self.cfg.resume != 'auto' else ''}"
 
     def info(self, message: str) -> None:
         """Tell the person who watches, and log.txt."""
@@ -98,13 +102,13 @@ class Run:
     def track(self, data: Iterable[T], start: int, total: int) -> Iterator[T]:
         """Iterate over optimizer steps, from the one after `start`, and time how long each waits for data."""
         if self.world.is_main:
-            config.save(self.cfg, self.path / "config.yaml")
-            (self.path / "data.json").write_text(json.dumps(self.data, indent=2) + "\n")
-            (self.path / "first_row.txt").write_text(self.first_row, encoding="utf-8")
-            sinks = open_sinks(self.path, self.cfg)
+            sinks = open_sinks(self.path, self.cfg)  # first, since it locks the folder
             for sink, message in itertools.product(sinks, self.messages):
                 sink.message(message)
             self.sinks += sinks
+            self._tell_of_earlier_starts(start)
+            (self.path / "data.json").write_text(json.dumps(self.data, indent=2) + "\n")
+            (self.path / "first_row.txt").write_text(self.first_row, encoding="utf-8")
         for sink in self.sinks:
             sink.start(start, total)
         self.last = time.perf_counter()
@@ -116,6 +120,16 @@ class Run:
             if item is None:
                 return
             yield item
+
+    def _tell_of_earlier_starts(self, start: int) -> None:
+        is_first = not (self.path / "config.yaml").exists()
+        changed = config.save(self.cfg, self.path)
+        if start or not is_first:
+            beginning = f"continued after step {start}" if start else "started anew: no checkpoint was complete"
+            self.info("; changed: ".join(filter(None, [beginning, ", ".join(changed)])))
+        lost = [step for step, _ in logged_steps(self.path / "metrics.jsonl") if step > start]
+        if lost:
+            self.info(f"steps {lost[0]} to {lost[-1]} were trained but not saved: they are trained again")
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -152,6 +166,7 @@ class Run:
                 (self.path / "data.json").write_text(json.dumps(data, indent=2) + "\n")
         for sink in self.sinks:
             sink.close()
+        self.world.finish()
 
 
 def require_finite(step: int, rows: list[int], **values: float) -> None:
@@ -168,21 +183,3 @@ def require_finite(step: int, rows: list[int], **values: float) -> None:
                 f"The batch was made of dataset rows {listing}. Usual causes: a learning rate too high, damaged "
                 "weights, dtype=bf16 with a model that overflows in it"
             )
-
-
-def _claim(path: Path, resume: str) -> str:
-    """Make the folder; why it cannot be the run's, or nothing."""
-    if resume == "never" and ((path / "config.yaml").exists() or (path / "checkpoints").exists()):
-        return f"output_dir: {path} holds a run already, and resume=never. Give another output_dir, or resume=auto"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return f"output_dir: {path} cannot be made ({error.strerror}). Give one in a folder that you may write to"
-    if not os.access(path, os.W_OK):
-        return f"output_dir: {path} is not writable for this user. Give another output_dir"
-    try:
-        with contextlib.suppress(FileNotFoundError), (path / "log.txt").open("r+", encoding="utf-8") as log:
-            require_free(log)
-    except TuneError as error:
-        return str(error)
-    return ""

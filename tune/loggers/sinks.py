@@ -53,10 +53,7 @@ class JsonLines(Sink):
         self.path = path
 
     def start(self, step: int, total: int) -> None:
-        kept = []
-        for line in self.path.read_text().splitlines() if self.path.exists() else []:
-            if line.endswith("}") and json.loads(line)["step"] <= step:  # a killed process may leave half a line
-                kept.append(line + "\n")
+        kept = [line + "\n" for logged, line in logged_steps(self.path) if logged <= step]
         rewritten = self.path.with_suffix(".rewritten")
         rewritten.write_text("".join(kept))
         os.replace(rewritten, self.path)
@@ -65,6 +62,12 @@ class JsonLines(Sink):
     def metrics(self, step: int, values: dict[str, float]) -> None:
         self.file.write(json.dumps({"step": step, **values}) + "\n")
         self.file.flush()
+
+
+def logged_steps(metrics: Path) -> list[tuple[int, str]]:
+    """The steps of a metrics.jsonl, each with its line; a killed process may leave half of the last one."""
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return [(json.loads(line)["step"], line) for line in lines if line.endswith("}")]
 
 
 class LogFile(Sink):

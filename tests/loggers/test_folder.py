@@ -1,0 +1,38 @@
+"""Which folder a run has, where several processes and several starts must agree."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tune import config
+
+STARTS = Path(__file__).with_name("starts.py")
+
+
+def test_restarts_of_torchrun_keep_the_folder_and_all_processes_must_see_it(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", STARTS]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = re.findall(r"start (\d): (\S+) resume=(\w+)", done.stdout)
+    assert first[1] == second[1] and re.fullmatch(r"runs/mine-\d{8}-\d{6}", first[1])
+    assert (first[2], second[2]) == ("never", "auto")
+    told = [line for line in done.stdout.splitlines() if "output_dir: runs/apart is not one folder" in line]
+    assert sorted(line[:7] for line in told) == ["rank 0:", "rank 1:"]
+
+
+def test_settings_of_every_start_are_kept(tmp_path):
+    def start(*settings):
+        return config.save(config.load("full_finetune", ["model.path=m", "dataset.path=d", *settings]), tmp_path)
+
+    assert start() == start("output_dir=x", "resume=x") == []
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+    changes = ["optimizer.lr: 2e-05 -> 0.1", "parameter_groups.lr_ratios.norm: None -> 0.5"]
+    assert sorted(start("optimizer.lr=0.1", "parameter_groups.lr_ratios={norm: 0.5}"))[:1] == changes[:1]
+    assert start("optimizer.lr=0.1", "parameter_groups.lr_ratios={norm: 0.5}") == []
+    assert start("optimizer.lr=0.2", "parameter_groups.lr_ratios={norm: 0.5}") == ["optimizer.lr: 0.1 -> 0.2"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["config-2.yaml", "config-3.yaml", "config.yaml"]
+    again = config.load("full_finetune", ["--config", str(tmp_path / "config-3.yaml")])
+    assert again.optimizer.lr == 0.2

@@ -1,0 +1,28 @@
+"""What torchrun would tell the tasks that SLURM's `srun` starts."""
+
+import re
+
+FIRST_PORT, PORTS = 20000, 12000  # below those that systems give to outgoing connections
+
+
+def join_step(environment: dict[str, str]) -> dict[str, str]:
+    """The variables that torch.distributed reads, from SLURM's, for a task of `srun`; none for any other process.
+
+    A batch script or a shell of `salloc` is one process, even where its job has many tasks.
+    """
+    in_a_step = "SLURM_STEP_ID" in environment or "SLURM_JOB_ID" not in environment
+    if "SLURM_PROCID" not in environment or not in_a_step:
+        return {}
+    job, step = (int(environment.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "WORLD_SIZE": environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"],
+        "MASTER_ADDR": first_node(environment.get("SLURM_STEP_NODELIST") or environment["SLURM_NODELIST"]),
+        "MASTER_PORT": str(FIRST_PORT + (job * 10 + step) % PORTS),  # the same for all tasks of a step
+    }
+
+
+def first_node(nodes: str) -> str:
+    """The first of SLURM's list of nodes: gpu007 of `gpu[007-009,012],login1`."""
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).split(",")[0]

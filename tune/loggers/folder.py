@@ -1,0 +1,71 @@
+"""The run folder: which one it is, and whether this run may have it."""
+
+import contextlib
+import itertools
+import os
+import socket
+import time
+import uuid
+from datetime import datetime
+from pathlib import Path
+
+from tune.distributed import World
+from tune.distributed.restarts import launcher_store
+from tune.errors import TuneError
+from tune.loggers.sinks import require_free
+
+PATIENCE = 10.0  # seconds after which another node sees what was written to a shared file system
+_runs = itertools.count()
+
+
+def choose(output_dir: str | None, recipe: str, world: World) -> Path:
+    """`output_dir`, or a new folder named by the time. Where torchrun starts the processes again (--max-restarts) it is
+    that of the first start: torchrun's store, which outlives the processes, has its name."""
+    new, name = f"runs/{recipe}-{datetime.now():%Y%m%d-%H%M%S}", f"tune/output_dir/{next(_runs)}"
+    if world.is_main and not output_dir and (store := launcher_store(world.timeout)):
+        new = store.compare_set(name, "", new).decode()
+    return Path(world.share(output_dir or new))
+
+
+def resumption(path: Path, resume: str) -> str:
+    """`resume`; where torchrun starts the processes again, `auto` once there is a checkpoint."""
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return "auto" if is_restart and any(path.glob("checkpoints/step-*")) else resume
+
+
+def claim(path: Path, resume: str) -> str:
+    """Make the folder; why it cannot be the run's, or nothing."""
+    if resume == "never" and ((path / "config.yaml").exists() or (path / "checkpoints").exists()):
+        return f"output_dir: {path} holds a run already, and resume=never. Give another output_dir, or resume=auto"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"output_dir: {path} cannot be made ({error.strerror}). Give one in a folder that you may write to"
+    if not os.access(path, os.W_OK):
+        return f"output_dir: {path} is not writable for this user. Give another output_dir"
+    try:
+        with contextlib.suppress(FileNotFoundError), (path / "log.txt").open("r+", encoding="utf-8") as log:
+            require_free(log)
+    except TuneError as error:
+        return str(error)
+    return ""
+
+
+def require_shared(path: Path, world: World) -> None:
+    """Raises TuneError on all ranks if one does not find in the folder what rank 0 writes there."""
+    mark = path / f".{world.share(uuid.uuid4().hex)}"
+    if world.is_main:
+        mark.touch()
+    world.barrier()
+    deadline = time.monotonic() + PATIENCE
+    while not (found := mark.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    without = sorted({node for node, finds in world.gather((socket.gethostname(), found)) if not finds})
+    if world.is_main:
+        mark.unlink()
+    if without:
+        raise TuneError(
+            f"output_dir: {path} is not one folder for all processes: those on {', '.join(without)} do not find there "
+            "what the first one writes, and checkpoints would be in pieces. Give a folder on a file system that all "
+            "nodes share, as an absolute path"
+        )
