@@ -50,7 +50,7 @@ def main(cfg):
         accumulate=not cfg.optimizer_in_backward,
         pad_to=pad_to,
     )
-    run.describe(model, data, tokenizer)
+    run.describe(model, data, tokenizer, validation)
 
     distributed.parallelize(
         model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,

@@ -54,7 +54,7 @@ def main(cfg):
         accumulate=not cfg.optimizer_in_backward,
         pad_to=pad_to,
     )
-    run.describe(model, data, tokenizer)
+    run.describe(model, data, tokenizer, validation)
     run.info(adapted.table())
 
     distributed.parallelize(

@@ -17,7 +17,9 @@ def arguments(checkpoint, chats, tmp_path, monkeypatch):
 def test_run_starts_from_what_was_prepared(arguments, chats, tmp_path, monkeypatch, capsys):
     arguments.append(f"validation_dataset.path={chats}")
     main(["prepare", "full_finetune", *arguments])
-    assert capsys.readouterr().out.count("packed rows") == 2
+    shown = capsys.readouterr().out
+    assert shown.count("packed rows") == 2
+    assert "warnings\n  48 of the 48 validation samples are trained on too" in shown
     assert not (tmp_path / "runs").exists()
     monkeypatch.delattr(Tokenizer, "encode_with_offsets")
     run = [*arguments, "max_steps=1", "device=cpu", "dtype=fp32", f"output_dir={tmp_path / 'run'}"]
@@ -27,14 +29,16 @@ def test_run_starts_from_what_was_prepared(arguments, chats, tmp_path, monkeypat
 
 def test_nothing_of_a_stream_is_prepared(arguments, tmp_path, capsys):
     main(["prepare", "full_finetune", *arguments, "dataset.streaming=true"])
-    assert "is streamed: nothing of it is kept" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "is streamed: nothing of it is kept" in shown and "warnings" not in shown
     assert not (tmp_path / "cache").exists()
 
 
-def test_without_weights(arguments, checkpoint, tmp_path):
+def test_without_weights(arguments, checkpoint, tmp_path, capsys):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
     main(["prepare", "lora_finetune", *arguments, f"model.path={tmp_path}"])
+    assert capsys.readouterr().out.endswith("\nno warnings\n")
 
 
 def test_config_finds_its_recipe(arguments, tmp_path):

@@ -93,7 +93,10 @@ def test_source_is_one_of_those_there_are(preview, error, chats):
 
 def test_of_a_stream_the_first_window(preview):
     assert "streamed: rows 1 to 48" not in preview()
-    assert "streamed: rows 1 to 64" in preview("dataset.streaming=true", "max_steps=1")
+    assert "was not looked at" not in preview()
+    shown = preview("dataset.streaming=true", "max_steps=1")
+    assert "streamed: rows 1 to 64" in shown
+    assert shown.endswith("a stream: what is behind these rows was not looked at\n\nno warnings\n")
 
 
 def test_letters_that_the_terminal_does_not_know(arguments, chats, first, monkeypatch):

@@ -19,6 +19,7 @@ def test_counts_what_happened_to_the_samples(make):
         "kept": 2,
         "truncated": 2,
         "cut_tokens": 5,
+        "clipped": 1,  # the first
         "split": 0,
         "endless": 0,
         "remarks": {},

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from tune.datasets import Dataset, RowReader, load, mix
-from tune.datasets.preview import document, first_row, histogram, marked, overlap, parts_of, preview
+from tune.datasets.preview import document, first_row, histogram, marked, parts_of, preview
 from tune.datasets.stream import Stream
+from tune.datasets.warnings import overlap, warnings_of
 from tune.tokenizers import Tokenizer
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -113,7 +114,7 @@ def test_validation_samples_that_are_trained_on(dataset):
 
 @pytest.fixture
 def warnings(dataset, tokenizer):
-    return lambda rows, **options: preview(dataset(rows, **options), tokenizer, 1).warnings
+    return lambda rows, **options: warnings_of(dataset(rows, **options), tokenizer)
 
 
 def test_nothing_to_say_of_good_rows(warnings):
@@ -129,9 +130,8 @@ def test_nothing_to_say_of_good_rows(warnings):
         ([{"input_ids": [72, 73, 74]}], {}, "no end of turn is learned anywhere"),
         ([chat("word " * 100, "No")], {}, r"only 0\.\d% of the tokens are learned"),
         ([chat("Yes", "word " * 10)], {"train_on": "all"}, r"9\d\.\d% of the tokens are learned, those of the prompts"),
-        ([GOOD, chat("word " * 100, "No")], {"max_seq_len": 60}, r"1 of 2 rows have nothing to learn: is max_seq_len"),
-        ([GOOD, chat("Say <|im_end|>!", "No")], {}, r"<\|im_end\|> spelled in user text: in 1 of the 2 rows"),
-        ([GOOD, chat("Say it!", "</s>")], {}, "</s> spelled in assistant text: in 1 of the 2 rows"),
+        ([GOOD, chat("Say <|im_end|>!", "No")], {}, r"<\|im_end\|> spelled in user text: in 1 of 2 rows"),
+        ([GOOD, chat("Say it!", "</s>")], {}, "</s> spelled in assistant text: in 1 of 2 rows"),
     ],
 )
 def test_each_warning(warnings, rows, options, warning):
@@ -143,13 +143,14 @@ def test_answers_without_an_end(byte_checkpoint, tmp_path, dataset):
     template = "{% for m in messages %}{{ m.content }}{% if m.content != 'Bye' %}<|im_end|>{% endif %}{% endfor %}"
     tokenizer = Tokenizer(str(byte_checkpoint(tmp_path / "other", SPECIAL, template)))
     dataset([GOOD, chat("See you", "Bye")])
-    (found,) = preview(load(tokenizer, str(tmp_path / "rows.jsonl"), max_seq_len=100), tokenizer, 1).warnings
-    assert found == "1 of the 2 rows have no end of turn to learn: see the chat template"
+    (found,) = warnings_of(load(tokenizer, str(tmp_path / "rows.jsonl"), max_seq_len=100), tokenizer)
+    assert found == "1 of 2 rows (50.0%) have no end of turn to learn: see the chat template"
 
 
 def test_roles_that_the_template_leaves_out(byte_checkpoint, tmp_path, folder):
     system, tool = {"role": "system", "content": "Be kind.\n\nAlways."}, {"role": "tool", "content": '{"a": "é"}\n'}
-    row = {"messages": [system, GOOD["messages"][0], tool, GOOD["messages"][1]]}
+    schema = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    row = {"messages": [system, GOOD["messages"][0], tool, GOOD["messages"][1]], "tools": [schema]}
 
     def remarks(template):
         tokenizer = Tokenizer(str(byte_checkpoint(tmp_path / "other", SPECIAL, template)))
@@ -157,7 +158,9 @@ def test_roles_that_the_template_leaves_out(byte_checkpoint, tmp_path, folder):
         assert outcome.mistake is None
         return list(outcome.remarks)
 
-    everything = (folder / "chat_template.jinja").read_text()
+    without_tools = (folder / "chat_template.jinja").read_text()
+    assert remarks(without_tools) == ["tools left out by the template"]
+    everything = "{{ tools | tojson if tools }}" + without_tools
     assert remarks(everything) == []
     assert remarks(everything.replace("message.content +", "message.content | trim | tojson +")) == []
     without = everything.replace("in messages", "in messages if message.role in ('user', 'assistant')")

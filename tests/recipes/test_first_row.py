@@ -28,6 +28,22 @@ def test_rows_beyond_the_positions_of_the_model_are_told(inputs, run_recipe, cap
     assert "tokens, and the model was made for 16 (max_position_embeddings" in capsys.readouterr().out
 
 
+def test_a_run_begins_with_what_looks_wrong_in_its_data(inputs, run_recipe):
+    run, rows = inputs.folder / "doubtful", inputs.rows.read_text().splitlines()
+    (inputs.folder / "doubtful.jsonl").write_text("\n".join([*rows, rows[0]]))
+    settings = [
+        f"dataset.path={inputs.folder / 'doubtful.jsonl'}",
+        f"validation_dataset.path={inputs.rows}",
+        "max_steps=1",
+    ]
+    assert run_recipe([*inputs.settings(*settings), f"output_dir={run}"]) == 0
+    copies, both = json.loads((run / "data.json").read_text())["warnings"]
+    assert copies.startswith(f"training: 1 of {len(rows) + 1} samples") and "are trained on too" in both
+    log = (run / "log.txt").read_text(encoding="utf-8")
+    assert f"warning: {copies}" in log and f"warning: {both}" in log
+    assert json.loads((inputs.run / "data.json").read_text())["warnings"] == []
+
+
 def test_letters_that_the_terminal_does_not_know_do_not_end_a_run(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     Console(every=1).message("⟦é⟧")

@@ -27,14 +27,22 @@ def main(arguments: Sequence[str]) -> None:
     cfg = settings(arguments)
 
     from tune.config import instantiate
+    from tune.datasets.preview import parts_of
+    from tune.datasets.warnings import warnings_about
 
     tokenizer = instantiate(cfg.tokenizer)
-    for section in (cfg.dataset, cfg.validation_dataset):
+    prepared = {}
+    for name, section in {"training": cfg.dataset, "validation": cfg.validation_dataset}.items():
         if section.get("streaming"):
-            print(without_secrets(f"{section.path} is streamed: nothing of it is kept"))
+            print(without_secrets(f"{section.path} is streamed: nothing of it is kept, and nothing was looked at"))
         elif section.get("path", True):
-            dataset = instantiate(section, tokenizer, max_seq_len=cfg.max_seq_len, packed=cfg.packed)
-            print(dataset.accounting.table(), flush=True)
+            prepared[name] = instantiate(section, tokenizer, max_seq_len=cfg.max_seq_len, packed=cfg.packed)
+            print(prepared[name].accounting.table(), flush=True)
+    training = prepared.get("training")
+    validation = prepared.get("validation") or (training and training.validation)
+    found = warnings_about(parts_of(training, "training"), parts_of(validation, "validation"), tokenizer)
+    if found or prepared:
+        print("\n  ".join(["warnings", *found] if found else ["no warnings"]))
 
 
 def settings(arguments: Sequence[str]) -> DictConfig:

@@ -12,7 +12,9 @@ from rich.text import Text
 from tune.cli.prepare import settings
 from tune.config import instantiate
 from tune.datasets.formats import suggestion
-from tune.datasets.preview import MARKS, Document, Preview, marked, overlap, parts_of, preview
+from tune.datasets.preview import MARKS, Document, Preview, marked, parts_of, preview
+from tune.datasets.stream import Stream
+from tune.datasets.warnings import warnings_about
 from tune.errors import TuneError
 
 USAGE = """\
@@ -60,19 +62,22 @@ def main(arguments: Sequence[str]) -> None:
     if cfg.validation_dataset.get("path", True):
         validation = instantiate(cfg.validation_dataset, tokenizer, **rows)
     training, held_out = parts_of(dataset, "training"), parts_of(validation, "validation")
-    parts, tables = training | held_out, [each.accounting.table() for each in (dataset, validation) if each]
+    tables = [each.accounting.table() for each in (dataset, validation) if each]
     if options.source is not None:
-        parts = {name: part for name, part in parts.items() if options.source in (name, *name.split("/"))}
-        tables = [part.accounting.table() for part in parts.values()]
-        if not parts:
-            names = list(dict.fromkeys(chain.from_iterable(name.split("/") for name in training | held_out)))
+        names = list(dict.fromkeys(chain.from_iterable(name.split("/") for name in training | held_out)))
+        training, held_out = (
+            {name: part for name, part in side.items() if options.source in (name, *name.split("/"))}
+            for side in (training, held_out)
+        )
+        tables = [part.accounting.table() for part in (training | held_out).values()]
+        if not tables:
             hint = suggestion(options.source, names)
             raise TuneError(f"--source {options.source}: there is no such part{hint}; there are {', '.join(names)}")
 
-    previews = {name: preview(part, tokenizer, options.rows) for name, part in parts.items()}
-    warnings = [f"{name}: {warning}" for name, shown in previews.items() for warning in shown.warnings]
-    if both := overlap(training, held_out):
-        warnings.append(both)
+    previews = {name: preview(part, tokenizer, options.rows) for name, part in (training | held_out).items()}
+    warnings = warnings_about(training, held_out, tokenizer)
+    if isinstance(dataset, Stream):
+        tables.append("a stream: what is behind these rows was not looked at")
     if options.html is not None:
         page = Console(file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor", no_color=False)
         for line in report(previews, tables, warnings, colours=True):

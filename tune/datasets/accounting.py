@@ -24,6 +24,7 @@ class Accounting:
     kept: int = 0
     truncated: int = 0  # kept, or fully masked after it
     cut_tokens: int = 0  # of these rows
+    clipped: int = 0  # kept, but cut inside what is learned
     split: int = 0  # kept, as several samples
     endless: int = 0  # kept, but the template writes no token behind the answers to stop at
     remarks: Counter[str] = field(default_factory=Counter)  # kept, but seldom meant so, by remark
@@ -48,6 +49,7 @@ class Accounting:
                 self.mistakes.append(outcome.mistake)
             return
         self.kept += 1
+        self.clipped += outcome.clipped
         self.split += len(outcome.samples) > 1
         self.endless += not outcome.ends
         self.remarks.update(outcome.remarks)
@@ -91,7 +93,8 @@ class Accounting:
             lines += [(f"  {reason}" if reason in (HELD_OUT, FOR_TRAINING) else f"  dropped: {reason}", f"{count:,}")]
             if reason == CANNOT_BE_USED:
                 lines += [("    such as" if mistake is self.mistakes[0] else "", mistake) for mistake in self.mistakes]
-        cut = f" ({self.cut_tokens:,} tokens cut off)" if self.truncated else ""
+        inside = f", {self.clipped:,} times inside an answer" if self.clipped else ""
+        cut = f" ({self.cut_tokens:,} tokens cut off{inside})" if self.truncated else ""
         lines += [("  kept", f"{self.kept:,}"), ("  truncated", f"{self.truncated:,}{cut}")]
         if self.split:
             lines += [("  split", f"{self.split:,} ({self.samples:,} samples in all)")]

@@ -27,7 +27,7 @@ from tune.datasets.samples import Part, Samples, write
 from tune.datasets.sources import File
 from tune.errors import TuneError
 
-ARRAYS = ("tokens", "labels", "lengths", "supervised")
+ARRAYS = ("tokens", "labels", "lengths", "supervised", "digests")
 POLL = 0.2  # seconds between attempts to get a lock
 TELL = 10.0  # seconds between lines on how far it is
 LARGE = 2**24  # bytes of a file whose hash is remembered
@@ -97,9 +97,9 @@ def prepared(
 
 def _write(parts: Iterable[Part], folder: Path, max_seq_len: int, accounting: Accounting) -> None:
     with _array(folder, "tokens", "<i4") as tokens, _array(folder, "labels", "<i4") as labels:
-        lengths, supervised, fingerprint, largest = write(parts, max_seq_len, accounting, tokens, labels)
-    for name, values in {"lengths": lengths, "supervised": supervised}.items():
-        with _array(folder, name, "<i8") as file:
+        lengths, supervised, digests, fingerprint, largest = write(parts, max_seq_len, accounting, tokens, labels)
+    for name, values in {"lengths": lengths, "supervised": supervised, "digests": digests}.items():
+        with _array(folder, name, values.dtype.str) as file:
             file.write(values.data)
     about = {"fingerprint": fingerprint, "largest_token": largest, "accounting": vars(accounting)}
     (folder / "about.json").write_text(json.dumps(about))

@@ -1,7 +1,7 @@
 """Tokenised samples as the rows that training draws."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -70,6 +70,26 @@ class Dataset:
     def lengths(self) -> np.ndarray:
         """The tokens of each sample."""
         return self._samples.lengths
+
+    @property
+    def supervised(self) -> np.ndarray:
+        """The learned tokens of each sample."""
+        return self._samples.supervised
+
+    @property
+    def digests(self) -> np.ndarray:
+        """A number of each sample, uint64: samples of the same tokens have the same."""
+        return self._samples.digests
+
+    @property
+    def copies(self) -> int:
+        """Samples whose tokens are those of an earlier one."""
+        return len(self.digests) - len(np.unique(self.digests))
+
+    def learns_any(self, tokens: Sequence[int]) -> bool:
+        """Whether one of these tokens is learned anywhere."""
+        labels, block = self._samples.labels, 2**20
+        return any(np.isin(labels[start : start + block], tokens).any() for start in range(0, len(labels), block))
 
     def require_vocabulary(self, size: int) -> None:
         """Raises TuneError if a token is not one of a model's `size`."""

@@ -1,8 +1,6 @@
 """What is worth a look in a dataset before it is trained on, as facts."""
 
-import hashlib
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -14,11 +12,6 @@ from tune.datasets.dataset import Dataset
 from tune.datasets.mix import Mixture
 from tune.datasets.stream import Stream
 from tune.tokenizers import Tokenizer
-
-LITTLE_LEARNED = 0.05  # of the tokens
-NEARLY_ALL = 0.95
-MANY_DROPPED = 0.01  # of the rows
-HAVE_PROMPTS = ("chat", "sharegpt", "alpaca", "prompt_completion")
 
 MARKS = "⟦⟧"  # around what is learned, in plain text
 STRETCHES, CHARACTERS = 12, 240  # that `marked` shows of a document, and of each stretch of it, in short
@@ -59,7 +52,6 @@ class Preview:
     accounting: Accounting
     lengths: list[tuple[int, int, int]]
     copies: int
-    warnings: list[str]
 
 
 def parts_of(dataset: Dataset | Mixture | Stream | None, name: str) -> dict[str, Dataset]:
@@ -78,13 +70,12 @@ def first_row(dataset: Dataset | Mixture | Stream, tokenizer: Tokenizer) -> list
 
 
 def preview(dataset: Dataset, tokenizer: Tokenizer, rows: int) -> Preview:
-    """Its first rows, and what is to be said of it alone."""
+    """Its first rows, and what all of it is like."""
     return Preview(
         [[document(sample, tokenizer) for sample in dataset.row(index)] for index in range(min(rows, len(dataset)))],
         dataset.accounting,
         histogram(dataset.lengths),
-        len(dataset.lengths) - len(np.unique(hashes([dataset]))),
-        warnings(dataset, tokenizer),
+        dataset.copies,
     )
 
 
@@ -124,40 +115,3 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
         (2 ** (exponent - 1) + 1 if exponent else 1, 2**exponent, int(counts[exponent]))
         for exponent in range(exponents.min(), len(counts))
     ]
-
-
-def hashes(parts: Iterable[Dataset]) -> np.ndarray:
-    """One of each sample's tokens, uint64: copies have the same."""
-    digests = (hashlib.blake2b(sample.tokens.tobytes(), digest_size=8) for part in parts for sample in part)
-    return np.frombuffer(b"".join(digest.digest() for digest in digests), dtype=np.uint64)
-
-
-def overlap(training: Mapping[str, Dataset], validation: Mapping[str, Dataset]) -> str | None:
-    """A warning if samples that are validated on are trained on too."""
-    held_out = hashes(validation.values())
-    both = int(np.isin(held_out, hashes(training.values())).sum())
-    if not both:
-        return None
-    return f"{both:,} of the {len(held_out):,} validation samples are trained on too: their loss tells nothing new"
-
-
-def warnings(dataset: Dataset, tokenizer: Tokenizer) -> list[str]:
-    """What is seldom meant so, in all of a dataset, with what to do."""
-    accounting, found = dataset.accounting, []
-    rows = f"of the {accounting.kept:,} rows"
-    stops = list(tokenizer.stop_ids)
-    if not any(np.isin(sample.labels, stops).any() for sample in dataset):
-        ends = ", ".join(tokenizer.decode([stop]) for stop in sorted(stops)) or "none is known of this tokenizer"
-        found.append(f"no end of turn is learned anywhere ({ends}): the model will not learn to stop")
-    elif accounting.endless:
-        found.append(f"{accounting.endless:,} {rows} have no end of turn to learn: see the chat template")
-    share = f"{accounting.supervised_share:.1%} of the tokens are learned"
-    if accounting.supervised_share < LITTLE_LEARNED:
-        found.append(f"only {share}: are the answers where dataset.train_on looks for them?")
-    elif accounting.supervised_share > NEARLY_ALL and accounting.format in HAVE_PROMPTS:
-        found.append(f"{share}, those of the prompts too: see dataset.train_on and the chat template's marks")
-    if (masked := accounting.fully_masked) > MANY_DROPPED * accounting.rows:
-        found.append(f"{masked:,} of {accounting.rows:,} rows have nothing to learn: is max_seq_len too short?")
-    for remark, count in accounting.remarks.most_common():
-        found.append(f"{remark}: in {count:,} {rows}")
-    return found

@@ -1,25 +1,71 @@
 """What is no mistake in a conversation, but seldom meant."""
 
 import json
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from tune.datasets.formats import Chat, is_empty_answer
+from tune.datasets.formats import Chat, Format, Row, is_empty_answer
 from tune.tokenizers import Tokenizer
+
+# Columns of these names belong to what is read or said, however short their text is.
+CONTENT = (
+    *("system", "system_prompt", "tools", "input", "context", "history"),
+    *("reasoning", "reasoning_content", "thinking"),
+)
+COLUMN = "column left out that holds text: "
 
 
 def remarks(chat: Chat, text: str, tokenizer: Tokenizer) -> list[str]:
-    """Of a conversation and its rendering: the roles that the template leaves out, special tokens that messages
-    spell out, which the model then reads as these tokens, and answers without content."""
+    """Of a conversation and its rendering: the roles and tools that the template leaves out, special tokens that
+    messages spell out, which the model then reads as these tokens, and answers without content."""
     found = [
         f"{message['role']} left out by the template"
         for message in chat.messages
         if message["role"] != "assistant" and not _is_in(message["content"], text)
     ]
+    tools = [tool.get("function", tool) for tool in chat.tools or ()]
+    if any(isinstance(tool, dict) and str(tool.get("name", "")) not in text for tool in tools):
+        found.append("tools left out by the template")
     for message in chat.messages:
         spelled = tokenizer.special_tokens_in(message.get("content") or "")
         found += [f"{token} spelled in {message['role']} text" for token in spelled]
     if any(is_empty_answer(message) and not message["train"] for message in chat.messages):
         found.append("empty answer, not learned")
     return list(dict.fromkeys(found))
+
+
+def columns_left_out(row: Row, format: Format, ignore: Sequence[str], text: str) -> list[str]:
+    """A remark on each column that the format does not read although it holds text of its own: it is neither in the
+    row's `text`, nor all of what is read once more (as Alpaca's `text` is)."""
+    read = (*format.columns, *format.optional)
+    others = {name: [*_texts(value)] for name, value in row.items() if name not in read and name not in ignore}
+    others = {name: texts for name, texts in others.items() if any(name in CONTENT or _is_long(each) for each in texts)}
+    if not others or not text:
+        return []
+    known = [each for name in read for each in _texts(row.get(name))]
+    known = known if sum(map(len, known)) >= 20 else []  # shorter ones are in many a text
+    return [
+        COLUMN + name
+        for name, texts in others.items()
+        if any(not (_is_in(each, text) or (known and all(part in each for part in known))) for each in texts)
+    ]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The strings in a value that say something."""
+    if isinstance(value, str) and value:
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield from _texts(each) if name not in ("role", "from", "type") else ()
+
+
+def _is_long(text: str) -> bool:
+    """Eight words, or twenty characters of a script without spaces."""
+    return text.count(" ") >= 7 or len(text[:200].encode(errors="ignore")) - len(text[:200]) >= 40
 
 
 def _is_in(content: str, text: str) -> bool:

@@ -23,7 +23,7 @@ from tune.datasets.formats import (
     require_meaning,
     shown,
 )
-from tune.datasets.remarks import remarks
+from tune.datasets.remarks import columns_left_out, remarks
 from tune.datasets.supervision import Span, TrainOn, flagged, learned_roles, learned_text
 from tune.datasets.user_functions import load_function
 from tune.errors import TuneError
@@ -34,6 +34,7 @@ FULLY_MASKED = "fully masked"
 TOO_LONG = "longer than max_seq_len"
 HELD_OUT = "held out for validation"
 FOR_TRAINING = "left for training"
+LEFT_OUT = "left out by "  # a function of the user's
 
 TooLong = Literal["truncate", "drop", "split", "error"]
 
@@ -47,6 +48,7 @@ class Outcome:
     dropped: str | None = None
     mistake: str | None = None
     cut: int = 0  # tokens that were cut off
+    clipped: bool = False  # inside what is learned: the end of an answer is missing
     ends: bool = True  # the token that ends a turn or a text is learned
     remarks: Sequence[str] = ()  # no mistakes, but seldom meant
     needs: int = 0  # tokens before the first learned one, where all of these were cut off
@@ -59,6 +61,7 @@ class Draft:
     content: Content
     text: str = ""
     spans: Sequence[Span] = ()
+    remarks: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -116,11 +119,11 @@ class RowReader:
         if self._is_held_out(row) != self.validation:
             return Outcome(dropped=FOR_TRAINING if self.validation else HELD_OUT)
         if self.filter and not _called(self.filter, "filter", row):
-            return Outcome(dropped=f"left out by {self.filter}")
+            return Outcome(dropped=LEFT_OUT + self.filter)
         if isinstance(self.format, str):
             row = _called(self.format, "format", row)
             if row is None:
-                return Outcome(dropped=f"left out by {self.format}")
+                return Outcome(dropped=LEFT_OUT + self.format)
             if not isinstance(row, dict):
                 raise TuneError(f"{self.format} gives {shown(row)}; it must give a row, or None to leave it out")
             format = recognise(row, {}, f"what {self.format} gives")
@@ -136,7 +139,9 @@ class RowReader:
             if not any(message["train"] for message in content.messages):
                 has_answer = any(message["role"] == "assistant" for message in content.messages)
                 return Outcome(dropped="no message to learn" if has_answer else "no assistant message")
-        return self._rendered(content)
+        draft = self._rendered(content)
+        found = remarks(content, draft.text, self.tokenizer) if isinstance(content, Chat) else []
+        return replace(draft, remarks=found + columns_left_out(row, format, self.ignore, draft.text))
 
     def _rendered(self, content: Content) -> Draft:
         if isinstance(content, Chat):
@@ -189,7 +194,7 @@ class RowReader:
 
     def _finished(self, draft: Draft, encoding: Encoding) -> Outcome:
         whole = self._labelled(draft, encoding)
-        content, too_long, cut = draft.content, self.too_long, 0
+        content, too_long, cut, clipped = draft.content, self.too_long, 0, False
         if too_long is None:
             too_long = "split" if isinstance(content, Plain) and not content.prompt else "truncate"
         samples = [whole]
@@ -198,41 +203,44 @@ class RowReader:
                 return Outcome(dropped=TOO_LONG)
             if too_long == "error":
                 raise TuneError(f"the row has {length:,} tokens, which is more than max_seq_len={self.max_seq_len}")
-            samples, cut = self._split(content, whole) if too_long == "split" else self._truncated(content, whole)
-        outcome = _supervised(samples, cut, whole)
+            shorten = self._split if too_long == "split" else self._truncated
+            samples, cut, clipped = shorten(content, whole)
+        outcome = replace(_supervised(samples, cut, whole), clipped=clipped, remarks=draft.remarks)
         if not isinstance(content, Chat):
             return outcome
         ends = cut or not self.train_on_end_of_turn or self.tokenizer.ends_turn(draft.text[slice(*draft.spans[-1])])
-        return replace(outcome, remarks=remarks(content, draft.text, self.tokenizer), ends=bool(ends))
+        return replace(outcome, ends=bool(ends))
 
-    def _truncated(self, content: Content, whole: Sample) -> tuple[list[Sample], int]:
-        """What fits, and how many tokens do not: a conversation up to its last learned message that does, if one does,
-        anything else up to the last token."""
-        sample = None
+    def _truncated(self, content: Content, whole: Sample) -> tuple[list[Sample], int, bool]:
+        """What fits, how many tokens do not, and whether the end of an answer is among these: a conversation up to its
+        last learned message that fits, if one does, anything else up to the last token."""
+        sample, clipped = None, False
         if isinstance(content, Chat):
             ends = [end for end, message in enumerate(content.messages, 1) if message["train"]]
             sample = self._longest(content, 0, 0, ends)[1]
-        sample = sample or _cut(whole, self.max_seq_len)
-        return [sample], len(whole.tokens) - len(sample.tokens)
+        if sample is None:
+            sample, clipped = _cut(whole, self.max_seq_len)
+        return [sample], len(whole.tokens) - len(sample.tokens), clipped
 
-    def _split(self, content: Content, whole: Sample) -> tuple[list[Sample], int]:
-        """Pieces that fit, and how many tokens are in none of them: a conversation between its turns, each piece behind
-        the system message; anything else anywhere, and a piece's last label is then the next one's first token."""
+    def _split(self, content: Content, whole: Sample) -> tuple[list[Sample], int, bool]:
+        """Pieces that fit, how many tokens are in none of them, and whether the end of an answer is among these: a
+        conversation between its turns, each piece behind the system message; anything else anywhere, and a piece's last
+        label is then the next one's first token."""
         if not isinstance(content, Chat):
-            return self._split_anywhere(whole), 0
+            return self._split_anywhere(whole), 0, False
         roles = [message["role"] for message in content.messages]
         head = content.prompt or int(roles[0] == "system")
         borders = [end for end in range(head + 1, len(roles)) if roles[end] == "user"] + [len(roles)]
-        start, samples, cut = head, [], 0
+        start, samples, cut, clipped = head, [], 0, False
         while borders:
             end, sample = self._longest(content, head, start, borders)
             if sample is None:  # a turn that is too long alone
                 end, turn = borders[0], _part(content, head, start, borders[0])
-                (sample,), lost = self._truncated(turn, self.sample(turn))
-                cut += lost
+                (sample,), lost, in_answer = self._truncated(turn, self.sample(turn))
+                cut, clipped = cut + lost, clipped or in_answer
             samples.append(sample)
             start, borders = end, [border for border in borders if border > end]
-        return samples, cut
+        return samples, cut, clipped
 
     def _split_anywhere(self, whole: Sample) -> list[Sample]:
         """Models that begin with BOS are far worse without: where the whole begins so, each piece does. What stands
@@ -274,13 +282,16 @@ def fitted(sample: Sample, max_seq_len: int) -> Outcome:
     """A sample, cut at its end if it is longer than `max_seq_len`; dropped if nothing is learned in it then."""
     if len(sample.tokens) <= max_seq_len:
         return _supervised([sample], 0, sample)
-    return _supervised([_cut(sample, max_seq_len)], len(sample.tokens) - max_seq_len, sample)
+    start, clipped = _cut(sample, max_seq_len)
+    return replace(_supervised([start], len(sample.tokens) - max_seq_len, sample), clipped=clipped)
 
 
-def _cut(sample: Sample, max_seq_len: int) -> Sample:
+def _cut(sample: Sample, max_seq_len: int) -> tuple[Sample, bool]:
+    """The start of a sample, and whether what is learned would have gone on."""
     labels = np.array(sample.labels[:max_seq_len], dtype=np.int32)
+    clipped = bool(labels[-1] != IGNORE)
     labels[-1] = IGNORE  # its target was cut off
-    return replace(sample, tokens=sample.tokens[:max_seq_len], labels=labels)
+    return replace(sample, tokens=sample.tokens[:max_seq_len], labels=labels), clipped
 
 
 def _supervised(samples: list[Sample], cut: int, whole: Sample) -> Outcome:

@@ -20,13 +20,15 @@ MISTAKES_SHOWN = 5
 class Part:
     """The samples of some rows, flat (int32), and what became of the rows.
 
-    `lengths` and `supervised` count the tokens of each sample. `mistakes` says which rows cannot be used, and why.
+    `lengths` and `supervised` count the tokens of each sample; `digests` (uint64) are equal for equal tokens.
+    `mistakes` says which rows cannot be used, and why.
     """
 
     tokens: np.ndarray
     labels: np.ndarray
     lengths: np.ndarray
     supervised: np.ndarray
+    digests: np.ndarray
     accounting: Accounting
     shortest_prompt: int | None = None  # of the rows whose answer was cut off
     mistakes: list[str] = field(default_factory=list)
@@ -34,12 +36,13 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """One behind the other, sample i of `lengths[i]` tokens, `supervised[i]` of them learned."""
+    """One behind the other, sample i of `lengths[i]` tokens, `supervised[i]` of them learned, with `digests[i]`."""
 
     tokens: np.ndarray
     labels: np.ndarray
     lengths: np.ndarray
     supervised: np.ndarray
+    digests: np.ndarray
     fingerprint: str  # equal for equal tokens and labels
     largest_token: int
 
@@ -66,6 +69,7 @@ def part(outcomes: Iterable[Outcome]) -> Part:
         np.concatenate(labels),
         np.array([len(each) for each in labels[1:]], dtype=np.int64),
         np.array([np.count_nonzero(each != IGNORE) for each in labels[1:]], dtype=np.int64),
+        np.array([_digest(each) for each in tokens[1:]], dtype=np.uint64),
         accounting,
         min(prompts, default=None),
         mistakes,
@@ -75,12 +79,13 @@ def part(outcomes: Iterable[Outcome]) -> Part:
 def in_memory(parts: Iterable[Part], max_seq_len: int, accounting: Accounting) -> Samples:
     """All parts together, counted in `accounting`. Raises TuneError for mistakes, or if no sample is left."""
     tokens, labels = io.BytesIO(), io.BytesIO()
-    lengths, supervised, fingerprint, largest = write(parts, max_seq_len, accounting, tokens, labels)
+    lengths, supervised, digests, fingerprint, largest = write(parts, max_seq_len, accounting, tokens, labels)
     return Samples(
         np.frombuffer(tokens.getbuffer(), dtype=np.int32),
         np.frombuffer(labels.getbuffer(), dtype=np.int32),
         lengths,
         supervised,
+        digests,
         fingerprint,
         largest,
     )
@@ -88,10 +93,11 @@ def in_memory(parts: Iterable[Part], max_seq_len: int, accounting: Accounting) -
 
 def write(
     parts: Iterable[Part], max_seq_len: int, accounting: Accounting, tokens: BinaryIO, labels: BinaryIO
-) -> tuple[np.ndarray, np.ndarray, str, int]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, str, int]:
     """Writes the parts' tokens and labels; returns the other fields of their `Samples`, counts in `accounting`."""
     lengths: list[np.ndarray] = []
     supervised: list[np.ndarray] = []
+    equal: list[np.ndarray] = []
     prompts: list[int] = []
     mistakes: list[str] = []
     largest = 0
@@ -110,6 +116,7 @@ def write(
             digest.update(values.data)
         lengths.append(part.lengths)
         supervised.append(part.supervised)
+        equal.append(part.digests)
         largest = max(largest, int(part.tokens.max()))
     if mistakes:
         first = f"the first {MISTAKES_SHOWN} rows" if len(mistakes) >= MISTAKES_SHOWN else "rows"
@@ -123,7 +130,11 @@ def write(
     accounting.lengths = dict(zip(("p50", "p90", "p99", "max"), map(int, percentiles), strict=True))
     accounting.samples, accounting.tokens = len(all_lengths), int(all_lengths.sum())
     accounting.supervised_tokens = int(all_supervised.sum())
-    return all_lengths, all_supervised, fingerprint, largest
+    return all_lengths, all_supervised, np.concatenate(equal), fingerprint, largest
+
+
+def _digest(tokens: np.ndarray) -> int:
+    return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little")
 
 
 def _nothing_left(accounting: Accounting, max_seq_len: int, shortest_prompt: int | None) -> TuneError:

@@ -13,8 +13,9 @@ from omegaconf import DictConfig
 from torch import nn
 
 from tune import config
-from tune.datasets import DataLoader, Stream
-from tune.datasets.preview import MARKS, first_row, marked
+from tune.datasets import DataLoader, Dataset, Mixture, Stream
+from tune.datasets.preview import MARKS, first_row, marked, parts_of
+from tune.datasets.warnings import warnings_about
 from tune.distributed import World
 from tune.errors import TuneError
 from tune.loggers import folder
@@ -66,8 +67,15 @@ class Run:
         for sink in self.sinks:
             sink.message(message)
 
-    def describe(self, model: nn.Module, data: DataLoader, tokenizer: Tokenizer) -> None:
-        """Say what will be trained on what; the accounting and the first row of the data are kept."""
+    def describe(
+        self,
+        model: nn.Module,
+        data: DataLoader,
+        tokenizer: Tokenizer,
+        validation: Dataset | Mixture | Stream | None = None,
+    ) -> None:
+        """Say what will be trained on what, and what in the data is seldom meant so; the accounting, these warnings and
+        the first row of the data are kept."""
         parameters = list(model.parameters())
         trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         accounting = data.dataset.accounting
@@ -97,6 +105,11 @@ class Run:
                 f"max_steps={max_steps:,} is not reached: epochs={self.cfg.epochs} ends before. Raise epochs to go on"
             )
         self.data = accounting.as_dict() | {"steps_per_epoch": data.steps_per_epoch}
+        if self.world.is_main:
+            parts = parts_of(data.dataset, "training"), parts_of(validation, "validation")
+            self.data["warnings"] = warnings_about(*parts, tokenizer)
+            for warning in self.data["warnings"]:
+                self.info(f"warning: {warning}")
         self.stream = data.dataset if isinstance(data.dataset, Stream) else None
 
     def track(self, data: Iterable[T], start: int, total: int) -> Iterator[T]:
@@ -162,7 +175,7 @@ class Run:
         if self.stream:
             self.info(self.stream.seen.table())
             if self.world.is_main:
-                data = self.stream.seen.as_dict() | {"steps_per_epoch": None}
+                data = self.data | self.stream.seen.as_dict() | {"steps_per_epoch": None}
                 (self.path / "data.json").write_text(json.dumps(data, indent=2) + "\n")
         for sink in self.sinks:
             sink.close()
