@@ -21,7 +21,6 @@ Rows = Iterator[tuple[str, Any]]
 
 BLANKS = b"\xef\xbb\xbf \t\r\n"
 WRAPPERS = ("data", "rows", "examples", "samples", "instances", "records", "items")  # of the list of rows in an object
-"""The place of each row ("chats.jsonl:12"), and the row."""
 
 
 def read(file: File) -> Rows:
