@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tune import checkpointers, distributed
+from tune.models.names import Names
 
 EXPERTS = 3
 
@@ -28,11 +29,11 @@ class Stacked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.disk_names: dict[str, str | list[str]] = {}
+        self.names = Names({})
         for layer in range(2):
             experts = [f"layers.{layer}.experts.{expert}.weight" for expert in range(EXPERTS)]
-            self.disk_names[f"blocks.{layer}.experts"] = experts
-            self.disk_names[f"blocks.{layer}.norm.weight"] = f"layers.{layer}.norm.weight"
+            self.names.on_disk[f"blocks.{layer}.experts"] = experts
+            self.names.on_disk[f"blocks.{layer}.norm.weight"] = f"layers.{layer}.norm.weight"
 
     def forward(self, hidden: Tensor) -> Tensor:
         for block in self.blocks:

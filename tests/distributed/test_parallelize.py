@@ -1,7 +1,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing import assert_close
 
 from tune import distributed
@@ -194,3 +194,27 @@ def test_magnitudes_beside_what_fsdp_casts_are_refused(checkpoint):
     with pytest.raises(TuneError, match=r"DoRA's magnitudes stay in fp32.*adapter\.modules_to_save"):
         adapted_model(checkpoint, LoRA(dora=True, rank=4, modules_to_save=["input_layernorm"]), dtype="bf16")
     adapted_model(checkpoint, LoRA(dora=True, rank=4, modules_to_save=["lm_head", "norm"]), dtype="bf16")
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_clipping_takes_parameters_of_several_meshes(max_norm):
+    """As shards under FSDP with tensor parallelism for some, and plain ones: the norm is that of all together."""
+    world = distributed.init("cpu")
+    torch.manual_seed(0)
+    plain = [nn.Parameter(torch.zeros(3, 4)) for _ in range(4)]
+    for parameter in plain:
+        parameter.grad = torch.randn(3, 4)
+    meshes = [world.mesh["dp_shard"], world.mesh["dp_shard"], world.mesh["tp"], None]
+    others = []
+    for parameter, mesh in zip(plain, meshes, strict=True):
+        value, gradient = parameter.detach().clone(), parameter.grad.clone()
+        if mesh is not None:
+            value, gradient = (distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in (value, gradient))
+        others.append(nn.Parameter(value))
+        others[-1].grad = gradient
+    others.append(nn.Parameter(torch.zeros(2)))  # without a gradient
+    norm = distributed.clip_grad_norm_(others, max_norm)
+    expected = nn.utils.clip_grad_norm_(plain, max_norm or torch.inf)
+    assert_close(norm, expected)
+    for parameter, reference in zip(others, plain, strict=False):
+        assert_close(distributed.full_tensor(parameter.grad), reference.grad)

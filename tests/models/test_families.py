@@ -219,7 +219,7 @@ def as_on_disk(theirs, tensors, folder):
 
 def parts_on_disk(ours, name, tensor):
     """The tensors that our parameter `name` is on disk: one, or one for each expert."""
-    names = ours.disk_names[name]
+    names = ours.names.on_disk[name]
     return [(names, tensor)] if isinstance(names, str) else zip(names, tensor, strict=True)
 
 

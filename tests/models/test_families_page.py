@@ -61,7 +61,7 @@ def test_a_family_of_ones_own(my_family, tmp_path):
     theirs = nimbus(tmp_path / "Nimbus")
     with torch.device("meta"):
         model = config.instantiate({"_component_": "my_family.build", "path": str(tmp_path / "Nimbus")})
-    assert model.disk_names["blocks.1.attention.query.weight"] == "layers.1.attn.q.weight"
+    assert model.names.on_disk["blocks.1.attention.query.weight"] == "layers.1.attn.q.weight"
     ours = load_model(str(tmp_path / "Nimbus"))
     tokens = torch.randint(64, (2, 40), generator=torch.Generator().manual_seed(1))
     assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)

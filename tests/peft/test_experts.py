@@ -138,7 +138,7 @@ def test_peft_reads_an_adapter_for_each_expert(config_class, changes, modules, t
     ours = load_model(str(base))
     tensors = {}
     for name, layer in adapt_all(ours).items():
-        for expert, disk_name in enumerate(ours.disk_names[f"{name}.weight"]):
+        for expert, disk_name in enumerate(ours.names.on_disk[f"{name}.weight"]):
             module = disk_name.removesuffix(".weight")
             tensors[f"{module}.lora_A.weight"] = layer.lora_a[expert].detach().clone()
             tensors[f"{module}.lora_B.weight"] = layer.lora_b[expert].detach().clone()

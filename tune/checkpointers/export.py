@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tune.checkpointers.disk import disk_tensors, has_weights
-from tune.checkpointers.weights import disk_copies, disk_names, disk_parts, stored_tensors
 from tune.distributed import World, full_tensor
 from tune.errors import TuneError
+from tune.models.names import Names, disk_parts, stored_tensors
 from tune.secrets import without_secrets
 
 SHARD_BYTES = 5 * 10**9
@@ -61,13 +61,13 @@ def export(
             tensor = tensor.to(target)
         files.add(name, tensor.to("cpu"))
 
-    tensors, copies = stored_tensors(model), disk_copies(model)
-    for name, on_disk in disk_names(model, there).items():
+    tensors, names = stored_tensors(model), Names.of(model)
+    for name, on_disk in names.in_checkpoint(there).items():
         tensor = full_tensor(tensors[name].detach())
         if world.is_main:
             for each, part in disk_parts(on_disk, tensor):
                 write(each, part)
-            for copy in [copy for copy, original in copies.items() if original == name and copy in there]:
+            for copy in [copy for copy, original in names.copies.items() if original == name and copy in there]:
                 write(copy, tensor.clone())
     if world.is_main:
         for name in sorted(there.keys() - files.written):

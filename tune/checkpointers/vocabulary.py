@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tune.checkpointers.disk import disk_tensors
 from tune.checkpointers.export import rewritten
-from tune.checkpointers.weights import disk_copies, disk_names
 from tune.errors import TuneError
 from tune.models import build
 from tune.tokenizers import Tokenizer
@@ -35,10 +34,11 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
         )
     with torch.device("meta"):
         model = build(str(source))
+    names = model.names
     tensors, rows = disk_tensors(source), max(model.config.vocab_size, tokenizer.vocab_size)
     ours = {"embedding.weight", "head.weight"}
-    resized = {on_disk for name, on_disk in disk_names(model, tensors).items() if name in ours}
-    resized |= {copy for copy, name in disk_copies(model).items() if name in ours}
+    resized = {on_disk for name, on_disk in names.in_checkpoint(tensors).items() if name in ours}
+    resized |= {copy for copy, name in names.copies.items() if name in ours}
 
     def change(name: str, weight: Tensor) -> Tensor:
         return _with_rows(weight, rows, known, ids) if name in resized else weight

@@ -2,9 +2,8 @@
 
 import hashlib
 import operator
-import re
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tune.checkpointers.disk import disk_tensors
 from tune.distributed import local_shard
 from tune.errors import TuneError
 from tune.models import Decoder, HuggingFaceModel, build
-from tune.models.hf import OnDisk
+from tune.models.names import Names, disk_parts, stored_tensors
 from tune.quantization import NF4Weight
 
 
@@ -30,20 +29,20 @@ class Pretrained:
 
     def __init__(self, path: str, model: nn.Module):
         self.path, self.model, self.tensors = path, model, disk_tensors(Path(path))
-        self.names = disk_names(model, self.tensors)
+        names = Names.of(model)
+        self.names = names.in_checkpoint(self.tensors)
         stored = stored_tensors(model)
         wanted: dict[str, list[int]] = {}
         for name, on_disk in self.names.items():
             wanted |= {each: list(part.shape) for each, part in disk_parts(on_disk, stored[name])}
         found = {name: tensor.shape for name, tensor in self.tensors.items()}
-        copies = disk_copies(model)
         problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
         problems += [
             f"not known: {name} {found[name]}"
-            for name in found.keys() - wanted.keys() - copies.keys()
-            if not any(re.search(pattern, name) for pattern in getattr(model, "not_weights", ()))
+            for name in found.keys() - wanted.keys() - names.copies.keys()
+            if not names.is_ignored(name)
         ]
-        wanted |= {copy: list(stored[name].shape) for copy, name in copies.items()}
+        wanted |= {copy: list(stored[name].shape) for copy, name in names.copies.items()}
         problems += [
             f"{name} has shape {found[name]}, config.json says {shape}"
             for name, shape in wanted.items()
@@ -115,56 +114,6 @@ class Pretrained:
                 part = self.tensors[name].read((slice(start, stop), *where[1:]))
                 member[at : at + stop - start].copy_(part)
             begin += rows
-
-
-def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What of `model` belongs into a checkpoint: parameters, tied ones once, and persistent buffers."""
-    persistent = model.state_dict().keys()
-    return dict(model.named_parameters()) | {
-        name: buffer for name, buffer in model.named_buffers() if name in persistent
-    }
-
-
-def disk_names(model: nn.Module, found: Collection[str]) -> dict[str, OnDisk]:
-    """How a checkpoint with the tensors `found` names those of `model`: as `model.disk_names` says (without it, the
-    same), or as `model.other_disk_names` does; or so in a checkpoint of its body alone, or of a larger model."""
-    names: dict[str, OnDisk] = getattr(model, "disk_names", None) or {name: name for name in stored_tensors(model)}
-    others: dict[str, OnDisk] = getattr(model, "other_disk_names", {})
-    by_own = {own_name(name): name for name in found}
-
-    def there(on_disk: Any) -> Any:
-        if not isinstance(on_disk, str):
-            return [there(each) for each in on_disk]
-        own = own_name(on_disk)
-        return by_own.get(own) or by_own.get(own.partition(".")[2], on_disk)
-
-    def first(on_disk: Any) -> str:
-        return on_disk if isinstance(on_disk, str) else first(on_disk[0])
-
-    ways = {ours: [there(theirs), there(others.get(ours, theirs))] for ours, theirs in names.items()}
-    return {ours: next((way for way in ways[ours] if first(way) in found), names[ours]) for ours in names}
-
-
-def own_name(name: str) -> str:
-    """How a language model by itself names what is called `name` where it is a part of a larger one."""
-    return name.replace("language_model.", "", 1)
-
-
-def disk_parts(on_disk: OnDisk, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(name, view of `tensor`) of what is on disk for it."""
-    if isinstance(on_disk, str):
-        yield on_disk, tensor
-        return
-    for names, member in zip(on_disk, tensor, strict=True):
-        if isinstance(names, str):
-            yield names, member
-        else:
-            yield from zip(names, member.chunk(len(names)), strict=True)
-
-
-def disk_copies(model: nn.Module) -> dict[str, str]:
-    """Tensors that a checkpoint may have and that repeat one of the model's: a tied head. Name on disk -> ours."""
-    return getattr(model, "disk_copies", {})
 
 
 class Random:

@@ -4,6 +4,18 @@ from tune.models.build import build
 from tune.models.context import KeyValueCache
 from tune.models.decoder import Decoder, DecoderConfig
 from tune.models.hf import HuggingFaceModel, hf
+from tune.models.names import Names
 from tune.models.routing import balance_loss
+from tune.models.trainable import TrainableModel
 
-__all__ = ["Decoder", "DecoderConfig", "HuggingFaceModel", "KeyValueCache", "balance_loss", "build", "hf"]
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "HuggingFaceModel",
+    "KeyValueCache",
+    "Names",
+    "TrainableModel",
+    "balance_loss",
+    "build",
+    "hf",
+]

@@ -7,6 +7,7 @@ from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import Decoder
 from tune.models.families import family
+from tune.models.names import Names
 from tune.types import NonNegativeFloat
 
 
@@ -30,10 +31,10 @@ def build(path: str, router_loss: NonNegativeFloat | None = None) -> Decoder:
     if config.router_loss and model.routing is None:
         raise TuneError(f"model.router_loss: {path} has no experts to balance; leave it out")
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    model.disk_names = {name: architecture.disk_name(name, len(tensor)) for name, tensor in tensors}
-    if config.tied_head and isinstance(head := architecture.disk_name("head.weight", 0), str):
-        model.disk_copies = {head: "embedding.weight"}
-    model.not_weights = tuple(
-        pattern.replace("{num_layers}", str(len(config.layers))) for pattern in architecture.not_weights
+    head = architecture.disk_name("head.weight", 0)
+    model.names = Names(
+        {name: architecture.disk_name(name, len(tensor)) for name, tensor in tensors},
+        copies={head: "embedding.weight"} if config.tied_head and isinstance(head, str) else {},
+        ignored=tuple(pattern.replace("{num_layers}", str(len(config.layers))) for pattern in architecture.ignored),
     )
     return model

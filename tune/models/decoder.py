@@ -11,6 +11,7 @@ from tune.collators import Batch, Documents
 from tune.models.context import Context, KeyValueCache
 from tune.models.layers import AttentionPartConfig, NormConfig, PartConfig
 from tune.models.moe import ExpertsConfig
+from tune.models.names import Names
 from tune.models.rope import Rope
 from tune.models.routing import RoutingFigures, RoutingSums
 
@@ -96,18 +97,13 @@ class Decoder(nn.Module):
     and batch: it is called in here, so that full logits never exist and FSDP has the weight gathered.
     """
 
-    # How a checkpoint names the parameters (a list: ours is the stack of these), what in it repeats one of them, and
-    # patterns of tensors that are neither; set by `build`.
-    disk_names: dict[str, str | list[str]]
-    disk_copies: dict[str, str]
-    not_weights: tuple[str, ...] = ()
+    names: Names  # set by `build`
     # What routers did in training; none without experts.
     routing: RoutingSums | None
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.config = config
-        self.disk_copies = {}
         self.routing = RoutingSums() if any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers) else None
         self.ropes = {rope: Rope(rope) for layer in config.layers if (rope := layer.attention.rope)}
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)

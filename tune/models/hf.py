@@ -16,10 +16,7 @@ from tune.collators import Batch
 from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import Head, head_operands
-
-# How a checkpoint holds a parameter: a tensor's name; or those that it is the stack of along a new first dimension; or
-# for each member of the stack, those of equal parts that it is joined from along its own first dimension.
-OnDisk = str | list[str] | list[list[str]]
+from tune.models.names import Names, OnDisk
 
 # Documents are put below each other, padded to the longest, where that costs at most this many times their tokens:
 # then attention is plainly causal, which has the faster kernels.
@@ -57,7 +54,7 @@ def hf(path: str, trust_remote_code: bool = False) -> "HuggingFaceModel":
         raise TuneError(f"{file.path}: transformers {transformers.__version__} cannot make a model: {error}") from error
     wrapped = HuggingFaceModel(model)
     if model.config.model_type != config.model_type:  # the language model of a larger one
-        wrapped.not_weights += (r"^(?!.*\blanguage_model\.)(?!lm_head\.)",)
+        wrapped.names.ignored += (r"^(?!.*\blanguage_model\.)(?!lm_head\.)",)
     return wrapped
 
 
@@ -75,11 +72,8 @@ class HuggingFaceModel(nn.Module):
         if not isinstance(head, nn.Linear) or model.config.is_encoder_decoder:
             raise TuneError(f"model: {name} has no linear output head over a decoder: it cannot be trained here")
         on_disk = _disk_names(model)
-        self.not_weights: tuple[str, ...] = (
-            *(model._keys_to_ignore_on_load_unexpected or ()),
-            r"rotary_emb\.inv_freq$",
-        )
         self.config = model.config.get_text_config()
+        self.routing = None
         self.body = model
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.max_positions = getattr(self.config, "max_position_embeddings", None)
@@ -98,15 +92,13 @@ class HuggingFaceModel(nn.Module):
         self.head = None if self.tied else head
         ours = body | ({} if self.tied else {id(each): f"head.{kind}" for kind, each in head.named_parameters()})
         ours |= {id(buffer): f"body.{each}" for each, buffer in model.named_buffers()}
-        self.disk_names: dict[str, OnDisk] = {}
-        self.other_disk_names: dict[str, OnDisk] = {}  # as in memory, which transformers reads too
-        self.disk_copies: dict[str, str] = {}
+        self.names = Names({}, ignored=(*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"))
         for identity, name, names in on_disk:
-            if ours[identity] not in self.disk_names:
-                self.disk_names[ours[identity]] = names
-                self.other_disk_names[ours[identity]] = name
+            if ours[identity] not in self.names.on_disk:
+                self.names.on_disk[ours[identity]] = names
+                self.names.alternatives[ours[identity]] = name  # as in memory, which transformers reads too
             elif isinstance(names, str):
-                self.disk_copies[names] = ours[identity]
+                self.names.copies[names] = ours[identity]
 
     def forward(self, batch: Batch | Tensor, head: Head | None = None) -> Any:
         """As `tune.models.Decoder.forward`."""

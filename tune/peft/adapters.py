@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from tune.checkpointers.weights import own_name
 from tune.distributed import local_shard
 from tune.errors import TuneError
 from tune.models.moe import ExpertLinear
+from tune.models.names import Names
 from tune.peft.experts import LoRAExperts
 from tune.peft.lora import LoRA, LoRAEmbedding, LoRALinear, matches
 from tune.peft.tokens import TokenEmbedding, TokenHead, TokenRows
@@ -57,6 +57,7 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
     Raises:
         TuneError: nothing matches, or what matches cannot be adapted.
     """
+    names = Names.of(model)
     targets = _targets(model, lora)
     whole = _trained_whole(model, lora, targets)
     token_modules = _token_modules(model, lora, {**targets, **whole})
@@ -65,7 +66,7 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
         parameter.requires_grad_(False)
     widest = max((_room(layer) for layer in targets.values()), default=0)
     for name, layer in targets.items():
-        rank, alpha = lora.at(*_names(model, name))
+        rank, alpha = lora.at(*names.spellings(name))
         if _room(layer) < rank == lora.rank <= widest:  # the scaling stays that of the others
             alpha *= lora.scaling(rank, 1) / lora.scaling(_room(layer), 1)
             rank = _room(layer)
@@ -89,41 +90,18 @@ def adapted_modules(model: nn.Module) -> dict[str, Adapter]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Adapter)}
 
 
-def disk_module_name(model: nn.Module, name: str) -> str:
-    """How a checkpoint calls the module `name`: PEFT files, and most users, name it so. A stack of several there, or
-    what it does not have, keeps its name."""
-    on_disk = getattr(model, "disk_names", {}).get(f"{name}.weight")
-    return on_disk.removesuffix(".weight") if isinstance(on_disk, str) else name
-
-
-def disk_module_names(model: nn.Module, name: str) -> list[str]:
-    """The name in a checkpoint, or if the module holds several experts, that of each."""
-    on_disk = getattr(model, "disk_names", {}).get(f"{name}.weight")
-    names = on_disk if isinstance(on_disk, list) else [disk_module_name(model, name)]
-    return [each.removesuffix(".weight") for each in names]
-
-
 def joined_experts(model: nn.Module) -> dict[str, str]:
     """The adapted experts that are one tensor on disk, by name, with what PEFT's files call their adapter: it wraps the
     module that has the tensors, anew for each of them, so that the last is outermost."""
+    names = Names.of(model)
     found: dict[str, str] = {}
     for name, layer in reversed(adapted_modules(model).items()):
-        if isinstance(layer, LoRAExperts) and _is_joined(model, name):
-            wrapped = disk_module_name(model, name).rpartition(".")[0]
+        if isinstance(layer, LoRAExperts) and names.is_joined(name):
+            wrapped = names.module(name).rpartition(".")[0]
             while wrapped in found.values():
                 wrapped += ".base_layer"
             found[name] = wrapped
     return found
-
-
-def stacked_modules(model: nn.Module) -> set[str]:
-    """The modules of a checkpoint of which several are one tensor in `model`: the projections of experts."""
-    names: set[str] = set()
-    for on_disk in getattr(model, "disk_names", {}).values():
-        if isinstance(on_disk, list):
-            for member in on_disk:
-                names.update([member] if isinstance(member, str) else member)
-    return {name.removesuffix(".weight") for name in names}
 
 
 def initialize(model: nn.Module, seed: int) -> None:
@@ -152,11 +130,12 @@ def _how(layer: nn.Module) -> str:
 
 
 def _targets(model: nn.Module, lora: LoRA) -> dict[str, Any]:
+    names = Names.of(model)
     layers = {name: layer for name, layer in model.named_modules() if any(isinstance(layer, kind) for kind in KINDS)}
     wanted = lora.target_modules
     if wanted == "all-linear":
-        experts = _of_experts(model)
-        chosen = [name for name, layer in layers.items() if _is_of_all_linear(model, name, layer, experts)]
+        experts = _of_experts(names)
+        chosen = [name for name, layer in layers.items() if _is_of_all_linear(names, name, layer, experts)]
     elif isinstance(wanted, str):
         try:
             pattern = re.compile(wanted)
@@ -164,16 +143,16 @@ def _targets(model: nn.Module, lora: LoRA) -> dict[str, Any]:
             raise TuneError(
                 f"adapter.target_modules: '{wanted}' is not a regular expression ({error}). To name layers give a list"
             ) from error
-        chosen = [name for name in layers if any(pattern.fullmatch(known) for known in _names(model, name))]
-        if not chosen and any(_ends_with(known, [wanted]) for name in layers for known in _names(model, name)):
+        chosen = [name for name in layers if any(pattern.fullmatch(known) for known in names.spellings(name))]
+        if not chosen and any(_ends_with(known, [wanted]) for name in layers for known in names.spellings(name)):
             raise TuneError(
                 f"adapter.target_modules: '{wanted}' is a regular expression, which must match a layer's whole name. "
                 f"To name layers give a list: adapter.target_modules=[{wanted}]"
             )
     else:
-        chosen = [name for name in layers if any(_ends_with(known, wanted) for known in _names(model, name))]
+        chosen = [name for name in layers if any(_ends_with(known, wanted) for known in names.spellings(name))]
         for each in wanted:
-            if not any(_ends_with(known, [each]) for name in chosen for known in _names(model, name)):
+            if not any(_ends_with(known, [each]) for name in chosen for known in names.spellings(name)):
                 raise _no_match(model, "target_modules", each, layers)
     if not chosen:
         raise _no_match(model, "target_modules", str(wanted), layers)
@@ -183,36 +162,37 @@ def _targets(model: nn.Module, lora: LoRA) -> dict[str, Any]:
     return {name: layers[name] for name in chosen}
 
 
-def _is_of_all_linear(model: nn.Module, name: str, layer: nn.Module, experts: set[str]) -> bool:
+def _is_of_all_linear(names: Names, name: str, layer: nn.Module, experts: set[str]) -> bool:
     """Not the head, which stands at the top of a model, nor a gate of a single number; and in models with experts, not
     what is called as their projections are: PEFT takes an adapter of it for one of the experts."""
     is_wide = isinstance(layer, nn.Linear) and layer.out_features > 1
-    return is_wide and "." in name and _last(disk_module_name(model, name)) not in experts
+    return is_wide and "." in name and _last(names.module(name)) not in experts
 
 
-def _of_experts(model: nn.Module) -> set[str]:
+def _of_experts(names: Names) -> set[str]:
     """How a checkpoint calls the projections of experts."""
-    return {_last(name) for name in stacked_modules(model)}
+    return {_last(name) for name in names.stacked_modules()}
 
 
 def _require_told_apart(model: nn.Module, targets: Mapping[str, nn.Module], lora: LoRA) -> None:
     """PEFT knows experts by the last part of a name, with one rank for all, and gate and up only together; if they are
     one tensor, by what transformers calls it, which must be its name on disk."""
     experts = {name: layer for name, layer in targets.items() if isinstance(layer, ExpertLinear)}
-    names = _of_experts(model)
+    names = Names.of(model)
+    of_experts = _of_experts(names)
     for name in targets:
-        if name not in experts and _last(disk_module_name(model, name)) in names:
+        if name not in experts and _last(names.module(name)) in of_experts:
             raise TuneError(
-                f"adapter.target_modules: {disk_module_name(model, name)} is called as the projections of experts are, "
+                f"adapter.target_modules: {names.module(name)} is called as the projections of experts are, "
                 "and PEFT would take its adapter for one of theirs. To adapt the experts give a regular expression: "
                 r"'.*(q_proj|v_proj|experts\.\d+\.\w+)'"
             )
     for name in experts:
-        if _is_joined(model, name):
+        if names.is_joined(name):
             continue
-        if not isinstance(getattr(model, "disk_names", {}).get(f"{name}.weight"), list):
+        if not names.is_stack(name):
             raise TuneError(
-                f"adapter.target_modules: {disk_module_name(model, name)} are experts that are called otherwise in "
+                f"adapter.target_modules: {names.module(name)} are experts that are called otherwise in "
                 "transformers than in a checkpoint, and PEFT knows them by that name alone; leave them out"
             )
         other = {"gate": "up", "up": "gate"}.get(_last(name))
@@ -220,14 +200,8 @@ def _require_told_apart(model: nn.Module, targets: Mapping[str, nn.Module], lora
             raise TuneError(
                 f"adapter.target_modules: gate and up of experts go together, but only {_last(name)} is named"
             )
-        if lora.at(*_names(model, name)) != (lora.rank, lora.alpha):
+        if lora.at(*names.spellings(name)) != (lora.rank, lora.alpha):
             raise TuneError(f"adapter.rank_pattern: experts take adapter.rank and adapter.alpha; leave out {name}")
-
-
-def _is_joined(model: nn.Module, name: str) -> bool:
-    """Whether the experts `name` are one tensor on disk, and called there as in transformers: no module's weight."""
-    on_disk = getattr(model, "disk_names", {}).get(f"{name}.weight")
-    return isinstance(on_disk, str) and not on_disk.endswith(".weight")
 
 
 def _last(name: str) -> str:
@@ -235,17 +209,19 @@ def _last(name: str) -> str:
 
 
 def _require_used_patterns(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Module]) -> None:
+    names = Names.of(model)
     for setting, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for pattern in patterns:
-            if not any(matches(pattern, known) for name in targets for known in _names(model, name)):
-                kinds = sorted({_last(name) for target in targets for name in _names(model, target)})
+            if not any(matches(pattern, known) for name in targets for known in names.spellings(name)):
+                kinds = sorted({_last(name) for target in targets for name in names.spellings(target)})
                 raise TuneError(
                     f"adapter.{setting}: '{pattern}' is the end of no adapted layer's name; they are {', '.join(kinds)}"
                 )
 
 
 def _require_adaptable(model: nn.Module, name: str, layer: nn.Module, lora: LoRA) -> None:
-    known = disk_module_name(model, name)
+    names = Names.of(model)
+    known = names.module(name)
     if is_tied(model, layer):
         raise _is_tied(known, known)
     if isinstance(layer, nn.Embedding) and (lora.dora or lora.init != "default" or type(layer) is not nn.Embedding):
@@ -254,10 +230,11 @@ def _require_adaptable(model: nn.Module, name: str, layer: nn.Module, lora: LoRA
 
 
 def _trained_whole(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    names = Names.of(model)
     modules = {name: module for name, module in model.named_modules() if _has_parameters(module)}
     chosen: dict[str, nn.Module] = {}
     for wanted in lora.modules_to_save:
-        found = [name for name in modules if any(_ends_with(known, [wanted]) for known in _names(model, name))]
+        found = [name for name in modules if any(_ends_with(known, [wanted]) for known in names.spellings(name))]
         if not found:
             raise _no_match(model, "modules_to_save", wanted, modules)
         chosen |= {name: modules[name] for name in found}
@@ -312,22 +289,6 @@ def is_tied(model: nn.Module, layer: nn.Module) -> bool:
     return sum(getattr(module, "weight", None) is layer.weight for module in model.modules()) > 1
 
 
-def _names(model: nn.Module, name: str) -> list[str]:
-    """How we call it, and a checkpoint: of experts, each."""
-    return [name, *(spelling for known in disk_module_names(model, name) for spelling in spellings(known))]
-
-
-def spellings(name: str) -> list[str]:
-    """What PEFT calls the module that a checkpoint calls `name`, whether its model is a part of a larger one or not."""
-    own = own_name(name)
-    return [name, own, own.replace("model.", "model.language_model.", 1)]
-
-
-def peft_name(name: str) -> str:
-    """What PEFT calls the module or parameter that a checkpoint calls `name`: some put language_model before model."""
-    return spellings(name)[2] if name != own_name(name) else name
-
-
 def _ends_with(name: str, endings: list[str]) -> bool:
     return any(name == ending or name.endswith(f".{ending}") for ending in endings)
 
@@ -341,13 +302,14 @@ def _is_tied(wanted: str, embedding: str) -> TuneError:
 
 
 def _no_match(model: nn.Module, setting: str, wanted: str, candidates: Mapping[str, nn.Module]) -> TuneError:
+    names = Names.of(model)
     tied = [name for name, each in candidates.items() if isinstance(each, nn.Embedding) and is_tied(model, each)]
     if tied and wanted in ("lm_head", "head", "output"):
-        embedding = disk_module_name(model, tied[0])
+        embedding = names.module(tied[0])
         if setting == "target_modules":
             return _is_tied(wanted, embedding)
         return TuneError(f"adapter.{setting}: {wanted} is tied to the embedding in this model; name the embedding")
-    modules = [known for name, _ in model.named_modules() for known in _names(model, name)]
+    modules = [known for name, _ in model.named_modules() for known in names.spellings(name)]
     others = [name for name in modules if _ends_with(name, [wanted])]
     if others and setting == "modules_to_save":
         return TuneError(f"adapter.{setting}: '{wanted}' has no parameters of its own; name the modules inside of it")
@@ -356,7 +318,7 @@ def _no_match(model: nn.Module, setting: str, wanted: str, candidates: Mapping[s
             f"adapter.{setting}: '{wanted}' is {others[0]}, which is neither a linear layer nor an embedding; only "
             f"those are adapted. To train it whole: adapter.modules_to_save=[{wanted}]"
         )
-    known = sorted({_last(name) for candidate in candidates for name in _names(model, candidate)})
+    known = sorted({_last(name) for candidate in candidates for name in names.spellings(candidate)})
     close = get_close_matches(wanted, known, n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""
     return TuneError(f"adapter.{setting}: '{wanted}' matches no layer.{hint} There are {', '.join(known)}")

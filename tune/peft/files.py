@@ -14,17 +14,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tune.checkpointers.export import SavesItself
-from tune.checkpointers.weights import own_name
 from tune.distributed import World, full_tensor, local_shard
 from tune.errors import TuneError
+from tune.models.names import Names, own_name, peft_name
 from tune.peft.adapters import (
     adapted_modules,
-    disk_module_name,
-    disk_module_names,
     is_tied,
     joined_experts,
-    peft_name,
-    stacked_modules,
 )
 from tune.peft.experts import LoRAExperts, joined, parted
 from tune.peft.lora import LoRA, LoRALinear
@@ -184,7 +180,8 @@ def load_adapter(model: nn.Module, path: str) -> None:
 
 def _require_equal(model: nn.Module, name: str, copy: Any, path: str) -> None:
     """PEFT writes an adapted embedding or head along with its adapter: it must be the one that `model` has."""
-    modules = {own_name(disk_module_name(model, ours)): module for ours, module in adapted_modules(model).items()}
+    names = Names.of(model)
+    modules = {own_name(names.module(ours)): module for ours, module in adapted_modules(model).items()}
     module = modules.get(name.removeprefix(PREFIX).removesuffix(BASE_COPY))
     if isinstance(weight := getattr(module, "weight", None), torch.Tensor):
         shard, where = local_shard(weight)
@@ -237,14 +234,11 @@ def export_adapter(
 
 
 def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:
-    adapted = {
-        peft_name(each): layer
-        for name, layer in adapted_modules(model).items()
-        for each in disk_module_names(model, name)
-    }
+    names = Names.of(model)
+    adapted = {peft_name(each): layer for name, layer in adapted_modules(model).items() for each in names.members(name)}
     layers = {name: layer for name, layer in adapted.items() if not isinstance(layer, TokenRows)}
     tokens = {name: layer.tokens for name, layer in adapted.items() if isinstance(layer, TokenRows)}
-    parameters = {disk_module_name(model, name) for name in joined_experts(model)}
+    parameters = {names.module(name) for name in joined_experts(model)}
     # With a frozen start the exported rank is twice the trained one, at the same scaling.
     rank_factor = 1 if lora.init == "default" else 2
     alpha_factor = math.sqrt(rank_factor) if lora.rank_stabilized else rank_factor
@@ -280,8 +274,9 @@ def _shortest(model: nn.Module, adapted: set[str]) -> list[str]:
 
     A part of a larger model has full names: the others may have layers of the same kinds.
     """
+    names = Names.of(model)
     kinds = {name.rpartition(".")[2] for name in adapted}
-    modules = {peft_name(disk_module_name(model, name)) for name, _ in model.named_modules()} | stacked_modules(model)
+    modules = {peft_name(names.module(name)) for name, _ in model.named_modules()} | names.stacked_modules()
     matched = {name for name in modules if name.rpartition(".")[2] in kinds}
     is_part = any("language_model." in name for name in adapted)
     return sorted(kinds if matched == adapted and not is_part else adapted)
@@ -290,6 +285,7 @@ def _shortest(model: nn.Module, adapted: set[str]) -> list[str]:
 def _parameters(model: nn.Module) -> list[tuple[str | list[str], nn.Parameter, str]]:
     """All that an adapter's file holds, with the names there: several, if the parameter is their stack; and if it is
     `joined` there, which part of its adapter it is."""
+    table = Names.of(model)
     found: list[tuple[str | list[str], nn.Parameter, str]] = []
     seen: set[nn.Parameter] = set()
     stacks = joined_experts(model)
@@ -297,7 +293,7 @@ def _parameters(model: nn.Module) -> list[tuple[str | list[str], nn.Parameter, s
         for part, ending in layer.PARTS.items():
             parameter = getattr(layer, part)
             if parameter is not None and parameter not in seen:  # the rows of a tied head are those of the embedding
-                names = [f"{PREFIX}{peft_name(module)}.{ending}" for module in disk_module_names(model, name)]
+                names = [f"{PREFIX}{peft_name(module)}.{ending}" for module in table.members(name)]
                 if name in stacks:
                     found.append((f"{PREFIX}{stacks[name]}.{ending}", parameter, part))
                 else:
@@ -315,10 +311,10 @@ def _tensors(names: str | list[str], full: torch.Tensor, part: str) -> dict[str,
 
 def _whole_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters of the base that are trained, by PEFT's names."""
-    names = getattr(model, "disk_names", {})
+    on_disk = Names.of(model).on_disk
     parts = {getattr(layer, part) for layer in adapted_modules(model).values() for part in layer.PARTS}
     return [
-        (peft_name(names.get(name, name)), parameter)
+        (peft_name(str(on_disk.get(name, name))), parameter)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and parameter not in parts
     ]
@@ -331,6 +327,7 @@ def _trains_tied_embedding(model: nn.Module) -> bool:
 
 def _starts(model: nn.Module) -> dict[str, tuple[torch.Tensor, int, int]]:
     """What is exported with a factor, by its name: the frozen start in full, along which dimension, and its sign."""
+    names = Names.of(model)
     starts: dict[str, tuple[torch.Tensor, int, int]] = {}
 
     def full(start: torch.Tensor) -> torch.Tensor:
@@ -338,7 +335,7 @@ def _starts(model: nn.Module) -> dict[str, tuple[torch.Tensor, int, int]]:
 
     for name, layer in adapted_modules(model).items():
         if isinstance(layer, LoRALinear) and layer.start_a is not None and layer.start_b is not None:
-            key = f"{PREFIX}{peft_name(disk_module_name(model, name))}"
+            key = f"{PREFIX}{peft_name(names.module(name))}"
             starts[f"{key}.{layer.PARTS['lora_a']}"] = full(layer.start_a), 0, 1
             starts[f"{key}.{layer.PARTS['lora_b']}"] = full(layer.start_b), 1, -1
     return starts

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tune.checkpointers.disk import disk_tensors
 from tune.checkpointers.export import rewritten
-from tune.checkpointers.weights import own_name
 from tune.errors import TuneError
 from tune.models import build
 from tune.models.config_file import ConfigFile
-from tune.peft.adapters import add_adapters, disk_module_name, joined_experts, spellings
+from tune.models.names import own_name, spellings
+from tune.peft.adapters import add_adapters, joined_experts
 from tune.peft.experts import LoRAExperts, joined, parted
 from tune.peft.files import BASE_COPY, CONFIG, HEAD, PREFIX, WEIGHTS, read_adapter
 from tune.peft.lora import LoRA, LoRAEmbedding, LoRALinear
@@ -85,12 +85,12 @@ def _part_stacks(changes: dict[str, dict[str, Tensor]], base: Path, adapter: Pat
         needed = {ending: joined(part, getattr(layer, part)).shape for part, ending in LoRAExperts.PARTS.items()}
         if {ending: tensor.shape for ending, tensor in parts.items()} != needed:
             raise TuneError(
-                f"{adapter} is for another base: what it has for {disk_module_name(model, name)} does not fit "
+                f"{adapter} is for another base: what it has for {model.names.module(name)} does not fit "
                 f"{layer.num_experts} experts at rank {layer.rank}"
             )
         a, b = (parted(part, parts[ending], layer.num_experts) for part, ending in LoRAExperts.PARTS.items())
         a, b = (b.mT, a.mT) if layer.transposed else (a, b)
-        changes[own_name(disk_module_name(model, name))] = {LINEAR["lora_a"]: a, LINEAR["lora_b"]: b}
+        changes[own_name(model.names.module(name))] = {LINEAR["lora_a"]: a, LINEAR["lora_b"]: b}
 
 
 def _require_shapes(changes: dict[str, dict[str, Tensor]], shapes: dict[str, list[int]]) -> None:

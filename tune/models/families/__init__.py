@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig
+from tune.models.names import OnDisk
 
 REGISTERED: dict[str, "Family"] = {}
 
@@ -21,15 +22,15 @@ class Family:
     """`names` pairs modules, or parameters that no module of their own holds, on disk with ours; `{}` stands for a
     number. A `{}` on disk that ours has not numbers the tensors whose stack is our parameter.
 
-    `not_weights` are patterns of tensors that a checkpoint may carry and the model does without: old ones have the
+    `ignored` are patterns of tensors that a checkpoint may carry and the model does without: old ones have the
     rotary frequencies. `{num_layers}` in them is the number of layers.
     """
 
     read_config: Callable[[ConfigFile], DecoderConfig]
     names: dict[str, str]
-    not_weights: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
+    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
 
-    def disk_name(self, name: str, rows: int) -> str | list[str]:
+    def disk_name(self, name: str, rows: int) -> OnDisk:
         """The name on disk of our parameter `name`, or those of its `rows` if each is a tensor there."""
         on_disk = {ours: theirs for theirs, ours in self.names.items()}
         numbers = re.findall(r"(?<=\.)\d+(?=\.)", name)

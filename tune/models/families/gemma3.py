@@ -16,4 +16,4 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     return gemma3_text.read_config(text)
 
 
-FAMILY = Family(read_config, NAMES, not_weights=(r"^vision_tower\.", r"^multi_modal_projector\."))
+FAMILY = Family(read_config, NAMES, ignored=(r"^vision_tower\.", r"^multi_modal_projector\."))

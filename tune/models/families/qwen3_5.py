@@ -15,4 +15,4 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     return qwen3_5_text.read_config(text)
 
 
-FAMILY = Family(read_config, NAMES, not_weights=(r"^model\.visual\.", r"^mtp\."))
+FAMILY = Family(read_config, NAMES, ignored=(r"^model\.visual\.", r"^mtp\."))

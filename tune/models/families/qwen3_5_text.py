@@ -51,4 +51,4 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     return read.decoder(file, [LayerConfig(kinds[name], mlp) for name in types], norm)
 
 
-FAMILY = Family(read_config, NAMES, not_weights=(r"^mtp\.",))
+FAMILY = Family(read_config, NAMES, ignored=(r"^mtp\.",))
