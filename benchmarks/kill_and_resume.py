@@ -108,7 +108,7 @@ def make_inputs(folder: Path, recipe: str = "full_finetune") -> list[str]:
     (folder / "model" / "config.json").write_text(json.dumps(MODEL))
     model = build(str(folder / "model"))
     checkpointers.Random(seed=0).fill(model)
-    weights = {model.disk_names[name]: parameter.detach() for name, parameter in model.named_parameters()}
+    weights = {model.names.on_disk[name]: parameter.detach() for name, parameter in model.named_parameters()}
     save_file(weights, folder / "model" / "model.safetensors")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(alphabet)}, []))

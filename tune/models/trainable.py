@@ -11,9 +11,12 @@ from tune.models.routing import RoutingSums
 
 
 class TrainableModel(Protocol):
-    """`Decoder` and `HuggingFaceModel` have all of this. A module of your own needs `config.vocab_size`, the call and an
-    `nn.ModuleList` of blocks; without `names` it is on disk as its `state_dict()` names it, without `max_positions` rows
-    may have any length, without `routing` it has no experts to report on."""
+    """`Decoder` and `HuggingFaceModel` have all of this.
+
+    A module of your own needs `config.vocab_size`, the call and an `nn.ModuleList` of blocks. Without `names` it is on
+    disk as its `state_dict()` names it, without `max_positions` its rows may have any length, and without `routing` it
+    has no experts to report on.
+    """
 
     config: Any
     names: Names
