@@ -137,7 +137,7 @@ def main(cfg):
     peft.export_adapter(model, lora, run.path / "adapter", world, base=cfg.model.path, tokenizer=tokenizer, card=card)
     run.info(f"done: the adapter is in {run.path / 'adapter'}")
     if cfg.export.merge and world.is_main:
-        peft.merge(cfg.model.path, run.path / "adapter", run.path / "model")
+        peft.merge(cfg.model.path, run.path / "adapter", run.path / "model", card)
         run.info(f"the base with the adapter merged in is in {run.path / 'model'}")
     run.close()
 

@@ -232,7 +232,7 @@ def broken_tokenizer(inputs):
     (inputs.model / "tokenizer.json").write_text("{}")
 
 
-@wrong("has no chat template", "chat_template.jinja", "prompt and completion")
+@wrong("has no chat template", "tokenizer.chat_template to chatml", "chat_template.jinja", "prompt and completion")
 def no_chat_template(inputs):
     (inputs.model / "chat_template.jinja").unlink()
 
@@ -240,6 +240,16 @@ def no_chat_template(inputs):
 @wrong("chat template in", "line 1")
 def chat_template_that_is_not_jinja(inputs):
     (inputs.model / "chat_template.jinja").write_text("{% for message in messages %}")
+
+
+@wrong("tokenizer.chat_template=gemma", "no token '<start_of_turn>'", "tune add-tokens", "chatml")
+def chat_template_whose_tokens_are_not_there(inputs):
+    return ["tokenizer.chat_template=gemma"]
+
+
+@wrong("tokenizer.eos_token=</s>", "no token '</s>'")
+def eos_token_that_is_not_there(inputs):
+    return ["tokenizer.eos_token=</s>"]
 
 
 @wrong("rows.jsonl: the tokenizer made token 300", "vocab_size is 300", "same checkpoint")

@@ -22,6 +22,7 @@ from tune.loggers import folder
 from tune.loggers.flops import flops_per_token, peak_flops
 from tune.loggers.memory import peak_memory_gib, planned_memory
 from tune.loggers.sinks import Console, Sink, logged_steps, open_sinks, require_installed
+from tune.peft import untrained_tokens
 from tune.secrets import without_secrets
 from tune.tokenizers import Tokenizer
 
@@ -98,6 +99,14 @@ class Run:
         self.first_row = "\n".join(map(marked, row))
         start = marked(row[0], short=True).rstrip()
         self.info(f"the first row ({'what is learned'.join(MARKS)}; first_row.txt has all of it):\n{start}")
+        special = tokenizer.special_ids.keys() & row[0].sample.tokens.tolist()
+        if self.world.is_main and (untrained := untrained_tokens(model, self.cfg.model.path, special)):
+            names = ", ".join(f"{tokenizer.special_ids[each]} ({each})" for each in untrained)
+            self.info(
+                f"the data have {names}, whose rows of the embedding or the head were never trained, and stay as they "
+                f"are: the model can hardly read or write them. Train them: adapter.trainable_tokens={untrained}, or "
+                "all parameters with full_finetune"
+            )
         an_epoch = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
         self.info(f"{len(data):,} optimizer steps{an_epoch}")
         if (max_steps := self.cfg.get("max_steps") or 0) > len(data):

@@ -5,6 +5,7 @@ from tune.peft.dropout import set_dropout_keys
 from tune.peft.files import adapter, export_adapter, load_adapter, read_adapter
 from tune.peft.lora import LoRA, LoRALinear
 from tune.peft.merge import merge
+from tune.peft.tokens import untrained_tokens
 
 __all__ = [
     "Adapted",
@@ -19,4 +20,5 @@ __all__ = [
     "merge",
     "read_adapter",
     "set_dropout_keys",
+    "untrained_tokens",
 ]

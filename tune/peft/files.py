@@ -28,6 +28,7 @@ from tune.peft.tokens import TokenRows
 from tune.types import Fraction, PositiveFloat, PositiveInt
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+GENERATION = "generation_config.json"
 PREFIX, BASE_COPY = "base_model.model.", ".base_layer.weight"
 HEAD = "lm_head.weight"
 BESIDE_THE_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")  # starts that leave the base as it is
@@ -227,6 +228,8 @@ def export_adapter(
         save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
         (unfinished / CONFIG).write_text(json.dumps(_config(model, lora, base), indent=2) + "\n")
         (unfinished / "README.md").write_text(card)
+        generation = Path(base) / GENERATION  # into which the tokenizer writes where to stop
+        (unfinished / GENERATION).write_text(generation.read_text() if generation.exists() else "{}\n")
         tokenizer.save(unfinished)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)

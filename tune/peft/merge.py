@@ -19,13 +19,15 @@ from tune.peft.files import BASE_COPY, CONFIG, HEAD, PREFIX, WEIGHTS, read_adapt
 from tune.peft.lora import LoRA, LoRAEmbedding, LoRALinear
 from tune.peft.tokens import TokenRows
 from tune.tokenizers import Tokenizer
+from tune.tokenizers.tokenizer import FILES
 
 LINEAR, EMBEDDING, ROWS = LoRALinear.PARTS, LoRAEmbedding.PARTS, TokenRows.PARTS["rows"]
 ENDINGS = [*LINEAR.values(), *EMBEDDING.values(), ROWS]
 
 
-def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
-    """Make `out` the model that `base` with `adapter` is: same names and types, adapted weights changed.
+def merge(base: str | Path, adapter: str | Path, out: str | Path, card: str = "") -> None:
+    """Make `out` the model that `base` with `adapter` is: same names and types, adapted weights changed, and the
+    tokenizer that the adapter was trained with, if its folder has one. `card` becomes its README.md.
 
     Holds the adapter and at most a file of 5 GB in memory. Products are computed in fp32. `out` appears, or is
     replaced, when it is complete.
@@ -56,8 +58,16 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path) -> None:
     def change(name: str, weight: Tensor) -> Tensor:
         return _merged(weight, name, changes[name], lora).to(weight.dtype) if name in changes else weight
 
-    with rewritten(source, Path(out), change):
-        pass  # all else is the base's
+    card = card or (
+        f"---\nbase_model: {source.name}\ntags: [tune]\n---\n\n"
+        f"`{source.name}` with the adapter `{'/'.join(Path(adapter).parts[-2:])}` merged in by tune.\n"
+    )
+    with rewritten(source, Path(out), change) as folder:
+        (folder / "README.md").write_text(card)
+        if (Path(adapter) / "tokenizer.json").exists():
+            for stale in [file for name in FILES for file in folder.glob(name)]:
+                stale.unlink()
+            Tokenizer(str(adapter)).save(folder)
 
 
 def _changes(adapter: Path) -> dict[str, dict[str, Tensor]]:

@@ -1,12 +1,19 @@
 """Training the rows of a few tokens, of an embedding and an output head that are otherwise frozen."""
 
+from collections.abc import Collection
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tune.checkpointers.disk import DiskTensor, disk_tensors
+from tune.checkpointers.weights import disk_names
 from tune.distributed import full_tensor
+
+CHUNK = 16_384  # rows that are compared at one time
+ALIKE, SMALL = 0.999, 0.1  # as cosine, as share of the median norm
 
 
 class TokenRows(nn.Module):
@@ -55,3 +62,43 @@ class TokenHead(TokenRows, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         _, weight = self.operands(input)
         return F.linear(input, weight, self.bias)
+
+
+def untrained_tokens(model: nn.Module, path: str | Path, tokens: Collection[int]) -> list[int]:
+    """Which of the `tokens` have a row in the embedding or the head of the checkpoint `path` that no training has told
+    from others, and that stays as it is while the adapter of `model` is trained."""
+    kinds = (nn.Embedding, TokenEmbedding, TokenHead)  # and no others, which are adapted as a whole
+    frozen = {
+        name: set(tokens).difference(getattr(module, "tokens", ()))
+        for name, module in model.named_modules()
+        if (type(module) in kinds or (name == "head" and type(module) is nn.Linear))
+        and not module.get_parameter("weight").requires_grad
+    }
+    if not any(frozen.values()):
+        return []
+    tensors = disk_tensors(Path(path))
+    names = {name: disk_names(model, tensors).get(f"{name}.weight") for name in frozen}
+    found = [
+        _untrained_rows(tensors[on_disk], sorted(frozen[name]))
+        for name, on_disk in names.items()
+        if isinstance(on_disk, str) and on_disk in tensors and frozen[name]
+    ]
+    return sorted(set().union(*found))
+
+
+def _untrained_rows(weight: DiskTensor, tokens: list[int]) -> set[int]:
+    """Rows near zero, as reserved ones are in untied models; or like another, as they become in tied ones; or like the
+    mean of all, as `tune add-tokens` makes them."""
+    rows = torch.cat([weight.read((slice(token, token + 1),)) for token in tokens]).float()
+    norms, total, likest = [], torch.zeros(rows.shape[1]), torch.full((len(tokens),), -1.0)
+    for start in range(0, weight.shape[0], CHUNK):
+        chunk = weight.read((slice(start, start + CHUNK),)).float()
+        alike = F.normalize(chunk) @ F.normalize(rows).T
+        for column, token in enumerate(tokens):
+            alike[max(0, token - start) : max(0, token + 1 - start), column] = -1
+        likest = torch.maximum(likest, alike.amax(dim=0))
+        norms.append(chunk.norm(dim=1))
+        total += chunk.sum(dim=0)
+    likest = torch.maximum(likest, F.cosine_similarity(rows, total[None]))
+    small = rows.norm(dim=1) < SMALL * torch.cat(norms).median()
+    return {token for token, untrained in zip(tokens, (small | (likest > ALIKE)).tolist(), strict=True) if untrained}

@@ -2,6 +2,7 @@
 
 import re
 import secrets
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -58,11 +59,11 @@ def supervised_spans(
     return text, [span for span, index in zip(spans, turns, strict=True) if index in trained]
 
 
-def end_of_turn(template: ChatTemplate, special_tokens: re.Pattern[str]) -> str | None:
+def end_of_turn(render: Callable[[list[Message]], str], special_tokens: re.Pattern[str]) -> str | None:
     """The special token that the template writes behind an answer, if it does."""
     try:
-        text = template.render([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _PROBE}])
-    except TuneError:  # a template for other conversations than this one
+        text = render([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _PROBE}])
+    except TuneError:  # no template, or one for other conversations than this one
         return None
     match = special_tokens.search(text.partition(_PROBE)[2])
     return match[0] if match else None

@@ -1,5 +1,6 @@
 """The tokenizer of a checkpoint folder."""
 
+import copy
 import hashlib
 import json
 import re
@@ -14,6 +15,7 @@ from tokenizers import AddedToken
 
 from tune.errors import TuneError
 from tune.tokenizers.chat_template import ChatTemplate, Message, Span
+from tune.tokenizers.chosen import SHIPPED, chosen_template, markers
 from tune.tokenizers.folder import SOURCES, read_json, read_vocabulary
 from tune.tokenizers.streaming import TextStream
 from tune.tokenizers.supervision import end_of_turn, supervised_spans
@@ -48,9 +50,11 @@ class Tokenizer:
     `bos_id`, `eos_id` and `pad_id` are None where the folder names no such token. Special tokens written out in a
     text are encoded as those tokens. Raises TuneError for a folder without a readable vocabulary, of which
     docs/tokenizers.md lists the kinds.
+
+    `chat_template` (a name of `SHIPPED`, or a file) and `eos_token` take the place of the folder's own, and are saved.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, chat_template: str | None = None, eos_token: str | None = None) -> None:
         self.path = Path(path).expanduser()
         vocabulary = read_vocabulary(self.path)
         self._tokenizer, self._source = vocabulary.tokenizer, vocabulary.file
@@ -58,10 +62,18 @@ class Tokenizer:
         self._added: dict[int, AddedToken] = {}
         self._generation_eos = self._configured_eos()
         if "eos_token" not in self.special_tokens and self._generation_eos:
-            eos_token = self._tokenizer.id_to_token(self._generation_eos[0])
-            self.special_tokens |= {"eos_token": eos_token} if eos_token else {}
+            configured = self._tokenizer.id_to_token(self._generation_eos[0])
+            self.special_tokens |= {"eos_token": configured} if configured else {}
+        self._chosen: dict[str, str] = {}  # what of the settings is to be saved
+        if eos_token is not None:
+            self._make_special([eos_token], f"tokenizer.eos_token={eos_token}")
+            self._chosen["eos_token"] = self.special_tokens["eos_token"] = eos_token
         self.bos_id, self.eos_id, self.pad_id = (self._id_of(name) for name in ("bos_token", "eos_token", "pad_token"))
-        self._templates = self._read_templates()
+        if chat_template is None:
+            self._templates = self._read_templates()
+        else:
+            self._chosen["chat_template"] = self._choose(chat_template)
+            self._templates = {"default": self._chosen["chat_template"]}
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what Jinja compiled, which cannot be sent to another process."""
@@ -89,7 +101,7 @@ class Tokenizer:
         ids = set(self._generation_eos)
         if self.eos_id is not None:
             ids.add(self.eos_id)
-        token = end_of_turn(self._template(None), self._special_pattern) if self.chat_template else None
+        token = end_of_turn(self.apply_chat_template, self._special_pattern)
         return ids | set(self.encode(token)) if token else ids
 
     @cached_property
@@ -179,31 +191,56 @@ class Tokenizer:
         return self._special_pattern.findall(text)
 
     def save(self, folder: str | Path) -> None:
-        """Copy the tokenizer's files, byte for byte but for added tokens.
+        """Copy the tokenizer's files, byte for byte but for added tokens, a chosen template and a chosen EOS.
 
         A folder without tokenizer.json gets one, and its config says to use it: other vocabularies are read in
-        different ways by different versions of transformers.
+        different ways by different versions of transformers. Where the folder has a model's config, or one for
+        generation, `stop_ids` join its `eos_token_id`: a base model that has learned to chat stops where turns end.
         """
-        folder = Path(folder)
+        folder, chosen = Path(folder), self._chosen
         for file in (file for name in FILES for file in self.path.glob(name) if file.is_file()):
             if self._added and (file.name == "tekken.json" or file.suffix == ".tiktoken"):
                 continue  # cannot hold added tokens: tokenizer.json takes its place
+            if "chat_template" in chosen and file.suffix == ".jinja":
+                continue
             target = folder / file.relative_to(self.path)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, target)
         if self._added or self._source.name != "tokenizer.json":
             self._save_tokenizer_json(folder / "tokenizer.json")
         config = read_json(folder / "tokenizer_config.json")
+        copied = copy.deepcopy(config)
         if self._source.name != "tokenizer.json":
             config |= {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
-            _write_json(folder / "tokenizer_config.json", config)
-        if self._added and "added_tokens_decoder" in config:
+        if "added_tokens_decoder" in config:
             flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
             for index, token in self._added.items():
                 config["added_tokens_decoder"][str(index)] = {name: getattr(token, name) for name in flags}
+        if "chat_template" in chosen:
+            config.pop("chat_template", None)
+            (folder / "chat_template.jinja").write_text(chosen["chat_template"], encoding="utf-8")
+        if "eos_token" in chosen:
+            config["eos_token"] = chosen["eos_token"]
+            if named := read_json(folder / "special_tokens_map.json"):
+                _write_json(folder / "special_tokens_map.json", named | {"eos_token": chosen["eos_token"]})
+        if config != copied:
             _write_json(folder / "tokenizer_config.json", config)
         if self._added and (listed := read_json(folder / "added_tokens.json")):
             _write_json(folder / "added_tokens.json", listed | {token.content: at for at, token in self._added.items()})
+        for name in ("config.json", "generation_config.json"):
+            if (folder / name).exists():
+                self._save_stop_ids(folder / name)
+
+    def _save_stop_ids(self, file: Path) -> None:
+        config = read_json(file)
+        parts = [part for part in (config, config.get("text_config")) if part and "eos_token_id" in part] or [config]
+        for part in parts:
+            there = _listed(part.get("eos_token_id"))
+            if missing := sorted(self.stop_ids - {*there}):
+                ids = [*there, *missing]
+                part["eos_token_id"] = ids if len(ids) > 1 else ids[0]
+        if config != read_json(file):
+            _write_json(file, config)
 
     def _save_tokenizer_json(self, file: Path) -> None:
         content = json.loads(self._tokenizer.to_str())
@@ -211,19 +248,54 @@ class Tokenizer:
             content = {**read_json(self._source), "added_tokens": content["added_tokens"]}
         _write_json(file, content)
 
+    @property
+    def special_ids(self) -> dict[int, str]:
+        """All special tokens by id."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {index: token.content for index, token in added.items() if token.special}
+
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        special = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        special = sorted(self.special_ids.values(), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, special)) or "(?!)")
 
     def require_chat_template(self) -> None:
         """Raises TuneError if there is none."""
         if self.chat_template is None:
             raise TuneError(
-                f"the tokenizer in {self.path} has no chat template, and conversations need one: put the template of "
-                "the model's chat version there as chat_template.jinja, or use a dataset of prompt and completion"
+                f"the tokenizer in {self.path} has no chat template, and conversations need one: set "
+                f"tokenizer.chat_template to {self._fitting()} (it has their tokens), or to a file such as the "
+                "chat_template.jinja of the model's chat version; or use a dataset of prompt and completion"
             )
+
+    def _fitting(self) -> str:
+        """The library's templates of which it has the tokens."""
+        return ", ".join(name for name, needed in SHIPPED.items() if self.vocabulary.keys() >= needed)
+
+    def _choose(self, name: str) -> str:
+        """The template that the setting names. Raises TuneError if it is none, or writes tokens that are not there."""
+        source, setting = chosen_template(name), f"tokenizer.chat_template={name}"
+        if name in SHIPPED and self.bos_id is not None and self.prefix_ids == [self.bos_id]:
+            source = "{{ bos_token }}" + source
+        if "eos_token" in source and self.eos_id is None:
+            raise TuneError(f"{setting} writes an eos_token, and {self.path} names none: set tokenizer.eos_token")
+        self._make_special(markers(ChatTemplate(source, self.special_tokens, setting)), setting)
+        return source
+
+    def _make_special(self, tokens: list[str], setting: str) -> None:
+        """What the vocabulary has as mere words becomes special. Raises TuneError for what it has not."""
+        if missing := [token for token in tokens if token not in self.vocabulary]:
+            names = " ".join(map(repr, missing))
+            raise TuneError(
+                f"{setting}: the tokenizer in {self.path} has no token {', '.join(map(repr, missing))}. Choose what it "
+                f"has (it has all that {self._fitting()} need), or make a base that has them: `tune add-tokens "
+                f"{self.path} OUT {names}`, and train their rows: in full, or with adapter.trainable_tokens"
+            )
+        decoder = self._tokenizer.get_added_tokens_decoder()
+        for index in (self.vocabulary[token] for token in tokens):
+            if index not in decoder or not decoder[index].special:
+                self._added[index] = AddedToken(self._tokenizer.id_to_token(index), special=True, normalized=False)
+                self._tokenizer.add_special_tokens([self._added[index]])
 
     def _template(self, tools: list | None, name: str | None = None) -> ChatTemplate:
         if name is None:
@@ -235,7 +307,7 @@ class Tokenizer:
 
     @cached_property
     def _compiled(self) -> dict[str, ChatTemplate]:
-        origin = f"the chat template in {self.path}"
+        origin = "tokenizer.chat_template" if "chat_template" in self._chosen else f"the chat template in {self.path}"
         return {name: ChatTemplate(text, self.special_tokens, origin) for name, text in self._templates.items()}
 
     def _read_templates(self) -> dict[str, str]:
@@ -261,12 +333,16 @@ class Tokenizer:
         for name in ("generation_config.json", "config.json"):
             ids = read_json(self.path / name).get("eos_token_id")
             if ids is not None:
-                return ids if isinstance(ids, list) else [ids]
+                return _listed(ids)
         return []
 
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return self._tokenizer.token_to_id(token) if token else None
+
+
+def _listed(ids: int | list[int] | None) -> list[int]:
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
