@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tune.checkpointers.disk import DiskTensor, disk_tensors
-from tune.checkpointers.weights import disk_names
 from tune.distributed import full_tensor
+from tune.models.names import Names
 
 CHUNK = 16_384  # rows that are compared at one time
 ALIKE, SMALL = 0.999, 0.1  # as cosine, as share of the median norm
@@ -77,7 +77,8 @@ def untrained_tokens(model: nn.Module, path: str | Path, tokens: Collection[int]
     if not any(frozen.values()):
         return []
     tensors = disk_tensors(Path(path))
-    names = {name: disk_names(model, tensors).get(f"{name}.weight") for name in frozen}
+    in_checkpoint = Names.of(model).in_checkpoint(tensors)
+    names = {name: in_checkpoint.get(f"{name}.weight") for name in frozen}
     found = [
         _untrained_rows(tensors[on_disk], sorted(frozen[name]))
         for name, on_disk in names.items()
