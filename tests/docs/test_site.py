@@ -1,6 +1,7 @@
 """The site of `make docs`: it builds without a warning, and warns of what it should."""
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -61,3 +62,11 @@ def test_broken_links_are_errors(tmp_path):
     built = build(tmp_path / "site", tmp_path / "mkdocs.yml")
     assert built.returncode == 1
     assert [link for link in links if f"'{link}'" in built.stderr] == links
+
+
+def test_the_changelog_has_the_form_of_keep_a_changelog():
+    first, *released = re.findall(r"^## (.+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert first == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", version) for version in released)
+    kinds = set(re.findall(r"^### (.+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
