@@ -107,6 +107,13 @@ def test_samples_of_two_sources_have_different_numbers(mixture):
     assert mixed.row_tokens[[29, 30]].tolist() == [10, 40]
 
 
+def test_sources_are_drawn_from_each_in_its_own_way(mixture):
+    """Two of one size: an epoch of half of both has others of one than of the other."""
+    mixed = mixture({"a": (40, 5), "b": (40, 5)}, epoch_ends=40)
+    rows = mixed.order(0, 0)
+    assert {row for row in rows if row < 40} != {row - 40 for row in rows if row >= 40}
+
+
 def test_other_weights_are_other_data(mixture):
     fingerprints = [mixture(SHAPES, epoch_ends=rows).fingerprint for rows in (10, 10, 11)]
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]

@@ -105,6 +105,12 @@ def test_rows_are_shuffled_anew_in_each_pass(make):
     assert all(sorted(order) == list(range(64)) for order in orders)
 
 
+def test_windows_are_shuffled_each_in_its_own_way(make):
+    data = DataLoader(stream(make, [2] * 192), make.world(), 64, 64, max_steps=3)
+    orders = [[row % 64 for row in batch.micro_batches[0].tokens[0][:128:2].tolist()] for _, batch in data]
+    assert len({tuple(order) for order in orders}) == 3
+
+
 def test_first_window_is_told_and_all_is_counted(make):
     data = stream(make, [2] * 100 + [0] * 30)
     assert data.accounting.source == "rows.jsonl, streamed: rows 1 to 64"

@@ -9,6 +9,7 @@ from tune.checkpointers import Random
 from tune.errors import TuneError
 from tune.generation import generate
 from tune.models import build
+from tune.models.families import supported
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -27,6 +28,29 @@ def build_from(tmp_path, fields):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with torch.device("meta"):
         return build(str(tmp_path))
+
+
+# What a file must say, since shapes follow from it, besides the fields of LLAMA.
+SHAPES = {"head_dim": 16, "num_key_value_heads": 4}
+CORRECTED = {"moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+NEEDED = {
+    "deepseek_v3": CORRECTED
+    | {"kv_lora_rank": 16, "q_lora_rank": 8, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4},
+    "glm4_moe": CORRECTED | SHAPES,
+    "granitemoehybrid": SHAPES
+    | {"layer_types": ["full_attention"], "num_local_experts": 0, "position_embedding_type": "rope", "hidden_size": 64},
+}
+
+
+@pytest.mark.parametrize("model_type", sorted(set(supported()) - {"gemma3", "mistral3", "qwen3_5"}))
+@pytest.mark.filterwarnings("ignore:.*is not applied")
+def test_what_a_file_leaves_out_means_what_it_means_to_transformers(model_type, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {name: LLAMA[name] for name in LLAMA if "size" in name or name.startswith("num")}
+    short = {"model_type": model_type} | sizes | NEEDED.get(model_type, SHAPES)
+    ours = build_from(tmp_path, short).config
+    filled = transformers.AutoConfig.from_pretrained(tmp_path).to_json_string(use_diff=False)
+    assert build_from(tmp_path, json.loads(filled)).config == ours
 
 
 @pytest.mark.parametrize(

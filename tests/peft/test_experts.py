@@ -88,8 +88,8 @@ def test_dropout_differs_between_tokens_and_between_experts(layer):
     plan = Dispatch.of(torch.tensor([[0, 1]] * 6), num_experts=4)
     set_dropout_keys(layer, seed=0, step=1, batch=Batch.of(torch.zeros(1, 6)))
     added = (layer(rows, plan) - layer.eval()(rows, plan))[plan.places, 0].view(6, 2)
-    assert len(added[:, 0].unique()) > 1
-    assert not torch.equal(added[:, 0], added[:, 1])
+    assert (added[0, 0] - added[:, 0]).abs().max() > 1
+    assert (added[:, 0] - added[:, 1]).abs().max() > 1  # and not by rounding alone
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,22 @@ def test_a_new_adapter_changes_nothing(checkpoint, lora):
     assert_close(model(TOKENS), before, atol=1e-6, rtol=1e-6)
 
 
+def test_adapters_start_as_in_peft_and_say_their_dropout(checkpoint, tmp_path):
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    settings = peft.LoraConfig(r=16, target_modules=["q_proj", "down_proj"])
+    theirs = {name.split("layers.")[1]: p for name, p in peft.get_peft_model(base, settings).named_parameters()
+              if "lora" in name}  # fmt: skip
+    model, lora = load_model(str(checkpoint)), LoRA(rank=16, dropout=0.25, target_modules=["q_proj", "down_proj"])
+    add_adapters(model, lora)
+    exported(model, lora, tmp_path, checkpoint)
+    for name, tensor in load_file(tmp_path / "adapter_model.safetensors").items():
+        start = theirs[name.split("layers.")[1].replace(".weight", ".default.weight")].detach()
+        assert_close(tensor.std(), start.std(), rtol=0.1, atol=0)
+        assert_close(tensor.abs().max(), start.abs().max(), rtol=0.05, atol=0)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["lora_dropout"] == 0.25
+    assert read_adapter(str(tmp_path)).dropout == 0.25
+
+
 @pytest.mark.parametrize("folder", ["checkpoint", "tied_checkpoint", "biased_checkpoint"])
 def test_peft_loads_it_and_computes_the_same(folder, lora, tmp_path, request):
     if folder == "tied_checkpoint" and lora in UNTIED.values():

@@ -8,7 +8,7 @@ from tune.models.layers import NormConfig
 
 
 def read_config(file: ConfigFile) -> DecoderConfig:
-    file.assume(max_position_embeddings=8192, tie_word_embeddings=True, logit_scale=0.0625)
+    file.assume(max_position_embeddings=8192, rope_theta=500000.0, tie_word_embeddings=True, logit_scale=0.0625)
     file.expect(use_qk_norm=False)
     bias, rope = file.flag("attention_bias"), read.rope(file, interleaved=True)
     layer = LayerConfig(read.attention(file, rope, bias=bias, output_bias=bias), read.mlp(file), parallel=True)
