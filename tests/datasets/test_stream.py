@@ -35,7 +35,8 @@ def rows_of(batch):
     documents = []
     for micro_batch in batch.micro_batches:
         real = (micro_batch.positions == 0) & (micro_batch.labels != -100)
-        documents += list(zip(micro_batch.tokens[real].tolist(), micro_batch.samples[real].tolist(), strict=True))
+        samples = micro_batch.documents.samples[micro_batch.documents.ids]
+        documents += list(zip(micro_batch.tokens[real].tolist(), samples[real].tolist(), strict=True))
     return sorted(documents)
 
 
