@@ -72,6 +72,7 @@ class Reader:
                     self.change(block)
                 elif language and (named := FILE.match(block)):
                     (self.folder / named[1]).write_text(block)
+                    sys.modules.pop(Path(named[1]).stem, None)  # another test's
                 elif language == "python" and SCRIPT.match(block):
                     exec(compile(block, "<the page>", "exec"), self.namespace)
                 for line in commands(f"```{language}\n{block}```"):
