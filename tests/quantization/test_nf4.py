@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from torch._inductor import metrics
 from torch.testing import assert_close
 
 from tune import distributed
 from tune.checkpointers import Pretrained, load_model
 from tune.errors import TuneError
 from tune.models import build
-from tune.quantization import NF4Weight, dequantize, quantize, quantize_linears
+from tune.quantization import NF4Weight, dequantize, nf4, quantize, quantize_linears
 from tune.quantization.nf4 import LEVELS
 
 
@@ -46,12 +47,27 @@ def test_a_slice_of_rows_is_quantised_as_in_the_whole():
         assert torch.equal(back(weight[10:30], double), back(weight, double)[10:30])
 
 
+def test_the_table_is_copied_to_a_device_once(checkpoint):
+    """And not to the device in each forward: all weights have the same one, beside their codes."""
+    with torch.device("meta"):
+        model = build(str(checkpoint))
+    quantize_linears(model)
+    distributed.parallelize(model, distributed.init("cpu"), dtype="fp32")
+    tables = {weight.pairs for weight in model.modules() if isinstance(weight, NF4Weight)}
+    assert len(tables) == 1 and not tables.pop().is_meta
+    assert not [name for name in model.state_dict() if "pairs" in name]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("double", [False, True])
-def test_bytes_survive_a_cast_to_bf16(double):
-    """FSDP of torch 2.11 casts every parameter to the type of the computation."""
+def test_compiled_it_is_one_kernel(double):
+    """It reads codes and scales and writes the weight. What lies between codes and weight is never in memory."""
     parts = quantize(make_weight(), double)
-    cast = [None if part is None else part.bfloat16() for part in parts]
-    assert torch.equal(dequantize(*cast, torch.float32), back(make_weight(), double))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        metrics.reset()
+        weight = torch.compile(nf4._values, dynamic=True)(*parts, nf4.PAIRS, torch.bfloat16)
+    assert torch.equal(weight, back(make_weight(), double).bfloat16())
+    assert metrics.generated_kernel_count == 1
 
 
 def test_levels_come_back_exactly():

@@ -6,9 +6,13 @@ torchao's NF4Tensor wants multiples of 16,384 elements and takes the mean of its
 sharded weight differs from the whole one.
 """
 
+import functools
+import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tune.distributed import full_tensor, local_shard
@@ -20,15 +24,20 @@ LEVELS = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+# What each byte of two codes stands for: `[256, 2]`.
+PAIRS = torch.tensor([[LEVELS[byte >> 4], LEVELS[byte & 15]] for byte in range(256)], device="cpu")
+CPU_CODES = 2**16  # looked up at a time on a CPU, so that what lies between fits into its cache
 
 
 class NF4Weight(nn.Module):
     """A frozen `[rows, columns]` weight: two `codes` a byte, and `scales`, one for 64 weights.
 
     `double` keeps the scales in 8 bits too, with their mean and range in each row (`ranges`): 0.52 and not 0.56 bytes a
-    weight. All are stored as bytes: FSDP's mixed precision leaves them alone, or (in torch 2.11) casts them to bf16,
-    which holds every byte exactly.
+    weight. All are stored as bytes, which FSDP's mixed precision leaves alone (that of torch 2.11 makes them trainable,
+    and fails).
     """
+
+    pairs: Tensor
 
     def __init__(self, rows: int, columns: int, double: bool, device: torch.device):
         super().__init__()
@@ -38,9 +47,10 @@ class NF4Weight(nn.Module):
         scale_bytes = columns // BLOCK * (1 if double else 4)
         self.scales = _frozen(torch.empty(rows, scale_bytes, dtype=torch.uint8, device=device))
         self.ranges = _frozen(torch.empty(rows, 8, dtype=torch.uint8, device=device)) if double else None
+        self.register_buffer("pairs", PAIRS, persistent=False)  # one for all weights, on the device where these are
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        return dequantize(self.codes, self.scales, self.ranges, dtype)
+        return _looked_up(self.codes, self.scales, self.ranges, self.pairs, dtype)
 
     def full(self) -> Tensor:
         """The whole weight in fp32, from the shards of all processes: all must call it."""
@@ -49,7 +59,7 @@ class NF4Weight(nn.Module):
 
     def linear(self, input: Tensor) -> Tensor:
         """`input @ weight.T`; the full weight exists only within the call, in forward and again in backward."""
-        return _Linear.apply(input, self.codes, self.scales, self.ranges)
+        return _Linear.apply(input, self.codes, self.scales, self.ranges, self.pairs)
 
     def held_rows(self) -> slice:
         """Which rows of the weight this process holds."""
@@ -83,16 +93,36 @@ def quantize(weight: Tensor, double: bool = False) -> tuple[Tensor, Tensor, Tens
 
 def dequantize(codes: Tensor, scales: Tensor, ranges: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The weight `[rows, columns]` that the codes stand for."""
-    codes, scales = codes.to(torch.uint8), scales.to(torch.uint8)
+    return _looked_up(codes, scales, ranges, PAIRS.to(codes.device), dtype)
+
+
+def _looked_up(codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, dtype: torch.dtype) -> Tensor:
+    """By one kernel on a GPU with a compiler: it reads the codes and writes the weight, and nothing lies between."""
+    if torch.compiler.is_compiling():
+        return _values(codes, scales, ranges, pairs, dtype)
+    if codes.is_cuda and importlib.util.find_spec("triton"):
+        return _compiled_values()(codes, scales, ranges, pairs, dtype)
+    step = max(1, CPU_CODES // codes.shape[1]) if codes.device.type == "cpu" else len(codes)
+    weight = torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
+    for start in range(0, len(codes), step):
+        rows = slice(start, start + step)
+        weight[rows] = _values(codes[rows], scales[rows], None if ranges is None else ranges[rows], pairs, dtype)
+    return weight
+
+
+def _values(codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, dtype: torch.dtype) -> Tensor:
     if ranges is None:
         scales = scales.view(torch.float32)
     else:
-        mean, reach = ranges.to(torch.uint8).view(torch.float32).split(1, dim=1)
+        mean, reach = ranges.view(torch.float32).split(1, dim=1)
         scales = scales.view(torch.int8).float() / 127 * reach + mean
-    levels = torch.tensor(LEVELS, device=codes.device, dtype=torch.float32)
-    pairs = torch.stack([codes >> 4, codes & 15], dim=-1).flatten(1)
-    blocks = levels[pairs.int()].unflatten(1, (-1, BLOCK)) * scales[..., None]
-    return blocks.flatten(1).to(dtype)
+    blocks = F.embedding(codes.int(), pairs).view(*scales.shape, BLOCK)
+    return (blocks * scales[..., None]).flatten(1).to(dtype)
+
+
+@functools.cache
+def _compiled_values() -> Callable[..., Tensor]:
+    return torch.compile(_values, dynamic=True)
 
 
 def quantize_linears(model: nn.Module, *, double: bool = False) -> int:
@@ -125,14 +155,14 @@ class NF4Linear(nn.Linear):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, codes: Tensor, scales: Tensor, ranges: Tensor | None) -> Tensor:
-        ctx.save_for_backward(codes, scales, ranges)
-        return input @ dequantize(codes, scales, ranges, input.dtype).T
+    def forward(ctx: Any, input: Tensor, codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor) -> Tensor:
+        ctx.save_for_backward(codes, scales, ranges, pairs)
+        return input @ _looked_up(codes, scales, ranges, pairs, input.dtype).T
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        codes, scales, ranges = ctx.saved_tensors
-        return grad_output @ dequantize(codes, scales, ranges, grad_output.dtype), None, None, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
+        codes, scales, ranges, pairs = ctx.saved_tensors
+        return grad_output @ _looked_up(codes, scales, ranges, pairs, grad_output.dtype), None, None, None, None
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

@@ -1,0 +1,25 @@
+"""How many bytes the operations inside of a `with` read and write, each as if it had no cache. Works on `meta`, too."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "lift_fresh"}
+
+
+class BytesMoved(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        output = operation(*args, **(kwargs or {}))
+        if not operation.is_view and operation.overloadpacket.__name__ not in FREE:
+            inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            if operation.overloadpacket.__name__ in ("copy_", "zero_", "fill_", "_foreach_copy_"):
+                inputs = inputs[1:]  # the first is written only
+            if operation.overloadpacket.__name__ in ("embedding", "index", "gather"):
+                inputs = [*inputs[1:], output]  # of the table, what is taken
+            outputs = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+            self.total += sum(each.numel() * each.itemsize for each in (*inputs, *outputs))
+        return output
