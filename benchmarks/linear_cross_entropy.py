@@ -15,9 +15,11 @@ import time
 
 import torch
 import torch.nn.functional as F
+from bytes_moved import BytesMoved
 
 from tune.collators import Batch
 from tune.losses import LinearCrossEntropy
+from tune.losses.linear_cross_entropy import LOGITS, _LinearCrossEntropy
 
 
 def naive(hidden, weight, labels, chunk):
@@ -50,6 +52,22 @@ def measure(variant, args):
     return time.perf_counter() - start, peak(args.device) - before, value, weight.grad.norm().item()
 
 
+def print_bytes(args):
+    """GiB that forward and backward of tune's read and write, for a trained head and a frozen one."""
+    for chunk in (512, 1024, 2048, 4096, max(512, LOGITS // args.vocabulary)):
+        moved = []
+        for trained in (True, False):
+            hidden, weight = (
+                torch.empty(rows, args.dim, dtype=torch.bfloat16, device="meta", requires_grad=trains)
+                for rows, trains in ((args.tokens, True), (args.vocabulary, trained))
+            )
+            labels = torch.empty(args.tokens, dtype=torch.long, device="meta")
+            with BytesMoved() as counted:
+                _LinearCrossEntropy.apply(hidden, weight, labels, chunk, None).backward()
+            moved.append(counted.total / 2**30)
+        print(f"chunks of {chunk:5}: {moved[0]:6.0f} GiB, {moved[1]:6.0f} GiB with a frozen head")
+
+
 def peak(device):
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
@@ -61,8 +79,12 @@ def main():
     for name, default in {"tokens": 4096, "dim": 512, "vocabulary": 128256, "chunk": 512, "rounds": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--bytes", action="store_true", help="count bytes moved in bf16 by chunk, without computing")
     parser.add_argument("--variant", choices=VARIANTS, help="measure this one, in this process")
     args = parser.parse_args()
+    if args.bytes:
+        print_bytes(args)
+        return
     if args.variant:
         print(*measure(args.variant, args))
         return

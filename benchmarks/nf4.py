@@ -6,6 +6,7 @@
 """
 
 import argparse
+import functools
 import statistics
 import time
 
@@ -28,13 +29,13 @@ def main():
     for dtype in (torch.bfloat16, torch.float32):
         single, double, theirs = quantize(weight), quantize(weight, double=True), to_nf4(weight.to(dtype))
         variants = {
-            "tune": lambda parts=single, dtype=dtype: dequantize(*parts, dtype),
-            "tune, double": lambda parts=double, dtype=dtype: dequantize(*parts, dtype),
+            "tune": functools.partial(dequantize, *single, dtype),
+            "tune, double": functools.partial(dequantize, *double, dtype),
             "torchao (double)": theirs.get_original_weight,
         }
         if args.compile:
             kernel = torch.compile(nf4._values, dynamic=True)
-            variants["tune, compiled"] = lambda parts=single, dtype=dtype: kernel(*parts, nf4.PAIRS, dtype)
+            variants["tune, compiled"] = functools.partial(kernel, *single, nf4.PAIRS, dtype)
         seconds = {name: [] for name in variants}
         for variant in variants.values():
             variant()
@@ -51,7 +52,7 @@ def main():
                 each = (sum(part.nbytes for part in single[:2]) + weight.numel() * dtype.itemsize) / weight.numel()
             took = sorted(seconds[name])
             print(
-                f"{str(dtype):15} {name:18} {statistics.median(took) * 1e3:8.1f} ms (fastest {took[0] * 1e3:.1f})   "
+                f"{dtype!s:15} {name:18} {statistics.median(took) * 1e3:8.1f} ms (fastest {took[0] * 1e3:.1f})   "
                 f"{each:5.2f} bytes a weight"
             )
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tune import distributed
+from tune.distributed import world
 from tune.distributed.slurm import first_node, join_step
 from tune.errors import TuneError
 
@@ -145,3 +146,19 @@ def test_interrupt_waits_to_be_asked(monkeypatch, capfd):
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("theirs", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_of_a_gpu_are_expandable_unless_the_user_says_anything(theirs, monkeypatch):
+    for name in world.ALLOCATOR_SETTINGS:
+        monkeypatch.setenv(name, "")  # so that what init sets is taken back
+        monkeypatch.delenv(name)
+    if theirs:
+        monkeypatch.setenv(theirs, "max_split_size_mb:128")
+    before = {name: os.environ.get(name) for name in world.ALLOCATOR_SETTINGS}
+    monkeypatch.setattr(world, "_device_type", lambda device: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # nothing has used the device until then
+    with pytest.raises(TuneError, match="has no GPU"):
+        distributed.init("cuda")
+    changed = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if theirs is None else {}
+    assert {name: os.environ.get(name) for name in world.ALLOCATOR_SETTINGS} == before | changed

@@ -1,10 +1,13 @@
 """Every path computes what the definition says."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.testing import assert_close
 
 from tune.collators import Batch
+from tune.models import attention
 from tune.models.attention import Scoring, attend, attend_cached, attend_masked
 from tune.models.context import LayerCache
 
@@ -27,6 +30,13 @@ def make(device="cpu", dtype=torch.float32, head_dim=16, kv_heads=2, value_dim=N
     heads = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
     ids = [[i for i, length in enumerate(lengths) for _ in range(length)] for lengths in LENGTHS]
     return heads, Batch.of(torch.zeros(3, 32), documents=torch.tensor(ids)).documents
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_flash_kernels_want_compute_capability_8(capability, fits, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    heads = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 8, 4, 64), device=torch.device("cuda"))
+    assert attention._flash_fits(heads, heads, Scoring()) == fits
 
 
 def by_definition(query, key, value, documents, scoring):

@@ -164,7 +164,7 @@ def _is_without_compiler(error: Exception) -> bool:
 
 
 def _out_of_memory(error: Exception, cfg: DictConfig) -> str:
-    settings = ((what, OmegaConf.select(cfg, key), least) for key, (what, least) in LOWER.items())
-    advice = [f"{what} (now {now})" for what, now, least in settings if now not in (None, least)]
+    settings = ((what, OmegaConf.select(cfg, key, default=least), least) for key, (what, least) in LOWER.items())
+    advice = [f"{what} (now {'null' if now is None else now})" for what, now, least in settings if now != least]
     reason = (str(error).splitlines() or ["no memory left"])[0].rpartition("DefaultCPUAllocator: ")[2]
     return "\n  ".join([f"out of memory: {reason}", *advice, "or use more devices"])

@@ -31,7 +31,7 @@ class Memory(Group):
     activation_checkpointing: Literal["none", "selective", "full"]
     activation_offload: bool
     cpu_offload: bool
-    loss_chunk_tokens: PositiveInt
+    loss_chunk_tokens: PositiveInt | None
 
 
 class ParameterGroups(Group):

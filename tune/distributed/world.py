@@ -17,6 +17,7 @@ from tune.errors import TuneError
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 
 T = TypeVar("T")
+ALLOCATOR_SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,8 @@ def init(
     if kind == "cuda":
         if torch.cuda.device_count() == 1:  # SLURM can show each task its own GPU alone
             local_rank = 0
+        if not ALLOCATOR_SETTINGS & os.environ.keys():  # read when the device is first used
+            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         if local_rank >= torch.cuda.device_count():
             raise TuneError(
                 f"device: process {local_rank} of this machine has no GPU; {torch.cuda.device_count()} found. "

@@ -20,6 +20,7 @@ from tune.distributed import World
 from tune.errors import TuneError
 from tune.loggers import folder
 from tune.loggers.flops import flops_per_token, peak_flops
+from tune.loggers.hardware import hardware_notes
 from tune.loggers.memory import peak_memory_gib, planned_memory
 from tune.loggers.sinks import Console, Sink, logged_steps, open_sinks, require_installed
 from tune.peft import untrained_tokens
@@ -81,13 +82,13 @@ class Run:
         trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         accounting = data.dataset.accounting
         self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
-        if self.world.device.type == "cpu" and self.cfg.dtype == "bf16":
-            self.info("dtype=bf16 is slow on most CPUs: dtype=fp32 is usually several times faster, and exact")
         self.info(f"model: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable")
         planned = planned_memory(model, self.cfg.dtype, self.cfg.master_dtype, self.world.mesh["dp_shard"].size())
         held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
         self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
         self.flops_per_token = flops_per_token(model, accounting.tokens // max(1, accounting.samples))
+        for note in hardware_notes(model, self.world.device, self.cfg, accounting.longest):
+            self.info(note)
         self.info(accounting.table())
         known = getattr(model, "max_positions", None)
         if known and accounting.longest > known:

@@ -8,17 +8,23 @@ from torch import Tensor
 from tune.collators import Batch
 from tune.types import PositiveInt
 
+SMALL_CHUNK = 512  # tokens
+LOGITS = 2**27  # half a GiB in fp32
+
 
 class LinearCrossEntropy:
     """Sum over supervised tokens of the cross-entropy of `hidden @ weight.T`, in fp32.
 
     Equals `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`, but the logits of at most `chunk_tokens`
     tokens exist at one time: their gradient is taken at once and folded into those of `hidden` and `weight`. Tokens
-    labelled -100 are not projected at all. (torch's own `linear_cross_entropy` is not in 2.11 and rounds the loss to
-    bf16 with bf16 inputs; in fp32 on a CPU the two are about equal: benchmarks/linear_cross_entropy.py.)
+    labelled -100 are not projected at all. (torch's own `linear_cross_entropy` rounds the loss to bf16 with bf16
+    inputs; in fp32 on a CPU the two are about equal: benchmarks/linear_cross_entropy.py.)
+
+    Every chunk reads the weight twice, and adds to all of its gradient: on a GPU small chunks are mostly that. Without
+    `chunk_tokens` a chunk there has logits of half a GiB in fp32, and 512 tokens on a CPU.
     """
 
-    def __init__(self, chunk_tokens: PositiveInt = 512):
+    def __init__(self, chunk_tokens: PositiveInt | None = None):
         self.chunk_tokens = chunk_tokens
 
     def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
@@ -26,7 +32,13 @@ class LinearCrossEntropy:
         softcap * tanh(logits / softcap)."""
         hidden = hidden.flatten(0, 1).index_select(0, batch.supervised)
         labels = batch.labels.flatten().index_select(0, batch.supervised)
-        return _LinearCrossEntropy.apply(hidden, weight, labels, self.chunk_tokens, softcap)
+        chunk_tokens = self.chunk_tokens or chunk_that_suits(weight)
+        return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, softcap)
+
+
+def chunk_that_suits(weight: Tensor) -> int:
+    """Tokens whose logits with `weight` `[vocab, dim]` should exist at one time, on its device."""
+    return SMALL_CHUNK if weight.device.type == "cpu" else max(SMALL_CHUNK, LOGITS // weight.shape[0])
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -126,7 +126,9 @@ def _sdpa(
 def _flash_fits(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
     size = query.shape[-1]
     fits = query.dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= 256
-    return query.is_cuda and fits and value.shape[-1] == size and scoring.has_kernels
+    if not (query.is_cuda and fits and value.shape[-1] == size and scoring.has_kernels):
+        return False
+    return torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
