@@ -76,7 +76,7 @@ def test_an_unknown_key(argument: str, finding: str) -> None:
         ("dataset.path=null", "dataset.path: null is not a string."),
         ("checkpointer.async=later", "checkpointer.async: 'later' is not true or false."),
         ("checkpointer.keep=0", "checkpointer.keep: 0 is not a positive integer or null."),
-        ("loss.chunk_tokens=0", "loss.chunk_tokens: 0 is not a positive integer."),
+        ("loss.chunk_tokens=0", "loss.chunk_tokens: 0 is not a positive integer or null."),
         ("memory=full", "memory: is a group of keys, not the single value 'full'. Its keys:"),
         ("optimizer=adam", "optimizer: is a group of keys, not the single value 'adam'. Its keys:"),
         ("seed.x=1", "seed: is a single value, not a group of keys (x)."),
