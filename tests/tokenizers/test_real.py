@@ -99,3 +99,20 @@ def test_conversations_that_an_answer_opens(file):
     learned = [text[start:end].partition("ASSISTANT") for start, end in spans if "ASSISTANT" in text[start:end]]
     assert len(learned) == 2
     assert not any("USER" in before or special.sub("", behind).strip() for before, _, behind in learned)
+
+
+@pytest.mark.parametrize(("folder", "name", "theirs"), [("llama3", "llama3", "llama3"), ("gemma3", "gemma", "gemma3")])
+def test_shipped_templates_are_the_families_own(folder, name, theirs):
+    tokenizer = Tokenizer(str(FOLDER / folder), chat_template=name)
+    source = (FOLDER / "templates" / f"{theirs}.jinja").read_text(encoding="utf-8")
+    render = transformers_rendering(source, {key: tokenizer.special_tokens[key] for key in ("bos_token", "eos_token")})
+    compared = 0
+    for conversation in conversations(200):
+        messages = [message for message in conversation["messages"] if not message.get("tool_calls")]
+        try:
+            expected = render(messages, add_generation_prompt=conversation["add_generation_prompt"])
+        except Exception:  # theirs refuses more
+            continue
+        assert tokenizer.apply_chat_template(messages, conversation["add_generation_prompt"]) == expected
+        compared += 1
+    assert compared > 50
