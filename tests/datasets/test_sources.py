@@ -220,9 +220,24 @@ def test_files_behind_a_url_may_change(memory, monkeypatch, headers, tmp_path):
 
     before = content()
     assert content() == before  # although the address a server leads to may be signed anew
+    if headers:
+        with monkeypatch.context() as patch:
+            patch.delattr(MemoryFileSystem, "_open")  # its bytes stay where they are
+            assert content() == before
     memory.pipe({"/train/a.jsonl": LINES.replace(b"o", b"0")})  # as long as before
     monkeypatch.setattr(Web, "headers", {name: f"{value} later" for name, value in headers.items()})
     assert content() != before
+    changed = content()
+    memory.pipe({"/train/a.jsonl": LINES + LINES})  # in the same second
+    assert content() != changed
+
+
+def test_files_that_change_alike_are_told_apart(memory, monkeypatch, tmp_path):
+    fsspec.register_implementation("web", Web, clobber=True)
+    monkeypatch.setattr(Web, "headers", {"ETag": '"1"'})
+    memory.pipe({"/train/other.jsonl": LINES.replace(b"o", b"0")})
+    one, other = (open_source(f"web://train/{name}.jsonl").files for name in ("a", "other"))
+    assert content_of(one, tmp_path) != content_of(other, tmp_path)
 
 
 def test_file_of_unknown_content_is_read(memory, monkeypatch, tmp_path):

@@ -81,7 +81,7 @@ def renamed(row: Row, format: Format, columns: Mapping[str, str]) -> Row:
 def require_meaning(row: Row, format: Format, content: Content, ignore: Sequence[str]) -> None:
     """Raises OtherMeaning if the format leaves out a column, or a prompt has a mark, that changes what the row says.
     `ignore` names those that may be left out."""
-    if not (found := [name for name in _other_meanings(row, format, content) if name not in ignore]):
+    if not (found := [name for name in _other_meanings(row, content) if name not in ignore]):
         return
     what = dict.fromkeys(MEANINGS.get(name, "where an image is, which a model of text does not see") for name in found)
     raise OtherMeaning(
@@ -91,8 +91,8 @@ def require_meaning(row: Row, format: Format, content: Content, ignore: Sequence
     )
 
 
-def _other_meanings(row: Row, format: Format, content: Content) -> list[str]:
-    found = [name for name in MEANINGS if name in row and name not in format.columns and row[name] not in NOTHING]
+def _other_meanings(row: Row, content: Content) -> list[str]:
+    found = [name for name in MEANINGS if name in row and row[name] not in NOTHING]
     if isinstance(content, Plain):
         prompts = [content.prompt]
     else:
@@ -129,7 +129,7 @@ def _renaming(row: Row, columns: Mapping[str, str], format: Format) -> str | Non
         content = format.read(read)
     except TuneError:
         return None
-    left = [] if isinstance(content, str) else _other_meanings(read, format, content)
+    left = [] if isinstance(content, str) else _other_meanings(read, content)
     pairs = ", ".join(f"{ours}: {_yaml(theirs)}" for ours, theirs in mapping.items())
     ignored = f" '{_ignored(left)}'" if left else ""
     return f"'dataset.columns={{{pairs}}}'{ignored} ({'a chat' if format.is_chat else 'plain text'})"
