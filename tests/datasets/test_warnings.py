@@ -79,15 +79,23 @@ def test_tokens_and_ends_that_are_cut_off(warned):
         "1 of 100 rows (1.0%) end inside an answer, without its end: raise max_seq_len, or set dataset.too_long=drop"
     )
     assert cut(*texts[1:], text(100)) == []
+    whole = {"input_ids": [*range(101)], "labels": [*range(100), -100]}  # what is cut off is not learned
+    assert not any("inside an answer" in each for each in cut(whole))
+    assert any("inside an answer" in each for each in cut({"input_ids": [*range(101)]}))
 
 
 @pytest.mark.parametrize("too_long", ["truncate", "split"])
 def test_a_conversation_that_is_cut_between_its_turns_keeps_its_ends(warned, too_long):
     two, turns = chat("a", "b"), chat("c", "d" * 90)["messages"]
     cut = {"messages": two["messages"] + turns}
+    if too_long == "split":  # a turn behind it that is whole changes nothing
+        assert any(
+            "inside an answer" in each for each in warned([{"messages": turns + two["messages"]}], too_long="split")
+        )
     clipped = [each for each in warned([cut], too_long=too_long) if "inside an answer" in each]
     assert len(clipped) == (too_long == "split")  # split keeps the second turn, whose answer is too long alone
-    assert any("inside an answer" in each for each in warned([chat("c", "d" * 90)], too_long=too_long))
+    for messages in (turns, turns + two["messages"]):  # a whole turn behind it changes nothing
+        assert any("inside an answer" in each for each in warned([{"messages": messages}], too_long=too_long))
     assert not warned([{"text": "".join(map(str, range(200)))}], too_long="split")
 
 

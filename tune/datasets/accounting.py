@@ -45,8 +45,7 @@ class Accounting:
         self.cut_tokens += outcome.cut
         if outcome.dropped is not None:
             self.dropped[outcome.dropped] += 1
-            if outcome.mistake and len(self.mistakes) < NAMES_SHOWN:
-                self.mistakes.append(outcome.mistake)
+            self.mistakes += [outcome.mistake] if outcome.mistake else []
             return
         self.kept += 1
         self.clipped += outcome.clipped

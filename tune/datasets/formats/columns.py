@@ -122,7 +122,7 @@ def _renaming(row: Row, columns: Mapping[str, str], format: Format) -> str | Non
     for column in (*format.columns, *format.optional):
         if column in mapping:
             continue
-        theirs = next((names.pop(name) for name in (column, *OTHER_NAMES.get(column, ())) if name in names), column)
+        theirs = next((names[name] for name in (column, *OTHER_NAMES.get(column, ())) if name in names), column)
         mapping |= {column: theirs} if theirs != column else {}
     try:
         read = renamed(row, format, mapping)
