@@ -41,12 +41,14 @@ def test_cat_tells_a_recipe_from_its_config(capsys: pytest.CaptureFixture[str]) 
 def test_cp_copies_to_here_to_a_folder_and_to_a_new_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
+    main(["cp", "full_finetune.yaml", "new/mine.yaml"])
     main(["cp", "full_finetune"])
     main(["cp", "full_finetune", "folder"])
-    main(["cp", "full_finetune.yaml", "new/mine.yaml"])
     copies = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*"))
-    assert copies == ["folder/full_finetune.py", "full_finetune.py", "new/mine.yaml"]
-    assert Path("full_finetune.py").read_text() == config.find_recipe("full_finetune").read_text()
+    names = ["folder/full_finetune.py", "folder/full_finetune.yaml", "full_finetune.py", "full_finetune.yaml"]
+    assert copies == [*names, "new/mine.yaml"]
+    assert Path("new/mine.yaml").read_text() == config.find_config("full_finetune").read_text()
+    assert len(Path("full_finetune.py").read_text().splitlines()) == len(recipe_lines())
 
 
 def test_cp_overwrites_only_by_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,7 +59,46 @@ def test_cp_overwrites_only_by_force(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     assert mine.read_text() == "my work"
     main(["cp", "full_finetune", str(mine), "--force"])
-    assert mine.read_text() == config.find_recipe("full_finetune").read_text()
+    assert len(mine.read_text().splitlines()) == len(recipe_lines())
+    mine.unlink()
+    mine.with_suffix(".yaml").write_text("my settings")
+    assert "mine.yaml exists already" in fails(["cp", "full_finetune", str(mine)], capsys)
+    assert not mine.exists() and mine.with_suffix(".yaml").read_text() == "my settings"
+
+
+def recipe_lines() -> list[str]:
+    return config.find_recipe("full_finetune").read_text().splitlines()
+
+
+def test_a_new_setting_of_a_copy_works_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], checkpoint: Path, chats: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main(["cp", "full_finetune", "mine.py"])
+    assert "mine.py reads its settings from mine.yaml: a key that you add there is a setting" in capsys.readouterr().out
+    with Path("mine.yaml").open("a") as settings:
+        settings.write("greeting: hello\n")
+    text = Path("mine.py").read_text()
+    Path("mine.py").write_text(text.replace("def main(cfg):\n", "def main(cfg):\n    sys.exit(f'{cfg.greeting}!')\n"))
+    arguments = [f"model.path={checkpoint}", f"dataset.path={chats}"]
+    for start in (
+        ["mine.py"],
+        ["-m", "tune.cli", "run", "mine.py"],
+        ["-m", "tune.cli", "run", "--standalone", "mine.py"],
+    ):
+        done = subprocess.run([sys.executable, *start, *arguments, "greeting=bye"], capture_output=True, text=True)
+        assert "bye!" in done.stderr, done.stderr
+    assert fails(["run", "--standalone", "mine.py", *arguments, "greting=1"], capsys).endswith("'greeting'?\n")
+    assert (
+        "greeting: hello"
+        in subprocess.run([sys.executable, "mine.py", "--help"], capture_output=True, text=True).stdout
+    )
+    for name in ("mine.py", "mine.yaml"):  # the verbs that take a recipe or its config
+        main(["prepare", name, *arguments, "greeting=bye"])
+        assert "48" in capsys.readouterr().out
+    Path("other.yaml").write_text("greeting: from a file\n")
+    with pytest.raises(SystemExit, match="from a file!"):
+        main(["run", "mine.py", "--config", "other.yaml", *arguments])
 
 
 @pytest.mark.parametrize(

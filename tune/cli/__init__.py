@@ -12,7 +12,7 @@ __all__ = ["main"]
 
 VERBS = {
     "ls": "list the recipes and presets",
-    "cp": "copy a recipe or a config to change it",
+    "cp": "copy a recipe with its settings, or a config, to change it",
     "cat": "print a recipe or a config",
     "run": "run a recipe, on one process or through torchrun",
     "preview": "look at the data of a run before it starts",

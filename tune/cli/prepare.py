@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from omegaconf import DictConfig
 
@@ -48,12 +49,14 @@ def main(arguments: Sequence[str]) -> None:
 def settings(arguments: Sequence[str]) -> DictConfig:
     """The settings of a run, given its recipe or its config and what stands behind it on the command line."""
     first, *rest = arguments
-    if not first.endswith((".yaml", ".yml")):
-        recipe = config.find_recipe(first)
+    is_config = first.endswith((".yaml", ".yml"))
+    recipe = Path(first).with_suffix(".py") if is_config else config.find_recipe(first)
+    default = default_config(recipe) if recipe.is_file() else None
+    if default and (not is_config or Path(default) == Path(first)):
         sys.path.insert(0, str(recipe.resolve().parent))  # components beside the recipe can be named
-        if (default := default_config(recipe)) is None:
-            raise TuneError(f"{recipe} does not name its settings: @config.entrypoint(...) is not in it")
         return config.load(default, rest)
+    if not is_config:
+        raise TuneError(f"{recipe} does not name its settings: @config.entrypoint(...) is not in it")
     names = [name for name in config.list_recipes() if _groups(first) <= _groups(name)] or config.list_recipes()
     return config.load(names[0], ["--config", first, *rest])
 

@@ -88,6 +88,5 @@ def default_config(recipe: Path) -> str | None:
             case ast.Call(
                 func=ast.Attribute(attr="entrypoint") | ast.Name(id="entrypoint"), args=[ast.Constant(value=str(name))]
             ):
-                beside = recipe.parent / name
-                return str(beside) if beside.is_file() else name
+                return str(config.find_default(recipe, name))
     return None

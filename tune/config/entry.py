@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from tune.config.load import load, parse
-from tune.config.paths import find_config
+from tune.config.paths import find_default
 from tune.errors import TuneError
 
 PATIENCE = 10.0  # seconds
@@ -113,13 +113,12 @@ def explained_errors(cfg: DictConfig | None = None) -> Iterator[None]:
 
 
 def _settings(recipe: dict[str, Any], default: str) -> DictConfig:
-    beside = Path(recipe.get("__file__", "")).parent / default
-    default = str(beside) if beside.is_file() else default
+    file = find_default(Path(recipe.get("__file__", "")), default)
     if parse(sys.argv[1:]).help:
         if _is_first_process():
-            print(recipe["__doc__"] or "", find_config(default).read_text(encoding="utf-8"), sep="\n")
+            print(recipe["__doc__"] or "", file.read_text(encoding="utf-8"), sep="\n")
         raise SystemExit(0)
-    return _load_once(default, tuple(sys.argv[1:]))
+    return _load_once(str(file), tuple(sys.argv[1:]))
 
 
 _load_once = functools.cache(load)  # check_early and entrypoint read the same command line

@@ -34,6 +34,12 @@ def find_config(name: str) -> Path:
     return _find("config", name, ".yaml")
 
 
+def find_default(recipe: Path, name: str) -> Path:
+    """The file of the config that `recipe` names as its default: beside it, as in a copy of `tune cp`, or ours."""
+    beside = recipe.parent / f"{name.removesuffix('.yaml')}.yaml"
+    return beside if beside.is_file() else find_config(name)
+
+
 def _folder(kind: str) -> Path:
     package = Path(tune.__file__).parent
     in_wheel = package / f"_{kind}"
