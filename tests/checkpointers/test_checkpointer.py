@@ -67,6 +67,49 @@ def test_saved_and_restored(tmp_path, async_):
     assert torch.equal(second.model.weight, first.model.weight)
 
 
+class Average(Position):
+    """Tensors and a number, in a nested state."""
+
+    def __init__(self, names=("a", "b")):
+        self.tensors = {name: torch.zeros(2, dtype=torch.float64) for name in names}
+        self.step = 0
+
+    def state_dict(self):
+        return {"tensors": self.tensors, "numbers": {"step": self.step}}
+
+    def load_state_dict(self, state):
+        self.tensors, self.step = state["tensors"], state["numbers"]["step"]
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_state_of_the_users_own(tmp_path, async_):
+    def with_average(*names):
+        average = Average(names)
+        return average, make(tmp_path, async_=async_, extra={"average": average, "counter": Position()})
+
+    average, first = with_average("a", "b")
+    train(first, 1)
+    first.small["counter"].step = 7
+    average.tensors["b"] += torch.tensor([1 / 3, 2.0], dtype=torch.float64)
+    average.step = 5
+    first.save(1)
+    average.tensors["b"] += 1  # goes on while that is written
+    average.step = first.small["counter"].step = 100
+    first.wait()
+    average, second = with_average("a", "b")
+    assert second.resume("auto") == 1
+    assert average.tensors["b"].tolist() == [1 / 3, 2.0] and average.tensors["a"].tolist() == [0.0, 0.0]
+    assert (average.step, second.small["counter"].step) == (5, 7)
+    with pytest.raises(TuneError, match=r"is of another state, it has average\.tensors\.b"):
+        with_average("a")[1].resume("auto")
+    with pytest.raises(TuneError, match=r"cannot be read .*average\.tensors\.c"):
+        with_average("a", "b", "c")[1].resume("auto")
+    with pytest.raises(
+        TuneError, match="has the state of average, counter, data, schedule, this one of data, schedule"
+    ):
+        make(tmp_path).resume("auto")
+
+
 @pytest.mark.parametrize("async_", [False, True])
 def test_another_process_may_come_first(tmp_path, monkeypatch, async_):
     """Each process's writer makes the folder if it is not there: rank 0 must not insist on being the first."""

@@ -4,7 +4,7 @@ import functools
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.utils._pytree import tree_leaves
 
 from tune.checkpointers.reading import Planner, Reader
 from tune.distributed import World
@@ -27,7 +29,7 @@ TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 class Stateful(Protocol):
-    """What keeps a small state of plain values: a schedule, the position in the data."""
+    """What keeps a state of plain values (a schedule, the position in the data), or of tensors too."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
@@ -44,6 +46,9 @@ class Checkpointer:
     Of the optimizer's parameter groups, a checkpoint has what training has changed; settings are those of today. Frozen
     parameters are not in it: `base`, which gives them, says at a restoration whether it still does, and `adapter`,
     whose settings say what the trained ones mean, whether it is the same.
+
+    `extra` is state of your own, by name: averaged weights, counters. Of plain values JSON keeps what it can express.
+    Where there are tensors, sharded ones too, they must be there at a restoration: it fills them.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class Checkpointer:
         data: Stateful,
         base: Stateful | None = None,
         adapter: Stateful | None = None,
+        extra: Mapping[str, Stateful] | None = None,
         every: PositiveInt | None = 500,
         keep: PositiveInt | None = 2,
         async_: bool = True,
@@ -66,7 +72,7 @@ class Checkpointer:
         self.folder, self.world = folder, world
         self.model, self.optimizer = model, optimizer
         self.settings = [dict(group) for group in optimizer.param_groups]
-        small = {"schedule": schedule, "data": data, "base": base, "adapter": adapter}
+        small = {"schedule": schedule, "data": data, "base": base, "adapter": adapter, **(extra or {})}
         self.small: dict[str, Stateful] = {name: part for name, part in small.items() if part is not None}
         self.every, self.keep, self.asynchronous = every, keep, async_
         self.on_error, self.tell = on_error, tell
@@ -90,19 +96,21 @@ class Checkpointer:
         reader = Reader(path)
         saved = reader.read_metadata().state_dict_metadata
         small = json.loads((path / "state.json").read_text())
-        if small.keys() - {"step", "groups"} != self.small.keys():
+        if (found := small.keys() - {"step", "groups"}) != self.small.keys():
             raise TuneError(
-                f"resume: {path} is of another recipe. Continue it with that one, or give another output_dir"
+                f"resume: {path} is of another recipe: it has the state of {', '.join(sorted(found))}, this one of "
+                f"{', '.join(sorted(self.small))}. Continue it with that one, or give another output_dir"
             )
-        for name, part in self.small.items():  # first, since it may find that this is not the same training
-            part.load_state_dict(small[name])
+        _, extra = self._states()
+        for name in self.small.keys() - extra.keys():  # first, since it may be found to be another training
+            self.small[name].load_state_dict(small[name])
         if (newest := self.newest()) and newest.name > f"step-{small['step']:08d}":
             raise TuneError(
                 f"resume: continuing after step {small['step']} would replace {newest} of another attempt. Give "
                 "another output_dir, or resume=auto to continue that one"
             )
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
-        state = {"model": model, "optimizer": optimizer["state"]}
+        state = {"model": model, "optimizer": optimizer["state"], "extra": extra}
         try:
             dcp.load(state, storage_reader=reader, planner=Planner())
         except CheckpointException as error:
@@ -121,6 +129,8 @@ class Checkpointer:
         for group, changed in zip(groups, small["groups"], strict=True):
             group |= changed
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
+        for name, tensors in extra.items():
+            self.small[name].load_state_dict(tensors)
         self.saved = small["step"]
         return self.saved
 
@@ -143,9 +153,11 @@ class Checkpointer:
         """Save now. All processes must call it."""
         self.wait()
         unfinished = self.folder / f".step-{step:08d}.{self.world.share(uuid.uuid4().hex[:8])}"
-        parts = {name: part.state_dict() for name, part in self.small.items()}
+        parts, extra = self._states()
         small = json.dumps({"step": step, "groups": self._changed(), **parts})
-        tensors = _on_host(self._tensors()) if self.asynchronous else self._tensors()
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
+        tensors = {"model": model, "optimizer": optimizer["state"], "extra": extra}
+        tensors = _on_host(tensors) if self.asynchronous else tensors
         write = functools.partial(dcp.save, tensors, checkpoint_id=unfinished, process_group=self.group)
         finish = functools.partial(self._finish, write, small, unfinished, step)
         if self.asynchronous:
@@ -190,9 +202,11 @@ class Checkpointer:
                 # Renamed first: a folder that is being removed must not be taken for a complete one.
                 shutil.rmtree(old.rename(self.folder / f".{old.name}.removed"), ignore_errors=True)
 
-    def _tensors(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
-        return {"model": model, "optimizer": optimizer["state"]}
+    def _states(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state of each part as JSON has it (None for those with tensors), and of those with tensors."""
+        states = {name: part.state_dict() for name, part in self.small.items()}
+        extra = {name: state for name, state in states.items() if any(map(torch.is_tensor, tree_leaves(state)))}
+        return states | dict.fromkeys(extra), extra
 
     def _changed(self) -> list[dict[str, Any]]:
         """What some optimizers keep in their groups besides settings; the learning rate is the schedule's."""
@@ -229,12 +243,13 @@ def _on_host(value: Any) -> Any:
 
 def _require_same_names(path: Path, saved: Iterable[str], state: dict[str, Any]) -> None:
     """DCP finds what is missing in a checkpoint, but not what is left over."""
-    unknown = sorted(
-        {name.removeprefix("model.") for name in saved if name.startswith("model.")} - state["model"].keys()
-    )
-    if unknown:
-        names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
-        raise TuneError(f"resume: {path} is of another model, it has {names}. Restore the settings of that run")
+    for kind, what in (("model", "model"), ("extra", "state")):
+        known = flatten_state_dict({kind: state[kind]})[0].keys()
+        if unknown := sorted(
+            name.removeprefix(f"{kind}.") for name in saved if name.startswith(f"{kind}.") and name not in known
+        ):
+            names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+            raise TuneError(f"resume: {path} is of another {what}, it has {names}. Restore the settings of that run")
     kinds = {name.rpartition(".")[2] for name in saved if name.startswith("optimizer.")}
     if unknown := sorted(kinds - {kind for states in state["optimizer"].values() for kind in states}):
         raise TuneError(
