@@ -90,6 +90,10 @@ def main(cfg):
     with loggers.profile(run.path / "profile", world, **cfg.profiler) as profile:
         for step, batch in run.track(data, start, total=len(data)):
             profile(step)
+            if step == 1 and validation and cfg.validate_first:
+                with run.pause():
+                    batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
+                    run.record(0, evaluate(model, batches, loss_fn, world))
             total_loss = torch.zeros((), device=world.device)
             for index, micro_batch in enumerate(batch.micro_batches, 1):
                 micro_batch = micro_batch.to(world.device)
@@ -112,10 +116,11 @@ def main(cfg):
                 grad_norm=grad_norm,
                 interrupted=world.any(interrupt.requested),
                 **loggers.routing(model, world),
+                **loggers.accuracy(loss_fn, world),
             )
             interrupted = metrics.pop("interrupted")
             loggers.require_finite(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"])
-            lr = schedule.get_last_lr()[0]
+            metrics |= optimizers.learning_rates(optimizer)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -125,7 +130,7 @@ def main(cfg):
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
                     metrics |= evaluate(model, batches, loss_fn, world)
-            run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, lr=lr, **metrics)
+            run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **metrics)
             checkpointer.step(step, now=is_end)
             if interrupted:
                 saved = checkpointer.wait()
@@ -154,7 +159,8 @@ def evaluate(model, batches, loss_fn, world):
             sums[metric] += loss
             counts[metric] += batch.num_supervised
     model.train()
-    return world.fetch(**{metric: world.sum(sums[metric]) / world.sum(counts[metric]) for metric in sums})
+    means = {metric: world.sum(sums[metric]) / world.sum(counts[metric]) for metric in sums}
+    return world.fetch(**means, **loggers.accuracy(loss_fn, world, "validation_"))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ HELD_OUT_IN_VAIN = (
     "leave the validation dataset out."
 )
 NOTHING_TO_VALIDATE_ON = (
-    "there is nothing to validate on. Give validation_dataset.path or dataset.validation_fraction, or set it to null."
+    "there is nothing to validate on. Give validation_dataset.path or dataset.validation_fraction, or leave it out."
 )
 
 
@@ -56,5 +56,6 @@ def conflicts(cfg: DictConfig) -> Iterator[tuple[str, str]]:
                 if value(f"{place}.validation_fraction"):
                     yield f"{place}.validation_fraction", HELD_OUT_IN_VAIN
     is_loaded = value("dataset._component_") == "tune.datasets.load" and not value("dataset.validation_fraction")
-    if value("validate_every") and is_loaded and value("validation_dataset.path", default=True) is None:
-        yield "validate_every", NOTHING_TO_VALIDATE_ON
+    for key in ("validate_every", "validate_first"):
+        if value(key) and is_loaded and value("validation_dataset.path", default=True) is None:
+            yield key, NOTHING_TO_VALIDATE_ON

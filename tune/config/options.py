@@ -77,6 +77,7 @@ class Options(Group):
     global_batch_size: PositiveInt
     micro_batch_size: PositiveInt
     validate_every: PositiveInt | None
+    validate_first: bool
     optimizer: Optimizer
     optimizer_in_backward: bool
     parameter_groups: ParameterGroups

@@ -166,6 +166,8 @@ class Run:
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
         values = {name: value for name, value in metrics.items() if value is not None and not math.isnan(value)}
+        if steps_per_epoch := self.data.get("steps_per_epoch"):
+            values["epoch"] = step / steps_per_epoch
         values |= {
             "tokens": tokens,
             "supervised_tokens": supervised_tokens,
@@ -177,6 +179,10 @@ class Run:
         }
         if peak := peak_flops(self.world.device):
             values["mfu"] = values["tokens_per_second"] * self.flops_per_token / peak
+        self.record(step, values)
+
+    def record(self, step: int, values: dict[str, float]) -> None:
+        """Hand metrics to the sinks as they are: those of a validation before the first step, as step 0."""
         for sink in self.sinks:
             sink.metrics(step, values)
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -53,14 +54,15 @@ class JsonLines(Sink):
         self.path = path
 
     def start(self, step: int, total: int) -> None:
-        kept = [line + "\n" for logged, line in logged_steps(self.path) if logged <= step]
+        # From the beginning, step 0 (a validation before the first one) is logged again too.
+        kept = [line + "\n" for logged, line in logged_steps(self.path) if step and logged <= step]
         rewritten = self.path.with_suffix(".rewritten")
         rewritten.write_text("".join(kept))
         os.replace(rewritten, self.path)
         self.file = self.path.open("a")
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
         self.file.flush()
 
 
@@ -130,6 +132,9 @@ class Console(Sink):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
+        if "loss" not in values:  # a validation before the first step
+            self.message(f"step {step}/{self.total} | validation_loss {values['validation_loss']:.4f}")
+            return
         loss = f"loss {values['loss']:.4f}"
         speed = f"{values['tokens_per_second']:,.0f} tokens/s | {values['peak_memory_gib']:.2f} GiB"
         if self.progress:

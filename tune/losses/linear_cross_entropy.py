@@ -22,10 +22,13 @@ class LinearCrossEntropy:
 
     Every chunk reads the weight twice, and adds to all of its gradient: on a GPU small chunks are mostly that. Without
     `chunk_tokens` a chunk there has logits of half a GiB in fp32, and 512 tokens on a CPU.
+
+    With `accuracy`, `counts` `[2]` are the tokens whose label has the highest logit, and all, until someone resets it.
     """
 
-    def __init__(self, chunk_tokens: PositiveInt | None = None):
-        self.chunk_tokens = chunk_tokens
+    def __init__(self, chunk_tokens: PositiveInt | None = None, accuracy: bool = False):
+        self.chunk_tokens, self.accuracy = chunk_tokens, accuracy
+        self.counts: Tensor | None = None
 
     def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
         """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]` -> scalar. With `softcap`, of the logits
@@ -33,7 +36,9 @@ class LinearCrossEntropy:
         hidden = hidden.flatten(0, 1).index_select(0, batch.supervised)
         labels = batch.labels.flatten().index_select(0, batch.supervised)
         chunk_tokens = self.chunk_tokens or chunk_that_suits(weight)
-        return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, softcap)
+        if self.accuracy and self.counts is None:
+            self.counts = labels.new_zeros(2)
+        return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, softcap, self.counts)
 
 
 def chunk_that_suits(weight: Tensor) -> int:
@@ -44,7 +49,13 @@ def chunk_that_suits(weight: Tensor) -> int:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, softcap: float | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk_tokens: int,
+        softcap: float | None,
+        counts: Tensor | None,
     ) -> Tensor:
         loss = torch.zeros((), device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -55,6 +66,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows, targets = hidden[chunk], labels[chunk][:, None]
             # In place from here on: this matrix is what takes the memory.
             logits = (rows @ weight.T).float()
+            if counts is not None:
+                counts[0] += (logits.argmax(dim=1, keepdim=True) == targets).sum()
+                counts[1] += len(targets)
             if softcap is not None:
                 bounded = logits.div_(softcap).tanh_()
                 slope = 1 - bounded.square()
@@ -83,10 +97,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad_loss).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None

@@ -1,7 +1,7 @@
 """Parameter groups, schedules, updates in backward. Optimizers are torch's and torchao's; two need help from here."""
 
 from tune.optimizers.adafactor import Adafactor
-from tune.optimizers.groups import parameter_groups
+from tune.optimizers.groups import learning_rates, parameter_groups
 from tune.optimizers.in_backward import InBackward
 from tune.optimizers.muon import Muon
 from tune.optimizers.schedules import constant, cosine, inverse_square_root, linear, warmup_stable_decay
@@ -13,6 +13,7 @@ __all__ = [
     "constant",
     "cosine",
     "inverse_square_root",
+    "learning_rates",
     "linear",
     "parameter_groups",
     "warmup_stable_decay",

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from tune.errors import TuneError
 
@@ -17,7 +18,7 @@ def parameter_groups(
     Norms, biases and what else is no weight of a product get no weight decay unless `decay_vectors`, whatever their
     shape: the biases of experts are a matrix. `lr_ratios` multiply the learning rate of the parameters in whose name a
     pattern is found: {"lora_b": 16} is LoRA+ (Hayou et al., 2024). A group of matrices, or stacks of them, that lie in
-    repeated blocks is marked `in_blocks`, for Muon.
+    repeated blocks is marked `in_blocks`, for Muon, and one with a learning rate of its own has the pattern as `name`.
 
     Raises:
         TuneError: a pattern is found in no name.
@@ -32,19 +33,29 @@ def parameter_groups(
             )
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     blocks = {parameter for blocks in lists for parameter in blocks.parameters()}
-    groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
+    groups: dict[tuple[str, bool, bool], dict[str, Any]] = {}
     for name, parameter in trained.items():
-        ratio = next((ratio for pattern, ratio in ratios.items() if re.search(pattern, name)), 1.0)
+        pattern = next((pattern for pattern in ratios if re.search(pattern, name)), "")
         is_weight = _is_weight(model, name, parameter)
         decayed = decay_vectors or is_weight
         in_blocks = is_weight and parameter in blocks and not _is_convolution(model, name)
-        group = groups.setdefault((ratio, decayed, in_blocks), {"params": [], "in_blocks": in_blocks})
+        group = groups.setdefault((pattern, decayed, in_blocks), {"params": [], "in_blocks": in_blocks})
         group["params"].append(parameter)
-        if ratio != 1.0:
-            group["lr"] = lr * ratio
+        if pattern:
+            group |= {"lr": lr * ratios[pattern], "name": pattern}
         if not decayed:
             group["weight_decay"] = 0.0
     return list(groups.values())
+
+
+def learning_rates(optimizer: Optimizer) -> dict[str, float]:
+    """The metric `lr`, and `lr/NAME` for each group that has a name (or, where its rate differs, a number)."""
+    rates: dict[str, float] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        rate, name = float(group["lr"]), group.get("name")
+        key = f"lr/{name}" if name else "lr"
+        rates[key if rates.get(key, rate) == rate else f"lr/{index}"] = rate
+    return {"lr": next(iter(rates.values()))} | rates
 
 
 def _is_weight(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
