@@ -5,7 +5,7 @@ from torch import nn
 
 from tune.checkpointers import load_model
 from tune.errors import TuneError
-from tune.optimizers import parameter_groups
+from tune.optimizers import learning_rates, parameter_groups
 from tune.peft import LoRA, add_adapters
 
 
@@ -30,6 +30,18 @@ def test_frozen_parameters_are_left_out_and_ratios_multiply(checkpoint):
         if parameter.requires_grad:
             assert rates.pop(id(parameter)) == (16e-3 if name.endswith("lora_b") else 1e-3)
     assert not rates
+
+
+def test_the_rate_of_every_group_is_told():
+    def rates(*groups):
+        parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in groups]
+        groups = [{"params": [parameter], **group} for parameter, group in zip(parameters, groups, strict=True)]
+        return learning_rates(torch.optim.SGD(groups, lr=0.1))
+
+    assert rates({}, {}) == {"lr": 0.1}
+    assert rates({"lr": 0.2, "name": "a"}, {}, {"lr": 0.2, "name": "a"}) == {"lr": 0.1, "lr/a": 0.2}
+    assert rates({"lr": 0.2, "name": "a"}) == {"lr": 0.2, "lr/a": 0.2}
+    assert rates({}, {"lr": torch.tensor(0.25)}) == {"lr": 0.1, "lr/1": 0.25}
 
 
 def test_a_pattern_without_match_is_refused(checkpoint):

@@ -1,3 +1,5 @@
+"""How often the model is right."""
+
 from typing import Any
 
 import torch
