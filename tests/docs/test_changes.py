@@ -1,72 +1,51 @@
 """docs/changes.md, followed to the letter: each section on a fresh copy of full_finetune, then what it promises."""
 
 import functools
-import importlib.util
 import json
 import math
 import re
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from following import ROOT, Reader
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tune import config
 from tune.checkpointers import load_model
 from tune.cli import main as tune
 from tune.collators import Batch
 
-PAGE = Path(__file__).parents[2] / "docs" / "changes.md"
-
-
-def follow(section: str) -> None:
-    """Copy the recipe to the current folder and do what the section says."""
-    tune(["cp", "full_finetune", "mine.py"])
-    text = PAGE.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
-    for kind, block in re.findall(r"```(\w+)\n(.*?)```", text, re.DOTALL):
-        if kind == "python":
-            Path(re.match(r"# (\w+\.py)\n", block)[1]).write_text(block)
-        elif kind == "yaml":
-            Path("mine.yaml").write_text(Path("mine.yaml").read_text() + block)
-        else:
-            assert kind == "diff"
-            lines = re.sub(r"  # noqa.*", "", Path("mine.py").read_text()).splitlines()
-            for hunk in block.split("@@\n"):
-                lines = changed(lines, hunk.splitlines())
-            Path("mine.py").write_text("\n".join(lines) + "\n")
-
-
-def changed(lines: list[str], hunk: list[str]) -> list[str]:
-    before, after = ([line[1:] for line in hunk if line[0] in kinds] for kinds in (" -", " +"))
-    places = [at for at in range(len(lines)) if lines[at : at + len(before)] == before]
-    assert len(places) == 1, (len(places), before)
-    return lines[: places[0]] + after + lines[places[0] + len(before) :]
+PAGE = (ROOT / "docs" / "changes.md").read_text()
+CHANGES = dict(section.split("\n", 1) for section in PAGE.split("\n## ")[1:])
 
 
 @pytest.fixture
-def run(checkpoint, chats, tmp_path, monkeypatch):
-    """Runs mine.py with settings on top; returns its run folder, whose metrics `logged` reads."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+def reader(checkpoint, chats, tmp_path):
+    return Reader(tmp_path, checkpoint, chats)
+
+
+@pytest.fixture
+def run(reader):
+    """Runs mine.py of a reader with settings on top; returns the run folder."""
     common = [
-        f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "device=cpu",
-        "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "micro_batch_size=4", "optimizer.lr=1e-2",
-        "max_steps=4", "checkpointer.every=1", "checkpointer.keep=null",
+        "model.path=SmolLM2-135M-Instruct", "dataset.path=chats.jsonl", "validation_dataset.path=chats.jsonl",
+        "device=cpu", "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "micro_batch_size=4",
+        "optimizer.lr=1e-2", "max_steps=4", "checkpointer.every=1", "checkpointer.keep=null",
     ]  # fmt: skip
 
     def run(*settings: str, folder: str = "run") -> Path:
-        for name in ("ema", "patience", "my_losses"):
-            sys.modules.pop(name, None)
-        spec = importlib.util.spec_from_file_location("mine", "mine.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        module.main(config.load("mine.yaml", [*common, *settings, f"output_dir={tmp_path / folder}"]))
-        return tmp_path / folder
+        with reader.at_work():
+            tune(["run", "mine.py", *common, *settings, f"output_dir={folder}"])
+        return reader.folder / folder
 
     return run
+
+
+def follow(reader: Reader, change: str) -> None:
+    reader.follow("```\ntune cp full_finetune mine.py\n```\n" + CHANGES[change])
 
 
 def logged(folder: Path) -> list[dict]:
@@ -83,8 +62,8 @@ def saved_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])  # without FSDP, and with it
-def test_average(run, checkpoint, dtype):
-    follow("An average of the weights")
+def test_average(reader, run, checkpoint, dtype):
+    follow(reader, "An average of the weights")
     whole = run("ema_decay=0.5", f"dtype={dtype}", folder="whole")
     average = {name: weight.detach() for name, weight in load_model(str(checkpoint)).named_parameters()}
     for step in (1, 2, 3, 4):
@@ -96,8 +75,8 @@ def test_average(run, checkpoint, dtype):
     torch.testing.assert_close(exported(resumed), exported(whole), rtol=0, atol=0)
 
 
-def test_early_stopping_stays_stopped(run):
-    follow("Early stopping")
+def test_early_stopping_stays_stopped(reader, run):
+    follow(reader, "Early stopping")
     settings = ["patience=2", "validate_every=1", "optimizer.lr=0", "max_steps=6"]  # which learns nothing
     folder = run(*settings)
     first = exported(folder)
@@ -110,8 +89,8 @@ def test_early_stopping_stays_stopped(run):
     assert [line["step"] for line in logged(learning)] == [1, 2, 3, 4]
 
 
-def test_frozen_layers(run, checkpoint):
-    follow("The first layers frozen")
+def test_frozen_layers(reader, run, checkpoint):
+    follow(reader, "The first layers frozen")
     folder = run("frozen_layers=2")
     before, after = load_file(checkpoint / "model.safetensors"), exported(folder)
     same = {name for name in before if torch.equal(before[name], after[name])}
@@ -120,17 +99,17 @@ def test_frozen_layers(run, checkpoint):
     torch.testing.assert_close(exported(resumed), after, rtol=0, atol=0)
 
 
-def test_learning_rate_of_each_layer(run):
-    follow("A learning rate for each layer")
+def test_learning_rate_of_each_layer(reader, run):
+    follow(reader, "A learning rate for each layer")
     for line in logged(run("layer_decay=0.5")):
         rates = [line["lr/embedding"], *(line[rf"lr/blocks\.{index}\."] for index in range(3)), line["lr"]]
         assert rates == pytest.approx([line["lr"] * share for share in (1 / 8, 1 / 4, 1 / 2, 1, 1)])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_samples_leave_the_training_alone(run, dtype):
-    follow("Samples on the way")
-    sampled, plain = (run(f"sample_every={every}", f"dtype={dtype}", folder=str(every)) for every in (2, 100))
+def test_samples_leave_the_training_alone(reader, run, dtype):
+    follow(reader, "Samples on the way")
+    sampled, plain = (run(f"sample_every={every}", f"dtype={dtype}", folder=f"every_{every}") for every in (2, 100))
     log = (sampled / "log.txt").read_text()
     assert re.findall(r"^step (\d): ", log, re.MULTILINE) == ["2", "4"], log
     assert [line["loss"] for line in logged(sampled)] == [line["loss"] for line in logged(plain)]
@@ -150,14 +129,11 @@ def with_z(logits, labels):
         (["loss._component_=my_losses.ZLoss", "loss.z_weight=0.01"], with_z),
     ],
 )
-def test_losses(run, settings, reference):
-    follow("Another loss")
-    folder = run(*settings, "max_steps=2", "memory.loss_chunk_tokens=5")
-    assert len(logged(folder)) == 2
-    import my_losses
-
+def test_losses(reader, run, settings, reference):
+    follow(reader, "Another loss")
+    assert len(logged(run(*settings, "max_steps=2", "memory.loss_chunk_tokens=5"))) == 2
     kind, value = settings[0].rpartition(".")[2], float(settings[1].partition("=")[2])
-    loss_fn = getattr(my_losses, kind)(value, chunk_tokens=5)
+    loss_fn = runpy.run_path(str(reader.folder / "my_losses.py"))[kind](value, chunk_tokens=5)
     hidden, weight = torch.randn(2, 8, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
     labels = torch.randint(0, 30, (2, 8)).masked_fill(torch.rand(2, 8) < 0.2, -100)
     ours = loss_fn(hidden, weight, Batch.of(torch.zeros(2, 8), labels=labels))
