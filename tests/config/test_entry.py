@@ -54,8 +54,9 @@ def test_wrong_settings_are_explained_before_the_slow_imports(recipe: Path) -> N
     done = run(recipe, "name=run", "part.lrr=1")
     expected = "a problem in the configuration:\n  part.lrr: Steady has no argument 'lrr'. Did you mean 'lr'?\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {expected}")
-    done = run(recipe, "name=run", "part.lrr=1", RANK="1")
-    assert (done.returncode, done.stderr) == (2, "")
+    for other in ({"RANK": "1"}, {"SLURM_PROCID": "1"}):
+        done = run(recipe, "name=run", "part.lrr=1", **other)
+        assert (done.returncode, done.stderr) == (2, "")
 
 
 def test_help_is_the_docstring_and_the_settings(recipe: Path) -> None:

@@ -153,6 +153,17 @@ def test_interrupted_before_the_training(inputs, contents):
     assert contents(inputs.folder) == before
 
 
+@pytest.mark.slow
+def test_a_lost_process_where_no_launcher_tells_of_it(killing, tmp_path):
+    launch = killing.Launch([*killing.make_inputs(tmp_path), f"output_dir={tmp_path / 'run'}"], 2)
+    launch.wait_for("step 3/")
+    launch.processes[0].kill()
+    assert launch.processes[1].wait() == 1
+    (told,) = [line for line in launch.text().splitlines() if line.startswith("error: ")]
+    assert told.startswith("error: [rank 1] the connection to another process of this run is lost")
+    assert "Traceback" not in launch.text()
+
+
 def run_two(settings, **popen):
     command = [sys.executable, "-m", "tune.cli", "run", "--nproc-per-node", "2", "full_finetune", *settings]
     return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, **popen)
