@@ -141,8 +141,10 @@ def main(cfg):
     card = checkpointers.model_card("lora_finetune", cfg.model.path, dataset.accounting.source)
     peft.export_adapter(model, lora, run.path / "adapter", world, base=cfg.model.path, tokenizer=tokenizer, card=card)
     run.info(f"done: the adapter is in {run.path / 'adapter'}")
-    if cfg.export.merge and world.is_main:
-        peft.merge(cfg.model.path, run.path / "adapter", run.path / "model", card)
+    if cfg.export.merge:
+        checkpointers.export(
+            model, tokenizer, run.path / "model", world, source=cfg.model.path, card=card, base=weights
+        )
         run.info(f"the base with the adapter merged in is in {run.path / 'model'}")
     run.close()
 

@@ -107,7 +107,7 @@ def test_a_stack_of_another_base_is_not_merged(changes, tmp_path):
     tokenizer = Tokenizer(str(folder))
     export_adapter(model, lora, tmp_path / "adapter", distributed.init("cpu"), base=str(folder), tokenizer=tokenizer)
     other = save_checkpoint(tmp_path / "other", "GptOssConfig", **VARIANTS["gpt_oss"][1] | changes)
-    with pytest.raises(TuneError, match=r"is for another base: what it has for .*down_proj does not fit"):
+    with pytest.raises(TuneError, match="is for another model:"):
         merge(other, tmp_path / "adapter", tmp_path / "merged")
 
 

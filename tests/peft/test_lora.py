@@ -118,6 +118,7 @@ def test_peft_loads_it_and_computes_the_same(folder, lora, tmp_path, request):
         ("checkpoint", {"rank_pattern": {"up_proj": 2}}),
         ("checkpoint", {"use_dora": True}),
         ("checkpoint", {"init_lora_weights": "gaussian"}),
+        ("checkpoint", {"r": 40}),  # more than keys have dimensions
         ("checkpoint", {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
         ("checkpoint", {"modules_to_save": ["lm_head", "embed_tokens"]}),
         ("checkpoint", {"trainable_token_indices": {"embed_tokens": [5, 9], "lm_head": [5, 9]}}),
@@ -164,7 +165,7 @@ def test_an_embedding_trained_apart_from_its_tied_head_is_refused(tied_checkpoin
     add_adapters(ours, read_adapter(str(tmp_path / "adapter")))
     with pytest.raises(TuneError, match="trained apart from the output head"):
         load_adapter(ours, str(tmp_path / "adapter"))
-    with pytest.raises(TuneError, match="changes the embedding apart from the output head"):
+    with pytest.raises(TuneError, match="trained apart from the output head"):
         merge(tied_checkpoint, tmp_path / "adapter", tmp_path / "merged")
 
 
@@ -242,12 +243,10 @@ def test_merging_into_another_base_is_refused(checkpoint, tmp_path):
     add_adapters(model, lora)
     adapter = str(exported(model, lora, tmp_path / "adapter", checkpoint))
     save_checkpoint(tmp_path / "wider", hidden_size=96)
-    with pytest.raises(
-        TuneError, match=r"is for another base: .*_proj.weight is adapted as a weight of \[64, \d+\], the base has \["
-    ):
+    with pytest.raises(TuneError, match=r"down_proj.lora_B.weight has shape \[64, 4\], this model needs \[96, 4\]"):
         merge(str(tmp_path / "wider"), adapter, str(tmp_path / "out"))
     save_checkpoint(tmp_path / "shallower", num_hidden_layers=2)
-    with pytest.raises(TuneError, match=r"is for another base: .* has no model\.layers\.2\."):
+    with pytest.raises(TuneError, match=r"not known: .*model\.layers\.2\."):
         merge(str(tmp_path / "shallower"), adapter, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

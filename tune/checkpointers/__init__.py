@@ -2,7 +2,18 @@
 
 from tune.checkpointers.checkpointer import Checkpointer
 from tune.checkpointers.export import export, model_card
+from tune.checkpointers.hf_tensors import hf_tensors
 from tune.checkpointers.vocabulary import add_tokens
 from tune.checkpointers.weights import Pretrained, Random, check, load_model
 
-__all__ = ["Checkpointer", "Pretrained", "Random", "add_tokens", "check", "export", "load_model", "model_card"]
+__all__ = [
+    "Checkpointer",
+    "Pretrained",
+    "Random",
+    "add_tokens",
+    "check",
+    "export",
+    "hf_tensors",
+    "load_model",
+    "model_card",
+]

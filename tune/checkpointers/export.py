@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tune.checkpointers.disk import disk_tensors, has_weights
-from tune.distributed import World, full_tensor
+from tune.checkpointers.hf_tensors import hf_tensors
+from tune.checkpointers.weights import Pretrained
+from tune.distributed import World
 from tune.errors import TuneError
-from tune.models.names import Names, disk_parts, stored_tensors
 from tune.secrets import without_secrets
 
 SHARD_BYTES = 5 * 10**9
@@ -38,12 +39,14 @@ def export(
     source: str,
     dtype: Literal["bf16", "fp32"] | None = None,
     card: str = "",
+    base: Pretrained | None = None,
 ) -> None:
     """Write to `folder` what the checkpoint `source` is with the tensors of `model`: the same names, types and config.
 
-    What `model` does without is copied. `dtype` is for all its tensors; without it each keeps the type it has in the
-    source (or, where that has no weights, the one its config declares). All processes take part: tensors are gathered
-    one by one, and rank 0 never holds more than a file of 5 GB and one tensor. The folder appears when it is complete.
+    Adapters are merged, into the original weights if their `base` is given. What `model` does without is copied.
+    `dtype` is for all its tensors; without it each keeps the type it has in the source (or, where that has no weights,
+    the one its config declares). All processes take part: tensors are gathered one by one, and rank 0 never holds more
+    than a file of 5 GB and one tensor. The folder appears when it is complete.
     """
     origin, folder = Path(source), Path(folder)
     fields: dict[str, Any] = json.loads(file.read_text()) if (file := origin / "config.json").exists() else {}
@@ -61,14 +64,9 @@ def export(
             tensor = tensor.to(target)
         files.add(name, tensor.to("cpu"))
 
-    tensors, names = stored_tensors(model), Names.of(model)
-    for name, on_disk in names.in_checkpoint(there).items():
-        tensor = full_tensor(tensors[name].detach())
+    for name, tensor in hf_tensors(model, there, base):
         if world.is_main:
-            for each, part in disk_parts(on_disk, tensor):
-                write(each, part)
-            for copy in [copy for copy, original in names.copies.items() if original == name and copy in there]:
-                write(copy, tensor.clone())
+            write(name, tensor)
     if world.is_main:
         for name in sorted(there.keys() - files.written):
             files.add(name, there[name].read())
@@ -143,12 +141,7 @@ def rewritten(source: Path, target: Path, change: Callable[[str, Tensor], Tensor
     unfinished = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    for file in source.iterdir():
-        weights = file.suffix in (".safetensors", ".bin", ".gguf", ".pt", ".pth") or file.name.endswith(".index.json")
-        if file.is_file() and not weights:
-            shutil.copyfile(file, unfinished / file.name)
-        elif file.name == "additional_chat_templates":  # other folders are something else: other formats, runs
-            shutil.copytree(file, unfinished / file.name)
+    copy_without_weights(source, unfinished)
     files = TensorFiles(unfinished)
     for name, tensor in disk_tensors(source).items():
         files.add(name, change(name, tensor.read()))
@@ -156,6 +149,16 @@ def rewritten(source: Path, target: Path, change: Callable[[str, Tensor], Tensor
     yield unfinished
     shutil.rmtree(target, ignore_errors=True)
     unfinished.rename(target)
+
+
+def copy_without_weights(source: Path, folder: Path) -> None:
+    """Copy what a checkpoint has beside its weights; what is in `folder` already stays as it is."""
+    for file in source.iterdir():
+        weights = file.suffix in (".safetensors", ".bin", ".gguf", ".pt", ".pth") or file.name.endswith(".index.json")
+        if file.is_file() and not weights and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
+        elif file.name == "additional_chat_templates":  # other folders are something else: other formats, runs
+            shutil.copytree(file, folder / file.name)
 
 
 def hub_id(folder: Path) -> str | None:

@@ -88,6 +88,14 @@ class Pretrained:
                 "top. Give model.path the base it was made on, or start anew with resume=never and another output_dir"
             )
 
+    def read(self, name: str) -> Tensor:
+        """All of the tensor that the model calls `name`, in its type on disk."""
+        on_disk = self.names[name]
+        if isinstance(on_disk, str):
+            return self.tensors[on_disk].read()
+        members = [[names] if isinstance(names, str) else names for names in on_disk]
+        return torch.stack([torch.cat([self.tensors[each].read() for each in names]) for names in members])
+
     def fill(self, model: nn.Module) -> None:
         """Copy each process's own slices into `model`, converting to its types. What it got since is left alone."""
         with torch.no_grad():

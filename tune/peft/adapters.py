@@ -67,8 +67,10 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
     widest = max((_room(layer) for layer in targets.values()), default=0)
     for name, layer in targets.items():
         rank, alpha = lora.at(*names.spellings(name))
-        if _room(layer) < rank == lora.rank <= widest:  # the scaling stays that of the others
-            alpha *= lora.scaling(rank, 1) / lora.scaling(_room(layer), 1)
+        if _room(layer) < rank and not lora.exists:
+            if not rank == lora.rank <= widest:
+                raise _too_high(name, rank, _room(layer))
+            alpha *= lora.scaling(rank, 1) / lora.scaling(_room(layer), 1)  # the scaling stays that of the others
             rank = _room(layer)
         kind = next(kind for base, kind in KINDS.items() if isinstance(layer, base))
         kind.adapt(layer, name, rank, alpha, lora)
@@ -287,6 +289,13 @@ def is_tied(model: nn.Module, layer: nn.Module) -> bool:
     if isinstance(layer, nn.Embedding) and getattr(getattr(model, "config", None), "tied_head", False):
         return True
     return sum(getattr(module, "weight", None) is layer.weight for module in model.modules()) > 1
+
+
+def _too_high(name: str, rank: int, room: int) -> TuneError:
+    return TuneError(
+        f"adapter.rank: {rank} is more than {name} has dimensions ({room}); lower it, or that of such layers alone: "
+        f"adapter.rank_pattern={{{_last(name)}: {room}}}"
+    )
 
 
 def _ends_with(name: str, endings: list[str]) -> bool:

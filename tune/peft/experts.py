@@ -6,11 +6,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from tune.distributed import full_tensor
 from tune.errors import TuneError
 from tune.models.grouped_product import grouped_product
 from tune.models.moe import Dispatch, ExpertLinear
 from tune.peft.dropout import THIRD, dropout, mix, prepare_dropout
-from tune.peft.lora import LoRA, require_rank
+from tune.peft.lora import LoRA
 
 
 class LoRAExperts(ExpertLinear):
@@ -33,8 +34,7 @@ class LoRAExperts(ExpertLinear):
 
     @classmethod
     def adapt(cls, layer: ExpertLinear, name: str, rank: int, alpha: float, lora: LoRA) -> None:
-        """Raises TuneError for a rank above the layer's dimensions, and for kinds that PEFT has not for experts."""
-        require_rank(name, rank, layer.in_features, layer.out_features)
+        """Raises TuneError for kinds that PEFT has not for experts."""
         if lora.dora or lora.init != "default":
             kind = "dora=true" if lora.dora else f"init={lora.init}"
             raise TuneError(f"adapter.target_modules: {name} are experts, which {kind} has no form for; leave them out")
@@ -52,6 +52,15 @@ class LoRAExperts(ExpertLinear):
             "lora_a": torch.empty(self.lora_a.shape).uniform_(-bound, bound, generator=generator),
             "lora_b": torch.zeros(self.lora_b.shape),
         }
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """`weight`, that of all experts, with their adapters in it, in its type: all processes must call it."""
+        a, b = (full_tensor(each.detach()).to(weight.device, torch.float32) for each in (self.lora_a, self.lora_b))
+        merged = torch.empty_like(weight)
+        for into, base, its_a, its_b in zip(merged, weight, a, b, strict=True):  # all in fp32 would be large
+            added = self.scaling * (its_b @ its_a)
+            into.copy_(base.float() + (added.T if self.transposed else added))
+        return merged
 
     def forward(self, rows: Tensor, plan: Dispatch) -> Tensor:
         a, b = (factor.to(rows.dtype).mT for factor in (self.lora_a, self.lora_b))

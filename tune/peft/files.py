@@ -59,7 +59,7 @@ def adapter(
     if path is None:
         return new
     existing = read_adapter(path)
-    names = [field.name for field in fields(LoRA) if field.name != "dropout"]
+    names = [field.name for field in fields(LoRA) if field.name not in ("dropout", "exists")]
     clashes = [
         f"{name}={getattr(new, name)!r} (there it is {getattr(existing, name)!r})"
         for name in names
@@ -118,6 +118,7 @@ def read_adapter(path: str) -> LoRA:
         dora=settings.get("use_dora", False),
         modules_to_save=settings.get("modules_to_save") or [],
         trainable_tokens=tokens,
+        exists=True,
     )
 
 
@@ -185,6 +186,8 @@ def _require_equal(model: nn.Module, name: str, copy: Any, path: str) -> None:
     modules = {own_name(names.module(ours)): module for ours, module in adapted_modules(model).items()}
     module = modules.get(name.removeprefix(PREFIX).removesuffix(BASE_COPY))
     if isinstance(weight := getattr(module, "weight", None), torch.Tensor):
+        if weight.is_meta:  # only the adapter has memory
+            return
         shard, where = local_shard(weight)
         if copy.get_shape() == list(weight.shape) and torch.equal(shard, copy[where].to(shard)):
             return

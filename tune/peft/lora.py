@@ -46,6 +46,7 @@ class LoRA:
     init: Literal["default", "pissa", "olora"] = "default"
     modules_to_save: list[str] = field(default_factory=list)
     trainable_tokens: list[int] = field(default_factory=list)
+    exists: bool = False  # in files: no rank of it is changed or refused
 
     def at(self, *names: str) -> tuple[int, float]:
         """Rank and alpha of the layer of these names, looked up in the patterns as PEFT does."""
@@ -98,7 +99,6 @@ class LoRALinear(nn.Linear):
 
     @classmethod
     def adapt(cls, linear: nn.Linear, name: str, rank: int, alpha: float, lora: LoRA) -> None:
-        require_rank(name, rank, linear.in_features, linear.out_features)
         linear.__class__ = cls
         assert isinstance(linear, LoRALinear)
         if isinstance(linear.weight, NF4Weight):
@@ -191,6 +191,15 @@ class LoRALinear(nn.Linear):
             norm = torch.addmm(full, b.float(), a.float(), alpha=self.scaling).norm(dim=1)
         return magnitude.float() / norm
 
+    def merged(self, weight: Tensor) -> Tensor:
+        """`weight`, the whole base weight, with the adapter in it, in fp32: all processes must call it."""
+        a, b = (full_tensor(factor.detach()).to(weight.device, torch.float32) for factor in self._factors())
+        merged = torch.addmm(weight.float(), b, a, alpha=self.scaling)
+        if self.magnitude is not None:
+            magnitude = full_tensor(self.magnitude.detach()).to(merged)
+            merged *= (magnitude / merged.norm(dim=1))[:, None]
+        return merged
+
     def _full_weight(self) -> Tensor:
         """The whole base weight in fp32: all processes must call it."""
         return self.weight.full() if isinstance(self.weight, NF4Weight) else full_tensor(self.weight).float()
@@ -210,7 +219,6 @@ class LoRAEmbedding(nn.Embedding):
 
     @classmethod
     def adapt(cls, embedding: nn.Embedding, name: str, rank: int, alpha: float, lora: LoRA) -> None:
-        require_rank(name, rank, embedding.num_embeddings, embedding.embedding_dim)
         embedding.__class__ = cls
         assert isinstance(embedding, LoRAEmbedding)
         weight = embedding.weight
@@ -225,18 +233,14 @@ class LoRAEmbedding(nn.Embedding):
             "lora_b": torch.empty(self.lora_b.shape).normal_(generator=generator),
         }
 
+    def merged(self, weight: Tensor) -> Tensor:
+        """As `LoRALinear.merged`."""
+        a, b = (full_tensor(each.detach()).to(weight.device, torch.float32) for each in (self.lora_a, self.lora_b))
+        return torch.addmm(weight.float(), a.T, b.T, alpha=self.scaling)
+
     def forward(self, input: Tensor) -> Tensor:
         a, b = (factor.to(self.weight.dtype) for factor in (self.lora_a, self.lora_b))
         return super().forward(input) + F.linear(F.embedding(input, a.T) * self.scaling, b)
-
-
-def require_rank(name: str, rank: int, *dimensions: int) -> None:
-    """Raises TuneError for a rank above the smallest of a layer's dimensions."""
-    if rank > min(dimensions):
-        raise TuneError(
-            f"adapter.rank: {rank} is more than {name} has dimensions ({min(dimensions)}); lower it, or that of such "
-            f"layers alone: adapter.rank_pattern={{{name.rpartition('.')[2]}: {min(dimensions)}}}"
-        )
 
 
 def _pissa(weight: Tensor, rank: int, scaling: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:

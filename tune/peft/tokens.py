@@ -45,6 +45,11 @@ class TokenRows(nn.Module):
         """Where the parameters start, in full: at what the rows are."""
         return {"rows": full_tensor(self.base_weight())[self.tokens]}
 
+    def merged(self, weight: Tensor) -> Tensor:
+        """`weight`, the whole base weight, with the trained rows in it: all processes must call it."""
+        rows = full_tensor(self.rows.detach()).to(weight.device, torch.float32)
+        return weight.float().index_copy(0, torch.tensor(self.tokens, device=weight.device), rows)
+
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and weight whose product is the logits, for a loss that takes it by parts: of a head."""
         weight = self.base_weight()
