@@ -41,6 +41,11 @@ def test_truncated_sample_does_not_predict_what_was_cut_off(make):
     assert document.labels.tolist() == [1, 1, 1, -100]
 
 
+def test_what_is_learned_at_the_end_of_many_tokens(make):
+    data = Dataset.from_samples([make.sample(2**20 + 5, supervised=2, token=7)], max_seq_len=2**21)
+    assert data.learns_any([6, 7]) and not data.learns_any([6, 8])
+
+
 def test_packed_rows_hold_whole_samples(make):
     data = make.dataset([30, 40, 20, 64, 10], capacity=64, packed=True)
     rows = [[(document.tokens[0], len(document.tokens)) for document in data.row(index)] for index in range(len(data))]

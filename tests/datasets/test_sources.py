@@ -80,6 +80,12 @@ def test_one_row(tmp_path, content):
     assert rows_of(put(tmp_path / "data.json", content)) == ROWS[1:]
 
 
+def test_commas_come_before_semicolons(tmp_path):
+    assert rows_of(put(tmp_path / "data.csv", "prompt,answer; in short\na;b,c\n")) == [
+        {"prompt": "a;b", "answer; in short": "c"}
+    ]
+
+
 def test_zstandard(tmp_path, arrow):
     for frames in (1, 2):
         put(tmp_path / "data.jsonl.zst", arrow.Codec("zstd").compress(LINES, asbytes=True) * frames)

@@ -63,6 +63,12 @@ def test_rows_that_are_left_out_on_purpose_are_no_warning(warned, tmp_path, monk
     assert re.match(r"1 of 5\d rows \(\d\.\d%\) are dropped, no message", warned(rows, filter="choice.even")[0])
 
 
+def test_rows_that_are_left_for_training_are_none_of_the_validation(tokenizer, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in good(60)))
+    data = load(tokenizer, str(tmp_path / "rows.jsonl"), max_seq_len=100, validation_fraction=0.2)
+    assert warnings_of(data, tokenizer) == warnings_of(data.validation, tokenizer) == []
+
+
 def test_tokens_and_ends_that_are_cut_off(warned):
     def text(length):
         return {"text": "a" * (length - 2)}  # BOS and EOS

@@ -60,6 +60,11 @@ FILES = {
     "half a list": ("data.json", '[{"text": "a"},\n {"text" "b"}]', r"data.json:2: malformed JSON: .* at column 10"),
     "half an object": ("data.json", '{"data":\n[}', "data.json:2: malformed JSON"),
     "rows in Python": ("data.json", "{'text': 'a'}\n", "data.json:1: malformed JSON.* or the file one list of them"),
+    "two lists of rows": (
+        "data.json",
+        json.dumps({"data": [GOOD], "rows": [GOOD]}),
+        "the columns data, rows are none of the known formats",
+    ),
     "lists of rows": (
         "data.json",
         json.dumps({"train": [GOOD], "test": [GOOD]}),
