@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import run_processes
+from safetensors.torch import load_file
 
 from tune import config
 from tune.checkpointers import load_model
@@ -91,8 +92,15 @@ def test_the_curve_is_that_of_peft(kind, checkpoint, chats, common, tmp_path):
     assert expected[-1] < expected[0] - 0.5
 
 
+def require_merged(run, base):
+    """What a run exports of its sharded, adapted and quantised model is the original base with its adapter merged."""
+    lora_finetune.peft.merge(base, run / "adapter", run / "merged")
+    exported, expected = (load_file(run / name / "model.safetensors") for name in ("model", "merged"))
+    torch.testing.assert_close(exported, expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.slow
-def test_layouts(common, tmp_path):
+def test_layouts(checkpoint, common, tmp_path):
     alone = {name: train(tmp_path / name, *common, *overrides) for name, overrides in VARIANTS.items()}
     assert alone["micro-batches of 4"] == pytest.approx(alone["lora"], rel=1e-5)
     assert alone["dropout"] == pytest.approx(alone["dropout, micro-batches of 1, recomputed"], rel=1e-5)
@@ -100,9 +108,11 @@ def test_layouts(common, tmp_path):
     for count in (2, 4):
         folder = tmp_path / str(count)
         variants = VARIANTS if count == 2 else {name: VARIANTS[name] for name in ("lora", "dropout")}
-        run_processes(RUN_VARIANTS, count, "lora_finetune", str(folder), json.dumps(common), json.dumps(variants))
+        merging = [*common, "export.merge=true"]
+        run_processes(RUN_VARIANTS, count, "lora_finetune", str(folder), json.dumps(merging), json.dumps(variants))
         for name in variants:
             assert losses(folder / name) == pytest.approx(alone[name], rel=1e-5), (count, name)
+            require_merged(folder / name, checkpoint)
 
 
 def test_base_and_checkpoint(checkpoint, common, tmp_path, monkeypatch):
@@ -173,12 +183,13 @@ def test_a_base_quantised_otherwise_is_refused(common, tmp_path, then, now):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("double", ["true", "false"])
-def test_qlora(common, tmp_path, double):
+def test_qlora(checkpoint, common, tmp_path, double):
     """One curve for the quantised base on 1 and 2 processes; close to that of the base it stands for."""
     overrides = ["quantization.weights=nf4", f"quantization.double={double}", "export.merge=true"]
     alone = train(tmp_path / "alone", *common, *overrides)
     variants = {"quantised": overrides}
     run_processes(RUN_VARIANTS, 2, "lora_finetune", str(tmp_path), json.dumps(common), json.dumps(variants))
     assert losses(tmp_path / "quantised") == pytest.approx(alone, rel=1e-5)
+    require_merged(tmp_path / "quantised", checkpoint)
     plain = train(tmp_path / "plain", *common)
     assert alone == pytest.approx(plain, rel=0.05) and alone != plain
