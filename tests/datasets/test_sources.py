@@ -228,7 +228,7 @@ def test_files_behind_a_url_may_change(memory, monkeypatch, headers, tmp_path):
     assert content() == before  # although the address a server leads to may be signed anew
     if headers:
         with monkeypatch.context() as patch:
-            patch.delattr(MemoryFileSystem, "_open")  # its bytes stay where they are
+            patch.setattr(Web, "_open", None)  # its bytes stay where they are
             assert content() == before
     memory.pipe({"/train/a.jsonl": LINES.replace(b"o", b"0")})  # as long as before
     monkeypatch.setattr(Web, "headers", {name: f"{value} later" for name, value in headers.items()})

@@ -100,7 +100,8 @@ def test_a_conversation_that_is_cut_between_its_turns_keeps_its_ends(warned, too
         )
     clipped = [each for each in warned([cut], too_long=too_long) if "inside an answer" in each]
     assert len(clipped) == (too_long == "split")  # split keeps the second turn, whose answer is too long alone
-    for messages in (turns, turns + two["messages"]):  # a whole turn behind it changes nothing
+    long = {"role": "tool", "content": "e" * 90}  # what is cut of its turn is not learned
+    for messages in (turns, [*turns, *two["messages"]], [*turns, *two["messages"], long]):
         assert any("inside an answer" in each for each in warned([{"messages": messages}], too_long=too_long))
     assert not warned([{"text": "".join(map(str, range(200)))}], too_long="split")
 
