@@ -213,6 +213,11 @@ def test_settings_that_do_not_go_together(arguments: list[str], finding: str) ->
     assert found.startswith(finding)
 
 
+def test_selective_checkpointing_is_offloaded_from_compiled_blocks() -> None:
+    memory = ["memory.activation_offload=true", "memory.activation_checkpointing=selective"]
+    assert load("full_finetune", ["model.path=m", "dataset.path=d", *memory, "compile=true"]).compile
+
+
 MIX = "dataset._component_=tune.datasets.mix"
 HELD_OUT = "{chats: {path: c, validation_fraction: 0.1}, code: {path: d}}"
 

@@ -57,6 +57,7 @@ def backward_of(checkpoint, checkpointing="none", offload=False, adapted=False, 
 def uninduced(monkeypatch):
     """What is compiled is traced and parted into forward and backward, and runs in torch's own kernels."""
     torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
@@ -72,6 +73,7 @@ def test_what_is_recomputed(checkpoint, checkpointing, products, attentions, com
     assert_close(gradients, expected, rtol=1e-4, atol=1e-3)
     assert counted["products"] - plain["products"] == products
     assert counted["attentions"] == attentions
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compile
 
 
 def test_the_narrow_products_of_lora_do_not_count(checkpoint):

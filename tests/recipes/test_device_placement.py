@@ -1,0 +1,127 @@
+"""A step of every recipe, with parameters and batch on a device that is not the CPU: nothing is left behind there.
+
+The device is `meta`: it has shapes and types but no values, and torch refuses operations on two devices at once.
+"""
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import save_checkpoint
+from models.test_attention import SCORINGS, make
+from models.test_families import VARIANTS
+
+from tune import config, distributed, loggers
+from tune.models import attention
+from tune.models.attention import attend_cached, attend_masked
+
+RECIPES = [file.stem for file in (Path(__file__).parents[2] / "recipes").glob("*.py")]
+FAMILIES = {name.partition("-")[0]: variant for name, variant in reversed(VARIANTS.items())}
+META = torch.device("meta")
+SETTINGS = {
+    "full_finetune": {
+        "bf16": ["dtype=bf16", "master_dtype=bf16"],
+        "recomputed": ["memory.activation_checkpointing=selective"],
+        "packed": ["packed=true"],
+        "random": ["from_scratch=true"],
+        "transformers": ["model._component_=tune.models.hf"],
+        "SGD": ["optimizer._component_=torch.optim.SGD"],
+        "Adafactor": ["optimizer._component_=tune.optimizers.Adafactor"],
+        "Muon": ["optimizer._component_=tune.optimizers.Muon"],
+        "in backward": ["optimizer_in_backward=true", "max_grad_norm=null"],
+    },
+    "lora_finetune": {
+        "dropout": ["adapter.dropout=0.1"],
+        "dropout, recomputed": ["adapter.dropout=0.1", "memory.activation_checkpointing=full"],
+        "DoRA": ["adapter.dora=true", "adapter.dropout=0.1"],
+        "PiSSA": ["adapter.init=pissa"],
+        "tokens": ["adapter.trainable_tokens=[2,30,7]"],
+        "head and embedding": ["adapter.target_modules=[lm_head,embed_tokens]", "adapter.dropout=0.1"],
+        "trained whole": ["adapter.modules_to_save=[norm,embed_tokens,lm_head]"],
+        "NF4": ["quantization.weights=nf4", "adapter.dropout=0.1"],
+        "NF4, one scale": ["quantization.weights=nf4", "quantization.double=false"],
+        "transformers": ["model._component_=tune.models.hf", "adapter.dropout=0.1"],
+        "NF4, DoRA": ["quantization.weights=nf4", "adapter.dora=true", "adapter.dropout=0.1"],
+    },
+}
+
+
+class SteppedError(Exception):
+    """A step is done."""
+
+
+@pytest.fixture
+def step(chats, tmp_path, monkeypatch):
+    """Runs a recipe on the meta device to the end of its first step, validation included."""
+    init = distributed.init
+
+    def log(run, step, **metrics):
+        raise SteppedError
+
+    monkeypatch.setattr(distributed, "init", lambda *arguments: replace(init("cpu"), device=META))
+    monkeypatch.setattr(loggers.Run, "log", log)
+    figure = distributed.World._figure
+    monkeypatch.setattr(distributed.World, "_figure", lambda world, value: figure(world, made_up(value)))
+    for conversion in ("__bool__", "item", "cpu"):
+        convert = getattr(torch.Tensor, conversion)
+        monkeypatch.setattr(torch.Tensor, conversion, lambda tensor, convert=convert: convert(made_up(tensor)))
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(chats.read_text().splitlines(keepends=True)[:4]))
+
+    def run(recipe, folder, *settings):
+        overrides = [
+            f"model.path={folder}", f"dataset.path={rows}", f"validation_dataset.path={rows}", "max_seq_len=128",
+            "global_batch_size=4", "micro_batch_size=4", "dtype=fp32", "validate_every=1",
+            f"output_dir={tmp_path / recipe}", *settings,
+        ]  # fmt: skip
+        if not any("tune.optimizers" in each for each in settings):
+            overrides.append("optimizer.fused=false")
+        with pytest.raises(SteppedError):
+            importlib.import_module(recipe).main(config.load(recipe, overrides))
+
+    return run
+
+
+def made_up(value):
+    """What the host reads of the device."""
+    return torch.ones_like(value, device="cpu") if isinstance(value, torch.Tensor) and value.is_meta else value
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "phi3-longrope"])
+def test_every_family(family, step, tmp_path, monkeypatch):
+    config_class, changes = {**FAMILIES, **VARIANTS}[family]
+    folder = save_checkpoint(tmp_path / "model", config_class, **{"pad_token_id": None} | changes)
+    step("lora_finetune", folder, "adapter.rank=1", "adapter.dropout=0.1")
+    monkeypatch.setattr(
+        attention,
+        "_flash_fits",
+        lambda query, value, scoring: scoring.has_kernels and query.shape[-1] == value.shape[-1],
+    )
+    step("full_finetune", folder)
+
+
+@pytest.mark.parametrize(("recipe", "name"), [(recipe, name) for recipe in RECIPES for name in SETTINGS[recipe]])
+def test_settings(recipe, name, checkpoint, step):
+    step(recipe, checkpoint, *SETTINGS[recipe][name])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapted_experts(family, step, tmp_path):
+    config_class, changes = FAMILIES[family]
+    folder = save_checkpoint(tmp_path / "model", config_class, **{"pad_token_id": None} | changes)
+    step("lora_finetune", folder, "adapter.target_modules='.*experts.*'", "adapter.rank=1", "adapter.dropout=0.1")
+
+
+@pytest.mark.parametrize("kind", SCORINGS)
+def test_attention_that_recipes_do_not_take_here(kind):
+    """That of compiled blocks, and of generation."""
+    heads, documents = make()
+    heads = [each.detach().to(META).requires_grad_() for each in heads]
+    documents = replace(documents, ids=documents.ids.to(META))
+    scoring = SCORINGS[kind]
+    scoring = scoring if scoring.sinks is None else replace(scoring, sinks=scoring.sinks.to(META))
+    attend_masked(*heads, documents, scoring).sum().backward()
+    attend_cached(*heads, torch.zeros(3, 32, dtype=torch.long, device=META), scoring)
