@@ -107,7 +107,7 @@ def make_inputs(folder: Path, recipe: str = "full_finetune") -> list[str]:
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(MODEL))
     model = build(str(folder / "model"))
-    checkpointers.Random(seed=0).fill(model)
+    checkpointers.Random(seed=0).load(model)
     weights = {model.names.on_disk[name]: parameter.detach() for name, parameter in model.named_parameters()}
     save_file(weights, folder / "model" / "model.safetensors")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -58,7 +58,7 @@ def main(cfg):
         activation_offload=cfg.memory.activation_offload,
         cpu_offload=cfg.memory.cpu_offload,
     )  # fmt: skip
-    weights.fill(model)
+    weights.load(model)
     checkpointers.check(model)
 
     loss_fn = instantiate(cfg.loss)
@@ -90,7 +90,7 @@ def main(cfg):
             for index, micro_batch in enumerate(batch.micro_batches, 1):
                 micro_batch = micro_batch.to(world.device)
                 is_last = index == len(batch.micro_batches)
-                distributed.reduce_gradients(model, now=is_last or cfg.parallel.reduce_every_micro_batch)
+                distributed.set_gradient_sync(model, is_last or cfg.parallel.reduce_every_micro_batch)
                 loss = model(micro_batch, loss_fn) + balance_loss(model)
                 loss = loss / max(1, batch.num_supervised)
                 if in_backward:  # the last moment before weights change

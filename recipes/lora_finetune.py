@@ -63,7 +63,7 @@ def main(cfg):
         activation_offload=cfg.memory.activation_offload,
         cpu_offload=cfg.memory.cpu_offload,
     )  # fmt: skip
-    weights.fill(model)
+    weights.load(model)
     peft.load_adapter(model, cfg.adapter.path) if cfg.adapter.path else peft.initialize(model, cfg.seed)
     checkpointers.check(model)
 
@@ -99,7 +99,7 @@ def main(cfg):
                 micro_batch = micro_batch.to(world.device)
                 is_last = index == len(batch.micro_batches)
                 peft.set_dropout_keys(model, cfg.seed, step, micro_batch)
-                distributed.reduce_gradients(model, now=is_last or cfg.parallel.reduce_every_micro_batch)
+                distributed.set_gradient_sync(model, is_last or cfg.parallel.reduce_every_micro_batch)
                 loss = model(micro_batch, loss_fn) + balance_loss(model)
                 loss = loss / max(1, batch.num_supervised)
                 if in_backward:  # the last moment before weights change

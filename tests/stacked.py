@@ -52,6 +52,6 @@ if __name__ == "__main__":
         model = Stacked()
     weights = checkpointers.Pretrained(sys.argv[1], model)
     distributed.parallelize(model, world, dtype="fp32")
-    weights.fill(model)
+    weights.load(model)
     checkpointers.export(model, NoTokenizer(), Path(sys.argv[2]), world, source=sys.argv[1])
     print(model(torch.arange(4.0)).sum().item())

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 2:
         quantization.quantize_linears(model.requires_grad_(False), double=True)
     distributed.parallelize(model, world, dtype="fp32")
-    weights.fill(model)
+    weights.load(model)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
     held = sum(distributed.local_shard(parameter)[0].nbytes for parameter in model.parameters()) / 2**20
     print(grown, held)

@@ -85,7 +85,7 @@ def test_damaged_file(broken):
 def test_random_weights_depend_on_the_seed_alone(checkpoint):
     first, second, other = (on_meta(checkpoint).to_empty(device="cpu") for _ in range(3))
     for model, seed in ((first, 1), (second, 1), (other, 2)):
-        Random(seed).fill(model)
+        Random(seed).load(model)
     for name, parameter in first.named_parameters():
         assert torch.equal(parameter, second.get_parameter(name))
         if parameter.ndim == 2:

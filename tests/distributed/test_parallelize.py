@@ -20,7 +20,7 @@ def parallel_model(folder, **options):
         model = build(str(folder))
     weights = Pretrained(str(folder), model)
     distributed.parallelize(model, distributed.init("cpu"), **{"dtype": "fp32"} | options)
-    weights.fill(model)
+    weights.load(model)
     return model
 
 
@@ -30,7 +30,7 @@ def adapted_model(folder, lora, **options):
     weights = Pretrained(str(folder), model)
     add_adapters(model, lora)
     distributed.parallelize(model, distributed.init("cpu"), **options)
-    weights.fill(model)
+    weights.load(model)
     initialize(model, seed=0)
     return model
 

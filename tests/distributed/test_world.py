@@ -18,7 +18,7 @@ def test_one_process_is_a_world_of_one():
     world = distributed.init("cpu")
     assert (world.rank, world.size, world.is_main, world.data_rank, world.data_size) == (0, 1, True, 0, 1)
     assert world.fetch(a=world.sum(torch.tensor(2.5)), b=world.any(True), c=3) == {"a": 2.5, "b": 1, "c": 3}
-    assert world.share({"a": 1}) == {"a": 1}
+    assert world.broadcast({"a": 1}) == {"a": 1}
 
 
 def test_counts_stay_exact():
@@ -107,7 +107,7 @@ for function in ("destroy_process_group", "_abort_process_group"):
     for module in (dist, dist.distributed_c10d):
         setattr(module, function, told)
 world = distributed.init("cpu")
-print(world.gather(world.rank), world.fetch(sum=world.sum(1)), flush=True)
+print(world.all_gather(world.rank), world.fetch(sum=world.sum(1)), flush=True)
 if world.rank == 1:
     sys.exit("failed")
 world.finish()

@@ -16,7 +16,7 @@ def compare(folder: str, world: distributed.World) -> None:
         model = hf(folder)
     weights = Pretrained(folder, model)
     distributed.parallelize(model, world, dtype="fp32")
-    weights.fill(model)
+    weights.load(model)
     reference = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens = torch.randint(3, 90, (2, 20), generator=torch.Generator().manual_seed(world.rank))
     with torch.no_grad():

@@ -158,7 +158,7 @@ def test_dynamic_rope_is_refused_beyond_the_trained_length(tmp_path):
 
 def test_longrope_is_refused_where_a_cache_would_be_wrong(tmp_path):
     model = build_from(tmp_path, PHI3).to_empty(device="cpu")
-    Random(0).fill(model)
+    Random(0).load(model)
     generate(model, [[1, 2, 3]], max_new_tokens=61)
     with pytest.raises(TuneError, match="generation: 65 tokens are more than 64"):
         generate(model, [[1, 2, 3]], max_new_tokens=63)

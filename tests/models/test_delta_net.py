@@ -60,6 +60,6 @@ def test_a_document_sees_nothing_of_another():
 
 
 def test_rates_start_evenly_between_0_and_16():
-    rates = DeltaNet.starts["log_rate"](torch.empty(10_000), torch.Generator().manual_seed(0)).exp()
+    rates = DeltaNet.initializers["log_rate"](torch.empty(10_000), torch.Generator().manual_seed(0)).exp()
     assert 0.01 <= rates.min() < 0.1 and 15.9 < rates.max() <= 16
     assert rates.mean() == pytest.approx(8, abs=0.1)

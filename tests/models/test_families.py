@@ -326,7 +326,7 @@ def test_initial_weights_are_those_of_transformers(pair, tmp_path):
     theirs, _ = pair
     with torch.device("meta"):
         ours = build(str(theirs.saved_in))
-    Random(seed=0).fill(ours.to_empty(device="cpu"))
+    Random(seed=0).load(ours.to_empty(device="cpu"))
     fresh = type(theirs)(theirs.config)
     references = as_on_disk(fresh, fresh.parameters(), tmp_path)
     for name, tensor in ours.state_dict().items():

@@ -71,7 +71,7 @@ def load(folder):
     assert all(parameter.is_meta for parameter in model.parameters())
     weights = Pretrained(str(folder), model)
     distributed.parallelize(model, distributed.init("cpu"), dtype="fp32")
-    weights.fill(model)
+    weights.load(model)
     model.check()
     return model
 
@@ -258,7 +258,7 @@ def test_an_adapter_beside_joined_experts(tmp_path):
 def test_random_weights_are_not_made_here(tmp_path):
     model = load(save(tmp_path, "GPTNeoXConfig", **SHAPE))
     with pytest.raises(TuneError, match=r"from_scratch: .*save_pretrained"):
-        Random(0).fill(model)
+        Random(0).load(model)
 
 
 def test_dropout_of_the_architecture_is_off(tmp_path):

@@ -78,7 +78,7 @@ def test_levels_come_back_exactly():
 
 def test_product_and_gradient():
     weight = NF4Weight(96, 256, double=True, device=torch.device("cpu"))
-    weight.fill(make_weight())
+    weight.load(make_weight())
     input = torch.randn(5, 256, requires_grad=True)
     full = weight.dequantize(torch.float32)
     assert_close(weight.linear(input), input @ full.T)
@@ -94,7 +94,7 @@ def test_a_quantised_model(checkpoint, double, cpu_offload):
     weights = Pretrained(str(checkpoint), model)
     quantize_linears(model, double=double)
     distributed.parallelize(model, distributed.init("cpu"), dtype="fp32", cpu_offload=cpu_offload)
-    weights.fill(model)
+    weights.load(model)
     plain = load_model(str(checkpoint))
     with torch.no_grad():
         for block in plain.blocks:

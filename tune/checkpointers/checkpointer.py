@@ -136,7 +136,7 @@ class Checkpointer:
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint in the folder."""
-        return self.world.share(max(self.folder.glob("step-*"), default=None, key=lambda path: path.name))
+        return self.world.broadcast(max(self.folder.glob("step-*"), default=None, key=lambda path: path.name))
 
     def step(self, step: int, now: bool = False) -> None:
         """To be called after each optimizer step: saves when a checkpoint is due, or `now`.
@@ -152,7 +152,7 @@ class Checkpointer:
     def save(self, step: int) -> None:
         """Save now. All processes must call it."""
         self.wait()
-        unfinished = self.folder / f".step-{step:08d}.{self.world.share(uuid.uuid4().hex[:8])}"
+        unfinished = self.folder / f".step-{step:08d}.{self.world.broadcast(uuid.uuid4().hex[:8])}"
         parts, extra = self._states()
         small = json.dumps({"step": step, "groups": self._changed(), **parts})
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)

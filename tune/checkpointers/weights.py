@@ -21,7 +21,7 @@ from tune.quantization import NF4Weight
 class Pretrained:
     """The weights of a checkpoint folder, for `model`.
 
-    Names and shapes are compared when this is made, on the meta device too, and nothing is read before `fill`.
+    Names and shapes are compared when this is made, on the meta device too, and nothing is read before `load`.
 
     Raises:
         TuneError: files that are absent or unreadable; tensors missing, not known or of another shape, all named.
@@ -96,23 +96,23 @@ class Pretrained:
         members = [[names] if isinstance(names, str) else names for names in on_disk]
         return torch.stack([torch.cat([self.tensors[each].read() for each in names]) for names in members])
 
-    def fill(self, model: nn.Module) -> None:
+    def load(self, model: nn.Module) -> None:
         """Copy each process's own slices into `model`, converting to its types. What it got since is left alone."""
         with torch.no_grad():
             for name, on_disk in self.names.items():
                 target = operator.attrgetter(name)(model)
                 if isinstance(target, NF4Weight):
                     assert isinstance(on_disk, str)  # only linear layers are quantised
-                    target.fill(self.tensors[on_disk].read((target.held_rows(),)))
+                    target.load(self.tensors[on_disk].read((target.local_rows(),)))
                     continue
                 shard, where = local_shard(target)
                 if isinstance(on_disk, str):
                     shard.copy_(self.tensors[on_disk].read(where))
                     continue
                 for member, names in zip(shard, on_disk[where[0]], strict=True):
-                    self._fill_member(member, [names] if isinstance(names, str) else names, where[1:])
+                    self._load_member(member, [names] if isinstance(names, str) else names, where[1:])
 
-    def _fill_member(self, member: Tensor, names: Sequence[str], where: tuple[slice, ...]) -> None:
+    def _load_member(self, member: Tensor, names: Sequence[str], where: tuple[slice, ...]) -> None:
         begin = 0
         for name in names:
             rows = self.tensors[name].shape[0]
@@ -128,13 +128,13 @@ class Random:
     """Initial weights for training from scratch: those of one device, however the model is sharded.
 
     Weights are normal with the standard deviation that config.json names, norms scale by one, biases and buffers are
-    zero; what a module starts in another way, its `starts` say.
+    zero; a module's `initializers` are for parameters that start in another way.
     """
 
     def __init__(self, seed: int):
         self.seed = seed
 
-    def fill(self, model: Decoder | HuggingFaceModel) -> None:
+    def load(self, model: Decoder | HuggingFaceModel) -> None:
         """Raises TuneError for a model of transformers, each of which starts in its own way."""
         if isinstance(model, HuggingFaceModel):
             raise TuneError(
@@ -146,7 +146,7 @@ class Random:
                 shard, where = local_shard(parameter)
                 owner, _, kind = name.rpartition(".")
                 module = model.get_submodule(owner)
-                start = getattr(module, "starts", {}).get(kind)
+                start = getattr(module, "initializers", {}).get(kind)
                 if start is None and (kind == "bias" or not isinstance(parameter, nn.Parameter)):
                     shard.zero_()
                 elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
@@ -177,5 +177,5 @@ def load_model(path: str, device: str = "cpu", dtype: torch.dtype = torch.float3
         model = build(path)
     weights = Pretrained(path, model)
     model.to(dtype).to_empty(device=device)
-    weights.fill(model)
+    weights.load(model)
     return model.eval()

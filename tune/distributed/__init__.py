@@ -1,7 +1,7 @@
 """One path from one process to many."""
 
 from tune.distributed.interrupt import Interrupt
-from tune.distributed.parallelize import clip_grad_norm_, parallelize, reduce_gradients, stored_dtype
+from tune.distributed.parallelize import clip_grad_norm_, parallelize, set_gradient_sync, stored_dtype
 from tune.distributed.shards import full_tensor, local_shard
 from tune.distributed.world import World, init
 
@@ -13,6 +13,6 @@ __all__ = [
     "init",
     "local_shard",
     "parallelize",
-    "reduce_gradients",
+    "set_gradient_sync",
     "stored_dtype",
 ]

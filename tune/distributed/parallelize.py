@@ -152,10 +152,10 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return max(lists, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))
 
 
-def reduce_gradients(model: nn.Module, now: bool) -> None:
-    """Whether the next backward reduces gradients over processes, or only adds to those it holds."""
+def set_gradient_sync(model: nn.Module, sync: bool) -> None:
+    """Whether the next backward reduces gradients over processes. Without, it adds to the local ones: accumulation."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(now)
+        model.set_requires_gradient_sync(sync)
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:

@@ -74,13 +74,13 @@ class World:
             return value.detach().to(device, torch.float64, copy=True)
         return torch.full((), value, dtype=torch.float64, device=device)  # a copy from the host would wait
 
-    def share(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Rank 0's `value`, on all ranks."""
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """The `value` of each rank, on all ranks."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
@@ -154,7 +154,7 @@ def init(
     for group in [*mesh.get_all_groups(), data.get_group()]:
         dist.distributed_c10d._set_pg_timeout(patience, group)  # those of a mesh are made with torch's default
     world = World(mesh, torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind), data, patience)
-    if kind == "cuda" and (shared := size - len(set(world.gather(_gpu(local_rank))))):
+    if kind == "cuda" and (shared := size - len(set(world.all_gather(_gpu(local_rank))))):
         raise TuneError(
             f"device: {size} processes have {size - shared} GPUs. Start one process for each GPU (it may see that one "
             "alone, or all of its node), or set device=cpu"

@@ -24,7 +24,7 @@ def choose(output_dir: str | None, recipe: str, world: World) -> Path:
     new, name = f"runs/{recipe}-{datetime.now():%Y%m%d-%H%M%S}", f"tune/output_dir/{next(_runs)}"
     if world.is_main and not output_dir and (store := launcher_store(world.timeout)):
         new = store.compare_set(name, "", new).decode()
-    return Path(world.share(output_dir or new))
+    return Path(world.broadcast(output_dir or new))
 
 
 def resumption(path: Path, resume: str) -> str:
@@ -53,14 +53,14 @@ def claim(path: Path, resume: str) -> str:
 
 def require_shared(path: Path, world: World) -> None:
     """Raises TuneError on all ranks if one does not find in the folder what rank 0 writes there."""
-    mark = path / f".{world.share(uuid.uuid4().hex)}"
+    mark = path / f".{world.broadcast(uuid.uuid4().hex)}"
     if world.is_main:
         mark.touch()
     world.barrier()
     deadline = time.monotonic() + PATIENCE
     while not (found := mark.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    without = sorted({node for node, finds in world.gather((socket.gethostname(), found)) if not finds})
+    without = sorted({node for node, finds in world.all_gather((socket.gethostname(), found)) if not finds})
     if world.is_main:
         mark.unlink()
     if without:

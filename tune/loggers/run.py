@@ -45,8 +45,8 @@ class Run:
         require_installed(cfg.logger)
         self.cfg, self.world = cfg, world
         self.path = folder.choose(cfg.output_dir, recipe, world)
-        self.resume = world.share(folder.resumption(self.path, cfg.resume))
-        if refusal := world.share(folder.claim(self.path, self.resume) if world.is_main else ""):
+        self.resume = world.broadcast(folder.resumption(self.path, cfg.resume))
+        if refusal := world.broadcast(folder.claim(self.path, self.resume) if world.is_main else ""):
             raise TuneError(refusal)
         folder.require_shared(self.path, world)
         self.sinks: list[Sink] = [Console(cfg.logger.console_every)] if world.is_main else []

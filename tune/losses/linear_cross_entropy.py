@@ -35,13 +35,13 @@ class LinearCrossEntropy:
         softcap * tanh(logits / softcap)."""
         hidden = hidden.flatten(0, 1).index_select(0, batch.supervised)
         labels = batch.labels.flatten().index_select(0, batch.supervised)
-        chunk_tokens = self.chunk_tokens or chunk_that_suits(weight)
+        chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight)
         if self.accuracy and self.counts is None:
             self.counts = labels.new_zeros(2)
         return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, softcap, self.counts)
 
 
-def chunk_that_suits(weight: Tensor) -> int:
+def default_chunk_tokens(weight: Tensor) -> int:
     """Tokens whose logits with `weight` `[vocab, dim]` should exist at one time, on its device."""
     return SMALL_CHUNK if weight.device.type == "cpu" else max(SMALL_CHUNK, LOGITS // weight.shape[0])
 

@@ -35,8 +35,8 @@ class DeltaNetConfig:
 
 
 class DeltaNet(nn.Module):
-    # How parameters start that are not weights of a product.
-    starts: ClassVar[dict[str, Callable[[Tensor, Generator], Tensor]]] = {
+    # Initial values of parameters that are not normal.
+    initializers: ClassVar[dict[str, Callable[[Tensor, Generator], Tensor]]] = {
         "log_rate": lambda empty, generator: empty.uniform_(0.01, 16, generator=generator).log_(),
         "step_bias": lambda empty, generator: empty.fill_(1),
     }

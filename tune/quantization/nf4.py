@@ -61,11 +61,11 @@ class NF4Weight(nn.Module):
         """`input @ weight.T`; the full weight exists only within the call, in forward and again in backward."""
         return _Linear.apply(input, self.codes, self.scales, self.ranges, self.pairs)
 
-    def held_rows(self) -> slice:
+    def local_rows(self) -> slice:
         """Which rows of the weight this process holds."""
         return local_shard(self.codes)[1][0]
 
-    def fill(self, weight: Tensor) -> None:
+    def load(self, weight: Tensor) -> None:
         """Quantise the rows that this process holds."""
         codes, scales, ranges = quantize(weight, double=self.ranges is not None)
         local_shard(self.codes)[0].copy_(codes)
