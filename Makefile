@@ -5,11 +5,12 @@ ROWS ?=             # demo: held-out rows to answer before and after
 PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
 
 BIN := .venv/bin
+NEWEST := .venv-newest/bin
 INSTALLED := .venv/.installed
 INSTALLED_DOCS := .venv/.installed_docs
 MODEL := .demo/smollm2-135m
 
-.PHONY: demo model test docs lint format
+.PHONY: demo model test test-slow test-all test-newest docs lint format
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	$(BIN)/python examples/home_commands/demo.py $(MODEL) $(if $(strip $(STEPS)),--steps $(STEPS)) $(if $(strip $(ROWS)),--rows $(ROWS))
@@ -17,7 +18,21 @@ demo: $(INSTALLED) $(MODEL)/config.json
 model: $(MODEL)/config.json
 
 test: lint
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest $(PYTEST_ARGS) -m "not slow and not hub"
+
+# What `make test` leaves out: the long matrix of families, layouts, compiled and killed runs, and the real model.
+test-slow: $(INSTALLED)
+	$(BIN)/pytest $(PYTEST_ARGS) -m "slow and not hub"
+
+test-all: test test-slow
+
+# All tests with the newest releases that pyproject.toml allows, in a .venv of their own. First it says which differ from the
+# pinned ones.
+test-newest:
+	$(PYTHON) -m venv $(dir $(NEWEST))
+	$(NEWEST)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable ".[dev]"
+	@$(NEWEST)/python -m pip freeze --exclude-editable | grep --invert-match --line-regexp --fixed-strings --file constraints.txt || true
+	$(NEWEST)/pytest $(PYTEST_ARGS)
 
 # The site, in site/. A broken link, or a public name without a docstring, is an error.
 docs: $(INSTALLED_DOCS)
