@@ -106,19 +106,21 @@ class Batch:
         return _each_tensor(self, Tensor.pin_memory)
 
 
-def collate(rows: list[list[Sample]], pad_to: int | None = None) -> Batch:
+def collate(
+    rows: list[list[Sample]], pad_to: int | None = None, columns: Mapping[str, np.ndarray] | None = None
+) -> Batch:
     """A batch of rows of documents. A row may have none (it fills up a batch).
 
     `pad_to=None` joins all rows into one, `[1, total]`, without padding: documents do not see each other anyway.
-    Otherwise the batch is `[len(rows), pad_to]`.
+    Otherwise the batch is `[len(rows), pad_to]`. `columns` are examples of those that samples have, by name, so that a
+    batch without documents has them too; without it, they are those of the first document.
     """
     if pad_to is None:
         rows = [[document for row in rows for document in row]]
         pad_to = max(1, sum(len(document.tokens) for document in rows[0]))
-    padding = Sample(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32))
     tokens, labels, ids = np.zeros((3, len(rows), pad_to), dtype=np.int64)
     labels.fill(IGNORE)
-    documents: list[Sample] = []
+    documents: list[Sample | None] = []  # None is padding
     places: list[tuple[int, slice]] = []
     for index, row in enumerate(rows):
         end = 0
@@ -131,25 +133,29 @@ def collate(rows: list[list[Sample]], pad_to: int | None = None) -> Batch:
         ids[index, end:] = len(row)
         documents += row
         if end < pad_to:
-            documents.append(padding)
+            documents.append(None)
             places.append((index, slice(end, end)))
-    names = next((list(document.columns) for document in documents if document is not padding), [])
-    columns = {name: _column(name, documents, places, tokens.shape) for name in names}
-    samples = [document.index for document in documents]
-    num_tokens = sum(len(document.tokens) for document in documents)
-    return Batch.of(tokens, labels, ids, samples, columns, num_tokens)
+    present = [document for document in documents if document is not None]
+    if columns is None:
+        columns = {name: np.asarray(value) for name, value in (present[0].columns if present else {}).items()}
+    values = {name: _column(name, example, documents, places, tokens.shape) for name, example in columns.items()}
+    samples = [document.index if document is not None else 0 for document in documents]
+    return Batch.of(tokens, labels, ids, samples, values, sum(len(document.tokens) for document in present))
 
 
-def _column(name: str, documents: list[Sample], places: list[tuple[int, slice]], shape: tuple[int, ...]) -> np.ndarray:
+def _column(
+    name: str,
+    example: np.ndarray,
+    documents: list[Sample | None],
+    places: list[tuple[int, slice]],
+    shape: tuple[int, ...],
+) -> np.ndarray:
     """`[rows, seq]` of a column with a value per token, `[documents]` of one with a value per document."""
-    values = [np.asarray(document.columns[name]) if document.columns else None for document in documents]
-    first = next(value for value in values if value is not None)
-    column = np.zeros(
-        shape if first.ndim else len(documents), dtype=np.int64 if first.dtype.kind in "iub" else np.float32
-    )
-    for index, (value, place) in enumerate(zip(values, places, strict=True)):
-        if value is not None:
-            column[place if first.ndim else index] = value
+    dtype = np.int64 if example.dtype.kind in "iub" else np.float32
+    column = np.zeros(shape if example.ndim else len(documents), dtype)
+    for index, (document, place) in enumerate(zip(documents, places, strict=True)):
+        if document is not None:
+            column[place if example.ndim else index] = document.columns[name]
     return column
 
 

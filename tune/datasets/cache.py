@@ -97,11 +97,13 @@ def prepared(
 
 def _write(parts: Iterable[Part], folder: Path, max_seq_len: int, accounting: Accounting) -> None:
     with _array(folder, "tokens", "<i4") as tokens, _array(folder, "labels", "<i4") as labels:
-        lengths, supervised, digests, fingerprint, largest = write(parts, max_seq_len, accounting, tokens, labels)
-    for name, values in {"lengths": lengths, "supervised": supervised, "digests": digests}.items():
+        about = write(parts, max_seq_len, accounting, tokens, labels)
+    columns = about.pop("columns")
+    arrays = {name: about.pop(name) for name in ("lengths", "supervised", "digests")}
+    for name, values in (arrays | {f"column-{name}": values for name, values in columns.items()}).items():
         with _array(folder, name, values.dtype.str) as file:
             file.write(values.data)
-    about = {"fingerprint": fingerprint, "largest_token": largest, "accounting": vars(accounting)}
+    about |= {"columns": list(columns), "accounting": vars(accounting)}
     (folder / "about.json").write_text(json.dumps(about))
 
 
@@ -125,14 +127,17 @@ def _read(folder: Path, accounting: Accounting) -> Samples | None:
     """None if the folder is not there, or damaged."""
     try:
         about = json.loads((folder / "about.json").read_text())
-        arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="c")) for name in ARRAYS}
-    except (FileNotFoundError, ValueError, EOFError):
+        names = [*ARRAYS, *(f"column-{name}" for name in about["columns"])]
+        arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="c")) for name in names}
+    except (FileNotFoundError, ValueError, EOFError, KeyError):
         return None
-    for name, value in about["accounting"].items():
+    for name, value in about.pop("accounting").items():
         if name not in ("source", "ignored_files"):
             is_counter = isinstance(getattr(accounting, name), Counter)
             setattr(accounting, name, Counter(value) if is_counter else value)
-    return Samples(**arrays, fingerprint=about["fingerprint"], largest_token=about["largest_token"])
+    columns = {name: arrays.pop(f"column-{name}") for name in about.pop("columns")}
+    fields: dict[str, Any] = {**arrays, **about, "columns": columns}
+    return Samples(**fields)
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Tokenised samples as the rows that training draws."""
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -9,7 +11,7 @@ import numpy as np
 from tune.collators import Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.packing import pack
-from tune.datasets.rows import fitted
+from tune.datasets.rows import Outcome, fitted
 from tune.datasets.samples import Samples, in_memory, part
 from tune.errors import TuneError
 
@@ -17,6 +19,7 @@ from tune.errors import TuneError
 class Dataset:
     """Tokenised samples, and the rows that training draws: one sample each, or packed.
 
+    Neighbours with equal values of the column `group` (a pair, the answers to a prompt) are together in one row.
     `row_tokens` and `row_supervised` count the tokens of each row; `validation` is what was held out of the source.
     """
 
@@ -27,10 +30,16 @@ class Dataset:
         self.accounting = accounting
         self._samples = samples
         self._starts = np.concatenate([[0], np.cumsum(samples.lengths)])
+        units = self._unit_starts = _unit_starts(samples)  # of one sample each, or of those of a group
+        order, row_starts = np.arange(len(units)), np.arange(len(units) + 1)
         if pack_to:
-            self._order, self._row_starts = pack(samples.lengths, pack_to)
-        else:
-            self._order, self._row_starts = np.arange(len(samples)), np.arange(len(samples) + 1)
+            lengths = np.add.reduceat(samples.lengths, units)
+            _require_room(lengths, pack_to, accounting.source)
+            order, row_starts = pack(lengths, pack_to)
+        sizes = np.diff(units, append=len(samples))[order]
+        before = np.concatenate([[0], np.cumsum(sizes)])
+        self._order = np.repeat(units[order] - before[:-1], sizes) + np.arange(len(samples))
+        self._row_starts = before[row_starts]
         self.row_tokens = np.add.reduceat(samples.lengths[self._order], self._row_starts[:-1])
         self.row_supervised = np.add.reduceat(samples.supervised[self._order], self._row_starts[:-1])
         accounting.training_rows, accounting.row_capacity = len(self), pack_to
@@ -41,10 +50,13 @@ class Dataset:
     ) -> "Dataset":
         """Truncates samples to `max_seq_len`, drops those without a supervised token, and counts both in `accounting`.
 
-        `packed` fills rows of `max_seq_len` tokens with several samples. Raises TuneError if no sample is left.
+        `packed` fills rows of `max_seq_len` tokens with several samples. A group of which a sample is dropped goes as a
+        whole. Raises TuneError if no sample is left.
         """
         accounting = accounting or Accounting()
-        flat = in_memory([part(fitted(sample, max_seq_len) for sample in samples)], max_seq_len, accounting)
+        units = itertools.groupby(enumerate(samples), lambda item: item[1].columns.get("group", -1 - item[0]))
+        together = (_together([fitted(sample, max_seq_len) for _, sample in unit]) for _, unit in units)
+        flat = in_memory([part(itertools.chain.from_iterable(together))], max_seq_len, accounting)
         return cls(flat, accounting, max_seq_len if packed else None)
 
     def __len__(self) -> int:
@@ -65,6 +77,11 @@ class Dataset:
 
     def __iter__(self) -> Iterator[Sample]:
         return map(self._sample, range(len(self._samples)))
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """The samples' columns by name, each with an example: an array if it has values per token."""
+        return {name: np.asarray(value) for name, value in self._samples.columns_of(0, slice(0, 1)).items()}
 
     @property
     def lengths(self) -> np.ndarray:
@@ -109,4 +126,37 @@ class Dataset:
 
     def _sample(self, index: int) -> Sample:
         span = slice(self._starts[index], self._starts[index + 1])
-        return Sample(self._samples.tokens[span], self._samples.labels[span], index)
+        columns = self._samples.columns_of(index, span)
+        if "group" in columns:  # numbered from 1 here: 0 is padding in a batch
+            columns["group"] = int(np.searchsorted(self._unit_starts, index, side="right"))
+        return Sample(self._samples.tokens[span], self._samples.labels[span], index, columns)
+
+
+def renumbered(sample: Sample, first: int) -> Sample:
+    """A sample where `first` others, and at most as many groups, come before those of its dataset."""
+    columns = dict(sample.columns)
+    if "group" in columns:
+        columns["group"] += first
+    return replace(sample, index=first + sample.index, columns=columns)
+
+
+def _unit_starts(samples: Samples) -> np.ndarray:
+    groups = samples.columns.get("group", np.arange(len(samples)))
+    return np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
+
+
+def _together(outcomes: list[Outcome]) -> list[Outcome]:
+    """What became of the samples of a group: if one is dropped, all are."""
+    reason = next((outcome.dropped for outcome in outcomes if outcome.dropped), None)
+    if reason is None or len(outcomes) == 1:
+        return outcomes
+    return [each if each.dropped else Outcome(dropped=f"of a group with one that is {reason}") for each in outcomes]
+
+
+def _require_room(lengths: np.ndarray, pack_to: int, source: str) -> None:
+    """Raises TuneError for a group that is longer than a row."""
+    if (longest := int(lengths.max())) > pack_to:
+        raise TuneError(
+            f"{source}: a group of samples has {longest:,} tokens together, more than a row of max_seq_len={pack_to}. "
+            f"Set max_seq_len to {longest} or more, or packed=false"
+        )

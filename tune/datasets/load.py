@@ -44,6 +44,7 @@ def load(
     too_long: TooLong | None = None,
     bos_in_pieces: bool = True,
     ignore: Sequence[str] = (),
+    extra_columns: Sequence[str] = (),
     on_bad_row: Literal["error", "skip"] = "error",
     max_bad_share: Fraction = 0.05,
     validation_fraction: Fraction = 0.0,
@@ -61,10 +62,10 @@ def load(
     configurations; `take` reads only the first rows; `filter`, a dotted path, is a function from a row to whether it
     stays. `train_on` is `assistant`, `all`, `last` (the assistant's last turn) or a list of roles. Rows longer than
     `max_seq_len` are cut at its end (a conversation behind a message), dropped, split, or an error; None splits texts
-    and truncates the others. `bos_in_pieces`: of a text that begins with BOS, each piece does. `validation_fraction` of
-    the rows goes into `.validation` instead.
-    and truncates the others. `ignore` names columns, or `<image>`, to leave out although they change what a row says.
-    `validation_fraction` of the rows goes into `.validation` instead.
+    and truncates the others. `bos_in_pieces`: of a text that begins with BOS, each piece does. `ignore` names columns,
+    or `<image>`, to leave out although they change what a row says. `extra_columns` go with their samples into the
+    batches: numbers, or for rows of `input_ids` a number for each of them. `validation_fraction` of the rows goes into
+    `.validation` instead.
 
     Mistaken rows raise TuneError with their places; with `on_bad_row="skip"` they are dropped and counted, unless they
     are more than `max_bad_share` of the rows. Rows of no use are dropped and counted in `.accounting`.
@@ -77,7 +78,7 @@ def load(
     """
     reader = RowReader(
         tokenizer, max_seq_len, _named(format), dict(columns or {}), filter, train_on, train_on_end_of_turn, too_long,
-        validation_fraction, validation_seed, bos_in_pieces=bos_in_pieces, ignore=ignore,
+        validation_fraction, validation_seed, bos_in_pieces=bos_in_pieces, ignore=ignore, extra_columns=extra_columns,
         max_bad_share=max_bad_share if on_bad_row == "skip" else None,
     )  # fmt: skip
     folder = cache_folder(cache_dir)
@@ -198,6 +199,7 @@ def _for_rows_like(row: dict[str, Any], place: str, reader: RowReader, accountin
     if found.is_chat:
         reader.tokenizer.require_chat_template()
     used = {reader.columns.get(column, column) for column in (*found.columns, *found.optional)}
+    used |= {*reader.extra_columns}
     accounting.format, accounting.ignored_columns = found.name, [name for name in row if name not in used]
     return replace(reader, format=found)
 

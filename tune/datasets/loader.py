@@ -151,7 +151,7 @@ def _micro_batches(
     for start in range(0, len(by_length), together):
         mine = by_length[start : start + together][world.data_rank :: world.data_size]
         missing = micro_batch_size - len(mine)
-        yield collate([*map(dataset.row, mine), *([[]] * missing)], pad_to)
+        yield collate([*map(dataset.row, mine), *([[]] * missing)], pad_to, dataset.columns)
 
 
 def _steps_of_a_stream(stream: Stream, epochs: int, max_steps: int | None) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 
 from tune.collators import Sample
 from tune.datasets.accounting import Accounting
-from tune.datasets.dataset import Dataset
+from tune.datasets.dataset import Dataset, renumbered
 from tune.datasets.load import load
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
@@ -70,6 +70,10 @@ class Mixture:
     ) -> None:
         self.parts = dict(parts)
         datasets = list(self.parts.values())
+        self.columns = datasets[0].columns
+        names = {name: sorted(part.columns) for name, part in self.parts.items()}
+        if any(each != sorted(self.columns) for each in names.values()):
+            raise TuneError(f"sources: all must have the same extra_columns; found {names}")
         sizes = np.array([len(part) for part in datasets])
         if weights:
             units = [part.accounting.kept if weigh_by == "rows" else part.accounting.tokens for part in datasets]
@@ -115,7 +119,7 @@ class Mixture:
         part = int(np.searchsorted(self._row_starts, index, side="right")) - 1
         documents = list(self.parts.values())[part].row(index - self._row_starts[part])
         first = int(self._sample_starts[part])
-        return [Sample(each.tokens, each.labels, first + each.index) for each in documents]
+        return [renumbered(each, first) for each in documents]
 
     def require_vocabulary(self, size: int) -> None:
         """Raises TuneError if a token is not one of a model's `size`."""

@@ -85,6 +85,7 @@ class RowReader:
     validation: bool = False  # read the rows that are held out, and not the others
     bos_in_pieces: bool = True
     ignore: Sequence[str] = ()
+    extra_columns: Sequence[str] = ()
     max_bad_share: float | None = None  # of the rows; None: a row that cannot be used is a mistake, and not skipped
 
     def __call__(self, rows: Sequence[tuple[str, Any]]) -> list[Outcome]:
@@ -97,6 +98,9 @@ class RowReader:
             _with_place(place, self._finished, draft, next(encodings)) if isinstance(draft, Draft) else draft
             for (place, _), draft in zip(rows, drafts, strict=True)
         ]
+        if self.extra_columns:
+            pairs = zip(rows, outcomes, strict=True)
+            outcomes = [_with_place(place, self._with_columns, row, outcome) for (place, row), outcome in pairs]
         if self.max_bad_share is None:
             return outcomes
         return [replace(each, dropped=CANNOT_BE_USED) if each.mistake else each for each in outcomes]
@@ -133,7 +137,8 @@ class RowReader:
         content = format.read(row)
         if isinstance(content, str):
             return Outcome(dropped=content)
-        require_meaning(row, format, content, self.ignore)
+        used_or_ignored = (*self.ignore, *self.extra_columns)
+        require_meaning(row, format, content, used_or_ignored)
         if isinstance(content, Chat):
             content = flagged(content, self.train_on)
             if not any(message["train"] for message in content.messages):
@@ -141,7 +146,27 @@ class RowReader:
                 return Outcome(dropped="no message to learn" if has_answer else "no assistant message")
         draft = self._rendered(content)
         found = remarks(content, draft.text, self.tokenizer) if isinstance(content, Chat) else []
-        return replace(draft, remarks=found + columns_left_out(row, format, self.ignore, draft.text))
+        return replace(draft, remarks=found + columns_left_out(row, format, used_or_ignored, draft.text))
+
+    def _with_columns(self, row: Row, outcome: Outcome) -> Outcome:
+        """The samples with the row's `extra_columns`: a number is one of each sample, a list has one for each token."""
+        samples = list(outcome.samples)
+        for name in self.extra_columns if samples else ():
+            value = np.asarray(row.get(name, "absent"))
+            whole = len(samples[0].tokens) + outcome.cut
+            if value.dtype.kind not in "iufb" or value.ndim > 1:
+                raise TuneError(f"{name} is {shown(row.get(name))}; extra_columns must be numbers, or lists of numbers")
+            if value.ndim and (len(samples) > 1 or len(value) != whole):
+                raise TuneError(
+                    f"{name} has {len(value)} numbers for a row of {whole} tokens, which must be in one piece: a list "
+                    "of extra_columns has one for each of the input_ids, and is not for dataset.too_long=split"
+                )
+            value = value.astype(np.float32)
+            values = [value[: len(each.tokens)] if value.ndim else value for each in samples]
+            samples = [
+                replace(each, columns={**each.columns, name: its}) for each, its in zip(samples, values, strict=True)
+            ]
+        return replace(outcome, samples=samples)
 
     def _rendered(self, content: Content) -> Draft:
         if isinstance(content, Chat):
@@ -291,7 +316,8 @@ def _cut(sample: Sample, max_seq_len: int) -> tuple[Sample, bool]:
     labels = np.array(sample.labels[:max_seq_len], dtype=np.int32)
     clipped = bool(labels[-1] != IGNORE)
     labels[-1] = IGNORE  # its target was cut off
-    return replace(sample, tokens=sample.tokens[:max_seq_len], labels=labels), clipped
+    columns = {name: value[:max_seq_len] if np.ndim(value) else value for name, value in sample.columns.items()}
+    return replace(sample, tokens=sample.tokens[:max_seq_len], labels=labels, columns=columns), clipped
 
 
 def _supervised(samples: list[Sample], cut: int, whole: Sample) -> Outcome:

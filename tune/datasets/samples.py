@@ -4,7 +4,7 @@ import hashlib
 import io
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -21,7 +21,7 @@ class Part:
     """The samples of some rows, flat (int32), and what became of the rows.
 
     `lengths` and `supervised` count the tokens of each sample; `digests` (uint64) are equal for equal tokens.
-    `mistakes` says which rows cannot be used, and why.
+    `columns` are those of the samples, behind each other. `mistakes` says which rows cannot be used, and why.
     """
 
     tokens: np.ndarray
@@ -29,6 +29,7 @@ class Part:
     lengths: np.ndarray
     supervised: np.ndarray
     digests: np.ndarray
+    columns: dict[str, np.ndarray]
     accounting: Accounting
     shortest_prompt: int | None = None  # of the rows whose answer was cut off
     mistakes: list[str] = field(default_factory=list)
@@ -36,24 +37,36 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """One behind the other, sample i of `lengths[i]` tokens, `supervised[i]` of them learned, with `digests[i]`."""
+    """One behind the other, sample i of `lengths[i]` tokens, `supervised[i]` of them learned, with `digests[i]`.
+
+    `columns` have a value for each sample, or where their name is in `per_token` for each token.
+    """
 
     tokens: np.ndarray
     labels: np.ndarray
     lengths: np.ndarray
     supervised: np.ndarray
     digests: np.ndarray
-    fingerprint: str  # equal for equal tokens and labels
+    columns: dict[str, np.ndarray]
+    per_token: list[str]
+    fingerprint: str  # equal for equal tokens, labels and columns
     largest_token: int
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def columns_of(self, index: int, tokens: slice) -> dict[str, Any]:
+        """The columns of one sample, which lies at `tokens`."""
+        return {
+            name: values[tokens] if name in self.per_token else values[index] for name, values in self.columns.items()
+        }
 
 
 def part(outcomes: Iterable[Outcome]) -> Part:
     """The samples of some rows together."""
     accounting = Accounting()
     tokens, labels = [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.int32)]
+    columns: dict[str, list[np.ndarray]] = {}
     prompts: list[int] = []
     mistakes: list[str] = []
     for outcome in outcomes:
@@ -64,12 +77,15 @@ def part(outcomes: Iterable[Outcome]) -> Part:
         prompts += [outcome.needs] if outcome.needs else []
         tokens += [np.asarray(sample.tokens, dtype=np.int32) for sample in outcome.samples]
         labels += [np.asarray(sample.labels, dtype=np.int32) for sample in outcome.samples]
+        for name, value in (item for sample in outcome.samples for item in sample.columns.items()):
+            columns.setdefault(name, []).append(np.asarray(value))
     return Part(
         np.concatenate(tokens),
         np.concatenate(labels),
         np.array([len(each) for each in labels[1:]], dtype=np.int64),
         np.array([np.count_nonzero(each != IGNORE) for each in labels[1:]], dtype=np.int64),
         np.array([_digest(each) for each in tokens[1:]], dtype=np.uint64),
+        {name: np.concatenate(values) if values[0].ndim else np.stack(values) for name, values in columns.items()},
         accounting,
         min(prompts, default=None),
         mistakes,
@@ -79,25 +95,19 @@ def part(outcomes: Iterable[Outcome]) -> Part:
 def in_memory(parts: Iterable[Part], max_seq_len: int, accounting: Accounting) -> Samples:
     """All parts together, counted in `accounting`. Raises TuneError for mistakes, or if no sample is left."""
     tokens, labels = io.BytesIO(), io.BytesIO()
-    lengths, supervised, digests, fingerprint, largest = write(parts, max_seq_len, accounting, tokens, labels)
-    return Samples(
-        np.frombuffer(tokens.getbuffer(), dtype=np.int32),
-        np.frombuffer(labels.getbuffer(), dtype=np.int32),
-        lengths,
-        supervised,
-        digests,
-        fingerprint,
-        largest,
-    )
+    others = write(parts, max_seq_len, accounting, tokens, labels)
+    tokens_array, labels_array = (np.frombuffer(file.getbuffer(), dtype=np.int32) for file in (tokens, labels))
+    return Samples(tokens=tokens_array, labels=labels_array, **others)
 
 
 def write(
     parts: Iterable[Part], max_seq_len: int, accounting: Accounting, tokens: BinaryIO, labels: BinaryIO
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, str, int]:
+) -> dict[str, Any]:
     """Writes the parts' tokens and labels; returns the other fields of their `Samples`, counts in `accounting`."""
     lengths: list[np.ndarray] = []
     supervised: list[np.ndarray] = []
     equal: list[np.ndarray] = []
+    columns: dict[str, list[np.ndarray]] = {}
     prompts: list[int] = []
     mistakes: list[str] = []
     largest = 0
@@ -117,6 +127,8 @@ def write(
         lengths.append(part.lengths)
         supervised.append(part.supervised)
         equal.append(part.digests)
+        for name, values in part.columns.items():
+            columns.setdefault(name, []).append(values)
         largest = max(largest, int(part.tokens.max()))
     if mistakes:
         first = f"the first {MISTAKES_SHOWN} rows" if len(mistakes) >= MISTAKES_SHOWN else "rows"
@@ -124,13 +136,33 @@ def write(
         raise TuneError("\n  ".join([f"{accounting.source}: {first} that cannot be used:", *listing]))
     if not lengths:
         raise _nothing_left(accounting, max_seq_len, min(prompts, default=None))
+    all_columns = {name: np.concatenate(values) for name, values in columns.items()}
+    digests += [hashlib.blake2b(values.data, digest_size=16) for values in all_columns.values()]
     fingerprint = hashlib.blake2b(b"".join(digest.digest() for digest in digests), digest_size=16).hexdigest()
     all_lengths, all_supervised = np.concatenate(lengths), np.concatenate(supervised)
+    _require_every_sample_has(all_columns, all_lengths, accounting.source)
     percentiles = np.percentile(all_lengths, [50, 90, 99, 100], method="higher")
     accounting.lengths = dict(zip(("p50", "p90", "p99", "max"), map(int, percentiles), strict=True))
     accounting.samples, accounting.tokens = len(all_lengths), int(all_lengths.sum())
     accounting.supervised_tokens = int(all_supervised.sum())
-    return all_lengths, all_supervised, np.concatenate(equal), fingerprint, largest
+    return {
+        "lengths": all_lengths,
+        "supervised": all_supervised,
+        "digests": np.concatenate(equal),
+        "columns": all_columns,
+        "per_token": [name for name, values in all_columns.items() if len(values) != len(all_lengths)],
+        "fingerprint": fingerprint,
+        "largest_token": largest,
+    }
+
+
+def _require_every_sample_has(columns: dict[str, np.ndarray], lengths: np.ndarray, source: str) -> None:
+    for name, values in columns.items():
+        if len(values) not in (len(lengths), lengths.sum()):
+            raise TuneError(
+                f"{source}: column {name} has {len(values):,} values for {len(lengths):,} samples of {lengths.sum():,} "
+                "tokens; each sample must have one, or each token"
+            )
 
 
 def _digest(tokens: np.ndarray) -> int:

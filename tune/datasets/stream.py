@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TypeVar
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from tune.collators import Sample
 from tune.datasets.accounting import Accounting
-from tune.datasets.dataset import Dataset
+from tune.datasets.dataset import Dataset, renumbered
 from tune.datasets.samples import Part, in_memory
 from tune.datasets.workers import CHUNK
 from tune.errors import TuneError
@@ -46,6 +46,7 @@ class Rows:
     documents: list[list[Sample]]
     row_tokens: np.ndarray
     row_supervised: np.ndarray
+    columns: dict[str, np.ndarray]
 
     def row(self, index: int) -> list[Sample]:
         return self.documents[index]
@@ -110,12 +111,12 @@ class Stream:
                     )
             order = np.random.Generator(np.random.PCG64([seed, window.epoch, window.row])).permutation(len(data))
             for at, index in enumerate(order[drawn:].tolist(), drawn + 1):
-                documents = [replace(each, index=window.samples + each.index) for each in data.row(index)]
+                documents = [renumbered(each, window.samples) for each in data.row(index)]
                 rows.append((documents, int(data.row_tokens[index]), int(data.row_supervised[index])))
                 if len(rows) == number:
                     documents_of, tokens, supervised = zip(*rows, strict=True)
                     position = Position(window.epoch, window.row, window.samples, at, data.fingerprint)
-                    yield Rows(list(documents_of), np.array(tokens), np.array(supervised)), position
+                    yield Rows(list(documents_of), np.array(tokens), np.array(supervised), data.columns), position
                     rows = []
 
     def windows(self, start: Position | None = None) -> Iterator[Window]:

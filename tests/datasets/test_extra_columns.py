@@ -1,0 +1,157 @@
+"""Named columns and groups, from a file or from samples to the batches, whatever they mean."""
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tune.collators import Sample
+from tune.datasets import DataLoader, Dataset, Mixture, load
+from tune.errors import TuneError
+from tune.tokenizers import Tokenizer
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return Tokenizer(str(folder))
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def pairs(count, seed=0, longest=9):
+    """Samples in groups of one to three, each with its group, a weight, and a value for each token."""
+    random = np.random.default_rng(seed)
+    samples = []
+    for group in range(count):
+        for _ in range(random.integers(1, 4)):
+            tokens = random.integers(1, 90, random.integers(2, longest)).astype(np.int32)
+            labels = np.append(tokens[1:], np.int32(-100))
+            columns = {"group": group % 2, "weight": float(tokens.sum()), "score": (tokens / 7).astype(np.float32)}
+            samples.append(Sample(tokens, labels, len(samples), columns))
+    return samples
+
+
+def ranks(size):
+    return [SimpleNamespace(data_rank=rank, data_size=size) for rank in range(size)]
+
+
+def documents_of(batch):
+    """(tokens, weight, scores, group) of each document of a batch that is no padding."""
+    bounds = batch.documents.boundaries.tolist()
+    for index, (start, end) in enumerate(itertools.pairwise(bounds)):
+        columns = {name: values[index].item() for name, values in batch.columns.items() if values.ndim == 1}
+        if columns["group"]:
+            tokens, scores = (each.flatten()[start:end].tolist() for each in (batch.tokens, batch.columns["score"]))
+            yield tuple(tokens), columns["weight"], tuple(scores), columns["group"]
+
+
+@given(st.integers(1, 4), st.booleans(), st.sampled_from([None, 40]), st.integers(0, 5))
+@settings(deadline=None, max_examples=30)
+def test_groups_are_never_parted_and_columns_stay_with_their_documents(size, packed, pad_to, seed):
+    samples = pairs(30, seed)
+    data = Dataset.from_samples(samples, 40, packed=packed)
+    seen = []
+    for world in ranks(size):
+        for _, step in DataLoader(data, world, 2 * size, 2, seed=seed, pad_to=pad_to):
+            for batch in step.micro_batches:
+                seen += [(batch, document) for document in documents_of(batch)]
+    by_tokens = {tuple(sample.tokens.tolist()): sample for sample in samples}
+    assert sorted(tokens for _, (tokens, *_) in seen) == sorted(tuple(sample.tokens.tolist()) for sample in samples)
+    for _, (tokens, weight, scores, _) in seen:
+        assert weight == by_tokens[tokens].columns["weight"]
+        assert scores == tuple(by_tokens[tokens].columns["score"].tolist())
+    where = {}
+    for batch, (*_, group) in seen:
+        where.setdefault(group, set()).add(id(batch))
+    assert len(where) == 30 and all(len(batches) == 1 for batches in where.values())
+
+
+def test_neighbours_of_a_group_stand_in_one_row_in_their_order():
+    samples = pairs(20)
+    data = Dataset.from_samples(samples, 64, packed=True)
+    indices = [[sample.index for sample in data.row(row)] for row in range(len(data))]
+    assert all(row == sorted(row) for row in indices)
+    assert sum(map(len, indices)) == len(samples)
+
+
+def test_groups_of_two_sources_are_told_apart():
+    parts = {name: Dataset.from_samples(pairs(4, seed), 40) for name, seed in (("a", 0), ("b", 1))}
+    mixture = Mixture(parts)
+    groups = [{sample.columns["group"] for sample in mixture.row(row)} for row in range(8)]
+    assert all(len(each) == 1 for each in groups) and len(set().union(*groups)) == 8
+    without = Dataset.from_samples([Sample(each.tokens, each.labels) for each in pairs(3)], 40)
+    with pytest.raises(TuneError, match="all must have the same extra_columns"):
+        Mixture({"a": parts["a"], "b": without})
+
+
+def test_a_group_goes_with_a_sample_that_is_dropped():
+    samples = pairs(6)
+    spoilt = len(samples) // 2
+    samples[spoilt].labels[:] = -100
+    gone = [samples[spoilt].columns["group"]]
+    start = end = spoilt
+    while start and samples[start - 1].columns["group"] == gone[0]:
+        start -= 1
+    while end + 1 < len(samples) and samples[end + 1].columns["group"] == gone[0]:
+        end += 1
+    data = Dataset.from_samples(samples, 40)
+    kept = [tuple(sample.tokens.tolist()) for sample in data]
+    assert kept == [tuple(each.tokens.tolist()) for each in [*samples[:start], *samples[end + 1 :]]]
+    assert sum(data.accounting.dropped.values()) == end + 1 - start
+
+
+def test_a_group_longer_than_a_packed_row():
+    samples = [Sample(each.tokens, each.labels, 0, {"group": 0}) for each in pairs(9)]
+    with pytest.raises(TuneError, match=r"a group of samples has \d+ tokens together, more than .* packed=false"):
+        Dataset.from_samples(samples, 16, packed=True)
+    assert len(Dataset.from_samples(samples, 16)) == 1
+
+
+def test_from_a_file_through_the_cache(tokenizer, tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"text": f"cat {i}", "weight": i / 4, "kind": i % 3} for i in range(9)])
+    options = {"max_seq_len": 32, "extra_columns": ["weight", "kind"], "cache_dir": str(tmp_path / "cache")}
+    first, again = (load(tokenizer, path, **options) for _ in range(2))
+    for data in (first, again):
+        assert [(each.columns["weight"], each.columns["kind"]) for each in data] == [(i / 4, i % 3) for i in range(9)]
+    assert first.fingerprint == again.fingerprint
+    assert first.fingerprint != load(tokenizer, path, **{**options, "extra_columns": ["weight"]}).fingerprint
+    assert "weight" not in first.accounting.ignored_columns
+
+
+def test_lists_have_a_number_for_each_token_and_are_cut_with_them(tokenizer, tmp_path):
+    rows = [{"input_ids": [*range(5, 5 + length)], "score": [i / 2 for i in range(length)]} for length in (4, 12)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    data = load(tokenizer, path, max_seq_len=8, extra_columns=["score"], cache_dir=str(tmp_path))
+    assert [each.columns["score"].tolist() for each in data] == [row["score"][:8] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([{"text": "a", "w": 1}, {"text": "b"}], {}, r"rows.jsonl:2: w is missing; extra_columns must be numbers"),
+        ([{"text": "a", "w": "1"}], {}, r"rows.jsonl:1: w is .*; extra_columns must be numbers"),
+        ([{"text": "a", "w": [[1]]}], {}, r"extra_columns must be numbers, or lists of numbers"),
+        ([{"input_ids": [5, 6], "w": [1]}], {}, r"w has 1 numbers for a row of 2 tokens"),
+        ([{"input_ids": [5, 6, 7, 8], "w": [1, 2, 3, 4]}], {"too_long": "split"}, r"is not for dataset.too_long=split"),
+    ],
+)
+def test_wrong_columns_are_mistakes_of_their_rows(tokenizer, tmp_path, rows, options, message):
+    path = write(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(TuneError, match=message):
+        load(tokenizer, path, max_seq_len=3, extra_columns=["w"], cache_dir=str(tmp_path), **options)
+
+
+def test_a_batch_has_them_on_the_device_of_its_tokens():
+    data = Dataset.from_samples(pairs(3), 40)
+    ((_, step),) = list(DataLoader(data, ranks(1)[0], 3, 3))
+    moved = step.micro_batches[0].to("meta")
+    assert all(values.is_meta for values in moved.columns.values())
+    assert step.micro_batches[0].columns["weight"].dtype == torch.float32
