@@ -138,6 +138,8 @@ def _streamed(
 ) -> Stream:
     if reader.validation_fraction:
         raise TuneError("validation_fraction: a stream holds no rows out; give validation_dataset.path")
+    if "group" in reader.extra_columns:
+        raise TuneError("extra_columns: a stream could part the rows of a group; leave out streaming=true")
     source = open_rows()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes of this machine that read the same
     workers = workers or max(1, available_cores() // here)
