@@ -7,18 +7,14 @@
 Every setting is in configs/full_finetune.yaml. Copy this file (`tune cp full_finetune my.py`) and change it.
 """
 
-from tune import config
+import sys
+from collections import Counter
 
-config.check_early(__name__, "full_finetune")  # explain wrong settings before the imports that take seconds
+import torch
 
-import sys  # noqa: E402
-from collections import Counter  # noqa: E402
-
-import torch  # noqa: E402
-
-from tune import checkpointers, datasets, distributed, loggers, optimizers  # noqa: E402
-from tune.config import instantiate  # noqa: E402
-from tune.models import balance_loss  # noqa: E402
+from tune import checkpointers, config, datasets, distributed, loggers, optimizers
+from tune.config import instantiate
+from tune.models import balance_loss
 
 
 @config.entrypoint("full_finetune")

@@ -7,18 +7,14 @@
 Every setting is in configs/lora_finetune.yaml. Copy this file (`tune cp lora_finetune my.py`) and change it.
 """
 
-from tune import config
+import sys
+from collections import Counter
 
-config.check_early(__name__, "lora_finetune")  # explain wrong settings before the imports that take seconds
+import torch
 
-import sys  # noqa: E402
-from collections import Counter  # noqa: E402
-
-import torch  # noqa: E402
-
-from tune import checkpointers, datasets, distributed, loggers, optimizers, peft, quantization  # noqa: E402
-from tune.config import instantiate  # noqa: E402
-from tune.models import balance_loss  # noqa: E402
+from tune import checkpointers, config, datasets, distributed, loggers, optimizers, peft, quantization
+from tune.config import instantiate
+from tune.models import balance_loss
 
 
 @config.entrypoint("lora_finetune")
@@ -64,7 +60,10 @@ def main(cfg):
         cpu_offload=cfg.memory.cpu_offload,
     )  # fmt: skip
     weights.load(model)
-    peft.load_adapter(model, cfg.adapter.path) if cfg.adapter.path else peft.initialize(model, cfg.seed)
+    if cfg.adapter.path:
+        peft.load_adapter(model, cfg.adapter.path)
+    else:
+        peft.initialize(model, cfg.seed)
     checkpointers.check(model)
 
     loss_fn = instantiate(cfg.loss)

@@ -25,7 +25,7 @@ def main(cfg):
         if cfg.fail_on == os.environ["RANK"]:
             sys.exit(7)
         time.sleep(60)  # waits for its peer, as ranks do: torchrun ends it
-    print(instantiate(cfg.greeting), os.environ.get("WORLD_SIZE"), __name__, flush=True)
+    print(f"{instantiate(cfg.greeting)} {os.environ.get('WORLD_SIZE')} {__name__}", flush=True)
 
 
 if __name__ == "__main__":
@@ -67,8 +67,21 @@ def test_a_recipe_runs_as_under_python(recipe: Path) -> None:
     assert ours.returncode == theirs.returncode == 0
 
 
-def test_wrong_settings_are_explained_before_torchrun_starts(recipe: Path) -> None:
-    result = run("--nproc-per-node", "2", recipe, "greeting.nam=x")
+@pytest.mark.parametrize("options", [(), ("--nproc-per-node", "2")])
+def test_wrong_keys_are_told_before_anything_is_imported(recipe: Path, options: tuple[str, ...]) -> None:
+    (recipe.parent / "greetings.py").write_text("import sys\nprint('imported', file=sys.stderr)\n" + COMPONENT)
+    result = run(*options, recipe, "greeting.name=x", "greting=1", "greeting.nam=x")
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: in the configuration:\n"
+        "  greting: is not a setting. Did you mean 'greeting'?\n"
+        "imported\n"
+        "  greeting.nam: hello has no argument 'nam'. Did you mean 'name'?\n"
+    )
+
+
+def test_wrong_arguments_of_components_are_told_once(recipe: Path) -> None:
+    result = run("--nproc-per-node", "2", recipe, "greeting.name=x", "greeting.nam=x")
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
     assert "Did you mean 'name'?" in result.stderr

@@ -30,9 +30,9 @@ def test_a_key_that_is_a_python_keyword(folder: Path) -> None:
     ("node", "message"),
     [
         ({"lr": 1}, "a component needs the key _component_"),
-        ({"_component_": "parts.Stedy"}, "parts.Stedy: parts has no 'Stedy'. Did you mean 'Steady'?"),
-        ({"_component_": "nowhere_at_all.x"}, "nowhere_at_all.x: there is no module 'nowhere_at_all'."),
-        ({"_component_": "parts.__name__"}, "parts.__name__ is not a function or class."),
+        ({"_component_": "parts.Stedy"}, "parts has no 'Stedy'. Did you mean 'Steady'?"),
+        ({"_component_": "nowhere_at_all.x"}, "there is no module 'nowhere_at_all'."),
+        ({"_component_": "parts.__name__"}, "'parts.__name__' is not a function or class."),
         (
             {"_component_": "parts.Steady"},
             "parts.Steady cannot be called so: missing a required argument: 'parameters'",

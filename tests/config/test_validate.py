@@ -1,8 +1,9 @@
+import sys
 from pathlib import Path
 
 import pytest
 
-from tune.config import load, source
+from tune.config import load, read
 from tune.errors import TuneError
 
 
@@ -97,7 +98,7 @@ def test_a_value_that_comes_from_another_setting_is_checked_too() -> None:
     ("component", "finding"),
     [
         ("torch.optim.AdanW", "torch.optim has no 'AdanW'. Did you mean 'AdamW'?"),
-        ("torch.optm.AdamW", "torch.optm.AdamW: torch has no 'optm'. Did you mean 'optim'?"),
+        ("torch.optm.AdamW", "torch has no 'optm'. Did you mean 'optim'?"),
         ("torhc.optim.AdamW", "there is no module 'torhc'. Is it installed, or in the current folder?"),
         ("AdamW", "'AdamW' is not the dotted path of a function or class."),
         ("my-parts.AdamW", "'my-parts.AdamW' is not the dotted path of a function or class."),
@@ -109,8 +110,7 @@ def test_a_component_that_does_not_exist(component: str, finding: str) -> None:
 
 
 def test_what_brings_an_optimizer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = source.find_module
-    monkeypatch.setattr(source, "find_module", lambda name: None if name == "torchao" else find(name))
+    monkeypatch.setitem(sys.modules, "torchao", None)
     assert full_finetune("optimizer._component_=torchao.optim.AdamW8bit") == [
         "optimizer._component_: there is no module 'torchao'. It comes with: pip install 'tune-recipes[torchao]'"
     ]
@@ -293,3 +293,26 @@ def test_a_component_may_stand_where_the_default_has_null(folder: Path) -> None:
 def test_the_null_of_the_default_may_be_given_again() -> None:
     arguments = ["model.path=m", "dataset.path=d", "validation_dataset.path=null", "max_steps=null"]
     assert load("full_finetune", arguments).validation_dataset.path is None
+
+
+def test_without_imports_keys_and_plain_values_are_told_and_components_are_not_looked_at() -> None:
+    arguments = ["lr=1", "dtype=fp16", "optimizer.lrr=1", "optimizer.lr=-1", "dataset._component_=nowhere.mix"]
+    assert read("full_finetune", arguments, imports=False)[1] == [
+        "lr: is not a setting. Did you mean 'optimizer.lr'?",
+        "model.path: is missing. Give it on the command line: model.path=...",
+        "optimizer.lr: -1 is not a non-negative number.",
+        "dtype: 'fp16' is not one of bf16, fp32.",
+    ]
+
+
+@pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
+def test_without_imports_nothing_is_wrong_that_is_right_with_them(recipe: str) -> None:
+    """Arguments that another component may not take are left in place, and so may be missing or null."""
+    sources = "{a: {path: a, validation_fraction: 0.1}}"
+    mixes = [
+        *("dataset._component_=tune.datasets.mix", f"dataset.sources={sources}", "validate_every=1"),
+        *("validation_dataset._component_=tune.datasets.mix", "validation_dataset.sources={b: {path: b}}"),
+    ]
+    for arguments in (["dataset.path=d"], mixes[:2], [*mixes[3:], "dataset.path=d", "validate_first=true"]):
+        assert not read(recipe, ["model.path=m", *arguments])[1]
+        assert not read(recipe, ["model.path=m", *arguments], imports=False)[1]

@@ -141,7 +141,7 @@ def test_interrupted_runs_save_and_are_continued(number, processes, killing, tmp
 
 
 def test_interrupted_before_the_training(inputs, contents):
-    command = [sys.executable, str(config.find_recipe("full_finetune")), *inputs.settings()]
+    command = [sys.executable, "-m", "tune.cli", "run", "full_finetune", *inputs.settings()]
     before = contents(inputs.folder)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():  # in the midst of the imports

@@ -90,7 +90,10 @@ def main(arguments: Sequence[str]) -> None:
     console = Console()
     colours = console.color_system is not None and not console.no_color
     for line in report(previews, tables, warnings, colours):
-        console.print(line, soft_wrap=True) if colours else print(line.plain)
+        if colours:
+            console.print(line, soft_wrap=True)
+        else:
+            print(line.plain)
 
 
 def report(previews: dict[str, Preview], tables: list[str], warnings: list[str], colours: bool) -> Iterator[Text]:

@@ -32,7 +32,13 @@ def main(arguments: Sequence[str]) -> None:
         return
     options, recipe, settings = split(arguments)
     sys.path.insert(0, str(recipe.resolve().parent))  # as `python` does: components beside the recipe can be named
-    if options and not {"-h", "--help"} & set(settings):
+    default = default_config(recipe)
+    if default and {"-h", "--help"} & set(settings):
+        print(ast.get_docstring(ast.parse(recipe.read_text())) or "", Path(default).read_text(), sep="\n\n")
+        return
+    if default:
+        check(default, settings)
+    if options:
         launch(options, recipe, settings)
         return
     sys.argv = [str(recipe), *settings]
@@ -52,12 +58,20 @@ def split(arguments: Sequence[str]) -> tuple[list[str], Path, list[str]]:
     )
 
 
-def launch(options: list[str], recipe: Path, settings: list[str]) -> None:
-    """Check the settings here, once and before torch is imported; then torchrun does the rest."""
-    default = default_config(recipe)
-    if default is not None:
-        config.load(default, settings)
+def check(default: str, settings: list[str]) -> None:
+    """Tell wrong keys and values at once, then those of components, whose imports take seconds."""
+    _, told = config.read(default, settings, imports=False)
+    if told:
+        print("\n  ".join(["error: in the configuration:", *told]), file=sys.stderr, flush=True)
+        _, findings = config.read(default, settings)
+        for each in findings:
+            if each not in told:
+                print(f"  {each}", file=sys.stderr)
+        sys.exit(2)
 
+
+def launch(options: list[str], recipe: Path, settings: list[str]) -> None:
+    """Run the recipe in several processes, through torchrun."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

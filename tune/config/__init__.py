@@ -1,12 +1,11 @@
-"""A recipe's settings: YAML defaults, `--config` files and `key=value`, checked before anything heavy is imported."""
+"""A recipe's settings: YAML defaults, `--config` files and `key=value`, checked before data or weights are read."""
 
-from tune.config.entry import check_early, entrypoint
+from tune.config.entry import entrypoint
 from tune.config.instantiate import instantiate
-from tune.config.load import load, save
+from tune.config.load import load, read, save
 from tune.config.paths import find_config, find_default, find_recipe, list_configs, list_recipes
 
 __all__ = [
-    "check_early",
     "entrypoint",
     "find_config",
     "find_default",
@@ -15,5 +14,6 @@ __all__ = [
     "list_configs",
     "list_recipes",
     "load",
+    "read",
     "save",
 ]

@@ -53,7 +53,6 @@ def entrypoint(default: str) -> Callable[[Main], Callable[..., None]]:
             if cfg is not None:
                 return main(cfg)
             with explained_errors():
-                signal.signal(signal.SIGINT, signal.default_int_handler)  # see check_early
                 cfg = _settings(main.__globals__, default)
             with explained_errors(cfg):
                 return main(cfg)
@@ -61,14 +60,6 @@ def entrypoint(default: str) -> Callable[[Main], Callable[..., None]]:
         return run
 
     return decorate
-
-
-def check_early(module_name: str, default: str) -> None:
-    """In a recipe that runs as a script: explain wrong settings before its slow imports."""
-    if module_name == "__main__":
-        with explained_errors():
-            _settings(vars(sys.modules[module_name]), default)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main: Ctrl-C in the midst of an import shows no traceback
 
 
 @contextmanager
@@ -91,6 +82,8 @@ def explained_errors(cfg: DictConfig | None = None) -> Iterator[None]:
             raise
         if cfg is not None or _is_first_process():
             _tell(str(error))
+        else:
+            _let_torchrun_end_this()
         raise SystemExit(2) from None
     except OSError as error:
         if debug or error.errno not in NO_ROOM:
@@ -118,10 +111,7 @@ def _settings(recipe: dict[str, Any], default: str) -> DictConfig:
         if _is_first_process():
             print(recipe["__doc__"] or "", file.read_text(encoding="utf-8"), sep="\n")
         raise SystemExit(0)
-    return _load_once(str(file), tuple(sys.argv[1:]))
-
-
-_load_once = functools.cache(load)  # check_early and entrypoint read the same command line
+    return load(str(file), sys.argv[1:])
 
 
 def _rank() -> str:

@@ -51,15 +51,20 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
 def locate(path: str) -> Callable[..., Any]:
     """Import the function or class with this dotted path."""
     first, *names = path.split(".")
+    if not names or not all(name.isidentifier() for name in (first, *names)):
+        raise TuneError(f"'{path}' is not the dotted path of a function or class.")
     found: Any = _import(first, path)
     for name in names:
-        if not hasattr(found, name) and isinstance(found, ModuleType):
-            _import(f"{found.__name__}.{name}", path, missing_in=found)
-        if not hasattr(found, name):
-            raise TuneError(f"{path}: {found.__name__} has no '{name}'.{did_you_mean(name, dir(found))}")
-        found = getattr(found, name)
+        child = getattr(found, name, None)
+        if child is None and isinstance(found, ModuleType):
+            child = _import(f"{found.__name__}.{name}", path, missing_in=found)
+        if child is None:
+            known = [each for each in dir(found) if not each.startswith("_")]
+            raise TuneError(f"{found.__name__} has no '{name}'.{did_you_mean(name, known)}")
+        found = child
     if not callable(found):
-        raise TuneError(f"{path} is not a function or class.")
+        what = "a module, not" if isinstance(found, ModuleType) else "not"
+        raise TuneError(f"'{path}' is {what} a function or class.")
     return found
 
 
@@ -70,6 +75,11 @@ def _import(name: str, path: str, missing_in: ModuleType | None = None) -> Modul
         if error.name == name and missing_in:
             return None
         hint = "Is it installed, or in the current folder?"
-        raise TuneError(f"{path}: there is no module '{error.name}'. {hint}") from error
+        if error.name == "torchao":
+            hint = "It comes with: pip install 'tune-recipes[torchao]'"
+        place = "" if error.name == name else f"{path}: "
+        raise TuneError(f"{place}there is no module '{error.name}'. {hint}") from error
+    except SyntaxError as error:
+        raise TuneError(f"{error.filename}:{error.lineno}: {error.msg}") from error
     except ImportError as error:
         raise TuneError(f"{path} cannot be imported: {error}") from error

@@ -60,17 +60,23 @@ def load(recipe_default: str, arguments: Sequence[str]) -> DictConfig:
     `recipe_default` is the name or file of the YAML that has every key the recipe knows; `arguments` is the command
     line: `--config FILE_OR_NAME` and `key=value`.
     """
+    cfg, findings = read(recipe_default, arguments)
+    if findings:
+        count = f"{len(findings)} problems" if len(findings) > 1 else "a problem"
+        raise TuneError("\n  ".join([f"{count} in the configuration:", *findings]))
+    return cfg
+
+
+def read(recipe_default: str, arguments: Sequence[str], imports: bool = True) -> tuple[DictConfig, list[str]]:
+    """The settings of one run and all that is wrong with them; without `imports`, components are not looked at."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # components in the user's folder can be named
     parsed = parse(arguments)
     default = Layer(_read(find_config(recipe_default)))
     files = [find_config(config) for config in parsed.configs]
     layers = [Layer(_read(file), f" ({file.name})") for file in files]
-    cfg, findings = combine(default, [*layers, Layer(_overrides(parsed))])
-    if findings := parsed.findings + findings:
-        count = f"{len(findings)} problems" if len(findings) > 1 else "a problem"
-        raise TuneError("\n  ".join([f"{count} in the configuration:", *findings]))
-    return cfg
+    cfg, findings = combine(default, [*layers, Layer(_overrides(parsed))], imports)
+    return cfg, parsed.findings + findings
 
 
 def save(cfg: DictConfig, folder: Path) -> list[str]:

@@ -29,9 +29,12 @@ class Layer:
     origin: str = ""
 
 
-def combine(default: Layer, layers: Iterable[Layer]) -> tuple[DictConfig, list[str]]:
-    """Merge layers onto the default, later ones win; returns the resolved settings and all that is wrong with them."""
-    run = _Combination(default.values, [default, *layers])
+def combine(default: Layer, layers: Iterable[Layer], imports: bool = True) -> tuple[DictConfig, list[str]]:
+    """Merge layers onto the default, later ones win; returns the resolved settings and all that is wrong with them.
+
+    Without `imports` (torch's take seconds), what a component takes is not known: keys and plain values are checked.
+    """
+    run = _Combination(default.values, [default, *layers], imports)
     values: Values = {}
     for index, layer in enumerate(run.layers):
         known = run.known_keys(index, layer.values, default.values)
@@ -40,7 +43,8 @@ def combine(default: Layer, layers: Iterable[Layer]) -> tuple[DictConfig, list[s
     run.drop_inherited(values)
     cfg = OmegaConf.create(values)
     run.check(cfg, default.values, Options)
-    run.check_together(cfg)
+    if imports:
+        run.check_together(cfg)
     if not run.findings:
         OmegaConf.resolve(cfg)
     return cfg, run.findings
@@ -59,6 +63,7 @@ def merge(below: Values, above: Values) -> Values:
 class _Combination:
     default: Values
     layers: list[Layer]
+    imports: bool
     findings: list[str] = field(default_factory=list)
     given_in: dict[str, int] = field(default_factory=dict)  # dotted key -> index of the last layer that touched it
     components: dict[str, str] = field(default_factory=dict)  # dotted key of each _component_ -> its value
@@ -115,7 +120,9 @@ class _Combination:
         for name in names:
             key, place, kind = f"{prefix}{name}", default.get(name), kinds.get(str(name))
             if OmegaConf.is_missing(node, name):
-                self._report(key, f"is missing. Give it on the command line: {key}=...")
+                is_inherited = self.given_in[key] < self.given_in.get(f"{prefix}{COMPONENT}", 0)
+                if self.imports or not is_inherited:  # by a component that may not take it
+                    self._report(key, f"is missing. Give it on the command line: {key}=...")
                 continue
             try:
                 value: Any = node[name]
@@ -158,7 +165,7 @@ class _Combination:
         if signature is None or (signature.accepts_any and name not in signature.parameters):
             return ""
         if name in signature.parameters:
-            return mismatch(value, signature.parameters[name].kind())
+            return mismatch(value, signature.parameters[name].kind)
         hint = did_you_mean(name, signature.parameters) or self._place_of(name, [], prefix)
         title = component.rpartition(".")[2]
         return f"{title} has no argument '{name}'.{hint or ' It has: ' + ', '.join(signature.parameters) + '.'}"
@@ -167,7 +174,7 @@ class _Combination:
         signature = self._signature(component)
         if signature is None or argument not in signature.parameters:
             return signature is None or signature.accepts_any
-        return _is_open(value) or fits(value, signature.parameters[argument].kind())
+        return _is_open(value) or fits(value, signature.parameters[argument].kind)
 
     def _signature(self, component: str) -> Signature | None:
         self._absence(component)
@@ -178,7 +185,7 @@ class _Combination:
         """Why there is no such component; empty if there is."""
         if component not in self.signatures:
             try:
-                self.signatures[component] = signature_of(component)
+                self.signatures[component] = signature_of(component) if self.imports else Signature(accepts_any=True)
             except TuneError as error:
                 self.signatures[component] = str(error)
         found = self.signatures[component]
