@@ -14,7 +14,7 @@ from tune.datasets import Accounting, load
 from tune.datasets import cache as cache_module
 from tune.datasets.cache import content_of, key_of, prepared
 from tune.datasets.rows import Outcome
-from tune.datasets.samples import part
+from tune.datasets.samples import chunk
 from tune.datasets.sources import open_source
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
@@ -33,16 +33,16 @@ def rows(tmp_path):
 
 
 @pytest.fixture
-def parts(make):
-    """Two parts, and a list that gets an entry each time they are made."""
+def chunks(make):
+    """Two chunks, and a list that gets an entry each time they are made."""
     made = []
 
-    def parts():
+    def chunks():
         made.append(os.getpid())
-        yield part([Outcome([make.sample(5, 4, 7)])])
-        yield part([Outcome([make.sample(3, 2, 9)]), Outcome(dropped="fully masked")])
+        yield chunk([Outcome([make.sample(5, 4, 7)])])
+        yield chunk([Outcome([make.sample(3, 2, 9)]), Outcome(dropped="fully masked")])
 
-    return parts, made
+    return chunks, made
 
 
 def listing(folder):
@@ -143,41 +143,41 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def test_killed_while_preparing(parts, cache):
-    make_parts, made = parts
+def test_killed_while_preparing(chunks, cache):
+    make_chunks, made = chunks
 
     def stuck():
-        yield from make_parts()
+        yield from make_chunks()
         time.sleep(60)
 
     with process(lambda: prepared(stuck, "key", 64, Accounting(), cache)):
         wait_for(lambda: list(cache.glob("key.partial-*/tokens.npy")))
-    samples = prepared(make_parts, "key", 64, Accounting(), cache)
+    samples = prepared(make_chunks, "key", 64, Accounting(), cache)
     assert samples.tokens.tolist() == [7] * 5 + [9] * 3
     assert listing(cache) == ["key", "key.lock"]
     assert made == [os.getpid()]
 
 
-def test_two_processes_at_once(parts, cache, capsys, monkeypatch):
-    make_parts, made = parts
+def test_two_processes_at_once(chunks, cache, capsys, monkeypatch):
+    make_chunks, made = chunks
     go = cache.parent / "go"
     sleep = time.sleep
 
     def slow():
-        yield from make_parts()
+        yield from make_chunks()
         wait_for(go.exists)
 
     with process(lambda: prepared(slow, "key", 64, Accounting(), cache)):
         wait_for(lambda: list(cache.glob("key.partial-*")))
         monkeypatch.setattr(cache_module.time, "sleep", lambda seconds: (go.touch(), sleep(seconds)))
-        samples = prepared(make_parts, "key", 64, Accounting(), cache)
+        samples = prepared(make_chunks, "key", 64, Accounting(), cache)
     assert samples.lengths.tolist() == [5, 3]
     assert not made  # the other one did
     assert "waiting for another process to prepare the dataset" in capsys.readouterr().err
 
 
-def test_what_one_process_finds_wrong_is_told_by_those_who_wait(parts, cache, monkeypatch):
-    make_parts, made = parts
+def test_what_one_process_finds_wrong_is_told_by_those_who_wait(chunks, cache, monkeypatch):
+    make_chunks, made = chunks
     go = cache.parent / "go"
 
     def wrong():
@@ -190,22 +190,22 @@ def test_what_one_process_finds_wrong_is_told_by_those_who_wait(parts, cache, mo
         wait_for(lambda: list(cache.glob("key.partial-*")))
         monkeypatch.setattr(cache_module.time, "sleep", lambda seconds: (go.touch(), sleep(seconds)))
         with pytest.raises(TuneError, match=r"^rows\.jsonl:3: wrong$"):
-            prepared(make_parts, "key", 64, Accounting(), cache)
+            prepared(make_chunks, "key", 64, Accounting(), cache)
     assert not made
-    assert len(prepared(make_parts, "key", 64, Accounting(), cache)) == 2  # who did not wait tries again
+    assert len(prepared(make_chunks, "key", 64, Accounting(), cache)) == 2  # who did not wait tries again
 
 
 @pytest.mark.parametrize("damage", ["cut", "absent", "about"])
-def test_damaged_files_are_made_anew(parts, cache, damage):
-    make_parts, made = parts
-    prepared(make_parts, "key", 64, Accounting(), cache)
+def test_damaged_files_are_made_anew(chunks, cache, damage):
+    make_chunks, made = chunks
+    prepared(make_chunks, "key", 64, Accounting(), cache)
     if damage == "cut":
         os.truncate(cache / "key" / "tokens.npy", 140)
     elif damage == "absent":
         (cache / "key" / "lengths.npy").unlink()
     else:
         (cache / "key" / "about.json").write_text("{")
-    assert prepared(make_parts, "key", 64, Accounting(), cache).tokens.tolist() == [7] * 5 + [9] * 3
+    assert prepared(make_chunks, "key", 64, Accounting(), cache).tokens.tolist() == [7] * 5 + [9] * 3
     assert len(made) == 2
 
 
@@ -219,16 +219,16 @@ def test_cache_that_cannot_be_written(folder, rows, tmp_path, monkeypatch):
         load(Tokenizer(str(folder)), str(rows), max_seq_len=8)
 
 
-def test_disk_that_gets_full(parts, cache, monkeypatch):
+def test_disk_that_gets_full(chunks, cache, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(cache_module.os, "fsync", full)
     with pytest.raises(TuneError, match=r"cache: No space left on device\. .* to a folder with room"):
-        prepared(parts[0], "key", 64, Accounting(), cache)
+        prepared(chunks[0], "key", 64, Accounting(), cache)
     assert listing(cache) == ["key.lock"]
 
 
-def test_flat_files_open_in_numpy(parts, cache):
-    prepared(parts[0], "key", 64, Accounting(), cache)
+def test_flat_files_open_in_numpy(chunks, cache):
+    prepared(chunks[0], "key", 64, Accounting(), cache)
     assert np.load(cache / "key" / "tokens.npy").tolist() == [7] * 5 + [9] * 3

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tune.datasets import DataLoader, Outcome, Stream, load, validation_batches
-from tune.datasets.samples import part
+from tune.datasets.samples import chunk
 from tune.datasets.stream import Position
 from tune.datasets.workers import map_chunks
 from tune.errors import TuneError
@@ -24,10 +24,10 @@ def stream(make, lengths, pack_to=None, window=64, fingerprint="the same"):
         made = [(number, lengths[number]) for number in numbers]
         return [Outcome([make.sample(n, n - 1, token)]) if n else Outcome(dropped="empty") for token, n in made]
 
-    def parts(start):
-        return map_chunks(lambda numbers: part(outcomes(numbers)), range(start, len(lengths)), 1)
+    def chunks(start):
+        return map_chunks(lambda numbers: chunk(outcomes(numbers)), range(start, len(lengths)), 1)
 
-    return Stream(parts, "rows.jsonl", 64, pack_to, window, fingerprint)
+    return Stream(chunks, "rows.jsonl", 64, pack_to, window, fingerprint)
 
 
 def rows_of(batch):
@@ -165,7 +165,7 @@ def rows(tmp_path):
 def test_streamed_file(folder, rows):
     tokenizer = Tokenizer(str(folder))
     data = load(tokenizer, str(rows), max_seq_len=64, packed=True, streaming=True, shuffle_buffer=1000, workers=2)
-    assert (data.accounting.rows, data.parts_of_window) == (1024, 16)
+    assert (data.accounting.rows, data.chunks_of_window) == (1024, 16)
     drawn, _ = next(data.draw(0, 280, Position()))
     texts = [tokenizer.decode(document.tokens.tolist()) for row in drawn.documents for document in row]
     assert len(set(texts)) == len(texts) > 2700  # ten documents of six tokens a row, but in the last of a window

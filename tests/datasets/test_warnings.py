@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from tune.datasets import load, mix
-from tune.datasets.preview import parts_of
+from tune.datasets.display import parts_of
 from tune.datasets.warnings import warnings_about, warnings_of
 from tune.tokenizers import Tokenizer
 

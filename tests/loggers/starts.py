@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tune import config, distributed
 from tune.errors import TuneError
-from tune.loggers import Run, folder
+from tune.loggers import Run, run_folder
 
 world = distributed.init("cpu")
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -19,7 +19,7 @@ world.barrier()
 if attempt == "0":
     sys.exit(1)
 
-folder.PATIENCE = 0.5
+run_folder.PATIENCE = 0.5
 os.makedirs(f"node-{world.rank}/runs", exist_ok=True)
 os.chdir(f"node-{world.rank}")
 cfg.output_dir = "runs/apart"

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     cfg = settings(arguments)
 
     from tune.config import instantiate
-    from tune.datasets.preview import parts_of
+    from tune.datasets.display import parts_of
     from tune.datasets.warnings import warnings_about
 
     tokenizer = instantiate(cfg.tokenizer)

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from tune.cli.prepare import settings
 from tune.config import instantiate
+from tune.datasets.display import MARKS, Document, Preview, marked, parts_of, preview
 from tune.datasets.formats import suggestion
-from tune.datasets.preview import MARKS, Document, Preview, marked, parts_of, preview
 from tune.datasets.stream import Stream
 from tune.datasets.warnings import warnings_about
 from tune.errors import TuneError

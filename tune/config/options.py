@@ -49,7 +49,7 @@ class Export(Group):
     merge: bool
 
 
-class WeightsAndBiases(Group):
+class WandbOptions(Group):
     project: str | None
     name: str | None
 
@@ -57,7 +57,7 @@ class WeightsAndBiases(Group):
 class Logger(Group):
     console_every: PositiveInt
     tensorboard: bool
-    wandb: WeightsAndBiases
+    wandb: WandbOptions
 
 
 class Profiler(Group):

@@ -3,7 +3,7 @@
 from tune.collators import Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset
-from tune.datasets.load import load
+from tune.datasets.from_path import load
 from tune.datasets.loader import DataLoader, GlobalBatch, validation_batches
 from tune.datasets.mix import Mixture, mix
 from tune.datasets.packing import pack

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, TextIO
 import numpy as np
 
 from tune.datasets.accounting import Accounting
-from tune.datasets.samples import Part, Samples, write
+from tune.datasets.samples import Chunk, Samples, write
 from tune.datasets.sources import File
 from tune.errors import TuneError
 
@@ -62,10 +62,10 @@ def content_of(files: Iterable[File], folder: Path) -> list[str]:
 
 
 def prepared(
-    parts: Callable[[], Iterable[Part]], key: str, max_seq_len: int, accounting: Accounting, folder: Path
+    chunks: Callable[[], Iterable[Chunk]], key: str, max_seq_len: int, accounting: Accounting, folder: Path
 ) -> Samples:
-    """The samples of this key, mapped from files that are made of `parts()` if they are not there; `accounting` gets
-    their counts. Raises TuneError for what `parts` finds, and if the folder cannot be written.
+    """The samples of this key, mapped from files that are made of `chunks()` if they are not there; `accounting` gets
+    their counts. Raises TuneError for what `chunks` finds, and if the folder cannot be written.
     """
     final = folder / key
     try:
@@ -80,7 +80,7 @@ def prepared(
             partial = folder / f"{key}.partial-{secrets.token_hex(4)}"
             partial.mkdir()
             try:
-                _write(_told(parts(), accounting.source), partial, max_seq_len, accounting)
+                _write(_told(chunks(), accounting.source), partial, max_seq_len, accounting)
                 shutil.rmtree(final, ignore_errors=True)  # a damaged one
                 partial.rename(final)
             finally:
@@ -95,9 +95,9 @@ def prepared(
     return samples
 
 
-def _write(parts: Iterable[Part], folder: Path, max_seq_len: int, accounting: Accounting) -> None:
+def _write(chunks: Iterable[Chunk], folder: Path, max_seq_len: int, accounting: Accounting) -> None:
     with _array(folder, "tokens", "<i4") as tokens, _array(folder, "labels", "<i4") as labels:
-        about = write(parts, max_seq_len, accounting, tokens, labels)
+        about = write(chunks, max_seq_len, accounting, tokens, labels)
     columns = about.pop("columns")
     arrays = {name: about.pop(name) for name in ("lengths", "supervised", "digests")}
     for name, values in (arrays | {f"column-{name}": values for name, values in columns.items()}).items():
@@ -170,13 +170,13 @@ def _taken(lock: TextIO) -> bool:
     return True
 
 
-def _told(parts: Iterable[Part], source: str) -> Iterator[Part]:
+def _told(chunks: Iterable[Chunk], source: str) -> Iterator[Chunk]:
     """Says from time to time how far it is."""
     rows, start = 0, time.monotonic()
     last = start
-    for part in parts:
-        yield part
-        rows, now = rows + part.accounting.rows, time.monotonic()
+    for chunk in chunks:
+        yield chunk
+        rows, now = rows + chunk.accounting.rows, time.monotonic()
         if now - last >= TELL:
             last = now
             speed = f"{rows / (now - start):,.0f} rows a second"

@@ -12,7 +12,7 @@ from tune.collators import Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.packing import pack
 from tune.datasets.rows import Outcome, fitted
-from tune.datasets.samples import Samples, in_memory, part
+from tune.datasets.samples import Samples, chunk, in_memory
 from tune.errors import TuneError
 
 
@@ -56,7 +56,7 @@ class Dataset:
         accounting = accounting or Accounting()
         units = itertools.groupby(enumerate(samples), lambda item: item[1].columns.get("group", -1 - item[0]))
         together = (_together([fitted(sample, max_seq_len) for _, sample in unit]) for _, unit in units)
-        flat = in_memory([part(itertools.chain.from_iterable(together))], max_seq_len, accounting)
+        flat = in_memory([chunk(itertools.chain.from_iterable(together))], max_seq_len, accounting)
         return cls(flat, accounting, max_seq_len if packed else None)
 
     def __len__(self) -> int:

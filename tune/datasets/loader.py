@@ -11,7 +11,7 @@ import torch
 from tune.collators import Batch, collate
 from tune.datasets.dataset import Dataset
 from tune.datasets.mix import Mixture
-from tune.datasets.stream import Position, Rows, Stream, ahead
+from tune.datasets.stream import DrawnRows, Position, Stream, ahead
 from tune.errors import TuneError
 
 
@@ -115,7 +115,7 @@ class DataLoader:
             )
         self._step, self._position = state["step"], Position(**state["position"])
 
-    def _batch(self, data: Dataset | Mixture | Rows, rows: np.ndarray, names: list[int]) -> GlobalBatch:
+    def _batch(self, data: Dataset | Mixture | DrawnRows, rows: np.ndarray, names: list[int]) -> GlobalBatch:
         micro_batches = list(_micro_batches(data, rows, self.world, self.micro_batch_size, self.pad_to))
         if torch.cuda.is_initialized():  # from pinned memory it is copied while the GPU computes
             micro_batches = [batch.pin_memory() for batch in micro_batches]
@@ -144,14 +144,14 @@ def validation_batches(
 
 
 def _micro_batches(
-    dataset: Dataset | Mixture | Rows, rows: np.ndarray, world: DataRanks, micro_batch_size: int, pad_to: int | None
+    data: Dataset | Mixture | DrawnRows, rows: np.ndarray, world: DataRanks, micro_batch_size: int, pad_to: int | None
 ) -> Iterator[Batch]:
-    by_length = rows[np.argsort(-dataset.row_tokens[rows], kind="stable")]
+    by_length = rows[np.argsort(-data.row_tokens[rows], kind="stable")]
     together = world.data_size * micro_batch_size
     for start in range(0, len(by_length), together):
         mine = by_length[start : start + together][world.data_rank :: world.data_size]
         missing = micro_batch_size - len(mine)
-        yield collate([*map(dataset.row, mine), *([[]] * missing)], pad_to, dataset.columns)
+        yield collate([*map(data.row, mine), *([[]] * missing)], pad_to, data.columns)
 
 
 def _steps_of_a_stream(stream: Stream, epochs: int, max_steps: int | None) -> int:

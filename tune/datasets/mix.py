@@ -13,7 +13,7 @@ import numpy as np
 from tune.collators import Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset, renumbered
-from tune.datasets.load import load
+from tune.datasets.from_path import load
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 from tune.type_check import mismatch

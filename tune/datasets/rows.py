@@ -24,7 +24,7 @@ from tune.datasets.formats import (
     shown,
 )
 from tune.datasets.remarks import columns_left_out, remarks
-from tune.datasets.supervision import Span, TrainOn, flagged, learned_roles, learned_text
+from tune.datasets.train_on import Span, TrainOn, flagged, learned_roles, learned_text
 from tune.datasets.user_functions import load_function
 from tune.errors import TuneError
 from tune.tokenizers import Encoding, Tokenizer

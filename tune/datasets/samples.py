@@ -17,7 +17,7 @@ MISTAKES_SHOWN = 5
 
 
 @dataclass(eq=False)
-class Part:
+class Chunk:
     """The samples of some rows, flat (int32), and what became of the rows.
 
     `lengths` and `supervised` count the tokens of each sample; `digests` (uint64) are equal for equal tokens.
@@ -62,7 +62,7 @@ class Samples:
         }
 
 
-def part(outcomes: Iterable[Outcome]) -> Part:
+def chunk(outcomes: Iterable[Outcome]) -> Chunk:
     """The samples of some rows together."""
     accounting = Accounting()
     tokens, labels = [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.int32)]
@@ -79,7 +79,7 @@ def part(outcomes: Iterable[Outcome]) -> Part:
         labels += [np.asarray(sample.labels, dtype=np.int32) for sample in outcome.samples]
         for name, value in (item for sample in outcome.samples for item in sample.columns.items()):
             columns.setdefault(name, []).append(np.asarray(value))
-    return Part(
+    return Chunk(
         np.concatenate(tokens),
         np.concatenate(labels),
         np.array([len(each) for each in labels[1:]], dtype=np.int64),
@@ -92,18 +92,18 @@ def part(outcomes: Iterable[Outcome]) -> Part:
     )
 
 
-def in_memory(parts: Iterable[Part], max_seq_len: int, accounting: Accounting) -> Samples:
-    """All parts together, counted in `accounting`. Raises TuneError for mistakes, or if no sample is left."""
+def in_memory(chunks: Iterable[Chunk], max_seq_len: int, accounting: Accounting) -> Samples:
+    """All chunks together, counted in `accounting`. Raises TuneError for mistakes, or if no sample is left."""
     tokens, labels = io.BytesIO(), io.BytesIO()
-    others = write(parts, max_seq_len, accounting, tokens, labels)
+    others = write(chunks, max_seq_len, accounting, tokens, labels)
     tokens_array, labels_array = (np.frombuffer(file.getbuffer(), dtype=np.int32) for file in (tokens, labels))
     return Samples(tokens=tokens_array, labels=labels_array, **others)
 
 
 def write(
-    parts: Iterable[Part], max_seq_len: int, accounting: Accounting, tokens: BinaryIO, labels: BinaryIO
+    chunks: Iterable[Chunk], max_seq_len: int, accounting: Accounting, tokens: BinaryIO, labels: BinaryIO
 ) -> dict[str, Any]:
-    """Writes the parts' tokens and labels; returns the other fields of their `Samples`, counts in `accounting`."""
+    """Writes the chunks' tokens and labels; returns the other fields of their `Samples`, counts in `accounting`."""
     lengths: list[np.ndarray] = []
     supervised: list[np.ndarray] = []
     equal: list[np.ndarray] = []
@@ -112,24 +112,24 @@ def write(
     mistakes: list[str] = []
     largest = 0
     digests = [hashlib.blake2b(digest_size=16) for _ in range(3)]
-    for part in parts:
-        mistakes += part.mistakes
+    for chunk in chunks:
+        mistakes += chunk.mistakes
         if len(mistakes) >= MISTAKES_SHOWN:
             break
-        accounting.add(part.accounting)
-        prompts += [part.shortest_prompt] if part.shortest_prompt else []
-        if not len(part.lengths):
+        accounting.add(chunk.accounting)
+        prompts += [chunk.shortest_prompt] if chunk.shortest_prompt else []
+        if not len(chunk.lengths):
             continue
-        tokens.write(part.tokens.data)
-        labels.write(part.labels.data)
-        for digest, values in zip(digests, (part.tokens, part.labels, part.lengths), strict=True):
+        tokens.write(chunk.tokens.data)
+        labels.write(chunk.labels.data)
+        for digest, values in zip(digests, (chunk.tokens, chunk.labels, chunk.lengths), strict=True):
             digest.update(values.data)
-        lengths.append(part.lengths)
-        supervised.append(part.supervised)
-        equal.append(part.digests)
-        for name, values in part.columns.items():
+        lengths.append(chunk.lengths)
+        supervised.append(chunk.supervised)
+        equal.append(chunk.digests)
+        for name, values in chunk.columns.items():
             columns.setdefault(name, []).append(values)
-        largest = max(largest, int(part.tokens.max()))
+        largest = max(largest, int(chunk.tokens.max()))
     if mistakes:
         first = f"the first {MISTAKES_SHOWN} rows" if len(mistakes) >= MISTAKES_SHOWN else "rows"
         listing = mistakes[:MISTAKES_SHOWN]

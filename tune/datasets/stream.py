@@ -11,7 +11,7 @@ import numpy as np
 from tune.collators import Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset, renumbered
-from tune.datasets.samples import Part, in_memory
+from tune.datasets.samples import Chunk, in_memory
 from tune.datasets.workers import CHUNK
 from tune.errors import TuneError
 
@@ -40,7 +40,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Rows:
+class DrawnRows:
     """Training rows that were drawn from a stream."""
 
     documents: list[list[Sample]]
@@ -63,18 +63,18 @@ class Stream:
 
     def __init__(
         self,
-        parts: Callable[[int], Iterator[Part]],
+        chunks: Callable[[int], Iterator[Chunk]],
         name: str,
         max_seq_len: int,
         pack_to: int | None,
         window: int,
         fingerprint: str,
     ) -> None:
-        """`parts(n)` gives the samples of the source behind its first n rows, 64 rows a part; a window has so many rows
-        (rounded up to whole parts). Raises TuneError for what the first window finds."""
-        self.parts, self.name, self.fingerprint = parts, name, fingerprint
+        """`chunks(n)` gives the samples of the source behind its first n rows, 64 rows a chunk; a window has so many
+        rows (rounded up to whole chunks). Raises TuneError for what the first window finds."""
+        self.chunks, self.name, self.fingerprint = chunks, name, fingerprint
         self.max_seq_len, self.pack_to = max_seq_len, pack_to
-        self.parts_of_window = -(-window // CHUNK)
+        self.chunks_of_window = -(-window // CHUNK)
         self.seen = Accounting(f"{name}, rows read in this run", row_capacity=pack_to)
         self.vocab_size: int | None = None
         self._windows = self._passes(Position())
@@ -93,7 +93,7 @@ class Stream:
         assert self._first
         return self._first.data
 
-    def draw(self, seed: int, number: int, start: Position) -> Iterator[tuple[Rows, Position]]:
+    def draw(self, seed: int, number: int, start: Position) -> Iterator[tuple[DrawnRows, Position]]:
         """Training rows, so many at a time, with the position behind them; without end."""
         windows = self._passes(start)
         if start == Position() and self._first:  # it is here already
@@ -116,16 +116,16 @@ class Stream:
                 if len(rows) == number:
                     documents_of, tokens, supervised = zip(*rows, strict=True)
                     position = Position(window.epoch, window.row, window.samples, at, data.fingerprint)
-                    yield Rows(list(documents_of), np.array(tokens), np.array(supervised), data.columns), position
+                    yield DrawnRows(list(documents_of), np.array(tokens), np.array(supervised), data.columns), position
                     rows = []
 
     def windows(self, start: Position | None = None) -> Iterator[Window]:
         """Those from the one at `start` to the end of the source."""
         start = start or Position()
         row, samples = start.row, start.samples
-        parts = self.parts(row)
-        while (window := self._next_parts(parts)) or not row:
-            if row and not any(_has_content(part) for part in window):
+        chunks = self.chunks(row)
+        while (window := self._next_chunks(chunks)) or not row:
+            if row and not any(_has_content(chunk) for chunk in window):
                 return  # the end of the source, and nothing to learn from in it
             data = self._window(window, row)
             yield Window(start.epoch, row, samples, data)
@@ -137,26 +137,26 @@ class Stream:
             yield from self.windows(start)
             start = Position(start.epoch + 1)
 
-    def _next_parts(self, parts: Iterator[Part]) -> list[Part]:
+    def _next_chunks(self, chunks: Iterator[Chunk]) -> list[Chunk]:
         """Those of a window; of more rows if there is nothing in them to learn from."""
-        window: list[Part] = []
-        while more := list(islice(parts, self.parts_of_window)):
+        window: list[Chunk] = []
+        while more := list(islice(chunks, self.chunks_of_window)):
             window += more
-            if any(_has_content(part) for part in more):
+            if any(_has_content(chunk) for chunk in more):
                 break
         return window
 
-    def _window(self, parts: list[Part], row: int) -> Dataset:
-        rows = f", streamed: rows {row + 1:,} to {row + CHUNK * len(parts):,}" if parts else ""
+    def _window(self, chunks: list[Chunk], row: int) -> Dataset:
+        rows = f", streamed: rows {row + 1:,} to {row + CHUNK * len(chunks):,}" if chunks else ""
         accounting = Accounting(f"{self.name}{rows}")
-        data = Dataset(in_memory(parts, self.max_seq_len, accounting), accounting, self.pack_to)
+        data = Dataset(in_memory(chunks, self.max_seq_len, accounting), accounting, self.pack_to)
         if self.vocab_size:
             data.require_vocabulary(self.vocab_size)
         return data
 
 
-def _has_content(part: Part) -> bool:
-    return len(part.lengths) > 0 or bool(part.mistakes)
+def _has_content(chunk: Chunk) -> bool:
+    return len(chunk.lengths) > 0 or bool(chunk.mistakes)
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:

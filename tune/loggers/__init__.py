@@ -3,8 +3,8 @@
 from tune.loggers.accuracy import accuracy
 from tune.loggers.flops import flops_per_token
 from tune.loggers.profiler import profile
-from tune.loggers.routing import routing
-from tune.loggers.run import Run, require_finite
+from tune.loggers.router_metrics import routing
 from tune.loggers.sinks import Sink
+from tune.loggers.training_run import Run, require_finite
 
 __all__ = ["Run", "Sink", "accuracy", "flops_per_token", "profile", "require_finite", "routing"]

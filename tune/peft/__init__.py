@@ -4,7 +4,7 @@ from tune.peft.adapters import Adapted, adapted_modules, add_adapters, initializ
 from tune.peft.dropout import set_dropout_keys
 from tune.peft.files import adapter, export_adapter, load_adapter, read_adapter
 from tune.peft.lora import LoRA, LoRALinear
-from tune.peft.merge import merge
+from tune.peft.merging import merge
 from tune.peft.tokens import untrained_tokens
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Rows from files, from the Hugging Face hub and from functions, each with its place for messages."""
 
-from tune.datasets.sources.files import File
-from tune.datasets.sources.readers import Rows
-from tune.datasets.sources.source import Source, open_source
+from tune.datasets.sources.data_files import File
+from tune.datasets.sources.opening import Source, open_source
+from tune.datasets.sources.readers import PlacedRows
 
-__all__ = ["File", "Rows", "Source", "open_source"]
+__all__ = ["File", "PlacedRows", "Source", "open_source"]

@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from tune.datasets.sources.files import File
+from tune.datasets.sources.data_files import File
 from tune.errors import TuneError
 
-Rows = Iterator[tuple[str, Any]]
+PlacedRows = Iterator[tuple[str, Any]]
 """Rows, each with its place. What is wrong with a row alone (a malformed line) is a TuneError in its stead."""
 
 BLANKS = b"\xef\xbb\xbf \t\r\n"
 WRAPPERS = ("data", "rows", "examples", "samples", "instances", "records", "items")  # of the list of rows in an object
 
 
-def read(file: File) -> Rows:
+def read(file: File) -> PlacedRows:
     """The file's rows, each with its place. Raises TuneError, with the line where there are lines, if it is damaged."""
     try:
         if file.is_git_pointer:
@@ -51,7 +51,7 @@ def _pruned(value: Any) -> Any:
     return [_pruned(item) for item in value] if isinstance(value, list) else value
 
 
-def _json(file: File) -> Rows:
+def _json(file: File) -> PlacedRows:
     """A list of rows, an object that holds one (`{"data": [...]}`), or one row per line."""
     if _has_lines(file):
         yield from _json_lines(file)
@@ -89,7 +89,7 @@ def _has_lines(file: File) -> bool:
     return has_more
 
 
-def _json_lines(file: File) -> Rows:
+def _json_lines(file: File) -> PlacedRows:
     with file.open() as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -112,7 +112,7 @@ def _malformed(error: json.JSONDecodeError) -> str:
     return f"malformed JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
 
 
-def _csv(file: File) -> Rows:
+def _csv(file: File) -> PlacedRows:
     csv.field_size_limit(sys.maxsize)
     number = 0
     try:
@@ -155,7 +155,7 @@ def _text_lines(file: File) -> Iterator[str]:
                 raise TuneError(f"{file.path}:{number}: {_not_text(error)}") from error
 
 
-def _parquet(file: File) -> Rows:
+def _parquet(file: File) -> PlacedRows:
     import pyarrow
     import pyarrow.parquet
 
@@ -166,7 +166,7 @@ def _parquet(file: File) -> Rows:
         raise TuneError(f"{file.path}: malformed Parquet: {error}") from error
 
 
-def _arrow(file: File) -> Rows:
+def _arrow(file: File) -> PlacedRows:
     """An IPC file or an IPC stream."""
     import pyarrow
 
@@ -183,11 +183,11 @@ def _arrow(file: File) -> Rows:
         raise TuneError(f"{file.path}: malformed Arrow: {error}") from error
 
 
-def _numbered(file: File, tables: Iterable[Any]) -> Rows:
+def _numbered(file: File, tables: Iterable[Any]) -> PlacedRows:
     return ((f"{file.name}:row {number}", without_nulls(row)) for number, row in enumerate(table_rows(tables), 1))
 
 
-def _text(file: File) -> Rows:
+def _text(file: File) -> PlacedRows:
     """The file is one document."""
     yield file.name, {"text": "".join(_text_lines(file))}
 
@@ -196,7 +196,7 @@ def _not_text(error: UnicodeDecodeError) -> TuneError:
     return TuneError(f"not UTF-8 text: {error.reason} at byte {error.start}. Save the file as UTF-8")
 
 
-READERS: dict[str, Callable[[File], Rows]] = {
+READERS: dict[str, Callable[[File], PlacedRows]] = {
     ".json": _json,
     ".jsonl": _json_lines,
     ".csv": _csv,

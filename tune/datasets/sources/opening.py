@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from tune.datasets.sources.files import File, choose_files, is_on_the_hub, open_tree
-from tune.datasets.sources.readers import Rows, read, table_rows, without_nulls
+from tune.datasets.sources.data_files import File, choose_files, is_on_the_hub, open_tree
+from tune.datasets.sources.readers import PlacedRows, read, table_rows, without_nulls
 from tune.datasets.user_functions import load_function
 from tune.errors import TuneError
 
@@ -18,7 +18,7 @@ class Source:
     """Rows, each with its place ("chats.jsonl:12") for messages; `files` is empty for rows that come from elsewhere."""
 
     name: str
-    rows: Rows
+    rows: PlacedRows
     files: list[File] = field(default_factory=list)
     ignored_files: list[str] = field(default_factory=list)
 
@@ -56,7 +56,7 @@ def _require_default(path: str, split: str, subset: str | None) -> None:
         raise TuneError(f"{path} has neither splits nor subsets; found {asked}: remove it")
 
 
-def _generated(function: Callable[[], Any], path: str) -> Rows:
+def _generated(function: Callable[[], Any], path: str) -> PlacedRows:
     name, number = getattr(function, "__name__", "function"), 0
     try:
         rows = function()
@@ -70,7 +70,7 @@ def _generated(function: Callable[[], Any], path: str) -> Rows:
         raise TuneError(f"{path} fails behind row {number}: {type(error).__name__}: {error}") from error
 
 
-def _hub(name: str, subset: str | None, split: str) -> Rows:
+def _hub(name: str, subset: str | None, split: str) -> PlacedRows:
     import datasets
 
     datasets.disable_progress_bars()
@@ -84,7 +84,7 @@ def _hub(name: str, subset: str | None, split: str) -> Rows:
     yield from _numbered(name, rows)
 
 
-def _saved(path: str) -> Rows:
+def _saved(path: str) -> PlacedRows:
     """A folder that `datasets.Dataset.save_to_disk` wrote."""
     import datasets
 

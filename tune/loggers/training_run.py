@@ -14,11 +14,11 @@ from torch import nn
 
 from tune import config
 from tune.datasets import DataLoader, Dataset, Mixture, Stream
-from tune.datasets.preview import MARKS, first_row, marked, parts_of
+from tune.datasets.display import MARKS, first_row, marked, parts_of
 from tune.datasets.warnings import warnings_about
 from tune.distributed import World
 from tune.errors import TuneError
-from tune.loggers import folder
+from tune.loggers import run_folder
 from tune.loggers.flops import flops_per_token, peak_flops
 from tune.loggers.hardware import hardware_notes
 from tune.loggers.memory import peak_memory_gib, planned_memory
@@ -44,11 +44,11 @@ class Run:
     def __init__(self, cfg: DictConfig, world: World, recipe: str):
         require_installed(cfg.logger)
         self.cfg, self.world = cfg, world
-        self.path = folder.choose(cfg.output_dir, recipe, world)
-        self.resume = world.broadcast(folder.resumption(self.path, cfg.resume))
-        if refusal := world.broadcast(folder.claim(self.path, self.resume) if world.is_main else ""):
+        self.path = run_folder.choose(cfg.output_dir, recipe, world)
+        self.resume = world.broadcast(run_folder.resumption(self.path, cfg.resume))
+        if refusal := world.broadcast(run_folder.claim(self.path, self.resume) if world.is_main else ""):
             raise TuneError(refusal)
-        folder.require_shared(self.path, world)
+        run_folder.require_shared(self.path, world)
         self.sinks: list[Sink] = [Console(cfg.logger.console_every)] if world.is_main else []
         self.messages: list[str] = []
         self.data: dict[str, Any] = {}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tune.datasets import Dataset, RowReader, load, mix
-from tune.datasets.preview import document, first_row, histogram, marked, parts_of, preview
+from tune.datasets.display import document, first_row, histogram, marked, parts_of, preview
 from tune.datasets.stream import Stream
 from tune.datasets.warnings import overlap, warnings_of
 from tune.tokenizers import Tokenizer

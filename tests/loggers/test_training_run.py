@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tune.loggers import Run
-from tune.loggers import run as module
+from tune.loggers import training_run as module
 from tune.loggers.sinks import Sink
 
 CFG = OmegaConf.create({"output_dir": None, "resume": "auto", "logger": {"console_every": 1}})
@@ -33,7 +33,7 @@ def clock(monkeypatch):
 def run(clock, monkeypatch, tmp_path):
     """That of the second of four processes, on a device whose peak is known."""
     monkeypatch.setattr(module, "peak_flops", lambda device: 1e6)
-    monkeypatch.setattr(module.folder, "require_shared", lambda path, world: None)  # the other three do not exist
+    monkeypatch.setattr(module.run_folder, "require_shared", lambda path, world: None)  # the other three do not exist
     world = SimpleNamespace(size=4, is_main=False, device=torch.device("cpu"), share=lambda value: value)
     run = Run(OmegaConf.merge(CFG, {"output_dir": str(tmp_path)}), world, "test")
     run.sinks, run.flops_per_token = [Kept()], 50.0

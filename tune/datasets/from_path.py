@@ -13,10 +13,10 @@ from tune.datasets.cache import cache_folder, content_of, hash_of, key_of, prepa
 from tune.datasets.dataset import Dataset
 from tune.datasets.formats import FORMATS, Format, recognise, suggestion
 from tune.datasets.rows import CANNOT_BE_USED, RowReader, TooLong
-from tune.datasets.samples import Part, part
+from tune.datasets.samples import Chunk, chunk
 from tune.datasets.sources import Source, open_source
 from tune.datasets.stream import Stream
-from tune.datasets.supervision import TrainOn
+from tune.datasets.train_on import TrainOn
 from tune.datasets.user_functions import load_function, sources_of
 from tune.datasets.workers import available_cores, map_chunks
 from tune.errors import TuneError
@@ -92,8 +92,8 @@ def load(
 
     def samples_of(reader: RowReader, source: Source, accounting: Accounting) -> Dataset:
         key = key_of(content, take, tokenizer.fingerprint, _settings(reader))
-        parts = partial(_parts, reader, source, accounting, workers)
-        samples = prepared(parts, key, max_seq_len, accounting, folder)
+        chunks = partial(_chunks, reader, source, accounting, workers)
+        samples = prepared(chunks, key, max_seq_len, accounting, folder)
         return Dataset(samples, accounting, max_seq_len if packed else None)
 
     dataset = samples_of(reader, source, Accounting(path, ignored_files=source.ignored_files))
@@ -144,17 +144,17 @@ def _streamed(
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes of this machine that read the same
     workers = workers or max(1, available_cores() // here)
 
-    def parts(start: int) -> Iterator[Part]:
-        return _parts(reader, open_rows(), Accounting(), workers, start)
+    def chunks(start: int) -> Iterator[Chunk]:
+        return _chunks(reader, open_rows(), Accounting(), workers, start)
 
     names = [file.name for file in source.files]
     fingerprint = hash_of(names, reader.tokenizer.fingerprint, _settings(reader), packed, window)
-    return Stream(parts, source.name, reader.max_seq_len, reader.max_seq_len if packed else None, window, fingerprint)
+    return Stream(chunks, source.name, reader.max_seq_len, reader.max_seq_len if packed else None, window, fingerprint)
 
 
-def _parts(
+def _chunks(
     reader: RowReader, source: Source, accounting: Accounting, workers: int | None, start: int = 0
-) -> Iterator[Part]:
+) -> Iterator[Chunk]:
     """The samples of the rows behind the first `start`. The very first row decides the format where none is given."""
     ahead = []
     for place, row in source.rows:
@@ -162,16 +162,16 @@ def _parts(
         if isinstance(row, dict):
             reader = _for_rows_like(row, place, reader, accounting)
             break
-    function: Callable[[list[tuple[str, Any]]], Part] = partial(_part, reader)
-    parts = map_chunks(function, islice(chain(ahead, source.rows), start, None), workers)
-    return parts if reader.max_bad_share is None else _with_few_bad_rows(parts, reader.max_bad_share, source.name)
+    function: Callable[[list[tuple[str, Any]]], Chunk] = partial(_chunk, reader)
+    chunks = map_chunks(function, islice(chain(ahead, source.rows), start, None), workers)
+    return chunks if reader.max_bad_share is None else _with_few_bad_rows(chunks, reader.max_bad_share, source.name)
 
 
-def _with_few_bad_rows(parts: Iterable[Part], max_bad_share: float, name: str) -> Iterator[Part]:
-    """The parts. Raises TuneError when more than this share of their rows cannot be used: of all rows, or of those read
-    so far from 1,000 on."""
+def _with_few_bad_rows(chunks: Iterable[Chunk], max_bad_share: float, name: str) -> Iterator[Chunk]:
+    """The chunks. Raises TuneError when more than this share of their rows cannot be used: of all rows, or of those
+    read so far from 1,000 on."""
     seen = Accounting()
-    for each in parts:
+    for each in chunks:
         yield each
         seen.add(each.accounting)
         if seen.rows >= TRUSTED:
@@ -206,5 +206,5 @@ def _for_rows_like(row: dict[str, Any], place: str, reader: RowReader, accountin
     return replace(reader, format=found)
 
 
-def _part(reader: RowReader, rows: list[tuple[str, Any]]) -> Part:
-    return part(reader(rows))
+def _chunk(reader: RowReader, rows: list[tuple[str, Any]]) -> Chunk:
+    return chunk(reader(rows))
