@@ -34,7 +34,7 @@ def run(clock, monkeypatch, tmp_path):
     """That of the second of four processes, on a device whose peak is known."""
     monkeypatch.setattr(module, "peak_flops", lambda device: 1e6)
     monkeypatch.setattr(module.run_folder, "require_shared", lambda path, world: None)  # the other three do not exist
-    world = SimpleNamespace(size=4, is_main=False, device=torch.device("cpu"), share=lambda value: value)
+    world = SimpleNamespace(size=4, is_main=False, device=torch.device("cpu"), broadcast=lambda value: value)
     run = Run(OmegaConf.merge(CFG, {"output_dir": str(tmp_path)}), world, "test")
     run.sinks, run.flops_per_token = [Kept()], 50.0
     return run
