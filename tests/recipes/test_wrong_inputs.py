@@ -150,7 +150,7 @@ def broken_config_json(inputs):
     (inputs.model / "config.json").write_text('{"model_type": "llama",')
 
 
-@wrong("config.json", "model_type 'mamba' has no family here", "model._component_=tune.models.hf")
+@wrong("config.json", "model_type 'mamba' is not supported", "model._component_=tune.models.hf")
 def unsupported_architecture(inputs):
     inputs.change_json("config.json", model_type="mamba")
 

@@ -1,8 +1,9 @@
-"""A family is what shares a Hugging Face `model_type`: how its config.json is read and how its parameters are named.
+"""A family is the models of one Hugging Face `model_type`: how config.json is read and how parameters are named.
 
-Each is a file in this folder, named for its model_type. `register` adds one from elsewhere.
+Each file in this folder has those of one lineage in its `FAMILIES`. `register` adds one from elsewhere.
 """
 
+import functools
 import importlib
 import pkgutil
 import re
@@ -19,11 +20,11 @@ REGISTERED: dict[str, "Family"] = {}
 
 @dataclass(frozen=True)
 class Family:
-    """`names` pairs modules, or parameters that no module of their own holds, on disk with ours; `{}` stands for a
-    number. A `{}` on disk that ours has not numbers the tensors whose stack is our parameter.
+    """`names` maps modules, and parameters without a module of their own, from their names on disk to ours. `{}` is a
+    number; one more `{}` on disk than here means that our parameter is the stack of those tensors.
 
-    `ignored` are patterns of tensors that a checkpoint may carry and the model does without: old ones have the
-    rotary frequencies. `{num_layers}` in them is the number of layers.
+    `ignored` are patterns of tensors on disk that the model does not use, such as the rotary frequencies of old
+    checkpoints. `{num_layers}` in them is the number of layers.
     """
 
     read_config: Callable[[ConfigFile], DecoderConfig]
@@ -46,13 +47,12 @@ class Family:
 
 
 def register(model_type: str, family: Family) -> None:
-    """Make `build` read checkpoints of another `model_type`, or read one of ours in another way."""
+    """Make `build` read checkpoints of another `model_type`, or replace how it reads one."""
     REGISTERED[model_type] = family
 
 
 def supported() -> list[str]:
-    ours = {module.name for module in pkgutil.iter_modules(__path__)} - {"read"}
-    return sorted(ours | REGISTERED.keys())
+    return sorted(_shipped() | REGISTERED)
 
 
 def family(model_type: str) -> Family:
@@ -61,11 +61,15 @@ def family(model_type: str) -> Family:
     Raises:
         TuneError: it is not supported; the message lists those that are.
     """
-    if model_type in REGISTERED:
-        return REGISTERED[model_type]
-    if model_type not in supported():
-        raise TuneError(
-            f"config.json: model_type '{model_type}' has no family here; there are {', '.join(supported())}. Any "
-            "other model of transformers is trained by model._component_=tune.models.hf"
-        )
-    return importlib.import_module(f"tune.models.families.{model_type}").FAMILY
+    if found := (_shipped() | REGISTERED).get(model_type):
+        return found
+    raise TuneError(
+        f"config.json: model_type '{model_type}' is not supported; supported: {', '.join(supported())}. Any other "
+        "model of transformers is trained by model._component_=tune.models.hf"
+    )
+
+
+@functools.cache
+def _shipped() -> dict[str, Family]:
+    modules = [importlib.import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__)]
+    return {name: family for module in modules for name, family in getattr(module, "FAMILIES", {}).items()}

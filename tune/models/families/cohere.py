@@ -1,4 +1,6 @@
-"""Command R: attention and feed-forward off one layer norm, neighbouring dimensions as rotated pairs."""
+"""Command R, and R7B and A: attention and feed-forward read the same layer norm; neighbouring dimensions are pairs."""
+
+from typing import Any
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
@@ -6,14 +8,35 @@ from tune.models.families import Family, read
 from tune.models.families.llama import NAMES
 from tune.models.layers import NormConfig
 
+# What older files of Command R7B say of the architecture, and transformers takes for granted.
+FIXED: dict[str, Any] = {
+    "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "use_gated_activation": True, "use_parallel_block": True,
+    "use_qk_norm": False, "use_embedding_sharing": True, "order_of_interleaved_layers": "local_attn_first",
+}  # fmt: skip
 
-def read_config(file: ConfigFile) -> DecoderConfig:
+
+def read_cohere(file: ConfigFile) -> DecoderConfig:
     file.assume(max_position_embeddings=8192, rope_theta=500000.0, tie_word_embeddings=True, logit_scale=0.0625)
     file.expect(use_qk_norm=False)
-    bias, rope = file.flag("attention_bias"), read.rope(file, interleaved=True)
-    layer = LayerConfig(read.attention(file, rope, bias=bias, output_bias=bias), read.mlp(file), parallel=True)
+    attention = read.attention(file, read.rope(file, interleaved=True), bias_field="attention_bias")
+    layers = [LayerConfig(attention, read.mlp(file), parallel=True)] * read.num_layers(file)
+    return _decoder(file, layers)
+
+
+def read_cohere2(file: ConfigFile) -> DecoderConfig:
+    """Command R with windows; full layers do not rotate."""
+    file.assume(sliding_window=4096, max_position_embeddings=8192, tie_word_embeddings=True, logit_scale=0.0625)
+    file.expect(**FIXED)
+    file.ignore("use_parallel_embedding", "layer_switch")
+    every = file.integer("sliding_window_pattern", 4)
+    windows = read.windows(file, lambda index: (index + 1) % every != 0)
+    layer = LayerConfig(read.attention(file, None, bias_field="attention_bias"), read.mlp(file), parallel=True)
+    return _decoder(file, read.with_windows(layer, windows, sliding_rope=read.rope(file, interleaved=True)))
+
+
+def _decoder(file: ConfigFile, layers: list[LayerConfig]) -> DecoderConfig:
     norm = NormConfig("layer", file.number("layer_norm_eps", 1e-5))
-    return read.decoder(file, [layer] * read.num_layers(file), norm, logit_scale=file.number("logit_scale"))
+    return read.decoder(file, layers, norm, logit_scale=file.number("logit_scale"))
 
 
-FAMILY = Family(read_config, NAMES)
+FAMILIES = {"cohere": Family(read_cohere, NAMES), "cohere2": Family(read_cohere2, NAMES)}

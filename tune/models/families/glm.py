@@ -1,26 +1,49 @@
-"""GLM-4 (before 0414): half of each head rotated in neighbouring pairs, gate and up as one projection."""
+"""GLM-4: half of each head rotated. Dense: in neighbouring pairs, gate and up as one projection."""
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
 from tune.models.families import Family, read
+from tune.models.families.deepseek import CORRECTED_EXPERT_NAMES, IGNORED, read_layers
 from tune.models.families.llama import NAMES as LLAMA_NAMES
 
-NAMES = LLAMA_NAMES | {"model.layers.{}.mlp.gate_up_proj": "blocks.{}.mlp.gate_up"}
+GLM_NAMES = LLAMA_NAMES | {"model.layers.{}.mlp.gate_up_proj": "blocks.{}.mlp.gate_up"}
+GLM4_NAMES = GLM_NAMES | {
+    "model.layers.{}.post_self_attn_layernorm": "blocks.{}.attention_output_norm",
+    "model.layers.{}.post_mlp_layernorm": "blocks.{}.mlp_output_norm",
+}
+GLM4_MOE_NAMES = LLAMA_NAMES | read.QUERY_KEY_NORM_NAMES | CORRECTED_EXPERT_NAMES
 
 
-def read_glm_layer(file: ConfigFile, norm_after: bool) -> LayerConfig:
+def read_glm(file: ConfigFile, norm_after: bool = False) -> DecoderConfig:
+    """GLM-4 before 0414."""
     file.assume(
         head_dim=128, num_key_value_heads=2, attention_bias=True, max_position_embeddings=131072,
         rms_norm_eps=1.5625e-07, partial_rotary_factor=0.5,
     )  # fmt: skip
     rope = read.rope(file, partial=True, interleaved=True)
     attention = read.attention(file, rope, bias=file.flag("attention_bias"))
-    return LayerConfig(attention, read.mlp(file, fused=True), norm_after=norm_after)
+    return read.decoder(file, LayerConfig(attention, read.mlp(file, fused=True), norm_after=norm_after))
 
 
-def read_config(file: ConfigFile) -> DecoderConfig:
-    layer = read_glm_layer(file, norm_after=False)
-    return read.decoder(file, [layer] * read.num_layers(file), read.rms_norm(file))
+def read_glm4(file: ConfigFile) -> DecoderConfig:
+    """GLM-4-0414: with norms on both sides of attention and feed-forward."""
+    return read_glm(file, norm_after=True)
 
 
-FAMILY = Family(read_config, NAMES)
+def read_glm4_moe(file: ConfigFile) -> DecoderConfig:
+    """GLM-4.5, 4.6 and 4.7: experts as in DeepSeek-V3."""
+    file.assume(
+        max_position_embeddings=131072, rms_norm_eps=1e-5, partial_rotary_factor=0.5, first_k_dense_replace=1,
+    )  # fmt: skip
+    attention = read.attention(
+        file, read.rope(file, partial=True), bias=file.flag("attention_bias"),
+        query_key_norm=read.rms_norm(file) if file.flag("use_qk_norm") else None,
+    )  # fmt: skip
+    return read.decoder(file, read_layers(file, attention))
+
+
+FAMILIES = {
+    "glm": Family(read_glm, GLM_NAMES),
+    "glm4": Family(read_glm4, GLM4_NAMES),
+    "glm4_moe": Family(read_glm4_moe, GLM4_MOE_NAMES, IGNORED),
+}

@@ -19,22 +19,21 @@ YARN = {
 }  # fmt: skip
 
 
-def read_config(file: ConfigFile) -> DecoderConfig:
+def read_gpt_oss(file: ConfigFile) -> DecoderConfig:
     file.assume(
         head_dim=64, max_position_embeddings=131072, sliding_window=128, rope_theta=150000.0, rms_norm_eps=1e-5,
-        num_experts_per_tok=4,
+        num_experts_per_tok=4, attention_bias=True,
     )  # fmt: skip
-    scaling = file.mapping("rope_scaling") | file.mapping("rope_parameters") or YARN
     file.ignore("experts_per_token", "initial_context_length")  # copies of other fields
-    rope, bias = read.rope(file, fields=scaling), file.flag("attention_bias", True)
-    attention = read.attention(file, rope, bias=bias, output_bias=bias, sinks=True)
+    rope = read.rope(file, fields=read.rope_fields(file) or YARN)
+    attention = read.attention(file, rope, bias_field="attention_bias", sinks=True)
     experts = read.experts(
         file, read.num_experts(file, 128), "intermediate_size", router={"scores": "softmax_of_chosen", "bias": True},
         fused="interleaved", bias=True, transposed=True,
         clamp=(file.number("swiglu_alpha", 1.702), file.number("swiglu_limit", 7.0)),
     )  # fmt: skip
     layers = read.with_windows(LayerConfig(attention, experts), read.windows(file, lambda number: number % 2 == 0))
-    return read.decoder(file, layers, read.rms_norm(file), router_loss=read.router_loss(file))
+    return read.decoder(file, layers, router_loss=read.router_loss(file))
 
 
-FAMILY = Family(read_config, NAMES)
+FAMILIES = {"gpt_oss": Family(read_gpt_oss, NAMES)}

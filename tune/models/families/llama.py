@@ -1,4 +1,6 @@
-"""Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2, TinyLlama and kin."""
+"""Llama, and families that differ from it in little: Arcee AFM, ERNIE 4.5, Seed-OSS, SmolLM3."""
+
+from dataclasses import replace
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
@@ -20,12 +22,60 @@ NAMES = {
 }
 
 
-def read_config(file: ConfigFile) -> DecoderConfig:
+def read_llama(file: ConfigFile) -> DecoderConfig:
+    """Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2, TinyLlama and kin."""
     file.ignore("pretraining_tp")  # how the original training was split; the mathematics is the same
-    bias = file.flag("attention_bias")
-    attention = read.attention(file, read.rope(file), bias=bias, output_bias=bias)
-    layer = LayerConfig(attention, read.mlp(file, bias=file.flag("mlp_bias")))
-    return read.decoder(file, [layer] * read.num_layers(file), read.rms_norm(file))
+    attention = read.attention(file, read.rope(file), bias_field="attention_bias")
+    return read.decoder(file, LayerConfig(attention, read.mlp(file, bias=file.flag("mlp_bias"))))
 
 
-FAMILY = Family(read_config, NAMES)
+def read_arcee(file: ConfigFile) -> DecoderConfig:
+    """Llama with a feed-forward of squared ReLU without a gate."""
+    file.assume(hidden_act="relu2", max_position_embeddings=4096, rms_norm_eps=1e-5)
+    attention = read.attention(file, read.rope(file), bias_field="attention_bias")
+    return read.decoder(file, LayerConfig(attention, read.mlp(file, gated=False, bias=file.flag("mlp_bias"))))
+
+
+def read_ernie4_5(file: ConfigFile) -> DecoderConfig:
+    """Dense: Llama with neighbouring dimensions as rotated pairs."""
+    file.assume(
+        head_dim=128, num_key_value_heads=2, rope_theta=500000.0, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    attention = read.attention(file, read.rope(file, interleaved=True), bias_field="use_bias")
+    return read.decoder(file, LayerConfig(attention, read.mlp(file, bias=file.flag("use_bias"))))
+
+
+def read_seed_oss(file: ConfigFile) -> DecoderConfig:
+    """Llama with biases on queries, keys and values."""
+    file.assume(attention_bias=True, max_position_embeddings=524288)
+    file.ignore("pretraining_tp")
+    file.without_dropout("residual_dropout")
+    bias, output_bias = file.flag("attention_bias"), file.flag("attention_out_bias")
+    attention = read.attention(file, read.rope(file), bias=bias, output_bias=output_bias)
+    return read.decoder(file, LayerConfig(attention, read.mlp(file, bias=file.flag("mlp_bias"))))
+
+
+def read_smollm3(file: ConfigFile) -> DecoderConfig:
+    """Llama with layers that do not rotate."""
+    file.assume(rope_theta=2000000.0, max_position_embeddings=32768, num_key_value_heads=4, tie_word_embeddings=True)
+    file.ignore("pretraining_tp", "max_window_layers")
+    every = file.integer("no_rope_layer_interval", 4)
+    rope, mlp = read.rope(file), read.mlp(file, bias=file.flag("mlp_bias"))
+    attention = read.attention(file, rope, bias_field="attention_bias")
+    rotate = read.by_layer(file, "no_rope_layers", lambda index: (index + 1) % every != 0)
+    windows = read.windows(file, lambda index: not rotate[index], switch="use_sliding_window")
+    layers = [
+        LayerConfig(replace(attention, window=window, rope=rope if rotates else None), mlp)
+        for window, rotates in zip(windows, rotate, strict=True)
+    ]
+    return read.decoder(file, layers)
+
+
+FAMILIES = {
+    "llama": Family(read_llama, NAMES),
+    "arcee": Family(read_arcee, NAMES),
+    "ernie4_5": Family(read_ernie4_5, NAMES),
+    "seed_oss": Family(read_seed_oss, NAMES),
+    "smollm3": Family(read_smollm3, NAMES),
+}

@@ -1,18 +1,66 @@
-"""Qwen3.5 (dense) as it is released, reading images too: its text model is trained, the rest is exported as it was."""
+"""Qwen3.5 (dense): Qwen3 with gated attention in every fourth layer, and gated delta nets in the others."""
 
+from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
-from tune.models.decoder import DecoderConfig
-from tune.models.families import Family, qwen3_5_text
+from tune.models.decoder import DecoderConfig, LayerConfig
+from tune.models.delta_net import DeltaNetConfig
+from tune.models.families import Family, read
+from tune.models.families.qwen import QWEN3_NAMES
+from tune.models.layers import AttentionPartConfig, NormConfig
 
-NAMES = {theirs.replace("model.", "model.language_model.", 1): ours for theirs, ours in qwen3_5_text.NAMES.items()}
+TEXT_NAMES = QWEN3_NAMES | {
+    "model.layers.{}.linear_attn.in_proj_qkv": "blocks.{}.attention.query_key_value",
+    "model.layers.{}.linear_attn.conv1d.weight": "blocks.{}.attention.convolution",
+    "model.layers.{}.linear_attn.in_proj_b": "blocks.{}.attention.strength",
+    "model.layers.{}.linear_attn.in_proj_a": "blocks.{}.attention.step",
+    "model.layers.{}.linear_attn.dt_bias": "blocks.{}.attention.step_bias",
+    "model.layers.{}.linear_attn.A_log": "blocks.{}.attention.log_rate",
+    "model.layers.{}.linear_attn.in_proj_z": "blocks.{}.attention.gate",
+    "model.layers.{}.linear_attn.norm": "blocks.{}.attention.norm",
+    "model.layers.{}.linear_attn.out_proj": "blocks.{}.attention.readout",
+}
+NAMES = {theirs.replace("model.", "model.language_model.", 1): ours for theirs, ours in TEXT_NAMES.items()}
 
 
-def read_config(file: ConfigFile) -> DecoderConfig:
+def read_qwen3_5_text(file: ConfigFile) -> DecoderConfig:
+    file.assume(head_dim=256, max_position_embeddings=32768, partial_rotary_factor=0.25, rms_norm_eps=1e-6)
+    file.expect(attn_output_gate=True, output_gate_type="swish", mamba_ssm_dtype="float32")
+    file.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # the layer that predicts further tokens
+    every, norm = file.integer("full_attention_interval", 4), NormConfig("rms_offset", file.number("rms_norm_eps"))
+    # Positions of text are the same in all sections of a rotation.
+    fields = {name: each for name, each in file.mapping("rope_parameters").items() if not name.startswith("mrope_")}
+    rope = read.rope(file, partial=True, fields=fields)
+    attention = read.attention(file, rope, bias_field="attention_bias", query_key_norm=norm, gated=True)
+    kinds: dict[str, AttentionPartConfig] = {"linear_attention": _delta_net(file), "full_attention": attention}
+    types = read.by_layer(file, "layer_types", lambda layer: list(kinds)[(layer + 1) % every == 0])
+    if unknown := [name for name in types if name not in kinds]:
+        raise TuneError(f"{file.path}: layer_types has {unknown[0]!r}; supported: {', '.join(kinds)}")
+    mlp = read.mlp(file)
+    return read.decoder(file, [LayerConfig(kinds[name], mlp) for name in types], norm)
+
+
+def read_qwen3_5(file: ConfigFile) -> DecoderConfig:
+    """As it is released, reading images too: the text model is trained, the rest is exported unchanged."""
     file.ignore("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     text = file.section("text_config")
     text.expect(model_type="qwen3_5_text")
     text.fields |= {"tie_word_embeddings": file.flag("tie_word_embeddings")}  # the outer one counts
-    return qwen3_5_text.read_config(text)
+    return read_qwen3_5_text(text)
 
 
-FAMILY = Family(read_config, NAMES, ignored=(r"^model\.visual\.", r"^mtp\."))
+def _delta_net(file: ConfigFile) -> DeltaNetConfig:
+    num_keys, num_values = file.integer("linear_num_key_heads", 16), file.integer("linear_num_value_heads", 32)
+    if num_values % num_keys:
+        raise TuneError(
+            f"{file.path}: linear_num_value_heads={num_values} is not a multiple of linear_num_key_heads={num_keys}"
+        )
+    return DeltaNetConfig(
+        num_keys, num_values, file.integer("linear_key_head_dim", 128), file.integer("linear_value_head_dim", 128),
+        file.integer("linear_conv_kernel_dim", 4), read.rms_norm(file),
+    )  # fmt: skip
+
+
+FAMILIES = {
+    "qwen3_5_text": Family(read_qwen3_5_text, TEXT_NAMES, ignored=(r"^mtp\.",)),
+    "qwen3_5": Family(read_qwen3_5, NAMES, ignored=(r"^model\.visual\.", r"^mtp\.")),
+}

@@ -1,4 +1,4 @@
-"""Reading what most families' config.json has alike, so that a family's file says what is special about it."""
+"""Readers of the fields of config.json that most families share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,13 +15,9 @@ from tune.models.routing import RouterConfig
 T = TypeVar("T")
 
 ACTIVATION_NAMES = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "relu2": "relu2",
-}
+}  # fmt: skip
 
 
 def _are_positive(value: Any) -> bool:
@@ -32,7 +28,7 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-# What `rope_scaling` and `rope_parameters` may have, and whether a value can be used.
+# The fields that `rope_scaling` and `rope_parameters` may have, and the check of each.
 ROPE_FIELDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"), is_positive),
     **dict.fromkeys(("attention_factor", "low_freq_factor", "high_freq_factor"), is_positive),
@@ -47,12 +43,15 @@ NEEDED = {
 }
 
 
-def decoder(file: ConfigFile, layers: Sequence[LayerConfig], norm: NormConfig, **special: Any) -> DecoderConfig:
+def decoder(
+    file: ConfigFile, layers: LayerConfig | Sequence[LayerConfig], norm: NormConfig | None = None, **special: Any
+) -> DecoderConfig:
+    """`layers`: one config for all layers, or one for each. `norm=None`: `rms_norm`."""
     return DecoderConfig(
         vocab_size=file.integer("vocab_size"),
         hidden_size=file.integer("hidden_size"),
-        layers=tuple(layers),
-        norm=norm,
+        layers=(layers,) * num_layers(file) if isinstance(layers, LayerConfig) else tuple(layers),
+        norm=norm or rms_norm(file),
         tied_head=file.flag("tie_word_embeddings"),
         initializer_range=file.number("initializer_range", 0.02),
         **special,
@@ -81,8 +80,13 @@ def head_dim(file: ConfigFile) -> int:
     return hidden_size // num_heads
 
 
-def attention(file: ConfigFile, rope: RopeConfig | None, **special: Any) -> AttentionConfig:
+def attention(
+    file: ConfigFile, rope: RopeConfig | None, *, bias_field: str | None = None, **special: Any
+) -> AttentionConfig:
+    """`bias_field` is the name of the flag that gives all four projections a bias."""
     file.without_dropout("attention_dropout")
+    if bias_field:
+        special["bias"] = special["output_bias"] = file.flag(bias_field)
     num_heads = file.integer("num_attention_heads")
     num_kv_heads = file.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -103,9 +107,16 @@ def rms_norm(file: ConfigFile) -> NormConfig:
     return NormConfig("rms", file.number("rms_norm_eps", 1e-6))
 
 
-def windows(file: ConfigFile, slides: Callable[[int], bool] = lambda layer: True) -> list[int | None]:
-    """Each layer's window: `sliding_window` where `layer_types`, or in files without them `slides(layer)`, says so."""
-    window, sliding, full = file.integer_or_none("sliding_window"), "sliding_attention", "full_attention"
+def windows(
+    file: ConfigFile, slides: Callable[[int], bool] = lambda layer: True, switch: str | None = None
+) -> list[int | None]:
+    """Each layer's window: `sliding_window` where `layer_types` says so, or without that field `slides(layer)`.
+
+    `switch` is the name of the flag that turns windows on in this family.
+    """
+    on, sliding, full = switch is None or file.flag(switch), "sliding_attention", "full_attention"
+    window = file.integer_or_none("sliding_window") if on else None
+    file.ignore("sliding_window")  # 0 in some files where windows are off
     types = by_layer(file, "layer_types", lambda layer: sliding if slides(layer) else full)
     if unknown := [name for name in types if name not in (sliding, full)]:
         raise TuneError(f"{file.path}: layer_types has {unknown[0]!r}; supported: {sliding}, {full}")
@@ -115,10 +126,15 @@ def windows(file: ConfigFile, slides: Callable[[int], bool] = lambda layer: True
 def with_windows(
     layer: LayerConfig, windows: list[int | None], sliding_rope: RopeConfig | None = None
 ) -> list[LayerConfig]:
-    """The same layer with each of the windows; those that slide rotate by `sliding_rope` if there is one."""
+    """`layer` with each of the windows. Layers that have one rotate by `sliding_rope`, if given."""
     assert isinstance(layer.attention, AttentionConfig)
     sliding = replace(layer.attention, rope=sliding_rope or layer.attention.rope)
     return [replace(layer, attention=replace(sliding, window=window)) if window else layer for window in windows]
+
+
+def rope_fields(file: ConfigFile) -> dict[str, Any]:
+    """As older files have them (`rope_scaling`, beside `rope_theta`) or newer ones (`rope_parameters`)."""
+    return file.mapping("rope_scaling") | file.mapping("rope_parameters")
 
 
 def rope(
@@ -129,19 +145,17 @@ def rope(
     interleaved: bool = False,
     fields: dict[str, Any] | None = None,
 ) -> RopeConfig:
-    """The rotary embedding, as older (`rope_theta`, `rope_scaling`) or newer (`rope_parameters`) files have it.
-
-    `size` is that of a head if not the usual one; `partial`: the family may rotate a part of it. `fields` are the
-    file's where it has several sets of them.
+    """The rotary embedding. `size` is that of a head by default; `partial` allows the family to rotate a part of it.
+    `fields` replace `rope_fields(file)`.
     """
-    fields = file.mapping("rope_scaling") | file.mapping("rope_parameters") if fields is None else fields
+    fields = rope_fields(file) if fields is None else fields
     fields = {name: value for name, value in fields.items() if value is not None}
     kind = str(fields.pop("rope_type", None) or fields.get("type") or "default")
     fields.pop("type", None)
     max_positions = file.integer("max_position_embeddings", 2048)
     if original := file.get("original_max_position_embeddings"):
         fields["original_max_position_embeddings"] = original
-    if kind in ("llama3", "yarn", "longrope"):  # left out by some exporters, and meant as the trained length
+    if kind in ("llama3", "yarn", "longrope"):  # some exporters leave it out and mean the trained length
         fields.setdefault("original_max_position_embeddings", max_positions)
     fields.setdefault("rope_theta", file.number("rope_theta", 10000.0))
     fields.setdefault("partial_rotary_factor", file.number("partial_rotary_factor", 1.0))
@@ -164,14 +178,18 @@ def rope(
 
 
 def two_ropes(file: ConfigFile, sliding_theta: float) -> tuple[RopeConfig, RopeConfig]:
-    """The rotations of full and of sliding layers. In older files a `rope_scaling` is for full layers only."""
+    """The rotations of full and of sliding layers. In older files `rope_scaling` is for full layers only."""
     types = file.section("rope_parameters")
-    file.integer("sliding_window")  # which of the two a layer takes is told by its having one
+    file.integer("sliding_window")  # must be there: a layer with a window takes the second
     full = file.mapping("rope_scaling") | types.mapping("full_attention")
     sliding = {"rope_theta": sliding_theta} | types.mapping("sliding_attention")
     return rope(file, fields=full), rope(file, fields=sliding)
 
 
+QUERY_KEY_NORM_NAMES = {
+    "model.layers.{}.self_attn.q_norm": "blocks.{}.attention.query_norm",
+    "model.layers.{}.self_attn.k_norm": "blocks.{}.attention.key_norm",
+}
 EXPERT_NAMES = {
     "model.layers.{}.mlp.gate": "blocks.{}.mlp.router",
     "model.layers.{}.mlp.experts.{}.gate_proj": "blocks.{}.mlp.experts.gate",
@@ -181,7 +199,7 @@ EXPERT_NAMES = {
 
 
 def num_experts(file: ConfigFile, default: int) -> int:
-    """Under either of the names that exporters have given it."""
+    """Exporters use either of two names."""
     older, newer = file.get("num_experts"), file.get("num_local_experts")
     if older is not None and newer is not None:
         file.expect(num_local_experts=older)
@@ -191,7 +209,7 @@ def num_experts(file: ConfigFile, default: int) -> int:
 def experts(
     file: ConfigFile, count: int, size: str = "moe_intermediate_size", *, router: dict[str, Any], **special: Any
 ) -> ExpertsConfig:
-    """`size` is the name of its field; `router` is what is special about that."""
+    """`size` is the name of its field; `router` are the arguments of `RouterConfig` that differ from its defaults."""
     config = RouterConfig(count, file.integer("num_experts_per_tok"), **router)
     group = count // config.num_groups
     if config.num_groups > 1 and (count % config.num_groups or group < 2):
@@ -206,6 +224,6 @@ def experts(
 
 
 def router_loss(file: ConfigFile) -> float:
-    """The weight of the load-balancing loss, where the model is to be trained with it."""
+    """The weight of the load-balancing loss; 0 where `output_router_logits` is off."""
     trained, coefficient = file.flag("output_router_logits"), file.get("router_aux_loss_coef", 0.001)
     return file.number("router_aux_loss_coef", 0.001) if trained and coefficient else 0.0

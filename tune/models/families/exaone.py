@@ -3,10 +3,10 @@
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
 from tune.models.families import Family, read
-from tune.models.families.olmo2 import NAMES
+from tune.models.families.olmo import NAMES
 
 
-def read_config(file: ConfigFile) -> DecoderConfig:
+def read_exaone4(file: ConfigFile) -> DecoderConfig:
     file.assume(sliding_window=4096, sliding_window_pattern=4, rms_norm_eps=1e-5)
     every = file.get("sliding_window_pattern")
     if isinstance(every, str):
@@ -16,8 +16,7 @@ def read_config(file: ConfigFile) -> DecoderConfig:
     norm, rope = read.rms_norm(file), read.rope(file)
     attention = read.attention(file, None if file.get("sliding_window") else rope, query_key_norm=norm)
     layer = LayerConfig(attention, read.mlp(file), norm_before=False, norm_after=True)
-    layers = read.with_windows(layer, windows, sliding_rope=rope)
-    return read.decoder(file, layers, norm)
+    return read.decoder(file, read.with_windows(layer, windows, sliding_rope=rope))
 
 
-FAMILY = Family(read_config, NAMES)
+FAMILIES = {"exaone4": Family(read_exaone4, NAMES)}

@@ -11,17 +11,16 @@ NAMES = LLAMA_NAMES | {
 }
 
 
-def read_config(file: ConfigFile) -> DecoderConfig:
+def read_phi3(file: ConfigFile) -> DecoderConfig:
     file.assume(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5)
     file.expect(attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1)
     file.without_dropout("resid_pdrop", "embd_pdrop")
-    scaling = file.mapping("rope_scaling") | file.mapping("rope_parameters")
+    scaling = read.rope_fields(file)
     if "short_factor" in scaling:  # called su, and yarn, before it was called longrope
         scaling |= {"rope_type": "longrope"}
-    rope = read.rope(file, partial=True, fields=scaling)
-    attention = read.attention(file, rope, fused=True)
+    attention = read.attention(file, read.rope(file, partial=True, fields=scaling), fused=True)
     layer = LayerConfig(attention, read.mlp(file, fused=True))
-    return read.decoder(file, read.with_windows(layer, read.windows(file)), read.rms_norm(file))
+    return read.decoder(file, read.with_windows(layer, read.windows(file)))
 
 
-FAMILY = Family(read_config, NAMES)
+FAMILIES = {"phi3": Family(read_phi3, NAMES)}

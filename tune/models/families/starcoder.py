@@ -12,18 +12,17 @@ NAMES = LLAMA_NAMES | {
 }
 
 
-def read_config(file: ConfigFile) -> DecoderConfig:
+def read_starcoder2(file: ConfigFile) -> DecoderConfig:
     file.assume(
         hidden_act="gelu_pytorch_tanh", max_position_embeddings=4096, initializer_range=0.018042, use_bias=True,
         tie_word_embeddings=True,
     )  # fmt: skip
     file.expect(mlp_type="default", norm_type="layer_norm")
     file.without_dropout("residual_dropout", "embedding_dropout")
-    bias = file.flag("use_bias")
-    attention = read.attention(file, read.rope(file), bias=bias, output_bias=bias)
-    layer = LayerConfig(attention, read.mlp(file, bias=bias, gated=False))
+    attention = read.attention(file, read.rope(file), bias_field="use_bias")
+    layer = LayerConfig(attention, read.mlp(file, bias=file.flag("use_bias"), gated=False))
     norm = NormConfig("layer", file.number("norm_epsilon", 1e-5), bias=True)
     return read.decoder(file, read.with_windows(layer, read.windows(file)), norm)
 
 
-FAMILY = Family(read_config, NAMES)
+FAMILIES = {"starcoder2": Family(read_starcoder2, NAMES)}

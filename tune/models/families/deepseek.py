@@ -25,10 +25,24 @@ NAMES = LLAMA_NAMES | CORRECTED_EXPERT_NAMES | {
     "model.layers.{}.self_attn.kv_a_layernorm": "blocks.{}.attention.key_value_norm",
     "model.layers.{}.self_attn.kv_b_proj": "blocks.{}.attention.key_value_up",
 }  # fmt: skip
-NOT_WEIGHTS = (r"rotary_emb\.inv_freq$", r"^model\.layers\.{num_layers}\.")  # the layer predicts further tokens
+IGNORED = (r"rotary_emb\.inv_freq$", r"^model\.layers\.{num_layers}\.")  # the last layer predicts further tokens
 
 
-def read_latent_attention(file: ConfigFile) -> LatentAttentionConfig:
+def read_deepseek_v3(file: ConfigFile) -> DecoderConfig:
+    file.assume(
+        max_position_embeddings=4096, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_group=8,
+        topk_group=4, routed_scaling_factor=2.5, first_k_dense_replace=3,
+    )  # fmt: skip
+    return read.decoder(file, read_layers(file, _latent_attention(file)))
+
+
+def read_layers(file: ConfigFile, attention: AttentionPartConfig) -> list[LayerConfig]:
+    """The first ones dense, the others with experts."""
+    mlp, experts, dense = read.mlp(file), _corrected_experts(file), file.integer("first_k_dense_replace", minimum=0)
+    return [LayerConfig(attention, mlp if layer < dense else experts) for layer in range(read.num_layers(file))]
+
+
+def _latent_attention(file: ConfigFile) -> LatentAttentionConfig:
     file.without_dropout("attention_dropout")
     file.ignore("head_dim", "qk_head_dim")  # sums and copies of the sizes below
     num_heads = file.integer("num_attention_heads")
@@ -47,7 +61,7 @@ def read_latent_attention(file: ConfigFile) -> LatentAttentionConfig:
     )  # fmt: skip
 
 
-def read_corrected_experts(file: ConfigFile) -> ExpertsConfig:
+def _corrected_experts(file: ConfigFile) -> ExpertsConfig:
     file.assume(routed_scaling_factor=1.0, n_group=1, topk_group=1, n_shared_experts=1)
     file.expect(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     # How it was spread and pretrained: a load-balancing loss is no part of how it is trained further.
@@ -62,18 +76,4 @@ def read_corrected_experts(file: ConfigFile) -> ExpertsConfig:
     return read.experts(file, file.integer("n_routed_experts"), router=router, shared=shared)
 
 
-def read_layers(file: ConfigFile, attention: AttentionPartConfig) -> list[LayerConfig]:
-    """The first ones dense, the others with experts."""
-    mlp, experts, dense = read.mlp(file), read_corrected_experts(file), file.integer("first_k_dense_replace", minimum=0)
-    return [LayerConfig(attention, mlp if layer < dense else experts) for layer in range(read.num_layers(file))]
-
-
-def read_config(file: ConfigFile) -> DecoderConfig:
-    file.assume(
-        max_position_embeddings=4096, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_group=8,
-        topk_group=4, routed_scaling_factor=2.5, first_k_dense_replace=3,
-    )  # fmt: skip
-    return read.decoder(file, read_layers(file, read_latent_attention(file)), read.rms_norm(file))
-
-
-FAMILY = Family(read_config, NAMES, NOT_WEIGHTS)
+FAMILIES = {"deepseek_v3": Family(read_deepseek_v3, NAMES, IGNORED)}

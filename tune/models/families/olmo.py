@@ -1,0 +1,53 @@
+"""OLMo 2, OLMo 3 and OLMoE: all heads of queries, and all of keys, share one norm."""
+
+from tune.models.config_file import ConfigFile
+from tune.models.decoder import DecoderConfig, LayerConfig
+from tune.models.families import Family, read
+from tune.models.families.llama import NAMES as LLAMA_NAMES
+from tune.models.rope import RopeConfig
+
+NAMES = LLAMA_NAMES | read.QUERY_KEY_NORM_NAMES | {
+    "model.layers.{}.post_attention_layernorm": "blocks.{}.attention_output_norm",
+    "model.layers.{}.post_feedforward_layernorm": "blocks.{}.mlp_output_norm",
+}  # fmt: skip
+MOE_NAMES = LLAMA_NAMES | read.QUERY_KEY_NORM_NAMES | read.EXPERT_NAMES
+
+
+def read_olmo2(file: ConfigFile) -> DecoderConfig:
+    """Norms after the parts and not before."""
+    file.assume(rms_norm_eps=1e-5)
+    return read.decoder(file, _olmo2_layer(file, read.rope(file)))
+
+
+def read_olmo3(file: ConfigFile) -> DecoderConfig:
+    """OLMo 2 with windows in three of four layers; a scaled rotation is for the others only."""
+    file.assume(rms_norm_eps=1e-5, sliding_window=4096, rope_theta=500000.0)
+    full, sliding = read.two_ropes(file, sliding_theta=file.number("rope_theta"))
+    windows = read.windows(file, lambda index: (index + 1) % 4 != 0)
+    return read.decoder(file, read.with_windows(_olmo2_layer(file, full), windows, sliding))
+
+
+def read_olmoe(file: ConfigFile) -> DecoderConfig:
+    """Experts in every layer."""
+    file.assume(max_position_embeddings=4096, rms_norm_eps=1e-5, num_experts_per_tok=8, router_aux_loss_coef=0.01)
+    file.expect(clip_qkv=None)
+    router = {"normalized": file.flag("norm_topk_prob")}
+    experts = read.experts(file, read.num_experts(file, 64), "intermediate_size", router=router)
+    attention = read.attention(
+        file, read.rope(file), bias_field="attention_bias", query_key_norm=read.rms_norm(file), norm_all_heads=True
+    )
+    return read.decoder(file, LayerConfig(attention, experts), router_loss=read.router_loss(file))
+
+
+def _olmo2_layer(file: ConfigFile, rope: RopeConfig) -> LayerConfig:
+    attention = read.attention(
+        file, rope, bias_field="attention_bias", query_key_norm=read.rms_norm(file), norm_all_heads=True
+    )
+    return LayerConfig(attention, read.mlp(file), norm_before=False, norm_after=True)
+
+
+FAMILIES = {
+    "olmo2": Family(read_olmo2, NAMES),
+    "olmo3": Family(read_olmo3, NAMES),
+    "olmoe": Family(read_olmoe, MOE_NAMES),
+}
