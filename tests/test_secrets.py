@@ -11,6 +11,7 @@ import torch
 
 from tune import config
 from tune.checkpointers import model_card
+from tune.cli import main as tune
 from tune.errors import TuneError
 from tune.secrets import without_secrets
 
@@ -65,6 +66,14 @@ def url(chats):
     files.pipe("/me:pass-word@host/chats.jsonl", chats.read_bytes())
     yield "memory://me:pass-word@host/chats.jsonl"
     files.rm("/me:pass-word@host", recursive=True)
+
+
+def test_tune_prepare(url, checkpoint, capsys):
+    for streaming in ("true", "false"):
+        arguments = [f"model.path={checkpoint}", f"dataset.path={url}", f"dataset.streaming={streaming}"]
+        tune(["prepare", "full_finetune", *arguments, "max_steps=1"])
+        out, err = capsys.readouterr()
+        assert "memory://host/chats.jsonl" in out and "pass-word" not in out + err
 
 
 def sgd(parameters, lr, api_key):

@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 
 from tune.errors import TuneError
 from tune.loggers import require_finite
-from tune.loggers.sinks import Console, JsonLines, Optional, Sink, TensorBoard, WeightsAndBiases, require_installed
+from tune.loggers.sinks import Console, JsonLines, Optional, Sink, TensorBoard, WeightsAndBiases
 
 VALUES = {"loss": 1 / 3, "lr": 1e-5, "grad_norm": 2.0, "tokens_per_second": 1234.5, "peak_memory_gib": 0.5}
 
@@ -59,12 +59,12 @@ class Broken(Sink):
 
     def metrics(self, step, values):
         Broken.calls += 1
-        raise ConnectionError("no network")
+        raise ConnectionError("no network to https://me:password@host")
 
 
 def test_a_sink_that_fails_warns_once_and_is_left_out():
     sink = Optional("Tracker", Broken)
-    with pytest.warns(UserWarning, match="Tracker is off from here on: ConnectionError"):
+    with pytest.warns(UserWarning, match="Tracker is off from here on: ConnectionError.'no network to https://host'"):
         sink.metrics(1, VALUES)
     sink.metrics(2, VALUES)
     sink.close()
@@ -77,16 +77,6 @@ def test_a_sink_that_cannot_be_opened_warns():
 
     with pytest.warns(UserWarning, match="Weights & Biases is off"):
         Optional("Weights & Biases", unavailable).metrics(1, VALUES)
-
-
-@pytest.mark.parametrize("setting", ["wandb.project=mine", "tensorboard=true"])
-def test_a_logger_that_is_not_installed(setting, monkeypatch):
-    logger = OmegaConf.merge({"wandb": {"project": None}, "tensorboard": False}, OmegaConf.from_dotlist([setting]))
-    package = setting.split(".")[0].split("=")[0]
-    monkeypatch.setattr("tune.loggers.sinks.find_spec", lambda name: None if name == package else object())
-    with pytest.raises(TuneError, match=rf"{package} is not installed. pip install 'tune-recipes\[{package}\]'"):
-        require_installed(logger)
-    require_installed(OmegaConf.create({"wandb": {"project": None}, "tensorboard": False}))
 
 
 def test_tensorboard(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tune.errors import TuneError
 from tune.loggers import Run
 from tune.loggers import training_run as module
 from tune.loggers.sinks import Sink
@@ -38,6 +39,21 @@ def run(clock, monkeypatch, tmp_path):
     run = Run(OmegaConf.merge(CFG, {"output_dir": str(tmp_path)}), world, "test")
     run.sinks, run.flops_per_token = [Kept()], 50.0
     return run
+
+
+@pytest.mark.parametrize("setting", ["wandb.project=mine", "tensorboard=true"])
+def test_a_logger_that_is_not_installed_is_told_first(setting, run, monkeypatch):
+    package = setting.split(".")[0].split("=")[0]
+    monkeypatch.setattr("tune.loggers.sinks.find_spec", lambda name: None if name == package else object())
+    cfg = OmegaConf.merge(run.cfg, {"logger": OmegaConf.from_dotlist([setting])})
+    with pytest.raises(TuneError, match=rf"{package} is not installed. pip install 'tune-recipes\[{package}\]'"):
+        Run(cfg, run.world, "test")
+
+
+def test_messages_are_without_secrets(run):
+    run.sinks[0].message = (told := []).append
+    run.info("continued from https://me:password@host/run")
+    assert told == run.messages == ["continued from https://host/run"]
 
 
 def test_rates_are_those_of_a_device_over_the_time_of_the_step(run, clock):
