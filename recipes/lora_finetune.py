@@ -8,12 +8,11 @@ Every setting is in configs/lora_finetune.yaml. Copy this file (`tune cp lora_fi
 """
 
 import sys
-from collections import Counter
 
 import torch
 
 from tune import checkpointers, config, datasets, distributed, loggers, optimizers, peft, quantization
-from tune.config import instantiate
+from tune.config import instantiate, instantiate_data
 from tune.models import balance_loss
 
 
@@ -31,13 +30,7 @@ def main(cfg):
     adapted = peft.add_adapters(model, lora)
 
     tokenizer = instantiate(cfg.tokenizer)
-    rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed}
-    dataset = instantiate(cfg.dataset, tokenizer, **rows)
-    validation = dataset.validation
-    if cfg.validation_dataset.get("path", True):
-        validation = instantiate(cfg.validation_dataset, tokenizer, **rows)
-    for part in filter(None, (dataset, validation)):
-        part.require_vocabulary(model.config.vocab_size)
+    dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
     data = datasets.DataLoader(
         dataset,
@@ -92,7 +85,7 @@ def main(cfg):
             if step == 1 and validation and cfg.validate_first:
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
-                    run.record(0, evaluate(model, batches, loss_fn, world))
+                    run.record(0, loggers.evaluate(model, batches, loss_fn, world))
             total_loss = torch.zeros((), device=world.device)
             for index, micro_batch in enumerate(batch.micro_batches, 1):
                 micro_batch = micro_batch.to(world.device)
@@ -128,7 +121,7 @@ def main(cfg):
             if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
-                    metrics |= evaluate(model, batches, loss_fn, world)
+                    metrics |= loggers.evaluate(model, batches, loss_fn, world)
             run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **metrics)
             checkpointer.step(step, now=is_end)
             if interrupted:
@@ -146,22 +139,6 @@ def main(cfg):
         )
         run.info(f"the base with the adapter merged in is in {run.path / 'model'}")
     run.close()
-
-
-@torch.no_grad()
-def evaluate(model, batches, loss_fn, world):
-    """Mean loss over all supervised tokens of the `batches` of all processes, and over those of each source."""
-    model.eval()  # no dropout
-    sums: Counter = Counter()
-    counts: Counter = Counter()
-    for metrics, batch in batches:
-        loss = model(batch.to(world.device), loss_fn)
-        for metric in metrics:
-            sums[metric] += loss
-            counts[metric] += batch.num_supervised
-    model.train()
-    means = {metric: world.sum(sums[metric]) / world.sum(counts[metric]) for metric in sums}
-    return world.fetch(**means, **loggers.accuracy(loss_fn, world, "validation_"))
 
 
 if __name__ == "__main__":

@@ -27,23 +27,18 @@ def main(arguments: Sequence[str]) -> None:
         return
     cfg = settings(arguments)
 
-    from tune.config import instantiate
+    from tune.datasets import Stream
     from tune.datasets.display import parts_of
     from tune.datasets.warnings import warnings_about
 
-    tokenizer = instantiate(cfg.tokenizer)
-    prepared = {}
-    for name, section in {"training": cfg.dataset, "validation": cfg.validation_dataset}.items():
-        if section.get("streaming"):
-            print(without_secrets(f"{section.path} is streamed: nothing of it is kept, and nothing was looked at"))
-        elif section.get("path", True):
-            prepared[name] = instantiate(section, tokenizer, max_seq_len=cfg.max_seq_len, packed=cfg.packed)
-            print(prepared[name].accounting.table(), flush=True)
-    training = prepared.get("training")
-    validation = prepared.get("validation") or (training and training.validation)
-    found = warnings_about(parts_of(training, "training"), parts_of(validation, "validation"), tokenizer)
-    if found or prepared:
-        print("\n  ".join(["warnings", *found] if found else ["no warnings"]))
+    tokenizer = config.instantiate(cfg.tokenizer)
+    dataset, validation = config.instantiate_data(cfg, tokenizer)
+    for part in filter(None, (dataset, validation)):
+        if isinstance(part, Stream):
+            print(without_secrets(f"{part.name} is streamed: nothing of it is kept. Its first rows:"))
+        print(part.accounting.table(), flush=True)
+    found = warnings_about(parts_of(dataset, "training"), parts_of(validation, "validation"), tokenizer)
+    print("\n  ".join(["warnings", *found] if found else ["no warnings"]))
 
 
 def settings(arguments: Sequence[str]) -> DictConfig:

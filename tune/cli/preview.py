@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tune.cli.prepare import settings
-from tune.config import instantiate
+from tune.config import instantiate, instantiate_data
 from tune.datasets.display import MARKS, Document, Preview, marked, parts_of, preview
 from tune.datasets.formats import suggestion
 from tune.datasets.stream import Stream
@@ -56,11 +56,7 @@ def main(arguments: Sequence[str]) -> None:
     cfg = settings(rest)
 
     tokenizer = instantiate(cfg.tokenizer)
-    rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed}
-    dataset = instantiate(cfg.dataset, tokenizer, **rows)
-    validation = dataset.validation
-    if cfg.validation_dataset.get("path", True):
-        validation = instantiate(cfg.validation_dataset, tokenizer, **rows)
+    dataset, validation = instantiate_data(cfg, tokenizer)
     training, held_out = parts_of(dataset, "training"), parts_of(validation, "validation")
     tables = [each.accounting.table() for each in (dataset, validation) if each]
     if options.source is not None:

@@ -48,6 +48,20 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
         raise TuneError(f"{path} does not take these arguments: {error}") from error
 
 
+def instantiate_data(cfg: DictConfig, tokenizer: Any, vocab_size: int | None = None) -> tuple[Any, Any]:
+    """`cfg.dataset`, and what is validated on: `cfg.validation_dataset` if it is given, else what `cfg.dataset` holds
+    out, or None. Raises TuneError if a token is not one of the model's `vocab_size`."""
+    rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed}
+    dataset = instantiate(cfg.dataset, tokenizer, **rows)
+    validation = dataset.validation
+    if cfg.validation_dataset.get("path", True):  # another component than `load` may have no path
+        validation = instantiate(cfg.validation_dataset, tokenizer, **rows)
+    if vocab_size:
+        for part in filter(None, (dataset, validation)):
+            part.require_vocabulary(vocab_size)
+    return dataset, validation
+
+
 def locate(path: str) -> Callable[..., Any]:
     """Import the function or class with this dotted path."""
     first, *names = path.split(".")
