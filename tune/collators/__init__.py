@@ -1,4 +1,4 @@
-"""Samples to batches of tensors."""
+"""Rows of samples -> `Batch`: tensors, document boundaries, columns."""
 
 from tune.collators.batch import IGNORE, Batch, Documents, Sample, collate
 

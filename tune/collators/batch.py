@@ -1,4 +1,4 @@
-"""Rows of documents to tensors, with all that the host can know of them."""
+"""Rows of samples to a batch of tensors, with everything that can be computed on the host."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -16,45 +16,44 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """A document's token ids, and the id to predict at each position (`tokens[i + 1]`, or -100). int32 `[length]`.
+    """A document's token ids and the id to predict at each position (`tokens[i + 1]`, or -100), int32 `[length]`.
 
-    `columns` are what a method needs beside them, by name: an array `[length]` has a value per token, a number is one
-    for the document. The samples of a dataset have the same columns.
+    `columns` are further values that a method needs, by name: an array `[length]` has one per token, a number is one
+    for the document. All samples of a dataset have the same columns.
     """
 
     tokens: np.ndarray
     labels: np.ndarray
-    index: int = 0  # which sample of its dataset it is
+    index: int = 0  # in its dataset
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """Where the documents of a batch lie. Padding at the end of a row is a document of its own.
+    """The documents of a batch, numbered from 0 over all rows. Padding at the end of a row is a document of its own.
 
-    Documents are numbered from 0 over the whole batch. `boundaries` are their starts in the flattened batch, closed by
-    its length. `longest` is the length of the longest, rounded up to a power of two: kernels are compiled for it, so it
-    should take few values.
+    `boundaries` are their starts in the flattened batch, then its length (`cu_seqlens`). `longest` is the greatest
+    length, rounded up to a power of two: kernels are compiled for it, so it should take few values.
     """
 
-    ids: Tensor  # int64 [rows, seq]: the number of each token's document
+    ids: Tensor  # int64 [rows, seq]: the document of each token
     boundaries: Tensor  # int32 [documents + 1]
-    samples: Tensor  # int64 [documents]: which sample of the dataset each one is
-    num_supervised: Tensor  # int64 [documents]: supervised tokens of each
+    samples: Tensor  # int64 [documents]: index of the sample in its dataset
+    num_supervised: Tensor  # int64 [documents]: supervised tokens
     lengths: tuple[int, ...]
     longest: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What a forward and a loss read. It is worked out on the host, so that neither waits for the device."""
+    """The input of a forward and a loss. It is computed on the host, so that neither synchronises with the device."""
 
     tokens: Tensor  # int64 [rows, seq]
     labels: Tensor  # int64 [rows, seq], -100 where nothing is supervised
-    positions: Tensor  # int64 [rows, seq]: from 0 in each document
+    positions: Tensor  # int64 [rows, seq]: restart at 0 in each document
     documents: Documents
-    supervised: Tensor  # int64 [num_supervised]: where supervised tokens are in the flattened batch, ascending
-    columns: dict[str, Tensor]  # by name, `[rows, seq]` or `[documents]`; 0 for padding
+    supervised: Tensor  # int64 [num_supervised]: ascending indices into the flattened batch
+    columns: dict[str, Tensor]  # `[rows, seq]` or `[documents]`; 0 for padding
     num_tokens: int  # without padding
     num_supervised: int
 
@@ -68,10 +67,10 @@ class Batch:
         columns: Mapping[str, Any] | None = None,
         num_tokens: int | None = None,
     ) -> "Batch":
-        """From `tokens` `[rows, seq]` on the host, arrays or tensors.
+        """From `tokens` `[rows, seq]`, an array or a tensor on the host.
 
-        A run of equal ids in a row of `documents` `[rows, seq]` is a document; without them a row is one. Without
-        `labels` nothing is supervised. `samples` and `columns` per document are in the order of the documents.
+        A run of equal ids in a row of `documents` `[rows, seq]` is a document; by default each row is one. Without
+        `labels` nothing is supervised. `samples` and `columns` are in the order of the documents.
         """
         tokens = np.asarray(tokens, dtype=np.int64)
         labels = np.full_like(tokens, IGNORE) if labels is None else np.asarray(labels, dtype=np.int64)
@@ -109,11 +108,10 @@ class Batch:
 def collate(
     rows: list[list[Sample]], pad_to: int | None = None, columns: Mapping[str, np.ndarray] | None = None
 ) -> Batch:
-    """A batch of rows of documents. A row may have none (it fills up a batch).
+    """A batch `[len(rows), pad_to]`, or with `pad_to=None` all rows joined into one, `[1, total]`, without padding.
 
-    `pad_to=None` joins all rows into one, `[1, total]`, without padding: documents do not see each other anyway.
-    Otherwise the batch is `[len(rows), pad_to]`. `columns` are examples of those that samples have, by name, so that a
-    batch without documents has them too; without it, they are those of the first document.
+    A row is a list of documents. It may be empty, to fill up a batch. `columns` has an example of each column by name,
+    for batches without any document; by default, the columns are those of the first document.
     """
     if pad_to is None:
         rows = [[document for row in rows for document in row]]
@@ -150,7 +148,7 @@ def _column(
     places: list[tuple[int, slice]],
     shape: tuple[int, ...],
 ) -> np.ndarray:
-    """`[rows, seq]` of a column with a value per token, `[documents]` of one with a value per document."""
+    """`[rows, seq]` if the column has a value per token, `[documents]` if one per document."""
     dtype = np.int64 if example.dtype.kind in "iub" else np.float32
     column = np.zeros(shape if example.ndim else len(documents), dtype)
     for index, (document, place) in enumerate(zip(documents, places, strict=True)):

@@ -1,4 +1,4 @@
-"""One path from one process to many."""
+"""Process group and mesh, sharding with FSDP2, activation memory, signals: one path for 1 to N processes."""
 
 from tune.distributed.interrupt import Interrupt
 from tune.distributed.parallelize import clip_grad_norm_, parallelize, set_gradient_sync, stored_dtype

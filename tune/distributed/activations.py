@@ -1,4 +1,4 @@
-"""What of a block's forward is kept for its backward, and where."""
+"""Activation checkpointing, compilation and activation offload of a block."""
 
 import functools
 from collections.abc import Callable
@@ -19,30 +19,32 @@ ATTENTION = {
 }
 MATMULS = {"aten::mm", "aten::addmm", "aten::_grouped_mm"}
 COMMUNICATION = {"_c10d_functional::reduce_scatter_tensor"}
-NARROW = 8  # a matrix that is this many times longer than wide, such as LoRA's
+NARROW = 8  # ratio of the sides from which on a matrix is narrow, as LoRA's are
 
 
 def wrap_forward(
     block: nn.Module, checkpointing: Literal["none", "selective", "full"], compile: bool, offload: bool
 ) -> None:
-    """Replace `block.forward` by one that recomputes in backward (`full`: all of it; `selective`: all but attention,
-    communication, products that are narrow and every second wide one), that is compiled with that, and that keeps what
-    is saved in host memory if `offload`."""
+    """Wrap `block.forward` in activation checkpointing, then torch.compile, then offload of saved tensors to the host.
+
+    `full` recomputes the whole block in backward. `selective` saves the results of attention, communication, matrix
+    products that make a narrow result, and every second of the other products.
+    """
     forward = block.forward
     if checkpointing != "none":
-        forward = _recomputing(forward, {"context_fn": _save_expensive} if checkpointing == "selective" else {})
+        forward = _checkpointed(forward, {"context_fn": _save_expensive} if checkpointing == "selective" else {})
     if compile:
         forward = torch.compile(forward, fullgraph=True)
-    if offload:  # outside of what is compiled: there hooks see what the compiled forward keeps
-        forward = _offloading(block, forward)
+    if offload:  # outermost: its hooks then see what the compiled forward saves
+        forward = _offloaded(block, forward)
     block.forward = forward
 
 
-def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    def recomputing(*args: Any, **kwargs: Any) -> Any:  # a function, not a partial: the compiler reads its code
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:  # a function, not a partial: the compiler reads its code
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
-    return recomputing
+    return checkpointed
 
 
 def _save_expensive() -> Any:
@@ -54,7 +56,8 @@ def _save_expensive() -> Any:
         if name in MATMULS:
             matrix = args[2] if name == "aten::addmm" else args[1]
             inner, outer = matrix.shape[-2:]
-            if max(inner, outer) >= NARROW * min(inner, outer):  # a narrow result costs no room, a narrow input no time
+            # A narrow result takes little memory; a product with narrow inputs takes little time to repeat.
+            if max(inner, outer) >= NARROW * min(inner, outer):
                 save = outer < inner
             else:
                 phase = "recompute" if context.is_recompute else "forward"
@@ -65,12 +68,12 @@ def _save_expensive() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _offloading(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _offloaded(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     pin = torch.cuda.is_available()
 
     @functools.wraps(forward)
     def offloaded(*args: Any, **kwargs: Any) -> Any:
-        weights = {_storage(parameter) for parameter in block.parameters()}  # which stay on the device anyway
+        weights = {_storage(parameter) for parameter in block.parameters()}  # these stay on the device
 
         def to_host(tensor: Tensor) -> tuple[Tensor, torch.device | None]:
             if _storage(tensor) in weights:
@@ -78,11 +81,11 @@ def _offloading(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
             host = torch.empty_like(tensor, device="cpu", pin_memory=pin)
             return host.copy_(tensor, non_blocking=pin), tensor.device
 
-        def back(packed: tuple[Tensor, torch.device | None]) -> Tensor:
+        def to_device(packed: tuple[Tensor, torch.device | None]) -> Tensor:
             tensor, device = packed
             return tensor if device is None else tensor.to(device, non_blocking=pin)
 
-        with saved_tensors_hooks(to_host, back):
+        with saved_tensors_hooks(to_host, to_device):
             return forward(*args, **kwargs)
 
     return offloaded

@@ -6,15 +6,15 @@ import signal
 import time
 from types import FrameType
 
-FORWARDED = 2.0  # seconds in which one Ctrl-C may arrive again, from torchrun
-NOTICE = "{}: the run ends when what it is doing now is saved. A second signal ends it at once, and loses that\n"
+FORWARDED = 2.0  # seconds in which torchrun may forward the same Ctrl-C again
+NOTICE = "{}: the run stops after this step and saves a checkpoint. A second signal stops it at once, without saving\n"
 
 
 class Interrupt:
-    """From its creation on, SIGINT (Ctrl-C) and SIGTERM no longer end the process: the first one sets `requested`.
+    """Installs handlers: the first SIGINT (Ctrl-C) or SIGTERM sets `requested`, a second raises KeyboardInterrupt.
 
-    Processes are told at different moments, so the recipe sums `requested` over all of them and stops them at one step.
-    A second signal raises KeyboardInterrupt, wherever the process is.
+    Signals reach the processes at different times, so the recipe combines the flags (`world.any`) and all stop after
+    the same step.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Interrupt:
         if not self.requested:
             self.requested, self.first = True, now
             if os.environ.get("RANK", "0") == "0":
-                with contextlib.suppress(OSError):  # nobody reads it; print() is not for a handler
+                with contextlib.suppress(OSError):  # stderr may be closed; print() is not safe in a handler
                     os.write(2, NOTICE.format(signal.Signals(number).name).encode())
         elif now - self.first > FORWARDED:
             raise KeyboardInterrupt

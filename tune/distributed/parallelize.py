@@ -1,4 +1,4 @@
-"""From a model on the meta device to shards on all devices: checkpointing -> compile -> FSDP2 -> memory."""
+"""From a model on the meta device to shards: activation checkpointing -> compile -> FSDP2 -> memory."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -27,27 +27,25 @@ def parallelize(
     cpu_offload: bool = False,
     compile: bool = False,
 ) -> None:
-    """Shard `model`, any module with repeated blocks, in place, and give it memory. Its weights are undefined after.
+    """Shard `model`, any module with repeated blocks, in place, and allocate it. Its weights are then uninitialised.
 
-    Trained parameters and optimizer states are kept in `master_dtype`, frozen parameters in `dtype`, in which all is
-    computed; gradients are reduced in fp32. They are summed over processes, not averaged: divide the loss by the count
-    of the whole step.
+    Computation and frozen parameters are in `dtype`, trained parameters and optimizer states in `master_dtype`.
+    Gradients are reduced in fp32, and summed over processes, not averaged: divide the loss by the count of the step.
 
-    A module with `casts_parameters` uses its trained parameters in the type of its input by itself, as adapters do; one
-    with `trains_in_fp32` has them in fp32 always.
+    Two attributes of a module change this: `casts_parameters` (it casts its trained parameters to the type of its input
+    itself, as adapters do) and `trains_in_fp32` (its trained parameters are always in fp32).
     """
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.to(stored_dtype(module, parameter, dtype, master_dtype))
     needs_cast = set() if dtype == master_dtype else _cast_by_fsdp(model)
-    # One process with one place for its parameters, which are of the type they are used in or cast where they are used,
-    # has nothing to gather, cast or move. FSDP would compute the same, and copy every parameter and gradient once more
-    # for each micro-batch.
+    # Without anything to gather, cast or move, FSDP would compute the same and copy every parameter and gradient once
+    # more per micro-batch.
     plain = world.size == 1 and not needs_cast and not cpu_offload
     if world.device.type == "mps" and not plain:
         raise TuneError(
-            "dtype: FSDP, which keeps two precisions and offloads, does not run on mps: set dtype and master_dtype to "
-            "one type, and memory.cpu_offload=false"
+            "dtype: two precisions and CPU offload need FSDP, which does not run on mps: set dtype and master_dtype to "
+            "the same type, and memory.cpu_offload=false"
         )
     if activation_offload and world.device.type == "cpu":
         raise TuneError(
@@ -58,11 +56,11 @@ def parallelize(
         wrap_forward(block, activation_checkpointing, compile, activation_offload)
     if not plain:
         _shard(model, blocks, world, DTYPES[dtype], needs_cast, cpu_offload)
-    _give_memory(model, torch.device("cpu") if cpu_offload else world.device, world.device)
+    _allocate(model, torch.device("cpu") if cpu_offload else world.device, world.device)
 
 
-def _give_memory(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
-    """Undefined memory for parameters; a buffer that has its values keeps them, since no checkpoint may have them."""
+def _allocate(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
+    """Uninitialised memory for parameters. Buffers with values keep them: they may be in no checkpoint."""
     persistent = model.state_dict().keys()
     buffers = dict(model.named_buffers(remove_duplicate=False))
     if lost := [name for name, buffer in buffers.items() if buffer.is_meta and name not in persistent]:
@@ -81,7 +79,7 @@ def _give_memory(model: nn.Module, device: torch.device, buffer_device: torch.de
 
 
 def stored_dtype(module: nn.Module, parameter: Tensor, dtype: str, master_dtype: str) -> torch.dtype:
-    """The type in which a parameter of `module` is kept: for a frozen one, that it is used in is enough."""
+    """The type in which a parameter of `module` is stored."""
     if not parameter.is_floating_point():
         return parameter.dtype
     if parameter.requires_grad and getattr(module, "trains_in_fp32", False):
@@ -90,7 +88,7 @@ def stored_dtype(module: nn.Module, parameter: Tensor, dtype: str, master_dtype:
 
 
 def _cast_by_fsdp(model: nn.Module) -> set[nn.Parameter]:
-    """The trained parameters that their modules do not cast themselves."""
+    """The trained parameters that FSDP must cast, as their modules do not."""
     others = [module for module in model.modules() if not getattr(module, "casts_parameters", False)]
     return {parameter for each in others for parameter in each.parameters(recurse=False) if parameter.requires_grad}
 
@@ -103,10 +101,9 @@ def _shard(
     needs_cast: set[nn.Parameter],
     cpu_offload: bool,
 ) -> None:
-    """One FSDP unit a block, one for each untied embedding; norm, head and what is tied stay in the root's unit.
+    """One FSDP unit per block and per untied embedding; norm, head and tied weights belong to the root unit.
 
-    The root is gathered from the start of a forward to the end of its backward: the loss reads its head weight, and
-    backward needs it at once.
+    The root stays gathered from forward to backward: the loss reads the head weight, and backward starts with it.
     """
     mesh = world.mesh["dp_replicate", "dp_shard"] if world.mesh["dp_replicate"].size() > 1 else world.mesh["dp_shard"]
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy()
@@ -122,20 +119,20 @@ def _shard(
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not model, offload_policy=offload)
         taken |= set(unit.parameters())
     for module in model.modules():
-        if isinstance(module, FSDPModule) and world.size > 1:  # alone it divides by one anyway, into a third copy
+        if isinstance(module, FSDPModule) and world.size > 1:  # a single process would only copy to divide by one
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it reduces
 
 
 def _require_one_type(unit: nn.Module, parameters: set[nn.Parameter], cast: torch.dtype | None) -> None:
-    """FSDP casts all parameters of a unit or none, and reduces gradients of one type."""
+    """Raises TuneError if a unit mixes types: FSDP casts all of its parameters or none, and reduces one type."""
     in_fp32 = [module for module in unit.modules() if getattr(module, "trains_in_fp32", False)]
     kept = {each for module in in_fp32 for each in module.parameters(recurse=False) if each.requires_grad} & parameters
     trained = {parameter.dtype for parameter in parameters if parameter.requires_grad}
     if kept and (cast or torch.float32, *trained) != (torch.float32, torch.float32):
         raise TuneError(
-            "dtype: DoRA's magnitudes stay in fp32, but FSDP has one type for all that is trained in a block, and "
-            "adapter.modules_to_save trains more there. Leave the modules inside the blocks out of it, or set "
+            "dtype: DoRA's magnitudes stay in fp32, and FSDP needs one type for all that is trained in a block, but "
+            "adapter.modules_to_save trains other modules there. Take modules inside blocks out of it, or set "
             "adapter.dora=false, or dtype=fp32 with master_dtype=fp32"
         )
 
@@ -159,7 +156,7 @@ def set_gradient_sync(model: nn.Module, sync: bool) -> None:
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
-    """The norm of all gradients together; with `max_norm`, they are scaled down to it first."""
+    """The norm of all gradients; with `max_norm`, scales them down to it."""
     by_mesh: dict[object, list[Tensor]] = defaultdict(list)  # torch takes the norm of one mesh's gradients at a time
     for parameter in parameters:
         by_mesh[getattr(parameter, "device_mesh", None)].append(parameter)

@@ -1,4 +1,4 @@
-"""Processes that torchrun starts again (--max-restarts) share its store with those that have ended."""
+"""Restarts by torchrun (--max-restarts): new processes share its store with those that have ended."""
 
 import os
 import time
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def launcher_store(timeout: timedelta) -> dist.Store | None:
-    """torchrun's store where it may start the processes again: it outlives them."""
+    """torchrun's store if it may restart processes (the store outlives them), else None."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ["TORCHELASTIC_MAX_RESTARTS"] == "0":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -17,10 +17,10 @@ def launcher_store(timeout: timedelta) -> dist.Store | None:
 
 
 def of_this_start(store: dist.Store, rank: int, size: int) -> dist.Store:
-    """A part of the store that the processes of this start have to themselves.
+    """A prefix of the store for the processes of this start alone.
 
-    torch (2.13) would connect them by the addresses of the last start if these are read before they are replaced. So
-    rank 0 draws a name, and tells it to those who ask by a key that is new too.
+    torch (2.13) may read addresses of the last start before they are replaced. So rank 0 draws a random prefix and
+    answers each other rank's question, whose key is random too.
     """
     if rank:
         question = uuid.uuid4().hex

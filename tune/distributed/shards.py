@@ -1,4 +1,4 @@
-"""Which part of a parameter a process holds."""
+"""Local shards of parameters."""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -6,7 +6,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
-    """The local tensor, and where it lies in the full one. A plain tensor is its own only shard."""
+    """The local tensor and its place in the full one. A plain tensor is its only shard."""
     if not isinstance(parameter, DTensor):
         return parameter, tuple(slice(0, size) for size in parameter.shape)
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -14,5 +14,5 @@ def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...
 
 
 def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """The whole parameter, on every process: all must call it."""
+    """The whole parameter, on every process. A collective: all must call it."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

@@ -1,15 +1,13 @@
-"""What torchrun would tell the tasks that SLURM's `srun` starts."""
+"""Environment variables of torch.distributed for tasks of SLURM's `srun`."""
 
 import re
 
-FIRST_PORT, PORTS = 20000, 12000  # below those that systems give to outgoing connections
+FIRST_PORT, PORTS = 20000, 12000  # below the range of outgoing connections
 
 
 def join_step(environment: dict[str, str]) -> dict[str, str]:
-    """The variables that torch.distributed reads, from SLURM's, for a task of `srun`; none for any other process.
-
-    A batch script or a shell of `salloc` is one process, even where its job has many tasks.
-    """
+    """RANK, WORLD_SIZE etc. from SLURM's variables for a task of `srun`; empty for any other process, such as a batch
+    script or a shell of `salloc`, even if its job has many tasks."""
     in_a_step = "SLURM_STEP_ID" in environment or "SLURM_JOB_ID" not in environment
     if "SLURM_PROCID" not in environment or not in_a_step:
         return {}

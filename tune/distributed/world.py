@@ -1,4 +1,4 @@
-"""The processes of a run: one on a laptop, thousands on a cluster, and the same code for both."""
+"""The process group of a run, as a mesh. One process is a mesh of size 1."""
 
 import atexit
 import os
@@ -22,11 +22,11 @@ ALLOCATOR_SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_
 
 @dataclass(frozen=True)
 class World:
-    """The process group as a mesh of the axes `AXES`, of size 1 where unused. One process is a mesh of one."""
+    """`mesh` has all axes of `AXES`; unused ones have size 1."""
 
     mesh: DeviceMesh
     device: torch.device
-    data: DeviceMesh  # the processes that read different data: dp_replicate and dp_shard as one axis
+    data: DeviceMesh  # the ranks that read different data: dp_replicate x dp_shard, flattened
     timeout: timedelta
 
     @property
@@ -39,12 +39,12 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that writes what is written once."""
+        """Rank 0, which writes files and messages."""
         return self.rank == 0
 
     @property
     def data_rank(self) -> int:
-        """Which share of each global batch this process reads."""
+        """This process reads share `data_rank` of `data_size` of each global batch."""
         return self.data.get_local_rank()
 
     @property
@@ -52,27 +52,27 @@ class World:
         return self.data.size()
 
     def sum(self, value: torch.Tensor | float) -> torch.Tensor:
-        """The sum over the data ranks, in fp64, so that counts stay exact. Does not wait for the device."""
-        total = self._figure(value)
+        """The sum over the data ranks, in fp64, so that counts stay exact. Does not synchronise with the device."""
+        total = self._fp64(value)
         dist.all_reduce(total, group=self.data.get_group())
         return total
 
     def any(self, flag: bool) -> torch.Tensor:
-        """1 if `flag` is set in any process, of all axes, or 0. Does not wait for the device."""
-        highest = self._figure(float(flag))
+        """1 if `flag` is set on any rank, else 0. Does not synchronise with the device."""
+        highest = self._fp64(float(flag))
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         return highest
 
     def fetch(self, **values: torch.Tensor | float) -> dict[str, float]:
-        """Numbers of the device, by name, on the host: waits for the device, once for all of them."""
-        return dict(zip(values, torch.stack([self._figure(value) for value in values.values()]).tolist(), strict=True))
+        """The `values` as Python numbers: one synchronisation with the device for all of them."""
+        return dict(zip(values, torch.stack([self._fp64(value) for value in values.values()]).tolist(), strict=True))
 
-    def _figure(self, value: torch.Tensor | float) -> torch.Tensor:
-        """In fp64, as a new tensor; where the device has no such type, on the host."""
+    def _fp64(self, value: torch.Tensor | float) -> torch.Tensor:
+        """A new fp64 tensor: on the GPU with CUDA, else on the host (mps has no fp64)."""
         device = self.device if self.device.type == "cuda" else torch.device("cpu")
         if isinstance(value, torch.Tensor):
             return value.detach().to(device, torch.float64, copy=True)
-        return torch.full((), value, dtype=torch.float64, device=device)  # a copy from the host would wait
+        return torch.full((), value, dtype=torch.float64, device=device)  # unlike torch.tensor, does not synchronise
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value`, on all ranks."""
@@ -90,10 +90,10 @@ class World:
         dist.barrier()
 
     def finish(self) -> None:
-        """To be called by all processes after the last collective: at their end they then leave the group in order.
+        """Call on all processes after the last collective: they then leave the process group in order when they exit.
 
-        A process that ends without this call has failed. The others may be in a collective, and NCCL would wait for
-        them for ever: it aborts its part.
+        A process that exits without this call has failed and aborts its communicators: others may be in a collective,
+        for which NCCL would wait forever.
         """
         atexit.unregister(_abort)
         atexit.register(_leave)
@@ -105,21 +105,21 @@ def init(
     dp_shard: int | Literal["auto"] = "auto",
     timeout: float = 60,
 ) -> World:
-    """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without one, be alone.
+    """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without one, a group of one process.
 
-    `timeout` is in minutes: more than the slowest thing that one process does while others wait for it, such as writing
-    a large model, takes.
+    `timeout` is in minutes. It must exceed the longest work of one process for which others wait, such as writing a
+    large model.
 
     Raises:
-        TuneError: the device is not there, or the mesh does not match the number of processes.
+        TuneError: the device is not available, or the mesh does not match the number of processes.
     """
     kind = _device_type(device)
     if "RANK" not in os.environ:
         os.environ.update(join_step(dict(os.environ)) | os.environ)
     local_rank, size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    patience = timedelta(minutes=timeout)
+    duration = timedelta(minutes=timeout)
     if kind == "cuda":
-        if torch.cuda.device_count() == 1:  # SLURM can show each task its own GPU alone
+        if torch.cuda.device_count() == 1:  # SLURM may show each task only its own GPU
             local_rank = 0
         if not ALLOCATOR_SETTINGS & os.environ.keys():  # read when the device is first used
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -132,12 +132,12 @@ def init(
     if kind == "mps" and size > 1:
         raise TuneError(f"device: mps is one device; found {size} processes. Start one process, or set device=cpu")
     if not dist.is_initialized():
-        store = dist.HashStore() if "RANK" not in os.environ else launcher_store(patience)
+        store = dist.HashStore() if "RANK" not in os.environ else launcher_store(duration)
         place: Any = {}
         if store:  # else torch makes one
             rank = int(os.environ.get("RANK", 0))
             place = {"store": of_this_start(store, rank, size), "rank": rank, "world_size": size}
-        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=patience, **place)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=duration, **place)
     atexit.unregister(_leave)
     atexit.register(_abort)
     size = dist.get_world_size()
@@ -152,8 +152,8 @@ def init(
     mesh = init_device_mesh("cuda" if kind == "cuda" else "cpu", shape, mesh_dim_names=AXES)
     data = mesh["dp_replicate", "dp_shard"]._flatten("data")
     for group in [*mesh.get_all_groups(), data.get_group()]:
-        dist.distributed_c10d._set_pg_timeout(patience, group)  # those of a mesh are made with torch's default
-    world = World(mesh, torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind), data, patience)
+        dist.distributed_c10d._set_pg_timeout(duration, group)  # a mesh makes groups with torch's default
+    world = World(mesh, torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind), data, duration)
     if kind == "cuda" and (shared := size - len(set(world.all_gather(_gpu(local_rank))))):
         raise TuneError(
             f"device: {size} processes have {size - shared} GPUs. Start one process for each GPU (it may see that one "

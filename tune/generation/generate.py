@@ -9,19 +9,15 @@ from tune.models import Decoder, KeyValueCache
 
 @torch.inference_mode()
 def generate(
-    model: Decoder,
-    prompts: list[list[int]],
-    *,
-    max_new_tokens: int,
-    stop_ids: Collection[int] = (),
+    model: Decoder, prompts: list[list[int]], *, max_new_tokens: int, stop_ids: Collection[int] = ()
 ) -> list[list[int]]:
     """Greedy continuation of each prompt (token ids), all in one batch, up to and including a token of `stop_ids`."""
     device = model.embedding.weight.device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     longest = max(len(prompt) for prompt in prompts)
     cache = KeyValueCache(len(model.blocks), capacity=longest + max_new_tokens)
-    # Rows are padded before their starts, where recurrent layers forget it; in the cache it takes the slot of the first
-    # new token, which is overwritten before any position may look at it.
+    # Padding is on the left: recurrent layers reset after it. In the cache it is written to the slot of the first new
+    # token, which overwrites it before any position attends to it.
     tokens = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
     positions = torch.arange(longest, device=device) - (longest - lengths)[:, None]
     positions = torch.where(positions < 0, lengths[:, None], positions)

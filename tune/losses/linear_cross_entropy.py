@@ -1,4 +1,4 @@
-"""Output projection and cross-entropy in one, by chunks of tokens."""
+"""Fused output projection and cross-entropy, by chunks of tokens."""
 
 from typing import Any
 
@@ -15,15 +15,15 @@ LOGITS = 2**27  # half a GiB in fp32
 class LinearCrossEntropy:
     """Sum over supervised tokens of the cross-entropy of `hidden @ weight.T`, in fp32.
 
-    Equals `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`, but the logits of at most `chunk_tokens`
-    tokens exist at one time: their gradient is taken at once and folded into those of `hidden` and `weight`. Tokens
-    labelled -100 are not projected at all. (torch's own `linear_cross_entropy` rounds the loss to bf16 with bf16
-    inputs; in fp32 on a CPU the two are about equal: benchmarks/linear_cross_entropy.py.)
+    Equals `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`, but only the logits of `chunk_tokens` tokens
+    exist at a time: the gradients of `hidden` and `weight` are computed from them in the forward. Tokens labelled -100
+    are not projected. (torch's `linear_cross_entropy` rounds the loss to bf16 with bf16 inputs; in fp32 on a CPU it is
+    about as fast: benchmarks/linear_cross_entropy.py.)
 
-    Every chunk reads the weight twice, and adds to all of its gradient: on a GPU small chunks are mostly that. Without
-    `chunk_tokens` a chunk there has logits of half a GiB in fp32, and 512 tokens on a CPU.
+    Every chunk reads the weight twice and its gradient once, which dominates if chunks are small. By default the logits
+    of a chunk take half a GiB in fp32 on a GPU; on a CPU a chunk has 512 tokens.
 
-    With `accuracy`, `counts` `[2]` are the tokens whose label has the highest logit, and all, until someone resets it.
+    With `accuracy`, `counts` `[2]` accumulates the correctly predicted tokens (highest logit) and all supervised ones.
     """
 
     def __init__(self, chunk_tokens: PositiveInt | None = None, accuracy: bool = False):
@@ -31,8 +31,7 @@ class LinearCrossEntropy:
         self.counts: Tensor | None = None
 
     def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
-        """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]` -> scalar. With `softcap`, of the logits
-        softcap * tanh(logits / softcap)."""
+        """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]` -> scalar. `softcap` bounds logits by tanh."""
         hidden = hidden.flatten(0, 1).index_select(0, batch.supervised)
         labels = batch.labels.flatten().index_select(0, batch.supervised)
         chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight)
@@ -42,7 +41,7 @@ class LinearCrossEntropy:
 
 
 def default_chunk_tokens(weight: Tensor) -> int:
-    """Tokens whose logits with `weight` `[vocab, dim]` should exist at one time, on its device."""
+    """The number of tokens in a chunk for `weight` `[vocab, dim]`, on its device."""
     return SMALL_CHUNK if weight.device.type == "cpu" else max(SMALL_CHUNK, LOGITS // weight.shape[0])
 
 
@@ -64,7 +63,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             rows, targets = hidden[chunk], labels[chunk][:, None]
-            # In place from here on: this matrix is what takes the memory.
+            # In place from here on: this matrix takes most of the memory.
             logits = (rows @ weight.T).float()
             if counts is not None:
                 counts[0] += (logits.argmax(dim=1, keepdim=True) == targets).sum()

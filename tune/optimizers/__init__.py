@@ -1,4 +1,7 @@
-"""Parameter groups, schedules, updates in backward. Optimizers are torch's and torchao's; two need help from here."""
+"""Parameter groups, schedules, updates in backward; Muon and Adafactor, which torch has only for unsharded parameters.
+
+Other optimizers are those of torch and torchao, as they are.
+"""
 
 from tune.optimizers.adafactor import Adafactor
 from tune.optimizers.groups import learning_rates, parameter_groups

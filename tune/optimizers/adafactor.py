@@ -1,4 +1,4 @@
-"""Adafactor, for sharded parameters too."""
+"""Adafactor for sharded parameters."""
 
 from collections.abc import Callable
 
@@ -9,8 +9,8 @@ from tune.distributed import full_tensor, local_shard
 
 
 class Adafactor(torch.optim.Adafactor):
-    """torch's Adafactor (Shazeer and Stern, 2018), which does not take DTensors: here a sharded parameter is gathered
-    for its update, one at a time, and all processes compute the same."""
+    """torch's Adafactor (Shazeer and Stern, 2018) does not support DTensors: here one parameter at a time is gathered
+    and updated on all processes."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Which parameters learn how."""
+"""Parameter groups for an optimizer, and the learning rates to log."""
 
 import re
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """The trained parameters of `model`, grouped for an optimizer whose learning rate is `lr`.
 
-    Norms, biases and what else is no weight of a product get no weight decay unless `decay_vectors`, whatever their
-    shape: the biases of experts are a matrix. `lr_ratios` multiply the learning rate of the parameters in whose name a
-    pattern is found: {"lora_b": 16} is LoRA+ (Hayou et al., 2024). A group of matrices, or stacks of them, that lie in
-    repeated blocks is marked `in_blocks`, for Muon, and one with a learning rate of its own has the pattern as `name`.
+    Only weights of matrix products get weight decay, unless `decay_vectors`: norms and biases do not, whatever their
+    shape (the biases of experts are a matrix). `lr_ratios` maps a pattern to a factor on `lr` for the parameters whose
+    name matches: {"lora_b": 16} is LoRA+ (Hayou et al., 2024); their group has the pattern as `name`. Groups of
+    matrices, or stacks of them, in repeated blocks are marked `in_blocks`, for Muon.
 
     Raises:
-        TuneError: a pattern is found in no name.
+        TuneError: a pattern matches no name.
     """
     ratios = dict(lr_ratios or {})
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -59,13 +59,13 @@ def learning_rates(optimizer: Optimizer) -> dict[str, float]:
 
 
 def _is_weight(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Whether inputs are multiplied by the parameter as by a matrix, rather than added to it or scaled by it."""
-    is_norm = "norm" in _owner(model, name)  # Cohere's norms have a row for each head
+    """Whether the parameter is the matrix of a product, rather than added or multiplied elementwise."""
+    is_norm = "norm" in _owner(model, name)  # Cohere's norms have a row per head
     return parameter.ndim > 1 and not is_norm and not name.endswith("bias")
 
 
 def _is_convolution(model: nn.Module, name: str) -> bool:
-    """Whose kernels, one for each channel, are no matrix to orthogonalise."""
+    """Kernels of one channel each are no matrix for Muon to orthogonalise."""
     return "conv" in _owner(model, name) or "conv" in name.rpartition(".")[2]
 
 

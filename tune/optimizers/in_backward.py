@@ -1,4 +1,4 @@
-"""Updates while gradients are being computed."""
+"""Optimizer steps inside backward, so that gradients take little memory."""
 
 import functools
 
@@ -10,10 +10,10 @@ from tune.distributed import World, local_shard
 
 
 class InBackward:
-    """From its creation on, `optimizer` updates each parameter during backward, when its gradient is complete, and the
-    gradient is freed. `optimizer.step()` then finds nothing to do; learning rates and state stay where they were.
+    """Registers hooks by which `optimizer` updates each parameter as soon as its gradient is complete, then frees the
+    gradient. `optimizer.step()` then has nothing to do; learning rates and state stay in the optimizer.
 
-    There must be one backward per optimizer step, and gradients cannot be clipped by their norm: they are gone by then.
+    There must be one backward per optimizer step. Gradients cannot be clipped: the norm is known after the updates.
     """
 
     def __init__(self, optimizer: Optimizer, world: World):
@@ -24,7 +24,7 @@ class InBackward:
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._update, index))
 
     def norm(self) -> Tensor:
-        """That of all gradients since the last call, together."""
+        """The norm of all gradients since the last call."""
         squares = self.world.sum(self.squares) / self.world.mesh["dp_replicate"].size()  # replicas hold the same
         self.squares.zero_()
         return squares.sqrt()

@@ -1,4 +1,4 @@
-"""Muon, with AdamW for what Muon is not for."""
+"""Muon for the matrices of blocks, AdamW for all other parameters."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -14,11 +14,11 @@ from tune.types import PositiveInt
 
 
 class Muon(Optimizer):
-    """torch's Muon (Jordan et al., 2024) for the matrices of the blocks, torch's AdamW for everything else: vectors,
-    embeddings, output head. A stack of matrices, such as the weights of experts, is as many matrices.
+    """torch's Muon (Jordan et al., 2024) for the matrices of the blocks, torch's AdamW for vectors, embeddings and
+    output head. Muon updates each matrix of a stack, such as the weights of experts, by itself.
 
-    `params` are the groups that `parameter_groups` makes. Updates of matrices are scaled to the size that those of
-    AdamW have (Liu et al., 2025), so that one `lr` and `weight_decay` suit both. `betas` and `eps` are AdamW's.
+    `params` are the groups of `parameter_groups`. Muon's updates are scaled to the size of AdamW's (Liu et al., 2025),
+    so that one `lr` and `weight_decay` suit both. `betas` and `eps` are AdamW's.
     """
 
     def __init__(
@@ -36,7 +36,9 @@ class Muon(Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "in_blocks": False})
         self.parts: dict[bool, Optimizer] = {}
         if self._groups(in_blocks=True):
-            a_matrix = nn.Parameter(torch.empty(1, 1))  # it takes no stacks; each step gives it what to work on
+            a_matrix = nn.Parameter(
+                torch.empty(1, 1)
+            )  # a placeholder: torch's Muon takes no stacks, `step` gives it matrices
             self.parts[True] = torch.optim.Muon(
                 [a_matrix], momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw"
             )
@@ -45,7 +47,7 @@ class Muon(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for in_blocks, part in self.parts.items():
-            # Groups and state are kept here, in one place to save and restore; the parts only work on them.
+            # Groups and state belong to this optimizer, which is saved and restored; the parts borrow them.
             part.param_groups, part.state = self._groups(in_blocks), self.state
             if in_blocks:
                 part.state = defaultdict(dict)
@@ -59,7 +61,7 @@ class Muon(Optimizer):
         return [group for group in self.param_groups if group["in_blocks"] == in_blocks]
 
     def _split(self, parameter: Tensor) -> Iterator[Tensor]:
-        """The matrices of a stack that this process holds, with their gradients and momenta; or the one there is."""
+        """The local matrices of a parameter, with their gradients and momenta."""
         if parameter.grad is None:
             return
         state, matrices = self.state[parameter], self.parts[True].state

@@ -13,9 +13,9 @@ from tune.types import StepsOrFraction, UnitInterval
 
 
 class Schedule(LRScheduler):
-    """Multiplies the learning rate that each parameter group began with by `factor(step)`, the first step being 0.
+    """Multiplies the initial learning rate of each parameter group by `factor(step)`, from step 0.
 
-    Rates and state are plain numbers, also where an optimizer (torchao's) keeps its learning rates in tensors.
+    Rates and state are plain numbers, even if the optimizer (torchao's) keeps its learning rates in tensors.
     """
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]):
@@ -26,7 +26,7 @@ class Schedule(LRScheduler):
         return [group["initial_lr"] * self.factor(self.last_epoch) for group in self.optimizer.param_groups]
 
     def get_last_lr(self) -> list[float | Tensor]:
-        """The rates of the coming step."""
+        """The rates of the next step."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
@@ -44,28 +44,21 @@ def constant(optimizer: Optimizer, total_steps: int, warmup: StepsOrFraction = 0
 
 
 def linear(
-    optimizer: Optimizer,
-    total_steps: int,
-    warmup: StepsOrFraction = 0,
-    min_ratio: UnitInterval = 0.0,
+    optimizer: Optimizer, total_steps: int, warmup: StepsOrFraction = 0, min_ratio: UnitInterval = 0.0
 ) -> Schedule:
     """A straight line down to `min_ratio`."""
     return _schedule(optimizer, total_steps, warmup, lambda progress: 1 - (1 - min_ratio) * progress)
 
 
 def cosine(
-    optimizer: Optimizer,
-    total_steps: int,
-    warmup: StepsOrFraction = 0,
-    min_ratio: UnitInterval = 0.0,
+    optimizer: Optimizer, total_steps: int, warmup: StepsOrFraction = 0, min_ratio: UnitInterval = 0.0
 ) -> Schedule:
     """Half a cosine down to `min_ratio` (Loshchilov and Hutter, 2017, without restarts)."""
-    return _schedule(
-        optimizer,
-        total_steps,
-        warmup,
-        lambda progress: min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2,
-    )
+
+    def shape(progress: float) -> float:
+        return min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2
+
+    return _schedule(optimizer, total_steps, warmup, shape)
 
 
 def warmup_stable_decay(
@@ -102,7 +95,7 @@ def _warmup_steps(warmup: float, total_steps: int) -> int:
 
 
 def _schedule(optimizer: Optimizer, total_steps: int, warmup: float, shape: Callable[[float], float]) -> Schedule:
-    """`shape` says the factor at each share of the steps after warm-up. No step is at zero."""
+    """`shape` maps the share of the steps after warm-up that is done, 0 to 1, to the factor. Warm-up starts above 0."""
     steps = _warmup_steps(warmup, total_steps)
 
     def factor(step: int) -> float:

@@ -1,9 +1,8 @@
-"""NF4 (Dettmers et al., QLoRA, 2023): 4-bit codes of normal quantiles, a scale for every 64 weights.
+"""NF4 (Dettmers et al., QLoRA, 2023): 4-bit codes of normal quantiles, one scale for every block of 64 weights.
 
-The codes are those of torchao and bitsandbytes. The layout is our own: blocks lie within a row of the weight, so that
-any slice of rows is quantised as the whole is, and FSDP shards codes and scales as the plain tensors they are.
-torchao's NF4Tensor wants multiples of 16,384 elements and takes the mean of its scales over what it is given, so that a
-sharded weight differs from the whole one.
+The codes are those of torchao and bitsandbytes. Blocks lie within a row of the weight, so that a shard of rows is
+quantised as in the whole weight, and FSDP shards codes and scales as plain tensors. (torchao's NF4Tensor needs
+multiples of 16,384 elements and takes the mean of a shard's scales, so that a sharded weight differs from the whole.)
 """
 
 import functools
@@ -24,17 +23,17 @@ LEVELS = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-# What each byte of two codes stands for: `[256, 2]`.
+# The two levels of each byte, `[256, 2]`.
 PAIRS = torch.tensor([[LEVELS[byte >> 4], LEVELS[byte & 15]] for byte in range(256)], device="cpu")
-CPU_CODES = 2**16  # looked up at a time on a CPU, so that what lies between fits into its cache
+CPU_CODES = 2**16  # dequantised at a time on a CPU, so that intermediate results fit into its cache
 
 
 class NF4Weight(nn.Module):
-    """A frozen `[rows, columns]` weight: two `codes` a byte, and `scales`, one for 64 weights.
+    """A frozen `[rows, columns]` weight: `codes`, two per byte, and `scales`, one per block.
 
-    `double` keeps the scales in 8 bits too, with their mean and range in each row (`ranges`): 0.52 and not 0.56 bytes a
-    weight. All are stored as bytes, which FSDP's mixed precision leaves alone (that of torch 2.11 makes them trainable,
-    and fails).
+    `double` quantises the scales to 8 bits, with their mean and range per row in `ranges`: 0.52 instead of 0.56 bytes a
+    weight. All are bytes, which FSDP's mixed precision does not cast (that of torch 2.11 makes them trainable, and
+    fails).
     """
 
     pairs: Tensor
@@ -47,26 +46,26 @@ class NF4Weight(nn.Module):
         scale_bytes = columns // BLOCK * (1 if double else 4)
         self.scales = _frozen(torch.empty(rows, scale_bytes, dtype=torch.uint8, device=device))
         self.ranges = _frozen(torch.empty(rows, 8, dtype=torch.uint8, device=device)) if double else None
-        self.register_buffer("pairs", PAIRS, persistent=False)  # one for all weights, on the device where these are
+        self.register_buffer("pairs", PAIRS, persistent=False)  # shared by all weights
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        return _looked_up(self.codes, self.scales, self.ranges, self.pairs, dtype)
+        return _dequantize(self.codes, self.scales, self.ranges, self.pairs, dtype)
 
     def full(self) -> Tensor:
-        """The whole weight in fp32, from the shards of all processes: all must call it."""
+        """The whole weight in fp32, gathered from all processes. A collective: all must call it."""
         ranges = None if self.ranges is None else full_tensor(self.ranges)
         return dequantize(full_tensor(self.codes), full_tensor(self.scales), ranges, torch.float32)
 
     def linear(self, input: Tensor) -> Tensor:
-        """`input @ weight.T`; the full weight exists only within the call, in forward and again in backward."""
+        """`input @ weight.T`; the dequantised weight exists only within the call, and again in backward."""
         return _Linear.apply(input, self.codes, self.scales, self.ranges, self.pairs)
 
     def local_rows(self) -> slice:
-        """Which rows of the weight this process holds."""
+        """The rows of the weight in this process's shard."""
         return local_shard(self.codes)[1][0]
 
     def load(self, weight: Tensor) -> None:
-        """Quantise the rows that this process holds."""
+        """Quantise `weight`, which are the `local_rows`."""
         codes, scales, ranges = quantize(weight, double=self.ranges is not None)
         local_shard(self.codes)[0].copy_(codes)
         local_shard(self.scales)[0].copy_(scales)
@@ -92,12 +91,12 @@ def quantize(weight: Tensor, double: bool = False) -> tuple[Tensor, Tensor, Tens
 
 
 def dequantize(codes: Tensor, scales: Tensor, ranges: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The weight `[rows, columns]` that the codes stand for."""
-    return _looked_up(codes, scales, ranges, PAIRS.to(codes.device), dtype)
+    """The weight `[rows, columns]`."""
+    return _dequantize(codes, scales, ranges, PAIRS.to(codes.device), dtype)
 
 
-def _looked_up(codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, dtype: torch.dtype) -> Tensor:
-    """By one kernel on a GPU with a compiler: it reads the codes and writes the weight, and nothing lies between."""
+def _dequantize(codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, dtype: torch.dtype) -> Tensor:
+    """By one compiled kernel on a GPU, if it has a compiler; on a CPU by chunks of rows."""
     if torch.compiler.is_compiling():
         return _values(codes, scales, ranges, pairs, dtype)
     if codes.is_cuda and importlib.util.find_spec("triton"):
@@ -126,11 +125,8 @@ def _compiled_values() -> Callable[..., Tensor]:
 
 
 def quantize_linears(model: nn.Module, *, double: bool = False) -> int:
-    """Let the linear layers inside the blocks of `model`, on the meta device, hold their weights in NF4.
-
-    Their `weight` becomes an `NF4Weight`, to be filled from a checkpoint; embeddings, norms and head stay as they are.
-    Returns the number of weights.
-    """
+    """Replace the weights of linear layers inside the blocks of `model`, on the meta device, by an `NF4Weight` to be
+    loaded from a checkpoint. Embeddings, norms and head stay as they are. Returns the number of weights."""
     count = 0
     for name, linear in model.named_modules():
         if isinstance(linear, nn.Linear) and "." in name:
@@ -157,12 +153,12 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor) -> Tensor:
         ctx.save_for_backward(codes, scales, ranges, pairs)
-        return input @ _looked_up(codes, scales, ranges, pairs, input.dtype).T
+        return input @ _dequantize(codes, scales, ranges, pairs, input.dtype).T
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
         codes, scales, ranges, pairs = ctx.saved_tensors
-        return grad_output @ _looked_up(codes, scales, ranges, pairs, grad_output.dtype), None, None, None, None
+        return grad_output @ _dequantize(codes, scales, ranges, pairs, grad_output.dtype), None, None, None, None
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
