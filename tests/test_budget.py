@@ -10,19 +10,19 @@ HOUSE = Path(tune.__file__).parent
 CEILINGS = {
     "checkpointers": 1253,
     "cli": 663,
-    "collators": 169,
-    "config": 928,
-    "datasets": 3616,
+    "collators": 175,
+    "config": 883,
+    "datasets": 3571,
     "distributed": 586,
     "generation": 44,
     "loggers": 814,
     "losses": 111,
-    "models": 3320,
+    "models": 3140,
     "optimizers": 351,
     "peft": 1314,
     "quantization": 174,
     "tokenizers": 1238,
-    "beside": 153,  # the files beside the packages
+    "beside": 206,  # the files beside the packages
 }
 
 

@@ -87,7 +87,7 @@ def test_source_is_one_of_those_there_are(preview, error, chats):
     assert "of 3\n" in small
     assert "training/big" not in small
     assert error(mix, "--source", "smal", data=sources).endswith(
-        "--source smal: there is no such part (did you mean small?); there are training, big, small\n"
+        "--source smal: there is no such part. Did you mean 'small'? There are training, big, small\n"
     )
 
 

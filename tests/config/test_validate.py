@@ -100,7 +100,7 @@ def test_a_value_that_comes_from_another_setting_is_checked_too() -> None:
         ("torch.optim.AdanW", "torch.optim has no 'AdanW'. Did you mean 'AdamW'?"),
         ("torch.optm.AdamW", "torch has no 'optm'. Did you mean 'optim'?"),
         ("torhc.optim.AdamW", "there is no module 'torhc'. Is it installed, or in the current folder?"),
-        ("AdamW", "'AdamW' is not the dotted path of a function or class."),
+        ("AdamW", "'AdamW' is not the dotted path of a function or class. Name its module too: my_module.AdamW"),
         ("my-parts.AdamW", "'my-parts.AdamW' is not the dotted path of a function or class."),
         ("torch.optim.adamw", "'torch.optim.adamw' is a module, not a function or class."),
     ],

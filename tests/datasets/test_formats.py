@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tune.datasets import RowReader, labelled_sample, preference_pairs
+from tune.datasets import RowReader
 from tune.datasets.formats import FORMATS, recognise
-from tune.datasets.formats.preferences import LABELLED, PREFERENCES, preference
 from tune.tokenizers import Tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs" / "data.md"
@@ -68,23 +67,12 @@ def learned(sample, tokenizer):
 
 def test_docs_have_an_example_of_each_format():
     named = {example.values[0] for example in EXAMPLES}
-    assert named == {format.name for format in (*FORMATS, *PREFERENCES, *LABELLED)}
+    assert named == {format.name for format in FORMATS}
 
 
 @pytest.mark.parametrize(("name", "row"), EXAMPLES)
 def test_examples_of_the_docs(name, row, tokenizer, read):
-    if name in ("preference", "ranked"):
-        pairs = preference_pairs(row, RowReader(tokenizer, 1000))
-        texts = [(learned(pair.chosen, tokenizer), learned(pair.rejected, tokenizer)) for pair in pairs]
-        assert texts in (
-            [("4</s>", "5</s>")],
-            [("Hello!<|im_end|>", "What?<|im_end|>")],
-            [("4</s>", "5</s>"), ("4</s>", "fish</s>"), ("5</s>", "fish</s>")],
-        )
-    elif name == "labelled":
-        labelled = labelled_sample(row, RowReader(tokenizer, 1000))
-        assert (learned(labelled.sample, tokenizer), labelled.is_good) == ("4</s>", True)
-    elif name == "tokens":
+    if name == "tokens":
         (outcome,) = RowReader(tokenizer, 1000)([("row", row)])
         assert outcome.samples[0].tokens.tolist() == [72, 105, 33]
         assert outcome.samples[0].labels.tolist() == [105, 33, -100]
@@ -213,67 +201,3 @@ def test_padding_is_taken_off(tokenizer, mask):
     (outcome,) = RowReader(tokenizer, 100)([("row", {"input_ids": [0, 2, 3, 4], "attention_mask": mask})])
     assert outcome.samples[0].tokens.tolist() == kept
     assert outcome.samples[0].labels.tolist() == [*kept[1:], -100]
-
-
-# preferences
-
-
-@pytest.mark.parametrize(
-    ("chosen", "rejected"),
-    [
-        ([ASK, SAY], [ASK, {**SAY, "content": "What?"}]),
-        ([ASK, SAY, ASK, SAY], [ASK, SAY, ASK, {**SAY, "content": "What?"}]),
-        ("Q: 2+2? A: 4", "Q: 2+2? A: 5"),
-        ("the sky is blue", "the sky is black"),
-    ],
-)
-def test_implicit_prompts_are_those_of_trl(chosen, rejected):
-    data_utils = pytest.importorskip("trl.data_utils")
-    theirs = data_utils.extract_prompt({"chosen": chosen, "rejected": rejected})
-    ((better, worse),) = preference({"chosen": chosen, "rejected": rejected})
-    if isinstance(chosen, str):
-        assert (better.prompt, better.text, worse.text) == (theirs["prompt"], theirs["chosen"], theirs["rejected"])
-        assert worse.prompt == better.prompt
-    else:
-        assert better.messages[: better.prompt] == theirs["prompt"]
-        assert (better.messages[better.prompt :], worse.messages[worse.prompt :]) == (
-            theirs["chosen"],
-            theirs["rejected"],
-        )
-
-
-def test_prompt_that_repeats_the_conversation_or_begins_it(tokenizer):
-    reader = RowReader(tokenizer, 1000)
-    worse = {**SAY, "content": "What?"}
-    rows = [
-        {"prompt": "Hi", "chosen": [ASK, SAY], "rejected": [ASK, worse]},
-        {"prompt": "Hi", "chosen": [SAY], "rejected": [worse]},
-        {"prompt": [ASK], "chosen": [SAY], "rejected": [worse]},
-        {"chosen": [ASK, SAY], "rejected": [ASK, worse]},
-    ]
-    pairs = [pair for row in rows for pair in preference_pairs(row, reader)]
-    assert len({(*pair.chosen.tokens.tolist(), 0, *pair.rejected.labels.tolist()) for pair in pairs}) == 1
-
-
-def test_preferences_of_no_use(tokenizer):
-    reader = RowReader(tokenizer, 20)
-    reasons = {
-        "chosen and rejected are the same": {"prompt": "a", "chosen": "b", "rejected": "b"},
-        "empty rejected": {"prompt": "a", "chosen": "b", "rejected": ""},
-        "all scores are equal": {"prompt": "a", "completions": ["b", "c"], "scores": [1, 1]},
-        "longer than max_seq_len": {"prompt": "a", "chosen": "b" * 30, "rejected": "c"},
-    }
-    assert [preference_pairs(row, reader) for row in reasons.values()] == [*reasons]
-    silence = {"role": "assistant", "content": ""}
-    assert preference_pairs({"chosen": [ASK, SAY], "rejected": [ASK, silence]}, reader) == "empty rejected"
-    assert labelled_sample({"prompt": "a", "completion": "", "label": 0}, reader) == "empty completion"
-    assert labelled_sample({"prompt": "a", "completion": "b", "label": 0}, reader).is_good is False
-
-
-def test_equal_scores_make_no_pair(tokenizer):
-    row = {"prompt": "2+2=", "completions": ["5", "4", "fish"], "scores": [0, 1, 0]}
-    pairs = preference_pairs(row, RowReader(tokenizer, 1000))
-    assert [(learned(pair.chosen, tokenizer), learned(pair.rejected, tokenizer)) for pair in pairs] == [
-        ("4</s>", "5</s>"),
-        ("4</s>", "fish</s>"),
-    ]

@@ -270,7 +270,7 @@ def test_no_eos_token(folder, write):
 
 def test_paths_that_are_not_there(tokenizer, write, tmp_path):
     write(*ROWS, name="chats.jsonl")
-    with pytest.raises(TuneError, match=r"chat\.jsonl does not exist; did you mean .*chats\.jsonl\?"):
+    with pytest.raises(TuneError, match=r"chat\.jsonl does not exist\. Did you mean 'chats\.jsonl'\?"):
         load(tokenizer, str(tmp_path / "chat.jsonl"), max_seq_len=100)
     with pytest.raises(TuneError, match="there is no folder"):
         load(tokenizer, str(tmp_path / "absent" / "chat.jsonl"), max_seq_len=100)
@@ -294,10 +294,10 @@ def test_split_of_a_file(tokenizer, write):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"promt": "prompt"}, r"columns\.promt: no format has such a column \(did you mean prompt\?\)"),
+        ({"promt": "prompt"}, r"columns\.promt: no format has such a column\. Did you mean 'prompt'\?"),
         (
             {"prompt": "promp"},
-            r"columns\.prompt=promp: data\.jsonl:1 has no such column \(did you mean prompt\?\)",
+            r"columns\.prompt=promp: data\.jsonl:1 has no such column\. Did you mean 'prompt'\?",
         ),
         (
             {"prompt": "prompt", "output": "completion"},

@@ -170,7 +170,7 @@ def test_mixed_files(tokenizer, sources):
         ("code", {"weight": "2"}, r"sources\.code\.weight is '2'; it must be a number"),
         ("code", {"weight": float("nan")}, r"sources\.code\.weight is nan"),
         ("code", {"weight": 2}, r"sources\.chats has no weight, but others have"),
-        ("code", {"wieght": 2}, r"sources\.code\.wieght is not a setting of a source\. Did you mean weight\?"),
+        ("code", {"wieght": 2}, r"sources\.code\.wieght is not a setting of a source\. Did you mean 'weight'\?"),
         ("code", {"max_seq_len": 2}, r"sources\.code\.max_seq_len is not a setting of a source\. It may have: path, "),
         ("code", {"path": "absent.jsonl"}, r"sources\.code: absent\.jsonl does not exist"),
         ("code", {"take": "few"}, r"sources\.code\.take: 'few' is not a positive integer or null"),

@@ -374,14 +374,14 @@ def test_modules_that_a_function_imports_are_part_of_the_data(tmp_path, monkeypa
         ({"filter": "my_data.fails"}, r"data\.jsonl:1: my_data\.fails fails on this row: KeyError: 'nothing'"),
         ({"format": "my_data.strange"}, r"data\.jsonl:1: my_data\.strange gives 5; it must give a row, or None"),
         ({"format": "my_data.columns"}, r"what my_data\.columns gives: the columns question are none of the known"),
-        ({"format": "my_data.to_mesages"}, r"has no function 'to_mesages'. Did you mean my_data\.to_messages\?"),
+        ({"format": "my_data.to_mesages"}, r"format: my_data has no 'to_mesages'\. Did you mean 'to_messages'\?"),
         (
             {"format": "your_data.rows"},
-            r"there is no module 'your_data'. Is your_data\.py installed, or in the current",
+            r"there is no module 'your_data'. Is it installed, or in the current",
         ),
         ({"format": "my_data.to_messages", "columns": {"text": "text"}}, "gives the columns of a format itself"),
-        ({"filter": "is_long"}, r"filter: a function is named with its module: my_data\.is_long"),
-        ({"format": "sharegtp"}, r"format=sharegtp is no format \(did you mean sharegpt\?\); there are chat, sharegpt"),
+        ({"filter": "is_long"}, r"filter: 'is_long' is not the dotted path .* Name its module too: my_module\.is_long"),
+        ({"format": "sharegtp"}, r"format=sharegtp is no format\. Did you mean 'sharegpt'\? There are chat, sharegpt"),
         ({"format": "chat"}, r"data\.jsonl:1: format=chat needs the columns messages; the row has text"),
     ],
 )

@@ -263,7 +263,7 @@ def tokenizer_of_a_larger_model(inputs):
 # The data
 
 
-@wrong("dataset: ", "chat.jsonl does not exist", "did you mean", "chats.jsonl?")
+@wrong("dataset: ", "chat.jsonl does not exist", "Did you mean 'chats.jsonl'?")
 def dataset_path_wrong(inputs):
     return [f"dataset.path={inputs.rows.with_name('chat.jsonl')}"]
 
@@ -309,7 +309,7 @@ def damaged_parquet(inputs):
 
 @wrong(
     'rows.jsonl:2: messages[1].role is "asistant"',
-    "did you mean assistant?",
+    "Did you mean 'assistant'?",
     "system, developer, user, assistant, tool",
 )
 def bad_role(inputs):
@@ -351,12 +351,12 @@ def settings_of_the_data_that_are_none(inputs):
     return ["dataset.too_long=cut", "dataset.validation_fraction=2"]
 
 
-@wrong("dataset: format=sharegtp is no format", "did you mean sharegpt?")
+@wrong("dataset: format=sharegtp is no format", "Did you mean 'sharegpt'?")
 def misspelt_format(inputs):
     return ["dataset.format=sharegtp"]
 
 
-@wrong("dataset: filter: there is no module 'my_rows'", "my_rows.py installed, or in the current folder?")
+@wrong("dataset: filter: there is no module 'my_rows'", "Is it installed, or in the current folder?")
 def filter_that_is_not_there(inputs):
     return ["dataset.filter=my_rows.is_good"]
 

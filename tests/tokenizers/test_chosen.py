@@ -129,7 +129,7 @@ def test_files(folder, tmp_path, source, message):
         (tmp_path / "mine.jinja").write_text(source)
     with pytest.raises(TuneError, match=message):
         Tokenizer(str(folder), chat_template=str(tmp_path / "mine.jinja"))
-    with pytest.raises(TuneError, match=r"Did you mean chatml\?"):
+    with pytest.raises(TuneError, match=r"Did you mean 'chatml'\?"):
         Tokenizer(str(folder), chat_template="chatlm")
 
 

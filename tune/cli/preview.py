@@ -12,10 +12,10 @@ from rich.text import Text
 from tune.cli.prepare import settings
 from tune.config import instantiate, instantiate_data
 from tune.datasets.display import MARKS, Document, Preview, marked, parts_of, preview
-from tune.datasets.formats import suggestion
 from tune.datasets.stream import Stream
 from tune.datasets.warnings import warnings_about
 from tune.errors import TuneError
+from tune.lookup import did_you_mean
 
 USAGE = """\
 tune preview RECIPE [--config FILE_OR_NAME] [key=value ...] [--rows N] [--source NAME] [--html FILE]
@@ -67,8 +67,8 @@ def main(arguments: Sequence[str]) -> None:
         )
         tables = [part.accounting.table() for part in (training | held_out).values()]
         if not tables:
-            hint = suggestion(options.source, names)
-            raise TuneError(f"--source {options.source}: there is no such part{hint}; there are {', '.join(names)}")
+            hint = did_you_mean(options.source, names)
+            raise TuneError(f"--source {options.source}: there is no such part.{hint} There are {', '.join(names)}")
 
     previews = {name: preview(part, tokenizer, options.rows) for name, part in (training | held_out).items()}
     warnings = warnings_about(training, held_out, tokenizer)

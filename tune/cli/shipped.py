@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from tune import config
-from tune.config.paths import did_you_mean
 from tune.errors import TuneError
+from tune.lookup import did_you_mean
 
 
 def find(name: str) -> Path:

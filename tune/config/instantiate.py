@@ -1,16 +1,14 @@
 """Build what a config names with `_component_`."""
 
-import importlib
 import inspect
 import keyword
-from collections.abc import Callable, Mapping
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from tune.config.paths import did_you_mean
 from tune.errors import TuneError
+from tune.lookup import locate
 
 COMPONENT = "_component_"
 
@@ -60,40 +58,3 @@ def instantiate_data(cfg: DictConfig, tokenizer: Any, vocab_size: int | None = N
         for part in filter(None, (dataset, validation)):
             part.require_vocabulary(vocab_size)
     return dataset, validation
-
-
-def locate(path: str) -> Callable[..., Any]:
-    """Import the function or class with this dotted path."""
-    first, *names = path.split(".")
-    if not names or not all(name.isidentifier() for name in (first, *names)):
-        raise TuneError(f"'{path}' is not the dotted path of a function or class.")
-    found: Any = _import(first, path)
-    for name in names:
-        child = getattr(found, name, None)
-        if child is None and isinstance(found, ModuleType):
-            child = _import(f"{found.__name__}.{name}", path, missing_in=found)
-        if child is None:
-            known = [each for each in dir(found) if not each.startswith("_")]
-            raise TuneError(f"{found.__name__} has no '{name}'.{did_you_mean(name, known)}")
-        found = child
-    if not callable(found):
-        what = "a module, not" if isinstance(found, ModuleType) else "not"
-        raise TuneError(f"'{path}' is {what} a function or class.")
-    return found
-
-
-def _import(name: str, path: str, missing_in: ModuleType | None = None) -> ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name == name and missing_in:
-            return None
-        hint = "Is it installed, or in the current folder?"
-        if error.name == "torchao":
-            hint = "It comes with: pip install 'tune-recipes[torchao]'"
-        place = "" if error.name == name else f"{path}: "
-        raise TuneError(f"{place}there is no module '{error.name}'. {hint}") from error
-    except SyntaxError as error:
-        raise TuneError(f"{error.filename}:{error.lineno}: {error.msg}") from error
-    except ImportError as error:
-        raise TuneError(f"{path} cannot be imported: {error}") from error

@@ -1,17 +1,10 @@
 """Where the recipes and configs that travel with the library are."""
 
-import difflib
-from collections.abc import Iterable
 from pathlib import Path
 
 import tune
 from tune.errors import TuneError
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'lr'?` for the known word nearest to `word`, or nothing if none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f" Did you mean '{near[0]}'?" if near else ""
+from tune.lookup import did_you_mean
 
 
 def list_recipes() -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from tune.config.instantiate import locate
+from tune.lookup import locate
 
 SCALARS = (int, float, bool, str, Path, NoneType)
 CONTAINERS: dict[Any, Any] = {list: list, Sequence: list, Iterable: list, tuple: tuple, dict: dict, Mapping: dict}

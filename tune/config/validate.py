@@ -10,9 +10,10 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from tune.config.conflicts import conflicts
 from tune.config.instantiate import COMPONENT
 from tune.config.options import Group, Options
-from tune.config.paths import did_you_mean, find_config, list_recipes
+from tune.config.paths import find_config, list_recipes
 from tune.config.signature import Signature, signature_of
 from tune.errors import TuneError
+from tune.lookup import did_you_mean
 from tune.type_check import fits, mismatch, show
 
 Values = dict[str, Any]

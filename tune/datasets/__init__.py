@@ -7,7 +7,6 @@ from tune.datasets.from_path import load
 from tune.datasets.loader import DataLoader, GlobalBatch, validation_batches
 from tune.datasets.mix import Mixture, mix
 from tune.datasets.packing import pack
-from tune.datasets.preferences import Labelled, Pair, labelled_sample, preference_pairs
 from tune.datasets.rows import Outcome, RowReader
 from tune.datasets.stream import Stream
 
@@ -16,17 +15,13 @@ __all__ = [
     "DataLoader",
     "Dataset",
     "GlobalBatch",
-    "Labelled",
     "Mixture",
     "Outcome",
-    "Pair",
     "RowReader",
     "Sample",
     "Stream",
-    "labelled_sample",
     "load",
     "mix",
     "pack",
-    "preference_pairs",
     "validation_batches",
 ]

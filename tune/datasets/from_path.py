@@ -11,7 +11,7 @@ from typing import Any, Literal
 from tune.datasets.accounting import Accounting
 from tune.datasets.cache import cache_folder, content_of, hash_of, key_of, prepared
 from tune.datasets.dataset import Dataset
-from tune.datasets.formats import FORMATS, Format, recognise, suggestion
+from tune.datasets.formats import FORMATS, Format, recognise
 from tune.datasets.rows import CANNOT_BE_USED, RowReader, TooLong
 from tune.datasets.samples import Chunk, chunk
 from tune.datasets.sources import Source, open_source
@@ -20,6 +20,7 @@ from tune.datasets.train_on import TrainOn
 from tune.datasets.user_functions import load_function, sources_of
 from tune.datasets.workers import available_cores, map_chunks
 from tune.errors import TuneError
+from tune.lookup import did_you_mean
 from tune.tokenizers import Tokenizer
 from tune.types import Fraction, NonNegativeInt, PositiveInt
 
@@ -112,8 +113,8 @@ def _named(format: str | None) -> Format | str | None:
             return known
     names = [known.name for known in FORMATS]
     raise TuneError(
-        f"format={format} is no format{suggestion(format, names)}; there are {', '.join(names)}, and functions of your "
-        "own: format=my_data.to_messages"
+        f"format={format} is no format.{did_you_mean(format, names)} There are {', '.join(names)}, and functions of "
+        "your own: format=my_data.to_messages"
     )
 
 

@@ -4,7 +4,6 @@ import hashlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, Literal, get_type_hints
 
@@ -15,6 +14,7 @@ from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset, renumbered
 from tune.datasets.from_path import load
 from tune.errors import TuneError
+from tune.lookup import did_you_mean
 from tune.tokenizers import Tokenizer
 from tune.type_check import mismatch
 from tune.types import PositiveInt
@@ -217,8 +217,7 @@ def _check(sources: Mapping[str, Mapping[str, Any]]) -> None:
             raise TuneError(f"sources.{name} has no path: {name}: {{path: {name}.jsonl}}")
         for key, value in source.items():
             if key not in known:
-                close = get_close_matches(str(key), known, n=1)
-                hint = f" Did you mean {close[0]}?" if close else f" It may have: {', '.join(known)}."
+                hint = did_you_mean(str(key), known) or f" It may have: {', '.join(known)}."
                 raise TuneError(f"sources.{name}.{key} is not a setting of a source.{hint}")
             if problem := mismatch(value, kinds.get(key, Any)):
                 raise TuneError(f"sources.{name}.{key}: {problem}")

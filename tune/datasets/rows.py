@@ -24,10 +24,10 @@ from tune.datasets.formats import (
     shown,
 )
 from tune.datasets.remarks import columns_left_out, remarks
-from tune.datasets.train_on import Span, TrainOn, flagged, learned_roles, learned_text
+from tune.datasets.train_on import TrainOn, flagged, learned_roles, learned_text
 from tune.datasets.user_functions import load_function
 from tune.errors import TuneError
-from tune.tokenizers import Encoding, Tokenizer
+from tune.tokenizers import Encoding, Span, Tokenizer
 
 CANNOT_BE_USED = "cannot be used"
 FULLY_MASKED = "fully masked"

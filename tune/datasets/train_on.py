@@ -10,9 +10,8 @@ from typing import Literal
 
 from tune.datasets.formats import Chat, is_empty_answer
 from tune.errors import TuneError
-from tune.tokenizers import Message, Tokenizer
+from tune.tokenizers import Message, Span, Tokenizer
 
-Span = tuple[int, int]
 TrainOn = Literal["assistant", "all", "last"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
 
 # Stands in for a message's content to see where the template writes it; no dataset can contain it.

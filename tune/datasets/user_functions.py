@@ -7,39 +7,23 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
-from importlib import import_module
 from importlib.util import find_spec, resolve_name
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from tune.errors import TuneError
+from tune.lookup import locate
 
 INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
 
 
 def load_function(path: str, asked: str) -> Callable[..., Any]:
     """The user's function with this dotted path; `asked` is the setting that names it, for messages."""
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise TuneError(f"{asked}: a function is named with its module: my_data.{path}")
     try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise TuneError(f"{asked}: {module_name} cannot be imported: {error}") from error
-        raise TuneError(
-            f"{asked}: there is no module {error.name!r}. Is {error.name}.py installed, or in the current folder?"
-        ) from error
-    except Exception as error:  # whatever the user's file does when it is run
-        raise TuneError(f"{asked}: {module_name} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        close = get_close_matches(name, dir(module), n=1)
-        hint = f" Did you mean {module_name}.{close[0]}?" if close else ""
-        raise TuneError(f"{asked}: {module_name} has no function {name!r}.{hint}")
-    return function
+        return locate(path)
+    except TuneError as error:
+        raise TuneError(f"{asked}: {error}") from error
 
 
 def sources_of(path: str, asked: str) -> dict[str, str]:

@@ -5,7 +5,6 @@ import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 
 from tune.distributed import local_shard
 from tune.errors import TuneError
+from tune.lookup import did_you_mean
 from tune.models.moe import ExpertLinear
 from tune.models.names import Names
 from tune.peft.experts import LoRAExperts
@@ -328,6 +328,5 @@ def _no_match(model: nn.Module, setting: str, wanted: str, candidates: Mapping[s
             f"those are adapted. To train it whole: adapter.modules_to_save=[{wanted}]"
         )
     known = sorted({_last(name) for candidate in candidates for name in names.spellings(candidate)})
-    close = get_close_matches(wanted, known, n=1)
-    hint = f" Did you mean '{close[0]}'?" if close else ""
+    hint = did_you_mean(wanted, known)
     return TuneError(f"adapter.{setting}: '{wanted}' matches no layer.{hint} There are {', '.join(known)}")

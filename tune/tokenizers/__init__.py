@@ -1,7 +1,7 @@
 """Text to tokens and conversations to supervised text, as the model's own tokenizer files say."""
 
-from tune.tokenizers.chat_template import ChatTemplate, Message
+from tune.tokenizers.chat_template import ChatTemplate, Message, Span
 from tune.tokenizers.supervision import supervised_spans
 from tune.tokenizers.tokenizer import Encoding, Tokenizer
 
-__all__ = ["ChatTemplate", "Encoding", "Message", "Tokenizer", "supervised_spans"]
+__all__ = ["ChatTemplate", "Encoding", "Message", "Span", "Tokenizer", "supervised_spans"]

@@ -1,10 +1,10 @@
 """The chat template that the setting `tokenizer.chat_template` names."""
 
-import difflib
 import re
 from pathlib import Path
 
 from tune.errors import TuneError
+from tune.lookup import did_you_mean
 from tune.tokenizers.chat_template import ChatTemplate
 
 _FOLDER = Path(__file__).parent / "templates"
@@ -20,10 +20,9 @@ def chosen_template(name: str) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        near = difflib.get_close_matches(name, SHIPPED, n=1)
-        hint = f". Did you mean {near[0]}?" if near else ""
         raise TuneError(
-            f"tokenizer.chat_template={name} is neither a readable file ({error}) nor one of {', '.join(SHIPPED)}{hint}"
+            f"tokenizer.chat_template={name} is neither a readable file ({error}) nor one of {', '.join(SHIPPED)}."
+            f"{did_you_mean(name, SHIPPED)}"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """What a row of a dataset says: a conversation, a text, or tokens, and which part of it is to be learned."""
 
 from tune.datasets.formats.columns import OtherMeaning, recognise, renamed, require_meaning
-from tune.datasets.formats.content import Chat, Content, Plain, Row, Tokens, shown, suggestion
+from tune.datasets.formats.content import Chat, Content, Plain, Row, Tokens, shown
 from tune.datasets.formats.formats import FORMATS, Format
 from tune.datasets.formats.messages import is_empty_answer
 
@@ -19,5 +19,4 @@ __all__ = [
     "renamed",
     "require_meaning",
     "shown",
-    "suggestion",
 ]

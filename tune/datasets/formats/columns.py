@@ -4,9 +4,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from json import dumps
 
-from tune.datasets.formats.content import Chat, Content, Plain, Row, suggestion
+from tune.datasets.formats.content import Chat, Content, Plain, Row
 from tune.datasets.formats.formats import FORMATS, Format
 from tune.errors import TuneError
+from tune.lookup import did_you_mean
 
 # The names that a format's columns have elsewhere, in the order in which they are tried.
 QUESTIONS = ("question", "prompt", "instruction", "query", "problem", "user", "human", "inputs", "input")
@@ -43,12 +44,13 @@ def recognise(row: Row, columns: Mapping[str, str], place: str, formats: tuple[F
     for ours, theirs in columns.items():
         if ours not in known:
             raise TuneError(
-                f"columns.{ours}: no format has such a column{suggestion(ours, known)}; "
-                f"the formats' columns are {', '.join(known)}"
+                f"columns.{ours}: no format has such a column.{did_you_mean(ours, known)} "
+                f"The formats' columns are {', '.join(known)}"
             )
         if theirs not in row:
             raise TuneError(
-                f"columns.{ours}={theirs}: {place} has no such column{suggestion(theirs, row)}; it has {', '.join(row)}"
+                f"columns.{ours}={theirs}: {place} has no such column.{did_you_mean(theirs, row)} "
+                f"It has {', '.join(row)}"
             )
     fitting = [format for format in formats if columns.keys() <= {*format.columns, *format.optional}]
     if not fitting:

@@ -1,9 +1,7 @@
 """What a row can say: a conversation, a text, or tokens."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from tune.tokenizers import Message
@@ -47,9 +45,3 @@ def shown(value: Any) -> str:
         return "missing"
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def suggestion(word: str, candidates: Iterable[str]) -> str:
-    """The end of a message: a question whether the candidate most like `word` was meant, or nothing."""
-    close = get_close_matches(word, list(candidates), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""

@@ -6,13 +6,11 @@ row is a mistake.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from tune.collators import IGNORE
 from tune.datasets.formats.content import Chat, Content, Plain, Row, Tokens, shown
 from tune.datasets.formats.messages import checked_messages, checked_tools, conversation, is_empty_answer
 from tune.errors import TuneError
-
-IGNORED = -100
 
 
 def chat(row: Row, column: str = "messages") -> Content | str:
@@ -43,24 +41,20 @@ def alpaca(row: Row) -> Content | str:
 
 def prompt_completion(row: Row) -> Content | str:
     """`prompt` and `completion`: two strings, or two lists of messages (optional `tools`)."""
-    return continuation(row["prompt"], row["completion"], "completion", row)
-
-
-def continuation(prompt: object, answer: object, column: str, row: Row) -> Content | str:
-    """A prompt with what is to be learned behind it, from the row's `column`."""
+    prompt, answer = row["prompt"], row["completion"]
     if answer is None or answer in ("", []):
-        return f"empty {column}"
+        return "empty completion"
     if isinstance(prompt, list) and isinstance(answer, list):
-        before, behind = checked_messages(prompt, "prompt"), checked_messages(answer, column)
+        before, behind = checked_messages(prompt, "prompt"), checked_messages(answer, "completion")
         if all(map(is_empty_answer, behind)):
-            return f"empty {column}"
+            return "empty completion"
         return Chat(before + behind, checked_tools(row.get("tools")), prompt=len(before))
-    for name, value in (("prompt", prompt), (column, answer)):
+    for name, value in (("prompt", prompt), ("completion", answer)):
         if not isinstance(value, str):
             raise TuneError(
-                f"{name} is {shown(value)}; prompt and {column} must be two strings or two lists of messages"
+                f"{name} is {shown(value)}; prompt and completion must be two strings or two lists of messages"
             )
-    return Plain(str(prompt), str(answer))
+    return Plain(prompt, answer)
 
 
 def text(row: Row) -> Content | str:
@@ -85,13 +79,13 @@ def tokens(row: Row) -> Content | str:
     if min(ids) < 0 or max(ids) >= 2**31:
         raise TuneError(f"input_ids holds {min(ids) if min(ids) < 0 else max(ids)}, which is no token")
     labels = columns.get("labels", ids)
-    if wrong := next((pair for pair in zip(ids, labels, strict=True) if pair[1] not in (IGNORED, pair[0])), None):
+    if wrong := next((pair for pair in zip(ids, labels, strict=True) if pair[1] not in (IGNORE, pair[0])), None):
         raise TuneError(
             f"labels has {wrong[1]} where input_ids has {wrong[0]}; it must have the same token (not the next one) "
-            f"or {IGNORED}"
+            f"or {IGNORE}"
         )
     for mask in (columns[name] for name in SUPERVISION if name in columns):
-        labels = [label if on else IGNORED for label, on in zip(labels, mask, strict=True)]
+        labels = [label if on else IGNORE for label, on in zip(labels, mask, strict=True)]
     if "attention_mask" in columns:
         ids, labels = _without_padding(ids, labels, columns["attention_mask"])
     return Tokens(ids, labels)
@@ -106,7 +100,7 @@ class Format:
     """`read` wants the `columns`, and looks into the `optional` ones."""
 
     name: str
-    read: Callable[[Row], Any]
+    read: Callable[[Row], Content | str]
     columns: tuple[str, ...]
     optional: tuple[str, ...] = ()
     is_chat: bool = False

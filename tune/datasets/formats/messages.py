@@ -3,8 +3,9 @@
 import json
 from typing import Any
 
-from tune.datasets.formats.content import Row, shown, suggestion
+from tune.datasets.formats.content import Row, shown
 from tune.errors import TuneError
+from tune.lookup import did_you_mean
 from tune.tokenizers import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -64,7 +65,7 @@ def _checked(message: Any, place: str) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise TuneError(
-            f"{place}.role is {shown(role)}{suggestion(str(role), ROLES)}; it must be one of {', '.join(ROLES)}"
+            f"{place}.role is {shown(role)}; it must be one of {', '.join(ROLES)}.{did_you_mean(str(role), ROLES)}"
         )
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], role, f"{place}.tool_calls")
@@ -85,8 +86,8 @@ def _from_share_gpt(message: Message, place: str) -> Message:
     """`from` and `value` as `role` and `content`."""
     name, value = message["from"], message.get("value")
     if not isinstance(name, str) or name not in SHARE_GPT_ROLES:
-        hint = suggestion(str(name), SHARE_GPT_ROLES)
-        raise TuneError(f"{place}.from is {shown(name)}{hint}; it must be one of {', '.join(SHARE_GPT_ROLES)}")
+        hint = did_you_mean(str(name), SHARE_GPT_ROLES)
+        raise TuneError(f"{place}.from is {shown(name)}; it must be one of {', '.join(SHARE_GPT_ROLES)}.{hint}")
     if not isinstance(value, str):
         raise TuneError(f"{place}.value is {shown(value)}; it must be a string")
     rest = {key: item for key, item in message.items() if key not in ("from", "value")}

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +17,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from tune.errors import TuneError
+from tune.lookup import did_you_mean
 
 KINDS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 SEEKABLE = (".parquet", ".arrow")  # they have a compression of their own
@@ -213,8 +213,7 @@ def _known() -> str:
 
 
 def _not_found(path: Path) -> TuneError:
-    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = get_close_matches(path.name, siblings, n=1)
-    hint = f"; did you mean {path.with_name(close[0])}?" if close else ""
-    folder = "" if path.parent.is_dir() else f" (there is no folder {path.parent} either)"
-    return TuneError(f"{path} does not exist{folder}{hint}")
+    if not path.parent.is_dir():
+        return TuneError(f"{path} does not exist (there is no folder {path.parent} either)")
+    hint = did_you_mean(path.name, [entry.name for entry in path.parent.iterdir()])
+    return TuneError(f"{path} does not exist.{hint}" if hint else f"{path} does not exist")

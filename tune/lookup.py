@@ -1,0 +1,53 @@
+"""What a word in the settings stands for: functions by their dotted path, and the known word that was meant."""
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+from tune.errors import TuneError
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """` Did you mean 'lr'?` for the known word nearest to `word`, or nothing if none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean '{near[0]}'?" if near else ""
+
+
+def locate(path: str) -> Callable[..., Any]:
+    """Import the function or class with this dotted path. Raises TuneError if it cannot be."""
+    first, *names = path.split(".")
+    if not names or not all(name.isidentifier() for name in (first, *names)):
+        hint = "" if names else f" Name its module too: my_module.{path}"
+        raise TuneError(f"'{path}' is not the dotted path of a function or class.{hint}")
+    found: Any = _import(first, path)
+    for name in names:
+        child = getattr(found, name, None)
+        if child is None and isinstance(found, ModuleType):
+            child = _import(f"{found.__name__}.{name}", path, missing_in=found)
+        if child is None:
+            known = [each for each in dir(found) if not each.startswith("_")]
+            raise TuneError(f"{found.__name__} has no '{name}'.{did_you_mean(name, known)}")
+        found = child
+    if not callable(found):
+        what = "a module, not" if isinstance(found, ModuleType) else "not"
+        raise TuneError(f"'{path}' is {what} a function or class.")
+    return found
+
+
+def _import(name: str, path: str, missing_in: ModuleType | None = None) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name and missing_in:
+            return None
+        hint = "Is it installed, or in the current folder?"
+        if error.name == "torchao":
+            hint = "It comes with: pip install 'tune-recipes[torchao]'"
+        place = "" if error.name == name else f"{path}: "
+        raise TuneError(f"{place}there is no module '{error.name}'. {hint}") from error
+    except SyntaxError as error:
+        raise TuneError(f"{error.filename}:{error.lineno}: {error.msg}") from error
+    except Exception as error:  # whatever the module does when it is run
+        raise TuneError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
