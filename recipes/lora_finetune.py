@@ -19,7 +19,7 @@ from tune.models import balance_loss
 @config.entrypoint("lora_finetune")
 def main(cfg):
     world = distributed.init(cfg.device, cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.timeout)
-    run = loggers.Run(cfg, world, "lora_finetune")
+    run = loggers.Run("lora_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
         model = instantiate(cfg.model)  # its shape only: no memory yet
@@ -43,7 +43,11 @@ def main(cfg):
         accumulate=not cfg.optimizer_in_backward,
         pad_to=pad_to,
     )
-    run.describe(model, data, tokenizer, validation)
+    run.describe(
+        model, data, tokenizer, validation, source=cfg.model.path,
+        dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
+        activation_checkpointing=cfg.memory.activation_checkpointing,
+    )  # fmt: skip
     run.info(adapted.table())
 
     distributed.parallelize(
@@ -79,9 +83,9 @@ def main(cfg):
     start = checkpointer.resume(run.resume)
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
-    with loggers.profile(run.path / "profile", world, **cfg.profiler) as profile:
-        for step, batch in run.track(data, start, total=len(data)):
-            profile(step)
+    with run:  # closes its files and loggers, however the training ends
+        steps = run.track(data, start, total=len(data))
+        for step, batch in loggers.profile(steps, run.path / "profile", world, **cfg.profiler):
             if step == 1 and validation and cfg.validate_first:
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
@@ -129,16 +133,17 @@ def main(cfg):
                 run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
                 sys.exit(130)
 
-    checkpointer.wait()
-    card = checkpointers.model_card("lora_finetune", cfg.model.path, dataset.accounting.source)
-    peft.export_adapter(model, lora, run.path / "adapter", world, base=cfg.model.path, tokenizer=tokenizer, card=card)
-    run.info(f"done: the adapter is in {run.path / 'adapter'}")
-    if cfg.export.merge:
-        checkpointers.export(
-            model, tokenizer, run.path / "model", world, source=cfg.model.path, card=card, base=weights
+        checkpointer.wait()
+        card = checkpointers.model_card("lora_finetune", cfg.model.path, dataset.accounting.source)
+        peft.export_adapter(
+            model, lora, run.path / "adapter", world, base=cfg.model.path, tokenizer=tokenizer, card=card
         )
-        run.info(f"the base with the adapter merged in is in {run.path / 'model'}")
-    run.close()
+        run.info(f"done: the adapter is in {run.path / 'adapter'}")
+        if cfg.export.merge:
+            checkpointers.export(
+                model, tokenizer, run.path / "model", world, source=cfg.model.path, card=card, base=weights
+            )
+            run.info(f"the base with the adapter merged in is in {run.path / 'model'}")
 
 
 if __name__ == "__main__":

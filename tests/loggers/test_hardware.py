@@ -3,21 +3,17 @@
 import pytest
 import torch
 from helpers import save_checkpoint
-from omegaconf import OmegaConf
 
 from tune.checkpointers import load_model
 from tune.loggers.hardware import hardware_notes, score_bytes
 
-CFG = OmegaConf.create(
-    {"dtype": "bf16", "max_seq_len": 64, "packed": False, "compile": False, "micro_batch_size": 1}
-    | {"memory": {"activation_checkpointing": "none"}}
-)
+SHAPE = (1, 64)
 
 
 @pytest.mark.parametrize(("capability", "told"), [((7, 5), True), ((8, 0), False)])
 def test_bf16_on_an_older_gpu(checkpoint, capability, told, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    notes = list(hardware_notes(load_model(str(checkpoint)), torch.device("cuda"), CFG, longest=64))
+    notes = list(hardware_notes(load_model(str(checkpoint)), torch.device("cuda"), "bf16", SHAPE, 64, False, "none"))
     assert bool(notes) == told == any("compute capability 7.5" in note for note in notes)
 
 
@@ -44,10 +40,8 @@ def test_scores_without_a_kernel(config, changes, dtype, tmp_path):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(torch.arange(64)[None])
     counted = sum(tensor.nbytes for tensor in kept.values() if tensor.shape[:-2].numel() == 4)
-    cfg = OmegaConf.merge(CFG, {"dtype": dtype})
-    assert score_bytes(model, cfg, longest=64) == pytest.approx(counted, rel=0.02)
-    assert score_bytes(model, cfg, longest=0) == score_bytes(model, cfg, longest=64)
-    notes = list(hardware_notes(model, torch.device("mps"), cfg, longest=64))
+    assert score_bytes(model, dtype, SHAPE, 64, False, "none") == pytest.approx(counted, rel=0.02)
+    notes = list(hardware_notes(model, torch.device("mps"), dtype, SHAPE, 64, False, "none"))
     assert len(notes) == (config != "LlamaConfig")
-    less = OmegaConf.merge(cfg, {"memory": {"activation_checkpointing": "full"}})
-    assert score_bytes(model, less, longest=64) * 3 == score_bytes(model, cfg, longest=64)
+    less = score_bytes(model, dtype, SHAPE, 64, False, "full")
+    assert less * 3 == score_bytes(model, dtype, SHAPE, 64, False, "none")

@@ -34,7 +34,10 @@ def test_steps_that_are_traced(start, steps, calls, monkeypatch, tmp_path):
     recorder = Recorder(found)
     monkeypatch.setattr(torch.profiler, "profile", lambda **options: recorder)
     world = SimpleNamespace(is_main=True, device=torch.device("cpu"))
-    with profile(tmp_path / "profile", world, start, steps) as before:
+
+    def batches():
         for recorder.step in range(1, 7):
-            before(recorder.step)
+            yield recorder.step, "batch"
+
+    assert len(list(profile(batches(), tmp_path / "profile", world, start, steps))) == 6
     assert found == calls

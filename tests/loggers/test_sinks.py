@@ -101,8 +101,7 @@ def test_weights_and_biases(tmp_path, monkeypatch):
     """Offline: what would be sent is written into the run folder."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    cfg = OmegaConf.create({"logger": {"wandb": {"project": "tests", "name": None}}, "seed": 3})
-    sink = WeightsAndBiases(tmp_path, cfg)
+    sink = WeightsAndBiases(tmp_path, {"project": "tests", "name": None}, OmegaConf.create({"seed": 3}))
     sink.metrics(1, VALUES)
     assert sink.run.name == tmp_path.name
     assert sink.run.config["seed"] == 3

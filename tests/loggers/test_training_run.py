@@ -1,5 +1,6 @@
 """What a run says of each step: by its definition, on a clock and in a world that the test makes."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +10,7 @@ from omegaconf import OmegaConf
 from tune.errors import TuneError
 from tune.loggers import Run
 from tune.loggers import training_run as module
-from tune.loggers.sinks import Sink
-
-CFG = OmegaConf.create({"output_dir": None, "resume": "auto", "logger": {"console_every": 1}})
+from tune.loggers.sinks import Optional, Sink, WeightsAndBiases
 
 
 class Kept(Sink):
@@ -36,7 +35,7 @@ def run(clock, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "peak_flops", lambda device: 1e6)
     monkeypatch.setattr(module.run_folder, "require_shared", lambda path, world: None)  # the other three do not exist
     world = SimpleNamespace(size=4, is_main=False, device=torch.device("cpu"), broadcast=lambda value: value)
-    run = Run(OmegaConf.merge(CFG, {"output_dir": str(tmp_path)}), world, "test")
+    run = Run("test", world, str(tmp_path), settings=OmegaConf.create())
     run.sinks, run.flops_per_token = [Kept()], 50.0
     return run
 
@@ -45,9 +44,9 @@ def run(clock, monkeypatch, tmp_path):
 def test_a_logger_that_is_not_installed_is_told_first(setting, run, monkeypatch):
     package = setting.split(".")[0].split("=")[0]
     monkeypatch.setattr("tune.loggers.sinks.find_spec", lambda name: None if name == package else object())
-    cfg = OmegaConf.merge(run.cfg, {"logger": OmegaConf.from_dotlist([setting])})
+    logger = OmegaConf.from_dotlist([setting])
     with pytest.raises(TuneError, match=rf"{package} is not installed. pip install 'tune-recipes\[{package}\]'"):
-        Run(cfg, run.world, "test")
+        Run("test", run.world, settings=OmegaConf.create(), **logger)
 
 
 def test_messages_are_without_secrets(run):
@@ -76,3 +75,18 @@ def test_rates_are_those_of_a_device_over_the_time_of_the_step(run, clock):
         assert values["tokens_per_second"] == pytest.approx(6400 / 4 / seconds)
         assert values["supervised_tokens_per_second"] == pytest.approx(1600 / 4 / seconds)
         assert values["mfu"] == pytest.approx(6400 / 4 / seconds * 50 / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"), [(None, 0), (RuntimeError, 1), (SystemExit, 1), (KeyboardInterrupt, 1)]
+)
+def test_sinks_are_closed_on_every_exit(run, error, exit_code):
+    """W&B is told how the run has ended."""
+    told, wandb = [], object.__new__(WeightsAndBiases)
+    wandb.run = SimpleNamespace(finish=lambda exit_code: told.append(exit_code))
+    run.sinks = [Optional("Weights & Biases", lambda: wandb)]
+    run.world.finish = lambda: told.append("all processes end")
+    with pytest.raises(error) if error else contextlib.nullcontext(), run:
+        if error:
+            raise error
+    assert told == ([exit_code] if error else ["all processes end", 0])

@@ -11,6 +11,7 @@ import torch
 from tune import config, distributed, loggers
 from tune.checkpointers import checkpointer
 from tune.errors import TuneError
+from tune.loggers import training_run
 
 pytestmark = pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
 
@@ -27,12 +28,25 @@ def train(checkpoint, chats, tmp_path):
     return train
 
 
+@pytest.fixture
+def closed(monkeypatch):
+    """What is told when the loggers of a run are closed."""
+    closed, open_sinks = [], training_run.open_sinks
+
+    class Watched(loggers.Sink):
+        def close(self):
+            closed.append("closed")
+
+    monkeypatch.setattr(training_run, "open_sinks", lambda *arguments: [*open_sinks(*arguments), Watched()])
+    return closed
+
+
 def checkpoints(folder):
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
 @pytest.mark.parametrize("clip", ["1.0", "null"])
-def test_an_infinite_gradient_of_a_finite_loss_stops_the_run(recipe, clip, train, monkeypatch, tmp_path):
+def test_an_infinite_gradient_of_a_finite_loss_stops_the_run(recipe, clip, train, closed, monkeypatch, tmp_path):
     recipe, calls = importlib.import_module(recipe), []
 
     def overflowing(model):
@@ -47,12 +61,13 @@ def test_an_infinite_gradient_of_a_finite_loss_stops_the_run(recipe, clip, train
     monkeypatch.setattr(recipe, "balance_loss", overflowing)
     with pytest.raises(TuneError, match=r"grad_norm is (inf|nan) at step 3"):
         train(recipe, "checkpointer.every=1", "checkpointer.async=false", f"max_grad_norm={clip}")
+    assert closed == ["closed"]
     assert all(parameter.isfinite().all() for parameter in calls[-1].parameters())
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert checkpoints(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-def test_an_interrupted_run_has_saved_when_it_says_so(recipe, train, chats, monkeypatch, tmp_path):
+def test_an_interrupted_run_has_saved_when_it_says_so(recipe, train, closed, chats, monkeypatch, tmp_path):
     recipe, asked, told = importlib.import_module(recipe), SimpleNamespace(requested=False), []
     save, log, info = checkpointer.dcp.save, loggers.Run.log, loggers.Run.info
 
@@ -75,6 +90,7 @@ def test_an_interrupted_run_has_saved_when_it_says_so(recipe, train, chats, monk
     with pytest.raises(SystemExit) as end:
         train(recipe, "checkpointer.every=null", f"validation_dataset.path={chats}", "validate_every=1")
     assert end.value.code == 130
+    assert closed == ["closed"]
     assert [there for message, there in told if "step 2 is saved" in message] == [["step-00000002"]]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], "validation_loss" in line) for line in lines] == [(1, True), (2, False)]  # there is no time

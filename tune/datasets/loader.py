@@ -58,6 +58,7 @@ class DataLoader:
     ) -> None:
         self.dataset, self.world, self.seed, self.pad_to = dataset, world, seed, pad_to
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.epochs, self.max_steps = epochs, max_steps
         self.steps_per_epoch: int | None = None
         if isinstance(dataset, Stream):
             self._steps = _steps_of_a_stream(dataset, epochs, max_steps)

@@ -4,22 +4,30 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 
 
-def hardware_notes(model: nn.Module, device: torch.device, cfg: DictConfig, longest: int) -> Iterator[str]:
-    """What will be slow or take much memory. `longest` is the length of the longest document, in tokens."""
-    if device.type == "cpu" and cfg.dtype == "bf16":
+def hardware_notes(
+    model: nn.Module,
+    device: torch.device,
+    dtype: str,
+    shape: tuple[int, int],
+    longest: int,
+    compile: bool,
+    activation_checkpointing: str,
+) -> Iterator[str]:
+    """What will be slow or take much memory. `shape` is that of a micro-batch: rows, and tokens of a row; `longest` is
+    the length of the longest document, in tokens."""
+    if device.type == "cpu" and dtype == "bf16":
         yield "dtype=bf16 is slow on most CPUs: dtype=fp32 is usually several times faster, and exact"
-    if device.type == "cuda" and cfg.dtype == "bf16":
+    if device.type == "cuda" and dtype == "bf16":
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) < (8, 0):
             yield (
                 f"this GPU (compute capability {major}.{minor}) has no units for bf16 and no flash kernels, which need "
                 "8.0: dtype=bf16 is slow here, try dtype=fp32; attention is that of SDPA"
             )
-    if device.type != "cpu" and (size := score_bytes(model, cfg, longest)):
+    if device.type != "cpu" and (size := score_bytes(model, dtype, shape, longest, compile, activation_checkpointing)):
         yield (
             f"attention of this model has soft caps or sinks, for which there is no kernel: its scores take up to "
             f"{size / 2**30:.1f} GiB between forward and backward. Less: "
@@ -27,20 +35,21 @@ def hardware_notes(model: nn.Module, device: torch.device, cfg: DictConfig, long
         )
 
 
-def score_bytes(model: nn.Module, cfg: DictConfig, longest: int) -> int:
+def score_bytes(
+    model: nn.Module, dtype: str, shape: tuple[int, int], longest: int, compile: bool, activation_checkpointing: str
+) -> int:
     """Of the scores that backward needs of a micro-batch, where attention is computed by matrix products.
 
     For each pair of a query and a key that it may see: the result of softmax in fp32 and in bf16, of a soft cap too.
     """
-    longest = longest or cfg.max_seq_len  # a stream does not know
-    row = cfg.max_seq_len if cfg.packed else longest
+    rows, row = shape
     sizes = []
     for layer in getattr(getattr(model, "config", None), "layers", ()):
         attention: Any = layer.attention
         softcap, sinks = (getattr(attention, name, None) for name in ("softcap", "sinks"))
         if softcap or sinks:
-            keys = row if cfg.compile else min(longest, 2 * (attention.window or longest) - 1)
-            each = (4 if cfg.dtype == "fp32" else 6) + (0 if not softcap else 4 if cfg.dtype == "fp32" else 2)
-            sizes.append(cfg.micro_batch_size * attention.num_heads * row * keys * each)
-    is_kept = cfg.memory.activation_checkpointing == "none"
+            keys = row if compile else min(longest, 2 * (attention.window or longest) - 1)
+            each = (4 if dtype == "fp32" else 6) + (0 if not softcap else 4 if dtype == "fp32" else 2)
+            sizes.append(rows * attention.num_heads * row * keys * each)
+    is_kept = activation_checkpointing == "none"
     return sum(sizes) if is_kept else max(sizes, default=0)

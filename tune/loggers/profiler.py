@@ -1,25 +1,28 @@
 """A trace of a few optimizer steps by torch.profiler."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from tune.distributed import World
 from tune.types import PositiveInt
 
+T = TypeVar("T")
 
-@contextlib.contextmanager
+
 def profile(
-    folder: Path, world: World, start: PositiveInt | None = None, steps: PositiveInt = 3
-) -> Iterator[Callable[[int], None]]:
-    """Trace optimizer steps `start` to `start + steps - 1` of rank 0 into `folder` (for Perfetto or TensorBoard).
-
-    Yields a function to call with the number of each step before it; `start=None` makes it do nothing.
-    """
+    batches: Iterable[tuple[int, T]],
+    folder: Path,
+    world: World,
+    start: PositiveInt | None = None,
+    steps: PositiveInt = 3,
+) -> Iterator[tuple[int, T]]:
+    """Iterate over `batches`, and trace optimizer steps `start` to `start + steps - 1` of rank 0 into `folder` (for
+    Perfetto or TensorBoard); `start=None` traces nothing."""
     if start is None or not world.is_main:
-        yield lambda step: None
+        yield from batches
         return
     activities = [torch.profiler.ProfilerActivity.CPU]
     if world.device.type == "cuda":
@@ -27,22 +30,20 @@ def profile(
     profiler = torch.profiler.profile(activities=activities, record_shapes=True)
     running = False
 
-    def before(step: int) -> None:
-        nonlocal running
-        if not running and start <= step < start + steps:
-            profiler.start()
-            running = True
-        elif running and step >= start + steps:
-            running = finish()
-
-    def finish() -> bool:
+    def finish() -> None:
         profiler.stop()
         folder.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"steps-{start}-to-{start + steps - 1}.json"))
-        return False
 
     try:
-        yield before
+        for step, batch in batches:
+            if running and step >= start + steps:
+                finish()
+                running = False
+            elif not running and start <= step < start + steps:
+                profiler.start()
+                running = True
+            yield step, batch
     finally:
         if running:
             finish()

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,6 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from tune.errors import TuneError
 from tune.secrets import without_secrets
+
+WandbOptions = Mapping[str, str | None]  # project (None: off) and name (None: that of the run folder)
+WANDB_OFF: WandbOptions = {"project": None, "name": None}
 
 
 class Sink:
@@ -28,20 +31,21 @@ class Sink:
     def close(self) -> None: ...
 
 
-def open_sinks(folder: Path, cfg: DictConfig) -> list[Sink]:
-    """The sinks that `cfg.logger` asks for besides the console; the files in the run folder are always among them."""
+def open_sinks(folder: Path, tensorboard: bool, wandb: WandbOptions, settings: DictConfig) -> list[Sink]:
+    """The sinks besides the console; the files in the run folder are always among them."""
     sinks: list[Sink] = [LogFile(folder / "log.txt"), JsonLines(folder / "metrics.jsonl")]
-    if cfg.logger.tensorboard:
+    if tensorboard:
         sinks.append(Optional("TensorBoard", lambda: TensorBoard(folder / "tensorboard")))
-    if cfg.logger.wandb.project:
-        sinks.append(Optional("Weights & Biases", lambda: WeightsAndBiases(folder, cfg)))
+    if wandb["project"]:
+        sinks.append(Optional("Weights & Biases", lambda: WeightsAndBiases(folder, wandb, settings)))
     return sinks
 
 
-def require_installed(logger: DictConfig) -> None:
-    """Raises TuneError if a sink that `logger` asks for is not installed."""
-    for setting, package in (("wandb.project", "wandb"), ("tensorboard", "tensorboard")):
-        if OmegaConf.select(logger, setting) and find_spec(package) is None:
+def require_installed(tensorboard: bool, wandb: WandbOptions) -> None:
+    """Raises TuneError if a sink that is asked for is not installed."""
+    for setting, is_asked in (("wandb.project", wandb["project"]), ("tensorboard", tensorboard)):
+        package = setting.partition(".")[0]
+        if is_asked and find_spec(package) is None:
             raise TuneError(
                 f"logger.{setting}: {package} is not installed. pip install 'tune-recipes[{package}]', or leave it out"
             )
@@ -65,6 +69,9 @@ class JsonLines(Sink):
         self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
         self.file.flush()
 
+    def close(self) -> None:
+        self.file.close()
+
 
 def logged_steps(metrics: Path) -> list[tuple[int, str]]:
     """The steps of a metrics.jsonl, each with its line; a killed process may leave half of the last one."""
@@ -82,6 +89,9 @@ class LogFile(Sink):
     def message(self, text: str) -> None:
         self.file.write(text + "\n")
         self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
 
 
 def require_free(log: TextIO) -> None:
@@ -166,18 +176,18 @@ class TensorBoard(Sink):
 class WeightsAndBiases(Sink):
     """A run in the project `logger.wandb.project`; a resumed run folder continues its W&B run."""
 
-    def __init__(self, folder: Path, cfg: DictConfig):
+    def __init__(self, folder: Path, options: WandbOptions, settings: DictConfig):
         import wandb
 
         arguments, sys.argv = sys.argv, without_secrets(sys.argv)  # W&B keeps the command line too
         try:
             self.run = wandb.init(
-                project=cfg.logger.wandb.project,
-                name=cfg.logger.wandb.name or folder.name,
+                project=options["project"],
+                name=options["name"] or folder.name,
                 id=folder.name,
                 resume="allow",
                 dir=str(folder),
-                config=without_secrets(OmegaConf.to_container(cfg, resolve=True)),
+                config=without_secrets(OmegaConf.to_container(settings, resolve=True)),
             )
         finally:
             sys.argv = arguments
@@ -186,7 +196,9 @@ class WeightsAndBiases(Sink):
         self.run.log(values, step=step)
 
     def close(self) -> None:
-        self.run.finish()
+        self.run.finish(
+            exit_code=int(sys.exc_info()[0] is not None)
+        )  # 1 while an error or an interruption ends the run
 
 
 class Optional(Sink):

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from omegaconf import DictConfig
@@ -22,7 +22,7 @@ from tune.loggers import run_folder
 from tune.loggers.flops import flops_per_token, peak_flops
 from tune.loggers.hardware import hardware_notes
 from tune.loggers.memory import peak_memory_gib, planned_memory
-from tune.loggers.sinks import Console, Sink, logged_steps, open_sinks, require_installed
+from tune.loggers.sinks import WANDB_OFF, Console, Sink, WandbOptions, logged_steps, open_sinks, require_installed
 from tune.peft import untrained_tokens
 from tune.secrets import without_secrets
 from tune.tokenizers import Tokenizer
@@ -41,15 +41,28 @@ class Run:
             `resume` is `never`; or a logger is not installed.
     """
 
-    def __init__(self, cfg: DictConfig, world: World, recipe: str):
-        require_installed(cfg.logger)
-        self.cfg, self.world = cfg, world
-        self.path = run_folder.choose(cfg.output_dir, recipe, world)
-        self.resume = world.broadcast(run_folder.resumption(self.path, cfg.resume))
+    def __init__(
+        self,
+        recipe: str,
+        world: World,
+        output_dir: str | None = None,
+        resume: str = "auto",
+        *,
+        settings: DictConfig,
+        console_every: int = 1,
+        tensorboard: bool = False,
+        wandb: WandbOptions = WANDB_OFF,
+    ):
+        """`settings` are all those of the recipe, to be recorded in config.yaml and W&B."""
+        require_installed(tensorboard, wandb)
+        self.world, self.settings, self.tensorboard, self.wandb = world, settings, tensorboard, wandb
+        self.resume_setting = resume
+        self.path = run_folder.choose(output_dir, recipe, world)
+        self.resume = world.broadcast(run_folder.resumption(self.path, resume))
         if refusal := world.broadcast(run_folder.claim(self.path, self.resume) if world.is_main else ""):
             raise TuneError(refusal)
         run_folder.require_shared(self.path, world)
-        self.sinks: list[Sink] = [Console(cfg.logger.console_every)] if world.is_main else []
+        self.sinks: list[Sink] = [Console(console_every)] if world.is_main else []
         self.messages: list[str] = []
         self.data: dict[str, Any] = {}
         self.first_row = ""
@@ -57,10 +70,25 @@ class Run:
         self.last = time.perf_counter()
         self.data_seconds, self.flops_per_token = 0.0, 0.0
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Close the sinks. What became of a stream's rows is known only at a run's end."""
+        if error is None:
+            if self.stream:
+                self.info(self.stream.seen.table())
+                if self.world.is_main:
+                    data = self.data | self.stream.seen.as_dict() | {"steps_per_epoch": None}
+                    (self.path / "data.json").write_text(json.dumps(data, indent=2) + "\n")
+            self.world.finish()
+        for sink in self.sinks:
+            sink.close()
+
     @property
     def again(self) -> str:
         """The command that continues this run, in words."""
-        return f"the same command with output_dir={self.path}{' resume=auto' if self.cfg.resume != 'auto' else ''}"
+        return f"the same command with output_dir={self.path}{' resume=auto' if self.resume_setting != 'auto' else ''}"
 
     def info(self, message: str) -> None:
         """Tell the person who watches, and log.txt."""
@@ -75,19 +103,27 @@ class Run:
         data: DataLoader,
         tokenizer: Tokenizer,
         validation: Dataset | Mixture | Stream | None = None,
+        *,
+        source: str,
+        dtype: str,
+        master_dtype: str,
+        compile: bool,
+        activation_checkpointing: str,
     ) -> None:
         """Say what will be trained on what, and what in the data is seldom meant so; the accounting, these warnings and
-        the first row of the data are kept."""
+        the first row of the data are kept. `source` is the folder that the model comes from."""
         parameters = list(model.parameters())
         trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         accounting = data.dataset.accounting
         self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
         self.info(f"model: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable")
-        planned = planned_memory(model, self.cfg.dtype, self.cfg.master_dtype, self.world.mesh["dp_shard"].size())
+        planned = planned_memory(model, dtype, master_dtype, self.world.mesh["dp_shard"].size())
         held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
         self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
         self.flops_per_token = flops_per_token(model, accounting.tokens // max(1, accounting.samples))
-        for note in hardware_notes(model, self.world.device, self.cfg, accounting.longest):
+        longest = data.dataset.max_seq_len if isinstance(data.dataset, Stream) else accounting.longest
+        shape = (data.micro_batch_size, accounting.row_capacity or longest)
+        for note in hardware_notes(model, self.world.device, dtype, shape, longest, compile, activation_checkpointing):
             self.info(note)
         self.info(accounting.table())
         known = getattr(model, "max_positions", None)
@@ -101,7 +137,7 @@ class Run:
         start = marked(row[0], short=True).rstrip()
         self.info(f"the first row ({'what is learned'.join(MARKS)}; first_row.txt has all of it):\n{start}")
         special = tokenizer.special_ids.keys() & row[0].sample.tokens.tolist()
-        if self.world.is_main and (untrained := untrained_tokens(model, self.cfg.model.path, special)):
+        if self.world.is_main and (untrained := untrained_tokens(model, source, special)):
             names = ", ".join(f"{tokenizer.special_ids[each]} ({each})" for each in untrained)
             self.info(
                 f"the data have {names}, whose rows of the embedding or the head were never trained, and stay as they "
@@ -110,9 +146,9 @@ class Run:
             )
         an_epoch = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
         self.info(f"{len(data):,} optimizer steps{an_epoch}")
-        if (max_steps := self.cfg.get("max_steps") or 0) > len(data):
+        if (data.max_steps or 0) > len(data):
             self.info(
-                f"max_steps={max_steps:,} is not reached: epochs={self.cfg.epochs} ends before. Raise epochs to go on"
+                f"max_steps={data.max_steps:,} is not reached: epochs={data.epochs} ends before. Raise epochs to go on"
             )
         self.data = accounting.as_dict() | {"steps_per_epoch": data.steps_per_epoch}
         if self.world.is_main:
@@ -125,7 +161,9 @@ class Run:
     def track(self, data: Iterable[T], start: int, total: int) -> Iterator[T]:
         """Iterate over optimizer steps, from the one after `start`, and time how long each waits for data."""
         if self.world.is_main:
-            sinks = open_sinks(self.path, self.cfg)  # first, since it locks the folder
+            sinks = open_sinks(
+                self.path, self.tensorboard, self.wandb, self.settings
+            )  # first, since it locks the folder
             for sink, message in itertools.product(sinks, self.messages):
                 sink.message(message)
             self.sinks += sinks
@@ -146,7 +184,7 @@ class Run:
 
     def _tell_of_earlier_starts(self, start: int) -> None:
         is_first = not (self.path / "config.yaml").exists()
-        changed = config.save(self.cfg, self.path)
+        changed = config.save(self.settings, self.path)
         if start or not is_first:
             beginning = f"continued after step {start}" if start else "started anew: no checkpoint was complete"
             self.info("; changed: ".join(filter(None, [beginning, ", ".join(changed)])))
@@ -185,17 +223,6 @@ class Run:
         """Hand metrics to the sinks as they are: those of a validation before the first step, as step 0."""
         for sink in self.sinks:
             sink.metrics(step, values)
-
-    def close(self) -> None:
-        """End the run; what became of a stream's rows is known only now."""
-        if self.stream:
-            self.info(self.stream.seen.table())
-            if self.world.is_main:
-                data = self.data | self.stream.seen.as_dict() | {"steps_per_epoch": None}
-                (self.path / "data.json").write_text(json.dumps(data, indent=2) + "\n")
-        for sink in self.sinks:
-            sink.close()
-        self.world.finish()
 
 
 def require_finite(step: int, rows: list[int], **values: float) -> None:
