@@ -35,11 +35,11 @@ def arrow():
 
 
 def rows_of(path, **options):
-    return [row for _, row in open_source(str(path), **options).rows]
+    return [row for _, row in open_source(str(path), **options)]
 
 
 def places_of(path, **options):
-    return [place for place, _ in open_source(str(path), **options).rows]
+    return [place for place, _ in open_source(str(path), **options)]
 
 
 def put(file, content=LINES):

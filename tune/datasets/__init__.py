@@ -1,4 +1,22 @@
-"""Data files to tokenised, packed and counted samples, and their order in training."""
+"""Data files to tokenised, packed and counted samples, and their order in training.
+
+`load` goes this way: a `Source` gives rows, a `RowReader` makes samples of them, 64 rows a `Chunk`, the cache keeps
+these as flat `Samples`, a `Dataset` packs them, and a `DataLoader` draws its training rows.
+
+- row: one object of a source, such as a line of a JSONL file
+- sample: token ids and labels of a row, or of a piece of one that is too long
+- training row: one sample, or several that are packed; `Dataset.row`, and a row of a batch
+- document: a sample in its place in a training row
+- part: one of the datasets of a mixture
+
+Where a new one goes:
+
+- a type of file: a function in `sources/readers.py`, and its suffix in `sources/data_files.py`
+- a conversation format: a function and its `Format` in `formats/formats.py`
+- a rule of what is learned: `train_on.py`
+- a way to pack: `packing.py`
+- a way to mix: `mix.py`
+"""
 
 from tune.collators import Sample
 from tune.datasets.accounting import Accounting

@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -61,10 +61,8 @@ def content_of(files: Iterable[File], folder: Path) -> list[str]:
     return [_digest(Path(file.path), folder / "files") if file.is_local else _elsewhere(file) for file in files]
 
 
-def prepared(
-    chunks: Callable[[], Iterable[Chunk]], key: str, max_seq_len: int, accounting: Accounting, folder: Path
-) -> Samples:
-    """The samples of this key, mapped from files that are made of `chunks()` if they are not there; `accounting` gets
+def prepared(chunks: Iterable[Chunk], key: str, max_seq_len: int, accounting: Accounting, folder: Path) -> Samples:
+    """The samples of this key, mapped from files that are made of `chunks` if they are not there; `accounting` gets
     their counts. Raises TuneError for what `chunks` finds, and if the folder cannot be written.
     """
     final = folder / key
@@ -80,7 +78,7 @@ def prepared(
             partial = folder / f"{key}.partial-{secrets.token_hex(4)}"
             partial.mkdir()
             try:
-                _write(_told(chunks(), accounting.source), partial, max_seq_len, accounting)
+                _write(_told(chunks, accounting.source), partial, max_seq_len, accounting)
                 shutil.rmtree(final, ignore_errors=True)  # a damaged one
                 partial.rename(final)
             finally:

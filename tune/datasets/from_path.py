@@ -2,9 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from itertools import chain, islice
 from typing import Any, Literal
 
@@ -82,26 +81,89 @@ def load(
         validation_fraction, validation_seed, bos_in_pieces=bos_in_pieces, ignore=ignore, extra_columns=extra_columns,
         max_bad_share=max_bad_share if on_bad_row == "skip" else None,
     )  # fmt: skip
-    folder = cache_folder(cache_dir)
-    open_rows = partial(open_source, path, split, subset, take)
-    source = open_rows()
+    source = open_source(path, split, subset, take)
+    pack_to = max_seq_len if packed else None
     if streaming:
-        return _streamed(reader, open_rows, workers, packed, shuffle_buffer or WINDOW)
+        return _stream(source, reader, pack_to, workers, shuffle_buffer or WINDOW)
     if shuffle_buffer:
         raise TuneError("shuffle_buffer: without streaming=true all rows are shuffled together; remove it")
-    content = content_of(source.files, folder) if source.files else _content_of_rows(open_rows())
+    folder = cache_folder(cache_dir)
+    content = content_of(source.files, folder) if source.files else _content_of_rows(source)
 
-    def samples_of(reader: RowReader, source: Source, accounting: Accounting) -> Dataset:
+    def dataset(reader: RowReader, accounting: Accounting) -> Dataset:
         key = key_of(content, take, tokenizer.fingerprint, _settings(reader))
-        chunks = partial(_chunks, reader, source, accounting, workers)
-        samples = prepared(chunks, key, max_seq_len, accounting, folder)
-        return Dataset(samples, accounting, max_seq_len if packed else None)
+        chunks = _chunks(source, reader, accounting, workers)  # nothing is read until it is iterated
+        return Dataset(prepared(chunks, key, max_seq_len, accounting, folder), accounting, pack_to)
 
-    dataset = samples_of(reader, source, Accounting(path, ignored_files=source.ignored_files))
+    training = dataset(reader, Accounting(path, ignored_files=source.ignored_files))
     if validation_fraction:
         held_out = Accounting(f"{path}, the rows held out for validation")
-        dataset.validation = samples_of(replace(reader, validation=True), open_rows(), held_out)
-    return dataset
+        training.validation = dataset(replace(reader, validation=True), held_out)
+    return training
+
+
+def _stream(source: Source, reader: RowReader, pack_to: int | None, workers: int | None, window: int) -> Stream:
+    if reader.validation_fraction:
+        raise TuneError("validation_fraction: a stream holds no rows out; give validation_dataset.path")
+    if "group" in reader.extra_columns:
+        raise TuneError("extra_columns: a stream could part the rows of a group; leave out streaming=true")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes of this machine that read the same
+    workers = workers or max(1, available_cores() // here)
+    names = [file.name for file in source.files]
+    fingerprint = hash_of(names, reader.tokenizer.fingerprint, _settings(reader), bool(pack_to), window)
+
+    def chunks(start: int) -> Iterator[Chunk]:
+        return _chunks(source, reader, Accounting(), workers, start)
+
+    return Stream(chunks, source.name, reader.max_seq_len, pack_to, window, fingerprint)
+
+
+def _chunks(
+    source: Source, reader: RowReader, accounting: Accounting, workers: int | None, start: int = 0
+) -> Iterator[Chunk]:
+    """The samples of the source's rows behind the first `start`, 64 rows a chunk.
+
+    The very first row decides the format where none is given; it and the columns that are not read are noted in
+    `accounting`. Raises TuneError when too many rows cannot be used: of all, or of those read so far from 1,000 on.
+    """
+    rows, ahead = iter(source), []
+    for place, row in rows:
+        ahead.append((place, row))
+        if isinstance(row, dict):
+            reader = _for_rows_like(row, place, reader, accounting)
+            break
+    seen = Accounting()
+    behind_start = islice(chain(ahead, rows), start, None)
+    for each in map_chunks(lambda placed_rows: chunk(reader(placed_rows)), behind_start, workers):
+        yield each
+        seen.add(each.accounting)
+        if seen.rows >= TRUSTED:
+            _require_few_bad_rows(seen, reader.max_bad_share, source.name)
+    _require_few_bad_rows(seen, reader.max_bad_share, source.name)
+
+
+def _require_few_bad_rows(seen: Accounting, max_bad_share: float | None, name: str) -> None:
+    bad = seen.dropped[CANNOT_BE_USED]  # none where they are mistakes: without a `max_bad_share`
+    if bad > (max_bad_share or 0) * seen.rows:
+        share = f"which is more than dataset.max_bad_share={max_bad_share}"
+        listing = [f"{name}: {bad:,} of {seen.rows:,} rows cannot be used, {share}. The first of them:", *seen.mistakes]
+        raise TuneError("\n  ".join(listing))
+
+
+def _for_rows_like(row: dict[str, Any], place: str, reader: RowReader, accounting: Accounting) -> RowReader:
+    if isinstance(reader.format, str):
+        load_function(reader.format, "format")
+        if reader.columns:
+            raise TuneError(f"columns: {reader.format} gives the columns of a format itself; remove columns")
+        accounting.format = reader.format
+        return reader
+    found = recognise(row, reader.columns, place, (reader.format,) if reader.format else FORMATS)
+    if found.is_chat:
+        reader.tokenizer.require_chat_template()
+    used = {reader.columns.get(column, column) for column in (*found.columns, *found.optional)}
+    used |= {*reader.extra_columns}
+    accounting.format, accounting.ignored_columns = found.name, [name for name in row if name not in used]
+    return replace(reader, format=found)
 
 
 def _named(format: str | None) -> Format | str | None:
@@ -129,83 +191,6 @@ def _settings(reader: RowReader) -> dict[str, Any]:
 
 def _content_of_rows(source: Source) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for _, row in source.rows:
+    for _, row in source:
         digest.update(repr(row).encode())
     return digest.hexdigest()
-
-
-def _streamed(
-    reader: RowReader, open_rows: Callable[[], Source], workers: int | None, packed: bool, window: int
-) -> Stream:
-    if reader.validation_fraction:
-        raise TuneError("validation_fraction: a stream holds no rows out; give validation_dataset.path")
-    if "group" in reader.extra_columns:
-        raise TuneError("extra_columns: a stream could part the rows of a group; leave out streaming=true")
-    source = open_rows()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes of this machine that read the same
-    workers = workers or max(1, available_cores() // here)
-
-    def chunks(start: int) -> Iterator[Chunk]:
-        return _chunks(reader, open_rows(), Accounting(), workers, start)
-
-    names = [file.name for file in source.files]
-    fingerprint = hash_of(names, reader.tokenizer.fingerprint, _settings(reader), packed, window)
-    return Stream(chunks, source.name, reader.max_seq_len, reader.max_seq_len if packed else None, window, fingerprint)
-
-
-def _chunks(
-    reader: RowReader, source: Source, accounting: Accounting, workers: int | None, start: int = 0
-) -> Iterator[Chunk]:
-    """The samples of the rows behind the first `start`. The very first row decides the format where none is given."""
-    ahead = []
-    for place, row in source.rows:
-        ahead.append((place, row))
-        if isinstance(row, dict):
-            reader = _for_rows_like(row, place, reader, accounting)
-            break
-    function: Callable[[list[tuple[str, Any]]], Chunk] = partial(_chunk, reader)
-    chunks = map_chunks(function, islice(chain(ahead, source.rows), start, None), workers)
-    return chunks if reader.max_bad_share is None else _with_few_bad_rows(chunks, reader.max_bad_share, source.name)
-
-
-def _with_few_bad_rows(chunks: Iterable[Chunk], max_bad_share: float, name: str) -> Iterator[Chunk]:
-    """The chunks. Raises TuneError when more than this share of their rows cannot be used: of all rows, or of those
-    read so far from 1,000 on."""
-    seen = Accounting()
-    for each in chunks:
-        yield each
-        seen.add(each.accounting)
-        if seen.rows >= TRUSTED:
-            _require_few_bad_rows(seen, max_bad_share, name)
-    _require_few_bad_rows(seen, max_bad_share, name)
-
-
-def _require_few_bad_rows(seen: Accounting, max_bad_share: float, name: str) -> None:
-    if (bad := seen.dropped[CANNOT_BE_USED]) > max_bad_share * seen.rows:
-        raise TuneError(
-            "\n  ".join([
-                f"{name}: {bad:,} of {seen.rows:,} rows cannot be used, which is more than dataset.max_bad_share="
-                f"{max_bad_share}. The first of them:",
-                *seen.mistakes,
-            ])
-        )  # fmt: skip
-
-
-def _for_rows_like(row: dict[str, Any], place: str, reader: RowReader, accounting: Accounting) -> RowReader:
-    if isinstance(reader.format, str):
-        load_function(reader.format, "format")
-        if reader.columns:
-            raise TuneError(f"columns: {reader.format} gives the columns of a format itself; remove columns")
-        accounting.format = reader.format
-        return reader
-    found = recognise(row, reader.columns, place, (reader.format,) if reader.format else FORMATS)
-    if found.is_chat:
-        reader.tokenizer.require_chat_template()
-    used = {reader.columns.get(column, column) for column in (*found.columns, *found.optional)}
-    used |= {*reader.extra_columns}
-    accounting.format, accounting.ignored_columns = found.name, [name for name in row if name not in used]
-    return replace(reader, format=found)
-
-
-def _chunk(reader: RowReader, rows: list[tuple[str, Any]]) -> Chunk:
-    return chunk(reader(rows))

@@ -260,7 +260,7 @@ class RowReader:
         while borders:
             end, sample = self._longest(content, head, start, borders)
             if sample is None:  # a turn that is too long alone
-                end, turn = borders[0], _part(content, head, start, borders[0])
+                end, turn = borders[0], _messages_of(content, head, start, borders[0])
                 (sample,), lost, in_answer = self._truncated(turn, self.sample(turn))
                 cut, clipped = cut + lost, clipped or in_answer
             samples.append(sample)
@@ -288,7 +288,7 @@ class RowReader:
         samples: dict[int, Sample] = {}
 
         def length(end: int) -> int:
-            samples[end] = self.sample(_part(chat, head, start, end))
+            samples[end] = self.sample(_messages_of(chat, head, start, end))
             return len(samples[end].tokens)
 
         fitting = bisect_right(ends, self.max_seq_len, key=length)
@@ -329,7 +329,7 @@ def _supervised(samples: list[Sample], cut: int, whole: Sample) -> Outcome:
     return Outcome(dropped=FULLY_MASKED, cut=cut, needs=int(first[0]) + 1 if len(first) else 0)
 
 
-def _part(chat: Chat, head: int, start: int, end: int) -> Chat:
+def _messages_of(chat: Chat, head: int, start: int, end: int) -> Chat:
     return Chat([*chat.messages[:head], *chat.messages[start:end]], chat.tools)
 
 

@@ -2,6 +2,5 @@
 
 from tune.datasets.sources.data_files import File
 from tune.datasets.sources.opening import Source, open_source
-from tune.datasets.sources.readers import PlacedRows
 
-__all__ = ["File", "PlacedRows", "Source", "open_source"]
+__all__ = ["File", "Source", "open_source"]

@@ -13,41 +13,42 @@ from tune.errors import TuneError
 FUNCTION = "python:"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Source:
-    """Rows, each with its place ("chats.jsonl:12") for messages; `files` is empty for rows that come from elsewhere."""
+    """Rows, each with its place ("chats.jsonl:12") for messages, which are read anew each time it is iterated.
+
+    `take` reads only the first of them; `files` is empty for rows that come from elsewhere.
+    """
 
     name: str
-    rows: PlacedRows
+    read: Callable[[], PlacedRows]
+    take: int | None = None
     files: list[File] = field(default_factory=list)
     ignored_files: list[str] = field(default_factory=list)
+
+    def __iter__(self) -> PlacedRows:
+        return islice(self.read(), self.take)
 
 
 def open_source(path: str, split: str = "train", subset: str | None = None, take: int | None = None) -> Source:
     """Rows of a file, a folder, a glob, a URL of these, a dataset on the hub, or `python:` and a generator function.
 
-    `take` reads only the first rows. Raises TuneError if there is no such thing, or if it has no such split.
+    Raises TuneError if there is no such thing, or if it has no such split.
     """
-    source = _open(path, split, subset)
-    if take is not None:
-        source.rows = islice(source.rows, take)
-    return source
-
-
-def _open(path: str, split: str, subset: str | None) -> Source:
     if path.startswith(FUNCTION):
         _require_default(path, split, subset)
-        return Source(path, _generated(load_function(path.removeprefix(FUNCTION), path), path))
+        function = load_function(path.removeprefix(FUNCTION), path)
+        return Source(path, lambda: _generated(function, path), take)
     if is_on_the_hub(path):
-        return Source(path, _hub(path, subset, split))
+        return Source(path, lambda: _hub(path, subset, split), take)
     if subset is not None:
         raise TuneError(f"{path} is no dataset of the hub, which alone has subsets; found subset={subset}: remove it")
     tree = open_tree(path)
     if (saved := tree.saved_split(split)) is not None:
         inside = open_tree(saved).below()
-        return Source(path, _saved(saved), [File(tree.filesystem, inside[name], name) for name in inside])
+        return Source(path, lambda: _saved(saved), take, [File(tree.filesystem, inside[name], name) for name in inside])
     files, ignored = choose_files(tree, split)
-    return Source(path, (row for file in files for row in read(file)), files, ignored)
+    return Source(path, lambda: (row for file in files for row in read(file)), take, files, ignored)
 
 
 def _require_default(path: str, split: str, subset: str | None) -> None:
