@@ -13,6 +13,8 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# After so many seconds a process that a test has started hangs; before, the machine may just be busy.
+HANGS = 1800
 WORDS = [
     "the",
     "a",
@@ -78,7 +80,7 @@ def save_checkpoint(folder: Path, config_class: str = "LlamaConfig", **changes) 
     return folder
 
 
-def run_processes(script: Path, count: int, *arguments: str, timeout: float = 240) -> str:
+def run_processes(script: Path, count: int, *arguments: str) -> str:
     """Run `script` in `count` processes that find each other as under torchrun; returns rank 0's output."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -92,7 +94,7 @@ def run_processes(script: Path, count: int, *arguments: str, timeout: float = 24
             subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
     try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+        outputs = [process.communicate(timeout=HANGS)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

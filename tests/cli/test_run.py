@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import HANGS
 from torch.distributed import run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
@@ -24,7 +25,7 @@ def main(cfg):
     if cfg.fail_on is not None:
         if cfg.fail_on == os.environ["RANK"]:
             sys.exit(7)
-        time.sleep(60)  # waits for its peer, as ranks do: torchrun ends it
+        time.sleep(3600)  # waits for its peer, as ranks do: torchrun ends it
     print(f"{instantiate(cfg.greeting)} {os.environ.get('WORLD_SIZE')} {__name__}", flush=True)
 
 
@@ -57,7 +58,9 @@ def recipe(tmp_path: Path) -> Path:
 def run(
     *arguments: str | Path, module: tuple[str, ...] = ("-m", "tune.cli", "run")
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *module, *map(str, arguments)], capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, *module, *map(str, arguments)], capture_output=True, text=True, timeout=HANGS
+    )
 
 
 def test_a_recipe_runs_as_under_python(recipe: Path) -> None:

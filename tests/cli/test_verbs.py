@@ -1,6 +1,5 @@
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -8,15 +7,21 @@ import pytest
 from tune import config
 from tune.cli import main
 
+HELP = """
+import sys
+before = {*sys.modules}
+import tune.cli
+try:
+    tune.cli.main(["--help"])
+finally:
+    packages = {name.partition(".")[0] for name in {*sys.modules} - before}
+    assert packages - sys.stdlib_module_names == {"tune"}, packages
+"""
 
-def test_help_is_instant_and_imports_no_torch() -> None:
-    script = "import sys, tune.cli\ntry: tune.cli.main(['--help'])\nfinally: assert 'torch' not in sys.modules"
-    seconds = []
-    for _ in range(3):
-        start = time.monotonic()
-        shown = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
-        seconds.append(time.monotonic() - start)
-    assert min(seconds) < 0.5
+
+def test_help_is_instant() -> None:
+    """Of other people's packages, which take their time to be imported, it needs none."""
+    shown = subprocess.run([sys.executable, "-c", HELP], check=True, capture_output=True, text=True).stdout
     for verb in ("ls", "cp", "cat", "run", "preview", "prepare", "download", "convert"):
         assert f"  {verb} " in shown
 
@@ -70,6 +75,7 @@ def recipe_lines() -> list[str]:
     return config.find_recipe("full_finetune").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_a_new_setting_of_a_copy_works_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], checkpoint: Path, chats: Path
 ) -> None:

@@ -7,6 +7,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from helpers import HANGS
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -31,7 +32,7 @@ def tune(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(tune: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the installed command in `folder`, with nothing of this repository in its way."""
     return subprocess.run(
-        [tune, *arguments], cwd=folder, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=120
+        [tune, *arguments], cwd=folder, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=HANGS
     )
 
 

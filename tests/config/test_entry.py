@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import HANGS
 from omegaconf import OmegaConf
 
 from tune.config.entry import entrypoint, explained_errors
@@ -40,7 +41,7 @@ def recipe(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pyte
 def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     return subprocess.run(
-        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=HANGS
     )
 
 

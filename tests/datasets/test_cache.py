@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from helpers import HANGS
 
 from tune.datasets import Accounting, load
 from tune.datasets import cache as cache_module
@@ -137,7 +138,7 @@ def process(function):
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANGS
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -148,7 +149,7 @@ def test_killed_while_preparing(chunks, cache):
 
     def stuck():
         yield from make_chunks()
-        time.sleep(60)
+        signal.pause()
 
     with process(lambda: prepared(stuck(), "key", 64, Accounting(), cache)):
         wait_for(lambda: list(cache.glob("key.partial-*/tokens.npy")))

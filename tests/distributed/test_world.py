@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import HANGS
 
 from tune import distributed
 from tune.distributed import world
@@ -114,6 +115,7 @@ world.finish()
 """
 
 
+@pytest.mark.slow
 def test_tasks_of_srun_and_who_leaves_in_order(tmp_path):
     """NCCL's destroy_process_group waits for the others, for ever if they wait for a process that has failed."""
     (tmp_path / "leaving.py").write_text(LEAVING)
@@ -123,7 +125,7 @@ def test_tasks_of_srun_and_who_leaves_in_order(tmp_path):
         env = os.environ | slurm | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
         command = [sys.executable, str(tmp_path / "leaving.py")]
         tasks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-    outputs = [task.communicate(timeout=300)[0].splitlines() for task in tasks]
+    outputs = [task.communicate(timeout=HANGS)[0].splitlines() for task in tasks]
     assert outputs == [
         ["[0, 1] {'sum': 2.0}", "destroy_process_group"],
         ["[0, 1] {'sum': 2.0}", "_abort_process_group"],

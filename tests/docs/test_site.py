@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import HANGS
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +39,7 @@ def test_what_has_none_is_found(hooks, tmp_path):
 def build(out: Path, config: Path) -> subprocess.CompletedProcess[str]:
     """As `make docs` does. (With --quiet mkdocs would not count warnings, and --strict would pass.)"""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out), "-f", str(config)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
 
 
 def test_it_builds_without_a_warning(tmp_path):

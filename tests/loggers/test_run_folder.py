@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from helpers import HANGS
+
 from tune import config
 
 STARTS = Path(__file__).with_name("starts.py")
@@ -14,7 +16,7 @@ STARTS = Path(__file__).with_name("starts.py")
 def test_restarts_of_torchrun_keep_the_folder_and_all_processes_must_see_it(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", STARTS]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = re.findall(r"start (\d): (\S+) resume=(\w+)", done.stdout)
     assert first[1] == second[1] and re.fullmatch(r"runs/mine-\d{8}-\d{6}", first[1])

@@ -9,6 +9,8 @@ from tune import peft
 from tune.collators import Batch
 from tune.losses import LinearCrossEntropy
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 LENGTHS = [[30, 50, 20], [100], [1, 99]]

@@ -11,7 +11,10 @@ from tune.tokenizers import Tokenizer
 
 FOLDER = Path(__file__).parents[2] / ".demo" / "smollm2-135m"
 
-pytestmark = pytest.mark.skipif(not (FOLDER / "config.json").exists(), reason="the model is not there: make model")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (FOLDER / "config.json").exists(), reason="the model is not there: make model"),
+]
 
 
 @pytest.fixture(scope="module")

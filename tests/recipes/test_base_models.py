@@ -53,7 +53,10 @@ def save_base(folder, name):
     return folder
 
 
-@pytest.fixture(scope="module", params=BASES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name == "qwen" else [pytest.mark.slow]) for name in BASES],
+)
 def base(request, tmp_path_factory):
     return request.param, save_base(tmp_path_factory.mktemp(request.param) / "base", request.param)
 

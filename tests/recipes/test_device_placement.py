@@ -90,6 +90,7 @@ def made_up(value):
     return torch.ones_like(value, device="cpu") if isinstance(value, torch.Tensor) and value.is_meta else value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, "phi3-longrope"])
 def test_every_family(family, step, tmp_path, monkeypatch):
     config_class, changes = {**FAMILIES, **VARIANTS}[family]

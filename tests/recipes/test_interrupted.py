@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import HANGS
 
 from tune import config
 
@@ -25,7 +26,7 @@ def limited(settings, **limits):
             resource.setrlimit(LIMITS[name], (size, size))
 
     command = [sys.executable, str(config.find_recipe("full_finetune")), *settings]
-    return subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=HANGS)
 
 
 def explained(done):
@@ -147,7 +148,7 @@ def test_interrupted_before_the_training(inputs, contents):
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():  # in the midst of the imports
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=HANGS)
     assert process.returncode in (-signal.SIGINT, 130)
     assert "Traceback" not in output
     assert contents(inputs.folder) == before
@@ -212,7 +213,7 @@ def test_two_processes_say_it_once(override, says, inputs, contents):
     before = contents(inputs.folder)
     command = [sys.executable, "-m", "tune.cli", "run", "--nproc-per-node", "2", "full_finetune", *settings]
     done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=HANGS
     )
     assert says in explained(done)
     assert done.stderr.count("error: ") == 1

@@ -9,6 +9,8 @@ from helpers import run_processes
 
 from tune import config
 
+pytestmark = pytest.mark.slow
+
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 
 
@@ -86,7 +88,6 @@ def test_one_process(alone):
         assert_same_curve(alone[name], reference)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_many_processes(count, alone, common, tied_checkpoint, tmp_path):
     variants = layouts(count) | (ways(tied_checkpoint) if count == 2 else {})

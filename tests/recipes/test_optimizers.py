@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import run_processes, save_checkpoint
+from helpers import HANGS, run_processes, save_checkpoint
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tune import config
@@ -199,6 +199,6 @@ def test_a_missing_compiler_is_named(common, tmp_path):
     env = os.environ | {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     settings = [*common, "optimizer._component_=torchao.optim.AdamW8bit", f"output_dir={tmp_path / 'run'}"]
     command = [sys.executable, str(config.find_recipe("full_finetune")), *settings]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 2
     assert "error: torch.compile found no C++ compiler" in done.stderr and "Traceback" not in done.stderr

@@ -56,6 +56,6 @@ def test_it_trains_and_is_exported(folder, chats, tmp_path):
     after = load_file(tmp_path / "full_finetune" / "model" / "model.safetensors")
     assert {name: tensor.shape for name, tensor in after.items()} == {n: tensor.shape for n, tensor in before.items()}
     assert all(not torch.equal(after[name], tensor) for name, tensor in before.items())
-    variants = json.dumps({"two": []})
-    run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path), json.dumps(common), variants)
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "full_finetune"), rel=1e-5)
+    for recipe in ("full_finetune", "lora_finetune"):
+        run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "two"), json.dumps(common), json.dumps({recipe: []}))
+        assert losses(tmp_path / "two" / recipe) == pytest.approx(losses(tmp_path / recipe), rel=1e-5)

@@ -96,8 +96,7 @@ def covering(draw):
 
 
 def described(row):
-    marks = [pytest.mark.slow] if row["compile"] == "true" else []
-    return pytest.param(row, id=",".join(row[name] for name in FACTORS), marks=marks)
+    return pytest.param(row, id=",".join(row[name] for name in FACTORS))
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +139,7 @@ def plainly(run):
     return numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", map(described, covering(random.Random(2))))
 def test_each_way_gives_the_numbers_of_the_plain_one(row, run, plainly, monkeypatch):
     expected = plainly(*((name, row[name]) for name in WHAT))
