@@ -114,7 +114,7 @@ def no_model_folder(inputs):
     return [f"model.path={inputs.folder / 'nowhere'}"]
 
 
-@wrong("model.path: Qwen/Qwen3-0.6B does not exist", "got by `tune download Qwen/Qwen3-0.6B`")
+@wrong("model.path: Qwen/Qwen3-0.6B does not exist", "`tune download Qwen/Qwen3-0.6B`")
 def model_path_of_the_hub(inputs):
     return ["model.path=Qwen/Qwen3-0.6B"]
 

@@ -1,4 +1,5 @@
-"""Models, described by their checkpoint folder alone."""
+"""Models, built from config.json. One decoder for all families; families/ has how each config.json is read; hf.py
+wraps any other causal language model of transformers."""
 
 from tune.models.build import build
 from tune.models.context import KeyValueCache

@@ -1,4 +1,4 @@
-"""Causal attention that stays inside documents, with the fastest kernel that fits and the full mask as its oracle."""
+"""Causal attention within documents, by the fastest kernel that supports the case; `attend_masked` is the reference."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ from tune.collators import Documents
 
 @dataclass(frozen=True)
 class Scoring:
-    """How queries score keys.
+    """How attention scores are computed.
 
-    A token sees itself and the `window - 1` tokens before it (None: all before it). Products are multiplied by `scale`
-    (None: 1 / sqrt(head_dim)), then bounded to (-softcap, softcap) by tanh. `sinks` `[heads]` are scores of a key
-    without a value: what it takes from the softmax is lost.
+    A token attends to itself and the `window - 1` tokens before it (None: to all before it). Scores are multiplied by
+    `scale` (None: 1 / sqrt(head_dim)), then bounded to (-softcap, softcap) by tanh. `sinks` `[heads]` are the scores of
+    one more key, without a value.
     """
 
     window: int | None = None
@@ -34,40 +34,40 @@ PLAIN = Scoring()
 def attend(query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, scoring: Scoring = PLAIN) -> Tensor:
     """Causal attention of `query` `[batch, seq, heads, head_dim]` to `key`, `value` `[batch, seq, kv_heads, head_dim]`.
 
-    `documents=None` means one document a row. Values may have another head size, and so has the result then. Every path
-    computes what `attend_masked` computes.
+    `documents=None` means one document per row. The head size of values, and so of the result, may differ. All paths
+    compute what `attend_masked` computes.
     """
     if documents is None:
         return _document(query, key, value, scoring)
     if _flash_fits(query, value, scoring):
         return _flash(query, key, value, documents, scoring)
-    if torch.compiler.is_compiling():  # a loop over documents would be compiled anew for every batch
+    if torch.compiler.is_compiling():  # a loop over documents would be recompiled for every batch
         return attend_masked(query, key, value, documents, scoring)
-    # A document at a time: no work on pairs of tokens that must not see each other, and no mask in memory.
+    # One document at a time: no work on masked pairs of tokens, and no mask in memory.
     flat = [heads.flatten(0, 1).split(documents.lengths) for heads in (query, key, value)]
     outputs = [_document(q[None], k[None], v[None], scoring)[0] for q, k, v in zip(*flat, strict=True)]
     return torch.cat(outputs).unflatten(0, query.shape[:2])
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring = PLAIN) -> Tensor:
-    """The same with the full mask `[batch, seq, seq]`: the oracle of the other paths."""
+    """Attention with the full mask `[batch, seq, seq]`: the reference for the other paths."""
     same_document = documents.ids[:, :, None] == documents.ids[:, None, :]
     order = torch.arange(query.shape[1], device=query.device)
     return _masked(query, key, value, same_document & _visible(order, order, scoring), scoring)
 
 
 def attend_cached(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Attention of new tokens at `positions` `[batch, new]` to a cache whose slot j holds position j."""
+    """Attention of new tokens at `positions` `[batch, new]` to a cache with position j in slot j."""
     slots = torch.arange(key.shape[1], device=key.device)
     return _masked(query, key, value, _visible(positions, slots, scoring), scoring)
 
 
 def _document(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Rows of one document each."""
+    """Attention in rows that are one document each."""
     length = query.shape[1]
     if scoring.has_kernels and (scoring.window is None or length <= scoring.window):
         return _sdpa(query, key, value, scoring.scale, is_causal=True)
-    # As many queries at a time as a window is wide: keys beyond the window cost nothing, and the mask stays small.
+    # By chunks of queries as long as the window: no work on keys outside of it, and the mask stays small.
     order = torch.arange(length, device=query.device)
     step = scoring.window or length
     outputs = []
@@ -79,7 +79,7 @@ def _document(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Te
 
 
 def _visible(query_positions: Tensor, key_positions: Tensor, scoring: Scoring) -> Tensor:
-    """Which keys a query sees, `[..., queries, keys]`."""
+    """The mask `[..., queries, keys]`: true where a query attends to a key."""
     distance = query_positions[..., None] - key_positions
     visible = distance >= 0
     return visible if scoring.window is None else visible & (distance < scoring.window)
@@ -93,10 +93,10 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Sc
 
 
 def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
-    """By matrix products, scores in memory. SDPA knows neither softcap nor sinks, on any device.
+    """By matrix products, with the scores in memory: SDPA supports neither softcap nor sinks.
 
-    A GPU kernel would have to be FlexAttention (softcap as its score modification, sinks from the log-sum-exp it can
-    return), which must be compiled and has no backward on CPUs, or flash-attn 3, which is no part of PyTorch.
+    On GPUs FlexAttention could do it (softcap as score_mod, sinks from its log-sum-exp), but it must be compiled and
+    has no backward on CPUs. flash-attn 3 is not part of PyTorch.
     """
     groups = query.shape[2] // key.shape[2]
     key, value = (heads.repeat_interleave(groups, dim=2) if groups > 1 else heads for heads in (key, value))
@@ -147,5 +147,5 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scor
         scale=scoring.scale,
         window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
     )
-    assert isinstance(output, Tensor)  # and not a tuple: no further results were asked for
+    assert isinstance(output, Tensor)  # a tuple only if auxiliary results are requested
     return output.view_as(query)

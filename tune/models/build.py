@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a model: its shape from config.json alone."""
+"""Builds the decoder that a checkpoint's config.json describes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +14,12 @@ from tune.types import NonNegativeFloat
 def build(path: str, router_loss: NonNegativeFloat | None = None) -> Decoder:
     """The decoder that `path`/config.json describes. Under `torch.device("meta")` it takes no memory.
 
-    `router_loss` is the weight of the load-balancing loss of experts (`RoutingFigures` says which that is); None: the
-    file's `router_aux_loss_coef` if its `output_router_logits` is true, else 0.
+    `router_loss` is the weight of the load-balancing loss of experts (see `RoutingStats`); None: the file's
+    `router_aux_loss_coef` if its `output_router_logits` is true, else 0.
 
     Raises:
-        TuneError: no such folder, an unreadable config.json, an architecture or a field of it that is not supported,
-            or a `router_loss` for a model without experts.
+        TuneError: the folder does not exist, config.json is unreadable or has an unsupported architecture or field, or
+            there is a `router_loss` for a model without experts.
     """
     file = ConfigFile(Path(path))
     architecture = family(str(file.get("model_type", "(none)")))

@@ -1,4 +1,4 @@
-"""Reading a checkpoint's config.json such that nothing in it that matters is overlooked."""
+"""A reader of config.json that refuses fields nobody has read."""
 
 import copy
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 from tune.errors import TuneError
 
-# Fields that say nothing about the mathematics of the model in training.
+# Fields without effect on what the model computes in training.
 HARMLESS = {
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "output_attentions", "output_hidden_states",
@@ -25,14 +25,14 @@ def is_positive(value: Any) -> bool:
 
 
 class ConfigFile:
-    """config.json of a checkpoint folder. Fields are read once; `finish` refuses those nobody read."""
+    """config.json of a checkpoint folder. `finish` refuses the fields that were not read."""
 
     def __init__(self, folder: Path):
         self.path = folder / "config.json"
         if not folder.is_dir():
             what = "is a file" if folder.exists() else "does not exist"
             is_of_the_hub = not folder.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder))
-            hint = f". A model of the hub is got by `tune download {folder}`" if is_of_the_hub else ""
+            hint = f". To download it from the Hugging Face hub: `tune download {folder}`" if is_of_the_hub else ""
             raise TuneError(
                 f"model.path: {folder} {what}; it must be a folder with config.json and *.safetensors{hint}"
             )
@@ -49,7 +49,7 @@ class ConfigFile:
         self._sections: list[ConfigFile] = []
 
     def assume(self, **fields: Any) -> None:
-        """What the fields mean that the file leaves out. One that is there and null stays null."""
+        """Defaults of fields that the file leaves out. A field that is null stays null."""
         self.fields = fields | self.fields
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -62,9 +62,8 @@ class ConfigFile:
         def fits(value: Any) -> bool:
             return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
-        return self._checked(
-            name, default, fits, "a positive integer" if minimum == 1 else f"an integer, at least {minimum}"
-        )
+        what = "a positive integer" if minimum == 1 else f"an integer, at least {minimum}"
+        return self._checked(name, default, fits, what)
 
     def integer_or_none(self, name: str) -> int | None:
         return None if self.get(name) is None else self.integer(name)
@@ -86,9 +85,9 @@ class ConfigFile:
         return dict(self._checked(name, {}, lambda value: isinstance(value, dict), "a mapping"))
 
     def section(self, name: str) -> "ConfigFile":
-        """The mapping under a field, read and finished like a file of its own."""
+        """The mapping in a field, as a file of its own; `finish` includes it."""
         section = copy.copy(self)
-        section.path = self.path / name  # the place, in messages
+        section.path = self.path / name  # for messages
         section.fields, section._read, section._sections = self.mapping(name), set(), []
         self._sections.append(section)
         return section
@@ -108,24 +107,24 @@ class ConfigFile:
         return value
 
     def expect(self, **supported: Any) -> None:
-        """Refuse any other value of these fields than the one that is implemented."""
+        """Raises TuneError if one of these fields has another value than the given one."""
         for name, only in supported.items():
             value = self.get(name, only)
             if value != only:
                 raise TuneError(f"{self.path}: {name}={value!r} is not supported; supported: {only!r}")
 
     def ignore(self, *names: str) -> None:
-        """Fields without effect on what the model computes."""
+        """Accept fields that have no effect on what the model computes."""
         self._read.update(names)
 
     def without_dropout(self, *names: str) -> None:
-        """Dropouts of the original training. They are no part of the model, and not applied here: that is said."""
+        """Warn that these dropouts of the original training are not applied."""
         for name in names:
             if rate := self.get(name, 0):
                 warnings.warn(f"{self.path}: {name}={rate} is not applied: tune trains without it", stacklevel=2)
 
     def finish(self) -> None:
-        """Refuse fields that nobody read, unless they are known to be harmless or switched off."""
+        """Raises TuneError for fields that were not read, unless they are `HARMLESS`, null, false or empty."""
         for section in self._sections:
             section.finish()
         unread = {
@@ -136,8 +135,8 @@ class ConfigFile:
         if "quantization_config" in unread:
             method = unread["quantization_config"].get("quant_method", "of a kind not named")
             raise TuneError(
-                f"{self.path}: the weights are quantised ({method}); take the checkpoint in bf16, fp16 or fp32, or "
-                "make it: transformers' from_pretrained with the quantisation config of this kind and dequantize=True, "
+                f"{self.path}: the weights are quantised ({method}); use a checkpoint in bf16, fp16 or fp32. To make "
+                "one: transformers' from_pretrained with the quantisation config of this kind and dequantize=True, "
                 "then save_pretrained"
             )
         if unread:
@@ -146,5 +145,5 @@ class ConfigFile:
             raise TuneError(
                 f"{self.path}: not supported{kind}: {listing}. Supported: "
                 f"{', '.join(sorted(self._read))}. If a field has no effect on this model, remove it from the file; "
-                "otherwise model._component_=tune.models.hf trains what transformers makes of it"
+                "otherwise train transformers' own model with model._component_=tune.models.hf"
             )

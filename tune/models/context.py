@@ -1,4 +1,4 @@
-"""What a forward of the decoder tells its blocks."""
+"""What a block gets beside hidden states: rotation, documents, positions and cache."""
 
 from dataclasses import dataclass
 
@@ -10,15 +10,14 @@ from tune.models.rope import Rotation
 
 
 class LayerCache:
-    """Keys and values of the tokens that one layer has seen: slot j of a row holds its position j. Or, of a recurrent
-    layer, its state."""
+    """Keys and values of one layer, with position j of a row in slot j; or the state of a recurrent layer."""
 
     def __init__(self, capacity: int):
         self.capacity = capacity
         self.storage: tuple[Tensor, ...] = ()
 
     def update(self, *new: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Put `new` tensors `[batch, new, heads, size]` at `positions` `[batch, new]`; all slots of each."""
+        """Write `new` tensors `[batch, new, heads, size]` at `positions` `[batch, new]`. Returns all slots of each."""
         if not self.storage:
             self.storage = tuple(tensor.new_zeros(len(tensor), self.capacity, *tensor.shape[2:]) for tensor in new)
         rows = torch.arange(len(positions), device=positions.device)[:, None]
@@ -28,7 +27,7 @@ class LayerCache:
 
 
 class KeyValueCache:
-    """A cache for each of `num_layers` layers, with room for `capacity` tokens a row."""
+    """A `LayerCache` for each layer, for `capacity` tokens per row."""
 
     def __init__(self, num_layers: int, capacity: int):
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
@@ -36,7 +35,7 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class Context:
-    """`rotation` and `cache` are the block's own; the rest is the same for all. Without `documents` a row is one."""
+    """`rotation` and `cache` belong to the block, the rest is the same for all. `documents=None`: one per row."""
 
     rotation: Rotation | None
     documents: Documents | None

@@ -1,4 +1,4 @@
-"""The one decoder. A family says in its own file what its config.json means here and how its parameters are named."""
+"""The decoder of all families: embedding, blocks, norm, head."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,14 +13,14 @@ from tune.models.layers import AttentionPartConfig, NormConfig, PartConfig
 from tune.models.moe import ExpertsConfig
 from tune.models.names import Names
 from tune.models.rope import Rope
-from tune.models.routing import RoutingFigures, RoutingSums
+from tune.models.routing import RoutingStats, RoutingSums
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """A block: its two parts, and whether norms stand before them, after them (before the sum) or both.
+    """A block: its two parts, and whether they have norms on their inputs, on their outputs or both.
 
-    `parallel` gives both parts the same normalised input. What a part adds is multiplied by `residual_multiplier`.
+    `parallel` gives both parts the same input. `residual_multiplier` multiplies outputs before they are added.
     """
 
     attention: AttentionPartConfig
@@ -35,7 +35,7 @@ class LayerConfig:
 class DecoderConfig:
     """The shape of a decoder. Logits are multiplied by `logit_scale`, then bounded by `logit_softcap` with tanh.
 
-    `router_loss` is the weight of the load-balancing loss of the layers with experts, which is averaged over them.
+    `router_loss` is the weight of the load-balancing loss, averaged over the layers with experts.
     """
 
     vocab_size: int
@@ -51,10 +51,10 @@ class DecoderConfig:
 
 
 class Head(Protocol):
-    """What is computed where the logits would be: a scalar loss, or values per token.
+    """A function in place of the output projection: returns a scalar loss, or values per token.
 
-    It reads hidden states `[rows, seq, hidden]`, the output weight `[vocab, hidden]` and the batch. `softcap` is given
-    for models that bound their logits: logits l become softcap * tanh(l / softcap).
+    Its arguments are hidden states `[rows, seq, hidden]`, the output weight `[vocab, hidden]` and the batch; for models
+    that bound their logits also `softcap`: logits become softcap * tanh(logits / softcap).
     """
 
     def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Any: ...
@@ -75,8 +75,8 @@ class Block(nn.Module):
         self.mlp = config.mlp.build(hidden_size)
         self.mlp_output_norm = norm_if(config.norm_after)
 
-    def forward(self, hidden: Tensor, context: Context) -> tuple[Tensor, RoutingFigures | None]:
-        """The new hidden states; in training of a layer with experts, also what its router did."""
+    def forward(self, hidden: Tensor, context: Context) -> tuple[Tensor, RoutingStats | None]:
+        """The new hidden states, and in training of a layer with experts the statistics of its router."""
         if self.config.parallel:
             normed = self.attention_norm(hidden)
             return hidden + self.attention(normed, context) + self.mlp(normed, context), None
@@ -84,22 +84,21 @@ class Block(nn.Module):
         added = self.attention_output_norm(self.attention(self.attention_norm(hidden), context))
         hidden = hidden + (added if multiplier == 1 else added * multiplier)
         output = self.mlp(self.mlp_norm(hidden), context)
-        output, figures = output if isinstance(output, tuple) else (output, None)
+        output, stats = output if isinstance(output, tuple) else (output, None)
         added = self.mlp_output_norm(output)
-        return hidden + (added if multiplier == 1 else added * multiplier), figures
+        return hidden + (added if multiplier == 1 else added * multiplier), stats
 
 
 class Decoder(nn.Module):
     """A causal language model: embedding, blocks, output.
 
-    Called with a `Batch`, whose rows may hold several documents, or with `tokens` `[rows, seq]`, each row one document,
-    it returns logits `[rows, seq, vocab]`. Given a `head` it returns what that makes of hidden states, output weight
-    and batch: it is called in here, so that full logits never exist and FSDP has the weight gathered.
+    The input is a `Batch`, or `tokens` `[rows, seq]` with one document per row. The output is logits
+    `[rows, seq, vocab]`, or the result of `head`, which is called inside the forward, where FSDP has the output weight
+    gathered, so that full logits never exist.
     """
 
     names: Names  # set by `build`
-    # What routers did in training; none without experts.
-    routing: RoutingSums | None
+    routing: RoutingSums | None  # statistics of routers in training; None without experts
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -114,8 +113,8 @@ class Decoder(nn.Module):
 
     @property
     def max_positions(self) -> int | None:
-        """The length of documents that the model was made for; None if its layers rotate nothing."""
-        return min((rope.config.reach for rope in self.ropes.values()), default=None)
+        """The length of documents that the model was trained for; None without rotary embeddings."""
+        return min((rope.config.trained_length for rope in self.ropes.values()), default=None)
 
     def forward(
         self,
@@ -125,16 +124,14 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Any:
-        """`positions` `[rows, seq]` (without them, from 0) and `cache` are for generation, with tokens."""
-        documents = None
+        """`positions` `[rows, seq]` (by default, from 0) and `cache` are for generation from tokens."""
         if isinstance(batch, Batch):
             tokens, positions, documents = batch.tokens, batch.positions, batch.documents
         else:
-            tokens = batch
+            tokens, documents = batch, None
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        hidden = self.embed(tokens)
-        hidden = self.run_blocks(hidden, positions, documents, cache)
+        hidden = self.run_blocks(self.embed(tokens), positions, documents, cache)
         hidden, weight = self.output_operands(hidden)
         softcap = self.config.logit_softcap
         if head is not None:
@@ -146,7 +143,7 @@ class Decoder(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """`[rows, seq]` -> `[rows, seq, hidden]`."""
         hidden = self.embedding(tokens)
-        if self.config.embedding_multiplier != 1:  # rounded to the type it is computed in, as Gemma was trained
+        if self.config.embedding_multiplier != 1:  # rounded to the type of computation, as Gemma was trained
             hidden = hidden * torch.tensor(self.config.embedding_multiplier, dtype=hidden.dtype)
         return hidden
 
@@ -156,19 +153,18 @@ class Decoder(nn.Module):
         rotations = {
             config: rope(positions, documents, cache is not None, hidden.dtype) for config, rope in self.ropes.items()
         }
-        figures = []
+        stats = []
         for index, (block, layer) in enumerate(zip(self.blocks, self.config.layers, strict=True)):
             rotation = rotations[layer.attention.rope] if layer.attention.rope else None
-            hidden, its_figures = block(
-                hidden, Context(rotation, documents, positions, cache.layers[index] if cache else None)
-            )
-            figures += [its_figures] if its_figures else []
-        if figures and self.routing is not None and documents is not None:
-            self.routing.add(figures, documents)
+            context = Context(rotation, documents, positions, cache.layers[index] if cache else None)
+            hidden, layer_stats = block(hidden, context)
+            stats += [layer_stats] if layer_stats else []
+        if stats and self.routing is not None and documents is not None:
+            self.routing.add(stats, documents)
         return hidden
 
     def output_operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the last block gives -> inputs and weight whose product is the logits."""
+        """Final norm; then inputs and weight whose product is the logits."""
         hidden = self.norm(hidden)
         if self.config.logit_scale != 1:
             hidden = hidden * self.config.logit_scale
@@ -176,6 +172,6 @@ class Decoder(nn.Module):
 
 
 def head_operands(head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and weight whose product is the logits: an adapted head makes both wider."""
+    """Inputs and weight whose product is the logits: an adapted head concatenates its own to both."""
     operands = getattr(head, "operands", None)
     return (hidden, head.weight) if operands is None else operands(hidden)  # type: ignore[return-value]

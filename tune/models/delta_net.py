@@ -1,4 +1,4 @@
-"""Gated DeltaNet (Yang et al., 2024): attention whose memory of a document is one matrix a head, not all its tokens."""
+"""Gated DeltaNet (Yang et al., 2024): linear attention with one state matrix per head."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from torch import Generator, Tensor, nn
 from tune.models.context import Context
 from tune.models.layers import NormConfig
 
-CHUNK = 64  # tokens whose effect on each other is worked out by products, as the paper does
+CHUNK = 64  # tokens that are computed in parallel, as in the paper
 
 
 @dataclass(frozen=True)
 class DeltaNetConfig:
-    """Each of `num_key_heads` queries and keys of `key_dim` serves as many of the `num_value_heads` of `value_dim`.
+    """`num_key_heads` queries and keys of `key_dim`, each for several of the `num_value_heads` values of `value_dim`.
 
-    They are convolved over `kernel` tokens. `norm` is that of a head's output.
+    All are convolved over `kernel` tokens. `norm` is applied to the output of each head.
     """
 
     num_key_heads: int
@@ -28,7 +28,7 @@ class DeltaNetConfig:
     kernel: int
     norm: NormConfig
     rope: None = None
-    pair_width: int = 0  # tokens do not meet in pairs
+    pair_width: int = 0  # linear in the number of tokens
 
     def build(self, hidden_size: int) -> nn.Module:
         return DeltaNet(self, hidden_size)
@@ -80,7 +80,7 @@ class DeltaNet(nn.Module):
         return self.readout((self.norm(output.to(hidden.dtype)) * gate).to(hidden.dtype).flatten(-2))
 
     def _convolved(self, mixed: Tensor, positions: Tensor) -> Tensor:
-        """Each channel by itself, over the last tokens of the document: `mixed` begins `kernel - 1` tokens earlier."""
+        """A causal depthwise convolution within documents; `mixed` begins `kernel - 1` tokens earlier."""
         weight, total = self.convolution[:, 0], None
         for index in range(self.config.kernel):
             back = self.config.kernel - 1 - index
@@ -100,16 +100,15 @@ def gated_delta_rule(
     documents: Tensor,
     memory: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What each token reads, `[batch, seq, heads, value_dim]`, and the memory after the last, `[batch, heads, key_dim,
-    value_dim]`.
+    """Outputs `[batch, seq, heads, value_dim]` and the last memory `[batch, heads, key_dim, value_dim]`.
 
-    At each token M becomes d M + s k (v - d Mᵀ k)ᵀ, and Mᵀ q is read, with d = exp(`log_decay`) and s = `strength`,
-    both `[batch, seq, heads]`; `query`, `key` are `[batch, seq, heads, key_dim]`, `value` likewise. M is zero where a
-    document begins: `documents` `[batch, seq]` numbers them in ascending order. `memory` is that of number 0.
+    Each token updates the memory M to d M + s k (v - d Mᵀ k)ᵀ and outputs Mᵀ q, with d = exp(`log_decay`) and
+    s = `strength`, both `[batch, seq, heads]`; `query`, `key` are `[batch, seq, heads, key_dim]`, `value` likewise. M
+    restarts at zero in each document: `documents` `[batch, seq]` are ascending ids. `memory` is the start of id 0.
     """
     batch, length, heads, key_dim = key.shape
     chunk = min(CHUNK, length)
-    padding = -length % chunk  # of strength 0 and decay 1: nothing changes there
+    padding = -length % chunk  # with strength 0 and decay 1: it does not change the memory
     query, key, value, log_decay, strength = (
         F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, padding)).unflatten(1, (-1, chunk)).movedim(3, 1)
         for tensor in (query, key, value, log_decay, strength)
@@ -118,15 +117,15 @@ def gated_delta_rule(
     last = documents[..., -1:]
     before = F.pad(last[:, :, :-1], (0, 0, 1, 0))  # the document at the end of the chunk before
 
-    # How much is left at a token of what an earlier one wrote. The logarithms are added up anew for each of these:
-    # differences of their sums from the start of the chunk would leave nothing of the gradient where decay is fast.
+    # Decay between each pair of tokens. Logarithms are summed for each pair: differences of cumulative sums from the
+    # start of the chunk would lose the gradient to rounding where decay is fast.
     same = (documents[..., :, None] == documents[..., None, :]).tril()
     between = log_decay[..., None].expand(*log_decay.shape, chunk).tril(-1).cumsum(dim=-2)
     between = between.masked_fill(~same, float("-inf")).exp()
-    staying = between[..., -1, :, None]  # at the end of the chunk
-    arriving = (log_decay.cumsum(dim=-1).exp() * (documents == before))[..., None]  # of the memory before the chunk
+    staying = between[..., -1, :, None]  # until the end of the chunk
+    arriving = (log_decay.cumsum(dim=-1).exp() * (documents == before))[..., None]  # from the memory before the chunk
 
-    # What the tokens of a chunk write depends on what those before them wrote: (1 + L) written = wanted.
+    # What a token writes depends on what those before it in the chunk wrote: solve (1 + L) written = wanted.
     weighted = key * strength[..., None]
     mixing = (weighted @ key.mT) * between
     wanted = torch.cat([value * strength[..., None], weighted * arriving], dim=-1)

@@ -1,4 +1,4 @@
-"""Rows sorted by group, each group times a matrix of its own."""
+"""Grouped matrix product, with a fallback where torch has no kernel."""
 
 from typing import Any
 
@@ -8,10 +8,7 @@ from torch import Tensor
 
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`rows` `[rows, in]` times `weight` `[groups, in, out]`: `[rows, out]`. The rows of group g end before `ends[g]`.
-
-    One kernel where torch has it; else the same by a product for each group.
-    """
+    """`rows` `[rows, in]` times `weight` `[groups, in, out]`: `[rows, out]`. Rows of group g end before `ends[g]`."""
     return F.grouped_mm(rows, weight, offs=ends) if _fits(rows, weight) else product_by_group(rows, weight, ends)
 
 
@@ -24,7 +21,7 @@ def _fits(rows: Tensor, weight: Tensor) -> bool:
     return rows.device.type == "cpu"
 
 
-# An operator, because how many rows a group has is known to the data alone: torch.compile must not look inside.
+# A custom operator, as the sizes of groups depend on the data: torch.compile must not trace it.
 @torch.library.custom_op("tune::product_by_group", mutates_args=())
 def product_by_group(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     parts = rows.tensor_split(ends[:-1].tolist())

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, in the form that recipes train: `model._component_: tune.models.hf`."""
+"""Any causal language model of transformers, wrapped for recipes: `model._component_: tune.models.hf`."""
 
 import contextlib
 import inspect
@@ -18,18 +18,18 @@ from tune.models.config_file import ConfigFile
 from tune.models.decoder import Head, head_operands
 from tune.models.names import Names, OnDisk
 
-# Documents are put below each other, padded to the longest, where that costs at most this many times their tokens:
-# then attention is plainly causal, which has the faster kernels.
-FEW_PADDINGS = 1.25
+# If padding all documents to the longest multiplies the tokens by at most this, each gets a row of its own: plainly
+# causal attention has faster kernels.
+MAX_PADDING = 1.25
 
 
 def hf(path: str, trust_remote_code: bool = False) -> "HuggingFaceModel":
-    """The model that transformers makes of `path`/config.json, without weights: parameters are on the meta device.
+    """The model that transformers builds from `path`/config.json, with parameters on the meta device.
 
     For architectures that `tune.models.build` does not have. Code in the folder runs only with `trust_remote_code`.
 
     Raises:
-        TuneError: transformers does not know it as a causal language model, or it cannot be trained as one here.
+        TuneError: transformers cannot build it as a causal language model, or it cannot be trained here.
     """
     file = ConfigFile(Path(path))
     try:
@@ -40,7 +40,7 @@ def hf(path: str, trust_remote_code: bool = False) -> "HuggingFaceModel":
         raise TuneError(f"{file.path}: the weights are quantised ({quantization}); fine-tune the original checkpoint")
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        # The masks of the model's own dropout would depend on how rows are spread over devices; router noise likewise.
+        # The model's own dropout and router noise would depend on how rows are distributed over devices.
         for part in {id(part): part for part in (config, config.get_text_config())}.values():
             part.use_cache = False
             for name, value in vars(part).items():
@@ -50,19 +50,19 @@ def hf(path: str, trust_remote_code: bool = False) -> "HuggingFaceModel":
             model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=trust_remote_code
             )
-    except Exception as error:  # nothing narrower: each of hundreds of constructors has its own
+    except Exception as error:  # hundreds of constructors raise different ones
         raise TuneError(f"{file.path}: transformers {transformers.__version__} cannot make a model: {error}") from error
     wrapped = HuggingFaceModel(model)
-    if model.config.model_type != config.model_type:  # the language model of a larger one
+    if model.config.model_type != config.model_type:  # it is the language model of a larger one
         wrapped.names.ignored += (r"^(?!.*\blanguage_model\.)(?!lm_head\.)",)
     return wrapped
 
 
 class HuggingFaceModel(nn.Module):
-    """A causal language model of transformers with its output head taken out, so that head and loss are computed by
-    chunks and FSDP has their weight gathered. `body` is the rest; `head` is None where the weight is the embedding.
+    """A causal language model of transformers, split into `body` and output `head` (None if tied to the embedding), so
+    that head and loss are computed by chunks, where FSDP has the weight gathered.
 
-    Called as `tune.models.Decoder` is; a cache is not supported: to generate, load the export in transformers.
+    Called as `tune.models.Decoder`, but without a cache: to generate, load the export in transformers.
     """
 
     def __init__(self, model: Any):
@@ -78,13 +78,13 @@ class HuggingFaceModel(nn.Module):
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.max_positions = getattr(self.config, "max_position_embeddings", None)
         self.longest, self.beyond = _longest(model, self.config)
-        self.knows_logits = True  # they are those of the head, scaled and bounded
-        self.keeps_documents_apart = False  # where they share a row
-        self.scale, self.softcap = _after_head(self.config)
+        self.checks_logits = False
+        self.separates_documents = False  # in one row, by their positions; `check` finds out
+        self.scale, self.softcap = _logit_transform(self.config)
 
         head_name = next(each for each, module in model.named_modules() if module is head)
-        self.caught = _Caught(self)
-        model.set_submodule(head_name, self.caught)
+        self.head_input = _HeadInput(self)
+        model.set_submodule(head_name, self.head_input)
         body = {id(parameter): f"body.{each}" for each, parameter in model.named_parameters()}
         self.tied = body.get(id(head.weight), "")
         if self.tied and head.bias is not None:
@@ -96,7 +96,7 @@ class HuggingFaceModel(nn.Module):
         for identity, name, names in on_disk:
             if ours[identity] not in self.names.on_disk:
                 self.names.on_disk[ours[identity]] = names
-                self.names.alternatives[ours[identity]] = name  # as in memory, which transformers reads too
+                self.names.alternatives[ours[identity]] = name  # the name in memory, which transformers also loads
             elif isinstance(names, str):
                 self.names.copies[names] = ours[identity]
 
@@ -109,26 +109,24 @@ class HuggingFaceModel(nn.Module):
         bias = None if self.head is None else self.head.bias
         if head is not None:
             assert isinstance(batch, Batch), "a head reads a Batch"
-            if bias is not None:  # as one more column, for a feature that is one
+            if bias is not None:  # as the weight of one more input, which is 1
                 hidden = torch.cat([hidden, hidden.new_full((*hidden.shape[:-1], 1), self.scale)], dim=-1)
                 weight = torch.cat([weight, bias[:, None]], dim=1)
             return head(hidden, weight, batch, **{"softcap": self.softcap} if self.softcap else {})
-        return self._bounded(F.linear(hidden, weight, None if bias is None else bias * self.scale))
+        return self._softcapped(F.linear(hidden, weight, None if bias is None else bias * self.scale))
 
     def _run(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """What reaches the head, `[batch, seq, hidden]`."""
+        """The input of the head, `[batch, seq, hidden]`."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         arguments = {"position_ids": positions} if self.takes_positions else {}
         logits = self.body(input_ids=tokens, return_dict=True, **arguments).logits
-        hidden = self.caught.taken()
-        if not self.knows_logits:
-            plain = logits is hidden and self.scale == 1 and self.softcap is None
-            if not plain and not _close(logits, self._bounded(hidden * self.scale), tolerance=1e-2):
-                raise TuneError(
-                    f"model: {type(self.body).__name__} changes what its output head gives in a way that is not known "
-                    "here, so that head and loss cannot be computed by chunks: it cannot be trained"
-                )
+        hidden = self.head_input.take()
+        if self.checks_logits and not _close(logits, self._softcapped(hidden * self.scale), tolerance=1e-2):
+            raise TuneError(
+                f"model: {type(self.body).__name__} changes what its output head gives in a way that is not known "
+                "here, so that head and loss cannot be computed by chunks: it cannot be trained"
+            )
         return hidden
 
     @property
@@ -136,7 +134,7 @@ class HuggingFaceModel(nn.Module):
         """The head, or the embedding whose weight it shares."""
         return self.get_submodule(self.tied.rpartition(".")[0]) if self.head is None else self.head
 
-    def _bounded(self, logits: Tensor) -> Tensor:
+    def _softcapped(self, logits: Tensor) -> Tensor:
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def _run_documents(self, batch: Batch) -> Tensor:
@@ -147,9 +145,9 @@ class HuggingFaceModel(nn.Module):
                 f"max_seq_len: a document of {longest} tokens is longer than {self.longest}, beyond which this model "
                 f"{self.beyond}. Lower max_seq_len"
             )
-        if self.keeps_documents_apart and len(documents.lengths) * longest > FEW_PADDINGS * tokens.numel():
+        if self.separates_documents and len(documents.lengths) * longest > MAX_PADDING * tokens.numel():
             return self._run(tokens, batch.positions)
-        # One document a row. What stands behind its end is seen by nothing before, and left out afterwards.
+        # One document per row. Tokens after its end do not affect it (attention is causal) and are dropped afterwards.
         offsets = torch.arange(longest, device=tokens.device)
         index = (documents.boundaries[:-1, None].long() + offsets).clamp(max=tokens.numel() - 1)
         self._move_dropout_keys(tokens, index)
@@ -164,18 +162,18 @@ class HuggingFaceModel(nn.Module):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Find out by a few tokens whether head and loss can be computed apart from the model, and whether documents in
-        one row can be told apart by their positions. To be called once the weights are there; by all processes.
+        """Test with a few tokens that head and loss can be computed outside of the model, that attention is causal, and
+        whether positions separate the documents of a row. Call it on all processes, after weights are loaded.
 
         Raises:
-            TuneError: the logits are not those of the head, or a token sees those behind it.
+            TuneError: the logits are not those of the head, or a token attends to later ones.
         """
         training, device = self.training, next(self.parameters()).device
         self.eval()
         tokens = (torch.arange(12, device=device) * 7 + 3) % self.config.vocab_size
-        self.knows_logits = False
+        self.checks_logits = True
         alone = self(tokens[None, 2:])
-        self.knows_logits = True
+        self.checks_logits = False
         followed = self(torch.cat([tokens[None, 2:], tokens[None, :2]], dim=1))
         tolerance = 1e-3 if alone.dtype == torch.float32 else 5e-2
         if not _close(followed[:, :10], alone, tolerance):
@@ -183,14 +181,14 @@ class HuggingFaceModel(nn.Module):
                 f"model: in {type(self.body).__name__} a token sees those that follow it, so that it would be given "
                 "the answer it has to learn. If config.json has is_decoder=false, the model is an encoder"
             )
-        self.keeps_documents_apart = self.takes_positions
+        self.separates_documents = self.takes_positions
         together = self(Batch.of(tokens[None].cpu(), documents=[[0] * 2 + [1] * 10]).to(device))
-        self.keeps_documents_apart = self.takes_positions and _close(together[:, 2:], alone, tolerance)
+        self.separates_documents = self.takes_positions and _close(together[:, 2:], alone, tolerance)
         self.train(training)
 
 
-class _Caught(nn.Module):
-    """Stands where the head was."""
+class _HeadInput(nn.Module):
+    """In place of the head: keeps its input."""
 
     def __init__(self, owner: HuggingFaceModel) -> None:
         super().__init__()
@@ -199,21 +197,21 @@ class _Caught(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Some models look at its type."""
+        """Some models read its dtype."""
         return self.owner[0].head_module.weight  # type: ignore[return-value]
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.hidden = hidden
         return hidden
 
-    def taken(self) -> Tensor:
+    def take(self) -> Tensor:
         hidden, self.hidden = self.hidden, None
         assert hidden is not None, "the model does not call its output head"
         return hidden
 
 
-def _after_head(config: Any) -> tuple[float, float | None]:
-    """What the logits are multiplied by, and their bound, by the names that configs of transformers have for them."""
+def _logit_transform(config: Any) -> tuple[float, float | None]:
+    """The factor and the softcap of logits, from the fields that configs of transformers have for them."""
     scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
     if scaling := getattr(config, "logits_scaling", None):
         scale /= scaling
@@ -221,11 +219,11 @@ def _after_head(config: Any) -> tuple[float, float | None]:
 
 
 def _longest(model: Any, config: Any) -> tuple[int | None, str]:
-    """The length that documents may have at most, and what the model does beyond it."""
+    """The maximal length of documents, if any, and what the model does beyond it."""
     trained = getattr(config, "max_position_embeddings", None)
     for each in model.modules():
         is_table = isinstance(each, nn.Embedding) and each is not model.get_input_embeddings()
-        if is_table and trained and trained <= each.num_embeddings <= trained + 2:  # the first two may be for padding
+        if is_table and trained and trained <= each.num_embeddings <= trained + 2:  # two may be for padding
             return trained, "has no embeddings of positions"
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes] if "rope_type" in ropes else ropes.values():
@@ -241,24 +239,23 @@ def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 
 def _disk_names(model: Any) -> list[tuple[int, str, OnDisk]]:
-    """(identity, name in memory, name or names on disk) of every tensor that transformers saves of a model."""
+    """(id, name in memory, name or names on disk) of every tensor of `model` that transformers saves."""
     names = []
     for name, tensor in model.state_dict(keep_vars=True).items():
         on_disk = _parts(model, name, tensor.detach())
         if on_disk is None:
             raise TuneError(
-                f"model: {type(model).__name__} is not in memory as it is on disk, and how {name} is made is not known "
-                "here. Take tune.models.build if it has this architecture"
+                f"model: transformers converts {name} of {type(model).__name__} when loading, in a way that is not "
+                "supported here. Use tune.models.build if it has this architecture"
             )
         names.append((id(tensor), name, on_disk))
     return names
 
 
 def _parts(model: Any, name: str, whole: Tensor) -> OnDisk | None:
-    """What is on disk for a tensor: its name; those of its members along the first dimension; or for each member those
-    of its equal parts. None if it is anything else.
+    """The names on disk of a tensor (see `OnDisk`); None if it is stored in another way.
 
-    transformers says it only by what it would save of given values. So it is given a small tensor of different ones.
+    transformers tells it only by what it would save, so a small tensor of distinct values is converted and compared.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -284,7 +281,7 @@ def _parts(model: Any, name: str, whole: Tensor) -> OnDisk | None:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters take no memory, and buffers are what the constructors compute: no checkpoint has most of them."""
+    """Put parameters on the meta device, but not buffers: most are computed by constructors and in no checkpoint."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

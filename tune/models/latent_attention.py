@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads come from one small vector a token."""
+"""Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads come from one latent vector."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ from tune.models.rope import RopeConfig, rotate
 
 @dataclass(frozen=True)
 class LatentAttentionConfig:
-    """Queries and keys have `plain_size` dimensions and those that `rope` rotates, which all heads share in the key.
+    """Queries and keys have `plain_size` dimensions, and those that `rope` rotates; in keys all heads share the latter.
 
-    Keys and values come from `key_value_rank` dimensions, queries from `query_rank`, or from the hidden states if None.
+    Keys and values are projected from `key_value_rank` dimensions, queries from `query_rank` (None: hidden states).
     """
 
     num_heads: int
@@ -30,7 +30,6 @@ class LatentAttentionConfig:
 
     @property
     def pair_width(self) -> int:
-        """Multiplications for a pair of tokens: of query and key, and of weight and value."""
         return self.num_heads * (self.plain_size + self.rope.size + self.value_size)
 
     def build(self, hidden_size: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The parts of a decoder's block. A part's config builds it; a part is called with hidden states and the context."""
+"""Norms, attention and feed-forward: each config builds its module, which is called with (hidden, context)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class PartConfig(Protocol):
-    """What describes an attention or a feed-forward part: `build` makes a module called with (hidden, context)."""
+    """The config of an attention or feed-forward part. `build` makes a module that is called with (hidden, context)."""
 
     def build(self, hidden_size: int) -> nn.Module: ...
 
@@ -30,7 +30,7 @@ class PartConfig(Protocol):
 class AttentionPartConfig(PartConfig, Protocol):
     @property
     def rope(self) -> RopeConfig | None:
-        """The rotation that the part finds in its context."""
+        """The rotary embedding that the part needs in its context."""
 
     @property
     def pair_width(self) -> int:
@@ -39,8 +39,8 @@ class AttentionPartConfig(PartConfig, Protocol):
 
 @dataclass(frozen=True)
 class NormConfig:
-    """`rms` (Zhang and Sennrich, 2019), `rms_offset` (Gemma's: the weight is stored as what it exceeds one by) or
-    `layer` (Ba et al., 2016). All compute in fp32."""
+    """`rms` (Zhang and Sennrich, 2019), `rms_offset` (Gemma's: multiplies by 1 + weight) or `layer` (Ba et al., 2016).
+    All compute in fp32."""
 
     kind: Literal["rms", "rms_offset", "layer"]
     eps: float
@@ -53,7 +53,7 @@ class NormConfig:
 
 
 class OffsetRMSNorm(nn.RMSNorm):
-    """RMSNorm with the weight 1 + w, and the product in fp32, as Gemma has it."""
+    """RMSNorm that multiplies by 1 + weight, in fp32, as Gemma does."""
 
     initial_weight = 0.0
 
@@ -65,9 +65,9 @@ class OffsetRMSNorm(nn.RMSNorm):
 class AttentionConfig:
     """Attention to `num_kv_heads` keys and values; see `Scoring` for window, scale, softcap and sinks.
 
-    `bias` is that of the query, key and value projections, which `fused` makes one. `rope=None` leaves positions out.
-    `gated` multiplies what each head found by a sigmoid that the query projection gives along with its query.
-    `query_key_norm` normalises each head, or with `norm_all_heads` all heads together.
+    `fused` joins the query, key and value projections, to which `bias` applies. `rope=None`: no positions. `gated`
+    multiplies the output of each head by a sigmoid gate from the query projection. `query_key_norm` normalises each
+    head, or with `norm_all_heads` all heads together.
     """
 
     num_heads: int
@@ -87,7 +87,6 @@ class AttentionConfig:
 
     @property
     def pair_width(self) -> int:
-        """Multiplications for a pair of tokens: of query and key, and of weight and value."""
         return 2 * self.num_heads * self.head_dim
 
     def build(self, hidden_size: int) -> nn.Module:
@@ -133,7 +132,7 @@ class Attention(nn.Module):
 
 
 def attend_in(context: Context, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """`attend` among the context's documents, or where it has a cache, to that with the new keys and values in it."""
+    """`attend` within the context's documents; with a cache, `attend_cached` after adding the new keys and values."""
     if context.cache is None:
         return attend(query, key, value, context.documents, scoring)
     key, value = context.cache.update(key, value, positions=context.positions)
@@ -142,7 +141,7 @@ def attend_in(context: Context, query: Tensor, key: Tensor, value: Tensor, scori
 
 @dataclass(frozen=True)
 class MLPConfig:
-    """Feed-forward of width `size`, by default gated (Shazeer, 2020); `fused` makes gate and up one projection."""
+    """Feed-forward of width `size`, by default gated (Shazeer, 2020); `fused` joins the gate and up projections."""
 
     size: int
     activation: str = "silu"

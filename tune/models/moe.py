@@ -1,6 +1,5 @@
-"""Mixtures of experts: routing -> dispatch -> experts -> combination, each on its own. No token is ever dropped."""
+"""Mixtures of experts: route -> dispatch -> experts -> combine. No token is ever dropped."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -10,16 +9,16 @@ from torch import Tensor, nn
 from tune.models.context import Context
 from tune.models.grouped_product import grouped_product
 from tune.models.layers import ACTIVATIONS, MLPConfig
-from tune.models.routing import Router, RouterConfig, RoutingFigures
+from tune.models.routing import Router, RouterConfig, RoutingStats
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Experts of width `size`, chosen by `router`, beside an expert that all tokens share if `shared` is its width.
+    """Experts of width `size`, chosen by `router`, and a shared expert of width `shared`, if any.
 
-    `fused` makes gate and up one projection: its first and second half, or its even and odd outputs. `transposed`
-    weights are `[experts, in, out]`. `clamp` is (alpha, limit) of the gating of gpt-oss. `shared_gate` weighs the
-    shared expert by a sigmoid.
+    `fused` joins gate and up: as the first and second half of outputs, or as even and odd ones. `transposed` weights
+    are `[experts, in, out]`. `clamp` is (alpha, limit) of gpt-oss's activation. `shared_gate` weights the shared expert
+    by a sigmoid.
     """
 
     router: RouterConfig
@@ -44,8 +43,8 @@ class MixtureOfExperts(nn.Module):
         self.shared = MLPConfig(config.shared, config.activation).build(hidden_size) if config.shared else None
         self.shared_gate = nn.Linear(hidden_size, 1, bias=False) if config.shared_gate else None
 
-    def forward(self, hidden: Tensor, context: Context) -> tuple[Tensor, RoutingFigures | None]:
-        """`hidden` `[batch, seq, dim]` -> the same; in training also what the router did."""
+    def forward(self, hidden: Tensor, context: Context) -> tuple[Tensor, RoutingStats | None]:
+        """`hidden` `[batch, seq, dim]` -> the same shape, and in training the statistics of the router."""
         tokens = hidden.flatten(0, 1)
         routing = self.router(tokens)
         plan = Dispatch.of(routing.experts, self.router.config.num_experts)
@@ -55,13 +54,13 @@ class MixtureOfExperts(nn.Module):
             output = output + (shared if self.shared_gate is None else self.shared_gate(hidden).sigmoid() * shared)
         if not self.training or context.documents is None:
             return output, None
-        return output, RoutingFigures.of(routing, context.documents)
+        return output, RoutingStats.of(routing, context.documents)
 
 
 class Dispatch(NamedTuple):
-    """Which rows the experts work on: the choices `[tokens * chosen]` of all tokens, sorted by expert.
+    """The rows of experts: the choices `[tokens * chosen]` of all tokens, sorted by expert.
 
-    Row i is choice `order[i]`; choice j is row `places[j]`, and of token j // `chosen`. The rows of expert e end before
+    Row i is choice `order[i]`, choice j is row `places[j]` and of token j // `chosen`. The rows of expert e end before
     `ends[e]`.
     """
 
@@ -75,7 +74,7 @@ class Dispatch(NamedTuple):
         """For the `experts` `[tokens, chosen]` of each token."""
         by_expert, order = experts.flatten().sort(stable=True)
         numbers = torch.arange(num_experts, device=experts.device)
-        ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)  # counting would wait for the device
+        ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)  # bincount would synchronise
         return cls(order, order.argsort(), ends, experts.shape[1])
 
     @property
@@ -101,7 +100,7 @@ def combine(rows: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
 
 
 class _Reorder(torch.autograd.Function):
-    """Takes row order[i] // copies to place i. Backward gathers too: torch would scatter, slowly or in random order."""
+    """output[i] = rows[order[i] // copies]. Backward gathers, too: torch's would scatter, slowly or in random order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor, copies: int) -> Tensor:
@@ -116,7 +115,7 @@ class _Reorder(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """Gated feed-forward networks, one for each expert."""
+    """One gated feed-forward network per expert."""
 
     def __init__(self, config: ExpertsConfig, hidden_size: int):
         super().__init__()
@@ -144,17 +143,16 @@ class Experts(nn.Module):
 
     def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.config.clamp is None:
-            activation: Callable[[Tensor], Tensor] = ACTIVATIONS[self.config.activation]
-            return activation(gate) * up
+            return ACTIVATIONS[self.config.activation](gate) * up
         alpha, limit = self.config.clamp
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
 class ExpertLinear(nn.Module):
-    """A linear layer for each expert: `weight` `[experts, out, in]`, or `[experts, in, out]` if `transposed`.
+    """One linear layer per expert: `weight` `[experts, out, in]`, or `[experts, in, out]` if `transposed`.
 
-    `activated_share` is that of the experts that work on a token.
+    `activated_share` is the share of experts that a token uses.
     """
 
     activated_share = 1.0

@@ -18,11 +18,11 @@ from tune.errors import TuneError
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotation of the first `size` dimensions of a head. A pair is a dimension and the one half of them further on, as
-    in Hugging Face's Llama, or `interleaved` a dimension and the next.
+    """Rotation of the first `size` dimensions of a head. Pairs are dimensions i and i + size / 2, as in Hugging Face's
+    Llama, or if `interleaved` 2i and 2i + 1.
 
-    `scaling` holds the fields of config.json's `rope_scaling` (or `rope_parameters`) that belong to `kind`. Queries are
-    multiplied by 1 + `query_growth` * log(1 + position // the length of the original training).
+    `scaling` are the fields of config.json's `rope_scaling` (or `rope_parameters`) for `kind`. Queries are multiplied
+    by 1 + `query_growth` * log(1 + position // original_max_position_embeddings).
     """
 
     size: int
@@ -34,14 +34,14 @@ class RopeConfig:
     query_growth: float = 0.0
 
     @property
-    def reach(self) -> int:
-        """The positions that the model was made for, as its config says."""
+    def trained_length(self) -> int:
+        """The number of positions that the model was trained for, as its config says."""
         stretched = self.scaling.get("original_max_position_embeddings", 0) * (self.scaling.get("factor") or 1)
         return max(self.max_positions, int(stretched))
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines `[batch, seq, 1, size]`, and what queries are multiplied by, `[batch, seq, 1, 1]`."""
+    """Cosines and sines `[batch, seq, 1, size]`, and the factor of queries `[batch, seq, 1, 1]`."""
 
     cos: Tensor
     sin: Tensor
@@ -50,7 +50,7 @@ class Rotation(NamedTuple):
 
 
 class Rope:
-    """Rotation angles. Not a module: it has no weights and no buffers."""
+    """Computes rotations from positions. Not a module: it has no weights or buffers."""
 
     def __init__(self, config: RopeConfig):
         if config.kind not in SCALINGS:
@@ -61,26 +61,23 @@ class Rope:
         self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
 
     def __call__(self, positions: Tensor, documents: Documents | None, cached: bool, dtype: torch.dtype) -> Rotation:
-        """For tokens at `positions` `[batch, seq]` of their documents.
+        """For tokens at `positions` `[batch, seq]`.
 
         Raises:
-            TuneError: the rotation would depend on what else is in the batch, or on tokens still to come.
+            TuneError: the rotation would depend on the rest of the batch, or on future tokens.
         """
         if positions.device not in self._frequencies:
-            # Angles are computed on the CPU so that every device trains with the same bits.
+            # Computed on the CPU, so that the bits are the same for every device.
             frequencies, magnitude = SCALINGS[self.config.kind](self.config)
             self._frequencies[positions.device] = frequencies.to(positions.device), magnitude
         frequencies, magnitude = self._frequencies[positions.device]
         if self.config.kind in ("dynamic", "longrope"):
-            self._refuse_what_depends_on_others(positions, documents, cached)
-        if self.config.kind == "longrope":  # the short factors or the long ones, as the token's document has it
+            self._check_length(positions, documents, cached)
+        if self.config.kind == "longrope":  # short or long factors, by the length of the token's document
             frequencies = frequencies[(_document_lengths(positions, documents) > self._original).long()]
         angles = positions[..., None].float() * frequencies
-        if self.config.interleaved:
-            angles = angles.repeat_interleave(2, dim=-1)
-        else:
-            angles = torch.cat([angles, angles], dim=-1)
-        angles = angles[:, :, None]
+        doubled = angles.repeat_interleave(2, dim=-1) if self.config.interleaved else torch.cat([angles] * 2, dim=-1)
+        angles = doubled[:, :, None]
         cos, sin = (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
         query_scale = None
         if self.config.query_growth:
@@ -88,7 +85,7 @@ class Rope:
             query_scale = (1 + growth)[..., None, None].to(dtype)
         return Rotation(cos, sin, self.config.interleaved, query_scale)
 
-    def _refuse_what_depends_on_others(self, positions: Tensor, documents: Documents | None, cached: bool) -> None:
+    def _check_length(self, positions: Tensor, documents: Documents | None, cached: bool) -> None:
         if cached:
             longest = int(positions.max()) + 1
         else:
@@ -107,7 +104,6 @@ class Rope:
 
     @property
     def _original(self) -> int:
-        """The length of the original training."""
         return self.config.scaling["original_max_position_embeddings"]
 
 
@@ -138,7 +134,7 @@ def _plain(config: RopeConfig) -> Tensor:
 
 
 def _llama3(config: RopeConfig) -> tuple[Tensor, float]:
-    """Low frequencies are divided by the factor, high ones kept, those between interpolated (Llama 3.1)."""
+    """Llama 3.1: low frequencies are divided by the factor, high ones kept, those between interpolated."""
     scaling, frequencies = config.scaling, _plain(config)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
@@ -147,7 +143,7 @@ def _llama3(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
-    """YaRN (Peng et al., 2023): interpolation by wavelength, and a magnitude that makes up for longer contexts."""
+    """YaRN (Peng et al., 2023): interpolation by wavelength, and a magnitude for longer contexts."""
     scaling, frequencies = config.scaling, _plain(config)
     original = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or config.max_positions / original
@@ -173,8 +169,7 @@ def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _longrope(config: RopeConfig) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al., 2024): a factor for each frequency, `[2, size / 2]`: for documents up to the original
-    length, and for longer ones."""
+    """LongRoPE (Ding et al., 2024): frequencies `[2, size / 2]`, for documents up to the original length and beyond."""
     scaling = config.scaling
     original = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or config.max_positions / original
@@ -185,8 +180,8 @@ def _longrope(config: RopeConfig) -> tuple[Tensor, float]:
     return _plain(config) / factors, magnitude
 
 
-# `dynamic` NTK scaling equals `default` up to the trained length. Beyond it the angles would depend on the longest row
-# of the batch, and the loss on how rows are batched: the decoder refuses such rows.
+# `dynamic` NTK scaling equals `default` up to the trained length. Beyond it angles depend on the longest document in
+# the batch: `_check_length` refuses it.
 SCALINGS: dict[str, Callable[[RopeConfig], tuple[Tensor, float]]] = {
     "default": lambda config: (_plain(config), 1.0),
     "linear": lambda config: (_plain(config) / config.scaling["factor"], 1.0),

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, how evenly, and the loss that evens it out."""
+"""Routers of experts, their statistics, and the load-balancing loss."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -12,12 +12,12 @@ from tune.collators import Documents
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How `chosen` of `num_experts` are found for a token, and with what weights.
+    """How `chosen` of `num_experts` and their weights are computed for a token.
 
     `scores` are the softmax or the sigmoid of the logits, or the softmax over the `chosen` alone. `normalized` weights
-    of the chosen sum to one; then all are multiplied by `scale`. The choice alone is made by scores plus `correction`,
-    which is no trained parameter, and within the `kept_groups` of the `num_groups` groups of experts whose two best
-    have the largest sum (DeepSeek-V3).
+    sum to one; then they are multiplied by `scale`. As in DeepSeek-V3, `correction`, a buffer, is added to the scores
+    for the choice only, and experts are chosen from the `kept_groups` of `num_groups` groups with the largest sums of
+    their two best scores.
     """
 
     num_experts: int
@@ -80,7 +80,7 @@ class Router(nn.Module):
         return scores.topk(config.chosen).indices
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Router":
-        """What `to` and `to_empty` do. The correction stays in fp32: rounded, it would choose other experts."""
+        """Called by `to` and `to_empty`. The correction stays in fp32: rounded, it would choose other experts."""
         correction = self.correction
         super()._apply(fn, recurse)
         if correction is not None and self.correction is not None:
@@ -90,23 +90,23 @@ class Router(nn.Module):
         return self
 
 
-class RoutingFigures(NamedTuple):
-    """What a router did, summed over the documents that are trained on: choices of each expert `[num_experts]`, entropy
-    of the tokens' probabilities, and the load-balancing loss, weighted by supervised tokens."""
+class RoutingStats(NamedTuple):
+    """Sums over the documents with supervised tokens: tokens of each expert `[num_experts]`, entropy of probabilities
+    over tokens, and the load-balancing loss of each document times its supervised tokens."""
 
     load: Tensor
     entropy: Tensor
     balance: Tensor
 
     @classmethod
-    def of(cls, routing: Routing, documents: Documents) -> "RoutingFigures":
-        """The load-balancing loss is that of the Switch Transformer (Fedus et al., 2021), for each document by itself:
+    def of(cls, routing: Routing, documents: Documents) -> "RoutingStats":
+        """The load-balancing loss of the Switch Transformer (Fedus et al., 2021), for each document:
         num_experts * sum over experts of (choices per token) * (mean probability).
 
-        transformers' `load_balancing_loss_func` computes it over all tokens of a batch, which would make the training
-        depend on how documents are batched, and over all layers as if they had the same experts; for one document and
-        one layer the two are equal. The sum over documents, weighted by supervised tokens, is to be divided by the
-        supervised tokens of the whole step, as the loss is. Gradients flow through the probabilities alone.
+        transformers' `load_balancing_loss_func` computes it over all tokens of a batch, so that training depends on how
+        documents are batched, and over all layers as if they had the same experts; for one document and one layer the
+        two are equal. Divide the sum by the supervised tokens of the step, as for the loss. Only the probabilities have
+        gradients.
         """
         ids, lengths, supervised = documents.ids.flatten(), documents.boundaries.diff(), documents.num_supervised
         num_experts = routing.probabilities.shape[1]
@@ -118,34 +118,36 @@ class RoutingFigures(NamedTuple):
         balance = num_experts * (load * probability).sum(dim=1) / lengths.float().square()
         trained = (supervised > 0).float()
         entropy = torch.special.entr(routing.probabilities.detach()).sum(dim=1)
-        # Not `trained @ load`: it changes its result in place, which selective recomputation may not keep then.
+        # Not `trained @ load`: it works in place, which selective checkpointing does not allow for a saved tensor.
         return cls((trained[:, None] * load).sum(dim=0), trained[ids] @ entropy, supervised.float() @ balance)
 
 
 class RoutingSums:
-    """The figures of all forwards in training since they were last taken, kept on the device."""
+    """Accumulates the statistics of forwards in training, on the device, until they are taken."""
 
     def __init__(self) -> None:
         self.rows: Tensor | None = None
         self.balance: Tensor | None = None  # of the last forward in training
 
-    def add(self, layers: list[RoutingFigures], documents: Documents) -> None:
+    def add(self, layers: list[RoutingStats], documents: Documents) -> None:
         trained = (documents.boundaries.diff() * (documents.num_supervised > 0)).sum()
         common = torch.stack([trained, documents.num_supervised.sum()]).float()
         rows = [torch.cat([load, entropy[None], balance[None], common]).detach() for load, entropy, balance in layers]
         self.rows = torch.stack(rows) if self.rows is None else self.rows + torch.stack(rows)
-        self.balance = torch.stack([figures.balance for figures in layers]).mean()
+        self.balance = torch.stack([stats.balance for stats in layers]).mean()
 
     def take(self) -> Tensor:
-        """A row a layer: choices of each expert; entropy and load-balancing loss, tokens and supervised tokens."""
-        assert self.rows is not None, "figures are counted in a forward in training"
+        """One row per layer: tokens of each expert, entropy, load-balancing loss, tokens, supervised tokens."""
+        assert self.rows is not None, "no forward in training since the last call"
         rows, self.rows = self.rows, None
         return rows
 
 
 def balance_loss(model: nn.Module) -> Tensor | float:
-    """The load-balancing loss of `model`'s last forward in training, to be added to the sum of its losses; 0 without
-    experts. Its value is 0 too, so that the loss stays what it is: only its gradient counts."""
+    """The load-balancing loss of `model`'s last forward in training, to add to the summed loss; 0 without experts.
+
+    Its value is 0, so that the reported loss stays the cross-entropy; only its gradient counts.
+    """
     sums = getattr(model, "routing", None)
     if sums is None or sums.balance is None:
         return 0.0

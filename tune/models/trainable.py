@@ -1,4 +1,4 @@
-"""What recipes, checkpointers, adapters and exporters ask of a model."""
+"""The interface of models for recipes, checkpointers, adapters and exporters."""
 
 from typing import Any, Protocol
 
@@ -11,11 +11,11 @@ from tune.models.routing import RoutingSums
 
 
 class TrainableModel(Protocol):
-    """`Decoder` and `HuggingFaceModel` have all of this.
+    """`Decoder` and `HuggingFaceModel` implement all of it.
 
-    A module of your own needs `config.vocab_size`, the call and an `nn.ModuleList` of blocks. Without `names` it is on
-    disk as its `state_dict()` names it, without `max_positions` its rows may have any length, and without `routing` it
-    has no experts to report on.
+    A module of your own needs `config.vocab_size`, `__call__` and an `nn.ModuleList` of blocks. Without `names`, names
+    on disk are those of `state_dict()`; without `max_positions`, documents may have any length; without `routing`, no
+    statistics of experts are logged.
     """
 
     config: Any
@@ -24,7 +24,7 @@ class TrainableModel(Protocol):
 
     @property
     def max_positions(self) -> int | None:
-        """The length of documents that the model was made for."""
+        """The length of documents that the model was trained for."""
 
     def __call__(self, batch: Batch | Tensor, head: Head | None = None) -> Any:
-        """What `head` makes of hidden states, output weight and batch; without a head, logits `[rows, seq, vocab]`."""
+        """Returns `head(hidden, weight, batch)`, or without a head logits `[rows, seq, vocab]`."""
