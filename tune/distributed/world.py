@@ -154,26 +154,22 @@ def init(
     for group in [*mesh.get_all_groups(), data.get_group()]:
         dist.distributed_c10d._set_pg_timeout(duration, group)  # a mesh makes groups with torch's default
     world = World(mesh, torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind), data, duration)
-    if kind == "cuda" and (shared := size - len(set(world.all_gather(_gpu(local_rank))))):
-        raise TuneError(
-            f"device: {size} processes have {size - shared} GPUs. Start one process for each GPU (it may see that one "
-            "alone, or all of its node), or set device=cpu"
-        )
+    if kind == "cuda":
+        gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(local_rank).uuid))))
+        if gpus < size:
+            raise TuneError(
+                f"device: {size} processes have {gpus} GPUs. Start one process for each GPU (it may see that one "
+                "alone, or all of its node), or set device=cpu"
+            )
     return world
 
 
 def _device_type(device: str) -> str:
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if device == "auto":
-        return next(kind for kind, there in present.items() if there)
-    if not present[device]:
-        there = ", ".join(kind for kind, is_there in present.items() if is_there)
-        raise TuneError(f"device: {device} is not available on this machine; available: {there}")
-    return device
-
-
-def _gpu(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)
+    available = [kind for kind, is_present in present.items() if is_present]
+    if device not in ("auto", *available):
+        raise TuneError(f"device: {device} is not available on this machine; available: {', '.join(available)}")
+    return available[0] if device == "auto" else device
 
 
 def _leave() -> None:

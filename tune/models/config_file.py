@@ -21,7 +21,7 @@ HARMLESS = {
 
 
 def is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return type(value) in (int, float) and value > 0
 
 
 class ConfigFile:
@@ -59,11 +59,8 @@ class ConfigFile:
         return default if value is None else value
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        def fits(value: Any) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-
         what = "a positive integer" if minimum == 1 else f"an integer, at least {minimum}"
-        return self._checked(name, default, fits, what)
+        return self._checked(name, default, lambda value: type(value) is int and value >= minimum, what)
 
     def integer_or_none(self, name: str) -> int | None:
         return None if self.get(name) is None else self.integer(name)
@@ -135,8 +132,8 @@ class ConfigFile:
         if "quantization_config" in unread:
             method = unread["quantization_config"].get("quant_method", "of a kind not named")
             raise TuneError(
-                f"{self.path}: the weights are quantised ({method}); use a checkpoint in bf16, fp16 or fp32. To make "
-                "one: transformers' from_pretrained with the quantisation config of this kind and dequantize=True, "
+                f"{self.path}: the weights are quantised ({method}); take the checkpoint in bf16, fp16 or fp32. To make one: "
+                "transformers' from_pretrained with the quantisation config of this kind and dequantize=True, "
                 "then save_pretrained"
             )
         if unread:

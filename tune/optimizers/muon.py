@@ -36,9 +36,7 @@ class Muon(Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "in_blocks": False})
         self.parts: dict[bool, Optimizer] = {}
         if self._groups(in_blocks=True):
-            a_matrix = nn.Parameter(
-                torch.empty(1, 1)
-            )  # a placeholder: torch's Muon takes no stacks, `step` gives it matrices
+            a_matrix = nn.Parameter(torch.empty(1, 1))  # a placeholder: `step` gives it the matrices
             self.parts[True] = torch.optim.Muon(
                 [a_matrix], momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw"
             )

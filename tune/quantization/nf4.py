@@ -49,12 +49,12 @@ class NF4Weight(nn.Module):
         self.register_buffer("pairs", PAIRS, persistent=False)  # shared by all weights
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        return _dequantize(self.codes, self.scales, self.ranges, self.pairs, dtype)
+        return dequantize(self.codes, self.scales, self.ranges, dtype, self.pairs)
 
     def full(self) -> Tensor:
         """The whole weight in fp32, gathered from all processes. A collective: all must call it."""
         ranges = None if self.ranges is None else full_tensor(self.ranges)
-        return dequantize(full_tensor(self.codes), full_tensor(self.scales), ranges, torch.float32)
+        return dequantize(full_tensor(self.codes), full_tensor(self.scales), ranges, torch.float32, self.pairs)
 
     def linear(self, input: Tensor) -> Tensor:
         """`input @ weight.T`; the dequantised weight exists only within the call, and again in backward."""
@@ -90,13 +90,14 @@ def quantize(weight: Tensor, double: bool = False) -> tuple[Tensor, Tensor, Tens
     return packed, small.view(torch.uint8), torch.cat([mean, reach], dim=1).view(torch.uint8)
 
 
-def dequantize(codes: Tensor, scales: Tensor, ranges: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The weight `[rows, columns]`."""
-    return _dequantize(codes, scales, ranges, PAIRS.to(codes.device), dtype)
+def dequantize(
+    codes: Tensor, scales: Tensor, ranges: Tensor | None, dtype: torch.dtype, pairs: Tensor = PAIRS
+) -> Tensor:
+    """The weight `[rows, columns]`: by one compiled kernel on a GPU, if it has a compiler; on a CPU by chunks of rows.
 
-
-def _dequantize(codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, dtype: torch.dtype) -> Tensor:
-    """By one compiled kernel on a GPU, if it has a compiler; on a CPU by chunks of rows."""
+    `pairs` are `PAIRS`, on the device of the codes if the caller has them there.
+    """
+    pairs = pairs.to(codes.device)
     if torch.compiler.is_compiling():
         return _values(codes, scales, ranges, pairs, dtype)
     if codes.is_cuda and importlib.util.find_spec("triton"):
@@ -153,12 +154,12 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor) -> Tensor:
         ctx.save_for_backward(codes, scales, ranges, pairs)
-        return input @ _dequantize(codes, scales, ranges, pairs, input.dtype).T
+        return input @ dequantize(codes, scales, ranges, input.dtype, pairs).T
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
         codes, scales, ranges, pairs = ctx.saved_tensors
-        return grad_output @ _dequantize(codes, scales, ranges, pairs, grad_output.dtype), None, None, None, None
+        return grad_output @ dequantize(codes, scales, ranges, grad_output.dtype, pairs), None, None, None, None
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""OLMo 2, OLMo 3 and OLMoE: all heads of queries, and all of keys, share one norm."""
+"""OLMo 2, OLMo 3, OLMoE and EXAONE 4: norms of queries and keys; but for OLMoE, norms after the parts, not before."""
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
@@ -14,7 +14,7 @@ MOE_NAMES = LLAMA_NAMES | read.QUERY_KEY_NORM_NAMES | read.EXPERT_NAMES
 
 
 def read_olmo2(file: ConfigFile) -> DecoderConfig:
-    """Norms after the parts and not before."""
+    """All heads of queries, and all of keys, share one norm."""
     file.assume(rms_norm_eps=1e-5)
     return read.decoder(file, _olmo2_layer(file, read.rope(file)))
 
@@ -28,7 +28,7 @@ def read_olmo3(file: ConfigFile) -> DecoderConfig:
 
 
 def read_olmoe(file: ConfigFile) -> DecoderConfig:
-    """Experts in every layer."""
+    """Experts in every layer; norms before the parts."""
     file.assume(max_position_embeddings=4096, rms_norm_eps=1e-5, num_experts_per_tok=8, router_aux_loss_coef=0.01)
     file.expect(clip_qkv=None)
     router = {"normalized": file.flag("norm_topk_prob")}
@@ -37,6 +37,20 @@ def read_olmoe(file: ConfigFile) -> DecoderConfig:
         file, read.rope(file), bias_field="attention_bias", query_key_norm=read.rms_norm(file), norm_all_heads=True
     )
     return read.decoder(file, LayerConfig(attention, experts), router_loss=read.router_loss(file))
+
+
+def read_exaone4(file: ConfigFile) -> DecoderConfig:
+    """Full layers do not rotate if others slide."""
+    file.assume(sliding_window=4096, sliding_window_pattern=4, rms_norm_eps=1e-5)
+    every = file.get("sliding_window_pattern")
+    if isinstance(every, str):
+        file.expect(sliding_window_pattern="L" * (len(every) - 1) + "G")
+        every = len(every)
+    windows = read.windows(file, lambda index: bool(every) and (index + 1) % every != 0)
+    norm, rope = read.rms_norm(file), read.rope(file)
+    attention = read.attention(file, None if file.get("sliding_window") else rope, query_key_norm=norm)
+    layer = LayerConfig(attention, read.mlp(file), norm_before=False, norm_after=True)
+    return read.decoder(file, read.with_windows(layer, windows, sliding_rope=rope))
 
 
 def _olmo2_layer(file: ConfigFile, rope: RopeConfig) -> LayerConfig:
@@ -50,4 +64,5 @@ FAMILIES = {
     "olmo2": Family(read_olmo2, NAMES),
     "olmo3": Family(read_olmo3, NAMES),
     "olmoe": Family(read_olmoe, MOE_NAMES),
+    "exaone4": Family(read_exaone4, NAMES),
 }
