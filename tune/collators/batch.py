@@ -105,6 +105,9 @@ class Batch:
         return _each_tensor(self, Tensor.pin_memory)
 
 
+Place = tuple[Sample | None, tuple[int, slice]]  # a document, or padding; its row and columns of the batch
+
+
 def collate(
     rows: list[list[Sample]], pad_to: int | None = None, columns: Mapping[str, np.ndarray] | None = None
 ) -> Batch:
@@ -118,8 +121,7 @@ def collate(
         pad_to = max(1, sum(len(document.tokens) for document in rows[0]))
     tokens, labels, ids = np.zeros((3, len(rows), pad_to), dtype=np.int64)
     labels.fill(IGNORE)
-    documents: list[Sample | None] = []  # None is padding
-    places: list[tuple[int, slice]] = []
+    places: list[Place] = []
     for index, row in enumerate(rows):
         end = 0
         for number, document in enumerate(row):
@@ -127,31 +129,23 @@ def collate(
             tokens[index, start:end] = document.tokens
             labels[index, start:end] = document.labels
             ids[index, start:end] = number
-            places.append((index, slice(start, end)))
+            places.append((document, (index, slice(start, end))))
         ids[index, end:] = len(row)
-        documents += row
         if end < pad_to:
-            documents.append(None)
-            places.append((index, slice(end, end)))
-    present = [document for document in documents if document is not None]
+            places.append((None, (index, slice(end, pad_to))))
+    present = [document for row in rows for document in row]
     if columns is None:
         columns = {name: np.asarray(value) for name, value in (present[0].columns if present else {}).items()}
-    values = {name: _column(name, example, documents, places, tokens.shape) for name, example in columns.items()}
-    samples = [document.index if document is not None else 0 for document in documents]
+    values = {name: _column(name, example, places, tokens.shape) for name, example in columns.items()}
+    samples = [document.index if document is not None else 0 for document, _ in places]
     return Batch.of(tokens, labels, ids, samples, values, sum(len(document.tokens) for document in present))
 
 
-def _column(
-    name: str,
-    example: np.ndarray,
-    documents: list[Sample | None],
-    places: list[tuple[int, slice]],
-    shape: tuple[int, ...],
-) -> np.ndarray:
+def _column(name: str, example: np.ndarray, places: list[Place], shape: tuple[int, ...]) -> np.ndarray:
     """`[rows, seq]` if the column has a value per token, `[documents]` if one per document."""
     dtype = np.int64 if example.dtype.kind in "iub" else np.float32
-    column = np.zeros(shape if example.ndim else len(documents), dtype)
-    for index, (document, place) in enumerate(zip(documents, places, strict=True)):
+    column = np.zeros(shape if example.ndim else len(places), dtype)
+    for index, (document, place) in enumerate(places):
         if document is not None:
             column[place if example.ndim else index] = document.columns[name]
     return column

@@ -132,9 +132,9 @@ class ConfigFile:
         if "quantization_config" in unread:
             method = unread["quantization_config"].get("quant_method", "of a kind not named")
             raise TuneError(
-                f"{self.path}: the weights are quantised ({method}); take the checkpoint in bf16, fp16 or fp32. To make one: "
-                "transformers' from_pretrained with the quantisation config of this kind and dequantize=True, "
-                "then save_pretrained"
+                f"{self.path}: the weights are quantised ({method}); take the checkpoint in bf16, fp16 or fp32, or "
+                "make it with transformers: from_pretrained with the quantisation config of this kind and "
+                "dequantize=True, then save_pretrained"
             )
         if unread:
             listing = ", ".join(f"{name}={value!r}" for name, value in unread.items())

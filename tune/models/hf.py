@@ -179,7 +179,7 @@ class HuggingFaceModel(nn.Module):
         if not _close(followed[:, :10], alone, tolerance):
             raise TuneError(
                 f"model: in {type(self.body).__name__} a token sees those that follow it, so that it would be given "
-                "the answer it has to learn. If config.json has is_decoder=false, the model is an encoder"
+                "the answer that it should learn. If config.json has is_decoder=false, the model is an encoder"
             )
         self.separates_documents = self.takes_positions
         together = self(Batch.of(tokens[None].cpu(), documents=[[0] * 2 + [1] * 10]).to(device))

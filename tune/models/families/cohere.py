@@ -8,7 +8,7 @@ from tune.models.families import Family, read
 from tune.models.families.llama import NAMES
 from tune.models.layers import NormConfig
 
-# What older files of Command R7B say of the architecture, and transformers takes for granted.
+# Fields in older files of Command R7B, with the only values that transformers supports.
 FIXED: dict[str, Any] = {
     "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "use_gated_activation": True, "use_parallel_block": True,
     "use_qk_norm": False, "use_embedding_sharing": True, "order_of_interleaved_layers": "local_attn_first",

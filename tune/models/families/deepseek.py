@@ -25,7 +25,7 @@ NAMES = LLAMA_NAMES | CORRECTED_EXPERT_NAMES | {
     "model.layers.{}.self_attn.kv_a_layernorm": "blocks.{}.attention.key_value_norm",
     "model.layers.{}.self_attn.kv_b_proj": "blocks.{}.attention.key_value_up",
 }  # fmt: skip
-IGNORED = (r"rotary_emb\.inv_freq$", r"^model\.layers\.{num_layers}\.")  # the last layer predicts further tokens
+IGNORED = (r"rotary_emb\.inv_freq$", r"^model\.layers\.{num_layers}\.")  # the last layer is for multi-token prediction
 
 
 def read_deepseek_v3(file: ConfigFile) -> DecoderConfig:
@@ -64,7 +64,7 @@ def _latent_attention(file: ConfigFile) -> LatentAttentionConfig:
 def _corrected_experts(file: ConfigFile) -> ExpertsConfig:
     file.assume(routed_scaling_factor=1.0, n_group=1, topk_group=1, n_shared_experts=1)
     file.expect(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
-    # How it was spread and pretrained: a load-balancing loss is no part of how it is trained further.
+    # Settings of pretraining and its parallelism. Fine-tuning has no load-balancing loss.
     file.ignore("ep_size", "pretraining_tp", "aux_loss_alpha", "seq_aux", "output_router_logits")
     file.ignore("num_nextn_predict_layers", "num_mtp_layers")
     router = {

@@ -22,7 +22,7 @@ def read_gemma(file: ConfigFile) -> DecoderConfig:
     file.assume(head_dim=256, hidden_act="gelu_pytorch_tanh", max_position_embeddings=8192, tie_word_embeddings=True)
     # Older files have both names of the activation.
     file.expect(use_bidirectional_attention=False, hidden_activation="gelu_pytorch_tanh")
-    if file.get("hidden_act") == "gelu":  # so the first releases say, and mean the approximation by tanh
+    if file.get("hidden_act") == "gelu":  # the first releases say so, but use the approximation by tanh
         file.fields["hidden_act"] = "gelu_pytorch_tanh"
     attention = read.attention(file, read.rope(file), bias_field="attention_bias")
     return _decoder(file, [LayerConfig(attention, read.mlp(file))] * read.num_layers(file))
@@ -70,7 +70,7 @@ def _norm(file: ConfigFile) -> NormConfig:
 
 def _gemma2_layer(file: ConfigFile, rope: RopeConfig, **special: Any) -> LayerConfig:
     file.expect(use_bidirectional_attention=False)
-    file.ignore("hidden_act")  # older files have it beside the field that counts
+    file.ignore("hidden_act")  # older files have it beside hidden_activation, which is used
     scale = file.number("query_pre_attn_scalar") ** -0.5
     attention = read.attention(file, rope, bias_field="attention_bias", scale=scale, **special)
     return LayerConfig(attention, read.mlp(file, "hidden_activation"), norm_after=True)

@@ -24,7 +24,7 @@ NAMES = {
 
 def read_llama(file: ConfigFile) -> DecoderConfig:
     """Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2, TinyLlama and kin."""
-    file.ignore("pretraining_tp")  # how the original training was split; the mathematics is the same
+    file.ignore("pretraining_tp")  # parallelism of the original training
     attention = read.attention(file, read.rope(file), bias_field="attention_bias")
     return read.decoder(file, LayerConfig(attention, read.mlp(file, bias=file.flag("mlp_bias"))))
 

@@ -62,7 +62,7 @@ def read_minimax_m2(file: ConfigFile) -> DecoderConfig:
     file.assume(head_dim=128, max_position_embeddings=196608, rope_theta=5e6, num_experts_per_tok=8)
     file.expect(router_jitter_noise=0, scoring_func="sigmoid", use_qk_norm=True, qk_norm_type="per_layer")
     file.expect(use_routing_bias=True, shared_intermediate_size=0, sliding_window=None)
-    # Of layers that its weights do not have, or that predict further tokens.
+    # Fields of layers that the released weights do not have, and of multi-token prediction.
     file.ignore("attn_type_list", "layernorm_full_attention_beta", "layernorm_linear_attention_beta")
     file.ignore("layernorm_mlp_beta", "mlp_intermediate_size", "shared_moe_mode")
     file.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")

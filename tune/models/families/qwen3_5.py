@@ -25,9 +25,9 @@ NAMES = {theirs.replace("model.", "model.language_model.", 1): ours for theirs, 
 def read_qwen3_5_text(file: ConfigFile) -> DecoderConfig:
     file.assume(head_dim=256, max_position_embeddings=32768, partial_rotary_factor=0.25, rms_norm_eps=1e-6)
     file.expect(attn_output_gate=True, output_gate_type="swish", mamba_ssm_dtype="float32")
-    file.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # the layer that predicts further tokens
+    file.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # multi-token prediction
     every, norm = file.integer("full_attention_interval", 4), NormConfig("rms_offset", file.number("rms_norm_eps"))
-    # Positions of text are the same in all sections of a rotation.
+    # For text, the positions of all mrope sections are the same.
     fields = {name: each for name, each in file.mapping("rope_parameters").items() if not name.startswith("mrope_")}
     rope = read.rope(file, partial=True, fields=fields)
     attention = read.attention(file, rope, bias_field="attention_bias", query_key_norm=norm, gated=True)
@@ -44,7 +44,7 @@ def read_qwen3_5(file: ConfigFile) -> DecoderConfig:
     file.ignore("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     text = file.section("text_config")
     text.expect(model_type="qwen3_5_text")
-    text.fields |= {"tie_word_embeddings": file.flag("tie_word_embeddings")}  # the outer one counts
+    text.fields |= {"tie_word_embeddings": file.flag("tie_word_embeddings")}  # the outer one is used
     return read_qwen3_5_text(text)
 
 
