@@ -110,7 +110,10 @@ def test_a_source_without_weights(checkpoint, tmp_path):
     assert_close(tensors_of(tmp_path / "out"), expected, rtol=0, atol=0)
 
 
-def test_a_card_names_the_hub_where_it_can(tmp_path):
+def test_a_card_names_the_hub_where_it_can(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "chats.jsonl").touch()  # otherwise it could be a name on the hub
     cached = tmp_path / "models--org--a-model" / "snapshots" / "0123"
     cached.mkdir(parents=True)
     (tmp_path / "mine").mkdir()

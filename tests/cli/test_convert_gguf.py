@@ -116,7 +116,7 @@ def test_the_folder_has_the_models_logits_and_the_tokenizers_tokens(
 
 def test_unknown_word_splitting_is_told(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     main(["convert", str(write(splits="mine")), str(tmp_path / "out")])
-    assert "note: how the vocabulary 'mine' cuts text into words is not known here" in capsys.readouterr().out
+    assert "note: the rule by which the vocabulary 'mine' splits text into words" in capsys.readouterr().out
 
 
 def test_a_truncated_file(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:

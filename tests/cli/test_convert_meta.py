@@ -147,7 +147,7 @@ def fails(folder: Path, capsys) -> str:
         ),
         (
             lambda folder: (folder / "params.json").write_text(json.dumps(LLAMA3 | {"n_kv_heads": 4})),
-            r"make layers.0.attention.wk.weight of \[16, 32\], params.json says \[32, 32\]",
+            r"wk.weight is \[16, 32\] in its 2 files together, but params.json says \[32, 32\]",
         ),
     ],
 )

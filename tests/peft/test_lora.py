@@ -259,7 +259,7 @@ def test_layers_narrower_than_the_rank_get_the_rank_that_fits(lora, tmp_path):
     base = save_checkpoint(tmp_path / "base", num_key_value_heads=1, head_dim=8)
     model = load_model(str(base))
     adapted = add_adapters(model, lora)
-    assert "attention.key     x 3    rank 8 (its width: no higher one fits)" in adapted.table()
+    assert "attention.key     x 3    rank 8 (the layer's width)" in adapted.table()
     assert "attention.query   x 3    rank 16\n" in adapted.table()
     key, query = (getattr(model.blocks[0].attention, kind) for kind in ("key", "query"))
     assert key.lora_a.shape == (8, 64) and key.scaling == query.scaling
@@ -304,11 +304,14 @@ def test_counts(checkpoint):
         ),
         (
             LoRA(target_modules=["input_layernorm"]),
-            "neither a linear layer nor an embedding; only those are adapted. To train it whole: ",
+            "neither a linear layer nor an embedding and cannot be adapted. To train it in full: ",
         ),
-        (LoRA(target_modules=["embed_tokens"], dora=True), "embed_tokens is an embedding, which dora=true has no form"),
+        (
+            LoRA(target_modules=["embed_tokens"], dora=True),
+            "is an embedding, which dora=true does not support",
+        ),
         (LoRA(modules_to_save=["nrm"]), "modules_to_save: 'nrm' matches no layer. Did you mean 'norm'?"),
-        (LoRA(modules_to_save=["mlp"]), "'mlp' has no parameters of its own; name the modules inside"),
+        (LoRA(modules_to_save=["mlp"]), "'mlp' has no parameters of its own; name the modules inside it"),
         (LoRA(modules_to_save=["q_proj"]), "query has an adapter too (target_modules); choose one"),
         (LoRA(trainable_tokens=[5, 300]), "300 is no row of the embedding, which has 300."),
         (LoRA(trainable_tokens=[5, 5]), "named twice"),
@@ -326,8 +329,8 @@ def test_refused(checkpoint, lora, message):
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (LoRA(target_modules=["embed_tokens"]), "is the embedding and the output head at once"),
-        (LoRA(target_modules=["lm_head"]), r"Train it whole, adapter.modules_to_save=\[model.embed_tokens\]"),
+        (LoRA(target_modules=["embed_tokens"]), "is both embedding and output head"),
+        (LoRA(target_modules=["lm_head"]), r"Train it in full, adapter.modules_to_save=\[model.embed_tokens\]"),
         (LoRA(modules_to_save=["lm_head"]), "lm_head is tied to the embedding in this model; name the embedding"),
     ],
 )

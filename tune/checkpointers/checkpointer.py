@@ -1,4 +1,4 @@
-"""Complete training states, by torch.distributed.checkpoint: written by all processes, readable by any other number."""
+"""Saving and restoring training states with torch.distributed.checkpoint (DCP), also on another number of processes."""
 
 import functools
 import json
@@ -24,12 +24,12 @@ from tune.distributed import World
 from tune.errors import TuneError
 from tune.types import PositiveInt
 
-# Frozen parameters are as the checkpoint has them that the model was built from.
+# Frozen parameters are not saved: they come from the checkpoint that the model was built from.
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 class Stateful(Protocol):
-    """What keeps a state of plain values (a schedule, the position in the data), or of tensors too."""
+    """An object with a state: of plain values (a schedule, the position in the data) or of tensors too."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
@@ -38,17 +38,17 @@ class Stateful(Protocol):
 class Checkpointer:
     """Saves and restores model, optimizer, schedule and position in the data under `folder`/step-00000500/.
 
-    A checkpoint is written under a temporary name and renamed when every process has written its part, so that a folder
-    of that name is always complete. `every` counts optimizer steps, `keep` the newest checkpoints that stay. With
-    `async_` the state is copied at the call and written in a thread while training goes on. A checkpoint that cannot be
-    written ends the training (`on_error="stop"`), or rank 0 tells `tell`, and the next one is the next attempt.
+    A checkpoint is written under a temporary name and renamed when all processes have written their parts: a folder of
+    that name is complete. A checkpoint is saved every `every` optimizer steps, and the newest `keep` are kept. With
+    `async_` the state is copied to the host and written by a thread while training goes on. If a checkpoint cannot be
+    written, training ends (`on_error="stop"`), or rank 0 calls `tell` and training goes on until the next checkpoint.
 
-    Of the optimizer's parameter groups, a checkpoint has what training has changed; settings are those of today. Frozen
-    parameters are not in it: `base`, which gives them, says at a restoration whether it still does, and `adapter`,
-    whose settings say what the trained ones mean, whether it is the same.
+    Of the optimizer's parameter groups only values that training changed are saved; hyperparameters come from the
+    current config. Frozen parameters are not saved: on resuming, `base` checks that they come from the same weights,
+    and `adapter` that its settings are the same.
 
-    `extra` is state of your own, by name: averaged weights, counters. Of plain values JSON keeps what it can express.
-    Where there are tensors, sharded ones too, they must be there at a restoration: it fills them.
+    `extra` is state of your own, by name: averaged weights, counters. Plain values are saved as JSON. Tensors, also
+    sharded ones, are loaded in place, so that the object must have them before it is restored.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Checkpointer:
         self.pending: Future[None] | None = None
 
     def resume(self, resume: str) -> int:
-        """Restore the newest complete checkpoint (`auto`), the one at a path, or none (`never`); returns its step.
+        """Restore the newest complete checkpoint (`auto`), the one at a path, or none (`never`); return its step.
 
         Raises:
-            TuneError: there is none at the path, it is of another training, or later ones would be replaced.
+            TuneError: there is none at the path, it is of another training, or it would replace later ones.
         """
         path = self.newest() if resume == "auto" else None if resume == "never" else _checkpoint_at(Path(resume))
         if self.world.is_main and resume == "auto":
@@ -99,10 +99,10 @@ class Checkpointer:
         if (found := small.keys() - {"step", "groups"}) != self.small.keys():
             raise TuneError(
                 f"resume: {path} is of another recipe: it has the state of {', '.join(sorted(found))}, this one of "
-                f"{', '.join(sorted(self.small))}. Continue it with that one, or give another output_dir"
+                f"{', '.join(sorted(self.small))}. Continue with that recipe, or give another output_dir"
             )
         _, extra = self._states()
-        for name in self.small.keys() - extra.keys():  # first, since it may be found to be another training
+        for name in self.small.keys() - extra.keys():  # first, since these refuse a checkpoint of another training
             self.small[name].load_state_dict(small[name])
         if (newest := self.newest()) and newest.name > f"step-{small['step']:08d}":
             raise TuneError(
@@ -139,10 +139,10 @@ class Checkpointer:
         return self.world.broadcast(max(self.folder.glob("step-*"), default=None, key=lambda path: path.name))
 
     def step(self, step: int, now: bool = False) -> None:
-        """To be called after each optimizer step: saves when a checkpoint is due, or `now`.
+        """Call it after each optimizer step: it saves when a checkpoint is due, or `now`.
 
         Raises:
-            TuneError: with `on_error="stop"`, a checkpoint could not be written; earlier ones are as they were.
+            TuneError: with `on_error="stop"`, a checkpoint could not be written; earlier ones are intact.
         """
         if self.pending is not None and self.pending.done():
             self.wait()
@@ -166,7 +166,7 @@ class Checkpointer:
             self._settle(finish)
 
     def wait(self) -> int:
-        """Until what is being written is complete; returns the step of the last complete checkpoint, or 0."""
+        """Wait for the checkpoint that is being written; return the step of the last complete one, or 0."""
         if self.pending is not None:
             pending, self.pending = self.pending, None
             self._settle(pending.result)
@@ -182,7 +182,7 @@ class Checkpointer:
                 self.tell(f"{error} The run goes on, and tries again at the next checkpoint.")
 
     def _finish(self, write: Callable[[], Any], small: str, unfinished: Path, step: int) -> None:
-        """Rank 0 returns from `write` when it has heard from all ranks and has written the metadata: then rename."""
+        """Rank 0 returns from `write` after all ranks have written and it has saved the metadata: then it renames."""
         complete = self.folder / f"step-{step:08d}"
         try:
             write()
@@ -199,17 +199,17 @@ class Checkpointer:
         self.saved = step
         if self.world.is_main and self.keep:
             for old in sorted(self.folder.glob("step-*"))[: -self.keep]:
-                # Renamed first: a folder that is being removed must not be taken for a complete one.
+                # It is renamed first: a folder that is only partly removed must not look complete.
                 shutil.rmtree(old.rename(self.folder / f".{old.name}.removed"), ignore_errors=True)
 
     def _states(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state of each part as JSON has it (None for those with tensors), and of those with tensors."""
+        """The states to save as JSON (None in place of those with tensors), and those with tensors."""
         states = {name: part.state_dict() for name, part in self.small.items()}
         extra = {name: state for name, state in states.items() if any(map(torch.is_tensor, tree_leaves(state)))}
         return states | dict.fromkeys(extra), extra
 
     def _changed(self) -> list[dict[str, Any]]:
-        """What some optimizers keep in their groups besides settings; the learning rate is the schedule's."""
+        """Values of the parameter groups that training changed, but the learning rate, which the schedule sets."""
         pairs = zip(self.optimizer.param_groups, self.settings, strict=True)
         return [
             {name: group[name] for name in group.keys() - {"params", "lr"} if group[name] != settings.get(name)}
@@ -219,14 +219,14 @@ class Checkpointer:
 
 @functools.cache
 def _background_group(world: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """Background threads must not share a group with the collectives of the training, but may with each other: a group
-    has threads that stay busy, and only one checkpoint is written at a time."""
+    """One group for all background threads. Training must not share it; the threads may, as one checkpoint is written
+    at a time, and each group has threads of its own that stay busy."""
     return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def _on_host(value: Any) -> Any:
-    """A copy in host memory of all that a state holds; also of tensors made of others, as sharded and quantised ones
-    are (dcp.async_save cannot copy the latter)."""
+    """A copy of a state in host memory. Sharded and quantised tensors are copied part by part (dcp.async_save cannot
+    copy quantised ones)."""
     if isinstance(value, dict):
         return {key: _on_host(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -242,7 +242,7 @@ def _on_host(value: Any) -> Any:
 
 
 def _require_same_names(path: Path, saved: Iterable[str], state: dict[str, Any]) -> None:
-    """DCP finds what is missing in a checkpoint, but not what is left over."""
+    """DCP refuses a checkpoint with missing names, but not one with unused names."""
     for kind, what in (("model", "model"), ("extra", "state")):
         known = flatten_state_dict({kind: state[kind]})[0].keys()
         if unknown := sorted(
@@ -262,7 +262,7 @@ def _cause(error: BaseException) -> str:
     if not isinstance(error, CheckpointException):
         return str(error)
     causes = {str(failure[0]).rstrip(".") or repr(failure[0]) for failure in error.failures.values()}
-    # The second is how torch's writer says it when a file takes only a part of what it is given.
+    # torch's writer says "unexpected pos" when the disk is full.
     return "; ".join(sorted("No space left on device" if "unexpected pos" in cause else cause for cause in causes))
 
 

@@ -1,9 +1,9 @@
-"""The tensors of a checkpoint folder, in the formats that people have them in."""
+"""Reading the tensors of a checkpoint folder, from safetensors or torch files."""
 
 import json
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ class DiskTensor:
     dtype: torch.dtype
 
     def read(self, where: tuple[slice, ...] = ()) -> Tensor:
-        """The part of it at `where`; no other part takes memory."""
-        # Opened anew for each tensor: a file that stays open keeps all its pages that were read in memory.
+        """Read the slice `where`, and no more."""
+        # The file is opened for each tensor: as long as it is open, all of its pages that were read stay in memory.
         if self.file.suffix == ".safetensors":
             with safe_open(self.file, framework="pt") as tensors:
                 return tensors.get_slice(self.name)[where or ...]
@@ -34,12 +34,12 @@ class DiskTensor:
 
 
 def disk_tensors(folder: Path) -> dict[str, DiskTensor]:
-    """Every tensor of a checkpoint by its name; only headers are read.
+    """Every tensor of a checkpoint by name; only headers are read.
 
-    `*.safetensors` come first, then `pytorch_model*.bin`; of each an index, the file of all, or the shards.
+    `*.safetensors` have priority over `pytorch_model*.bin`; in both formats an index over a single file over shards.
 
     Raises:
-        TuneError: no weights, or files that are absent, damaged, or not as the index says.
+        TuneError: no weights, or files that are missing, damaged, or not as the index says.
     """
     for whole in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{whole}.index.json"
@@ -61,6 +61,18 @@ def disk_tensors(folder: Path) -> dict[str, DiskTensor]:
         f"model.path: no *.safetensors or pytorch_model*.bin in {folder}{hint}. To train from random weights set "
         "from_scratch=true"
     )
+
+
+def shape_differences(found: Mapping[str, list[int]], wanted: Mapping[str, list[int]], source: str) -> str:
+    """A line for each tensor that is missing, not known or of another shape, twelve at most; `source` says "wanted"."""
+    lines = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
+    lines += [f"not known: {name} {shape}" for name, shape in found.items() if name not in wanted]
+    lines += [
+        f"{name} has shape {found[name]}, {source} {shape}"
+        for name, shape in wanted.items()
+        if found.get(name, shape) != shape
+    ]
+    return "\n  ".join(lines[:12] + ([f"and {len(lines) - 12} more"] if len(lines) > 12 else []))
 
 
 def has_weights(folder: Path) -> bool:
@@ -87,9 +99,9 @@ def _indexed(index: Path) -> dict[str, DiskTensor]:
     wrong += [f"{name} is in {found[name].file.name}, not in the index" for name in found.keys() - weight_map.keys()]
     if wrong:
         raise TuneError(
-            f"model.path: {index} and the files it names are not of one checkpoint:\n  "
+            f"model.path: {index} and its files are of different checkpoints:\n  "
             + "\n  ".join(sorted(wrong)[:12])
-            + "\nDownload them again, or remove the index to take all tensors there are"
+            + "\nDownload them again, or remove the index to load all tensors in the files"
         )
     return found
 
@@ -100,8 +112,8 @@ def _disjoint(files: list[Path]) -> dict[str, DiskTensor]:
         for tensor in _headers(file):
             if tensor.name in tensors:
                 raise TuneError(
-                    f"model.path: {tensor.name} is in both {tensors[tensor.name].file} and {file}: remove the one that "
-                    "is not of this checkpoint"
+                    f"model.path: {tensor.name} is in both {tensors[tensor.name].file} and {file}: remove the file "
+                    "that does not belong to this checkpoint"
                 )
             tensors[tensor.name] = tensor
     return tensors
@@ -134,7 +146,7 @@ def _headers(file: Path) -> Iterator[DiskTensor]:
 
 
 def load_torch_file(file: Path) -> dict[str, Tensor]:
-    """A torch file of tensors by name. They are mapped: what is not looked at is not read."""
+    """The tensors of a torch file by name, memory-mapped: only what is used is read."""
     try:
         content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -145,7 +157,7 @@ def load_torch_file(file: Path) -> dict[str, Tensor]:
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         if "mmap can only be used" in str(error):
             raise TuneError(
-                f"model.path: {file} is damaged, or in the format of torch before 1.6, which cannot be read in parts. "
+                f"model.path: {file} is damaged, or in the format of torch before 1.6, which cannot be mapped. "
                 f"Convert it: torch.save(torch.load('{file.name}', weights_only=True), '{file.name}')"
             ) from error
         raise TuneError(f"model.path: {file} is damaged ({error}). Download it again") from error

@@ -1,4 +1,4 @@
-"""A GGUF file as a folder in Hugging Face layout."""
+"""Converting a GGUF file to a folder in Hugging Face layout."""
 
 import json
 import shutil
@@ -7,19 +7,19 @@ from typing import Any
 
 from tune.errors import TuneError
 
-# transformers' conversion gives byte-level tokenizers GPT-2's way of cutting text into words unless it knows the
-# vocabulary's own (`tokenizer.ggml.pre`). That is right for the first set; the second also cuts at every digit.
+# transformers splits text into words as GPT-2 does unless it knows the vocabulary (`tokenizer.ggml.pre`). That is right
+# for the first set; the second also splits digits.
 GPT2_SPLITS = {"gpt-2", "jais", "mpt", "olmo", "phi-2", "trillion"}
 DIGIT_SPLITS = {"codeshell", "command-r", "exaone", "refact", "smollm", "starcoder"}
 
 
 def import_gguf(file: Path, out: Path) -> list[str]:
-    """Write the model and tokenizer of a GGUF file to `out`, with weights in fp32. It appears when it is complete.
+    """Write the model and tokenizer of a GGUF file to `out`, with weights in fp32. `out` appears when it is complete.
 
-    Returns what could not be converted with certainty.
+    Returns notes on what may be converted wrongly.
 
     Raises:
-        TuneError: it is not a GGUF file, or damaged, or of an architecture that transformers does not convert.
+        TuneError: the file is not a GGUF file, damaged, or of an architecture that transformers does not convert.
     """
     check_file(file)
     try:
@@ -34,7 +34,7 @@ def import_gguf(file: Path, out: Path) -> list[str]:
     try:
         fields = GGUFReader(file).fields
     except (IndexError, ValueError) as error:
-        raise TuneError(f"{file} is truncated or damaged ({error}). Get it again.") from error
+        raise TuneError(f"{file} is truncated or damaged ({error}). Download it again.") from error
     architecture = fields["general.architecture"].contents() if "general.architecture" in fields else "(none)"
     if architecture not in GGUF_SUPPORTED_ARCHITECTURES:
         raise TuneError(
@@ -47,13 +47,13 @@ def import_gguf(file: Path, out: Path) -> list[str]:
         model = AutoModelForCausalLM.from_pretrained(
             **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
         )
-    except (ValueError, KeyError, RuntimeError) as error:  # a tokenizer, a quantisation or shapes that it does not know
+    except (ValueError, KeyError, RuntimeError) as error:  # an unknown tokenizer, quantisation or shape
         raise TuneError(f"{file} ({architecture}) cannot be converted: {error}") from error
 
     notes = mend_word_splitting(
         tokenizer, fields["tokenizer.ggml.pre"].contents() if "tokenizer.ggml.pre" in fields else ""
     )
-    model.hf_quantizer = None  # the weights are plain now: no trace of the quantisation in what is saved
+    model.hf_quantizer = None  # the weights are no longer quantised, and the saved config must not say so
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
 
@@ -75,7 +75,7 @@ def check_file(file: Path) -> None:
 
 
 def mend_word_splitting(tokenizer: Any, name: str) -> list[str]:
-    """Cut text into words as the vocabulary `name` was made with, where the conversion lost that; what is not known."""
+    """Split text into words as the vocabulary `name` requires, where the conversion lost that. Returns notes."""
     from tokenizers import pre_tokenizers
 
     backend = tokenizer.backend_tokenizer
@@ -91,6 +91,6 @@ def mend_word_splitting(tokenizer: Any, name: str) -> list[str]:
         )
         return []
     return [
-        f"how the vocabulary '{name}' cuts text into words is not known here; GPT-2's way was taken. Compare the "
-        "tokens with the original tokenizer, or put its tokenizer.json in the folder"
+        f"the rule by which the vocabulary '{name}' splits text into words is not known; GPT-2's rule is used. Compare "
+        "the tokens with those of the original tokenizer, or put its tokenizer.json in the folder"
     ]

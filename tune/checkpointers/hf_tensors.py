@@ -1,4 +1,4 @@
-"""The tensors of a model in training as Hugging Face has them: what is exported, merged, or handed to a sampler."""
+"""The tensors of a model in Hugging Face format, for export, merging and samplers."""
 
 from collections.abc import Callable, Collection, Iterator
 
@@ -13,11 +13,11 @@ from tune.quantization import NF4Weight
 def hf_tensors(
     model: nn.Module, found: Collection[str] = (), base: Pretrained | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name on disk and full tensor, one after the other, of a model that may be sharded, adapted and quantised.
+    """Name on disk and full tensor, one by one, of a model that may be sharded, adapted and quantised.
 
-    All processes must iterate: each tensor is gathered when it is asked for. Adapters are merged in, in fp32. What is
-    frozen is read from `base`, where the original weights are, if it is given; otherwise it is as the model holds it.
-    Names are those that a checkpoint with the tensors `found` has, tensors that it holds twice included.
+    All processes must iterate, since each tensor is gathered when it is its turn. Adapters are merged in fp32. Frozen
+    tensors are read from `base`, the original weights, if it is given. Names are those of a checkpoint with the tensors
+    `found`, including tensors that it has twice.
     """
     names = Names.of(model)
     for name, on_disk in names.in_checkpoint(found).items():

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tune.checkpointers.disk import load_torch_file
-from tune.checkpointers.export import TensorFiles
+from tune.checkpointers.export import write_tensors
 from tune.errors import TuneError
 
-# Name on disk there -> here, and the dimension that model-parallel files divide (None: each has the whole).
+# Meta's name -> ours, and the dimension along which model-parallel files divide it (None: each has all of it).
 NAMES: dict[str, tuple[str, int | None]] = {
     "tok_embeddings": ("model.embed_tokens", 0),
     "layers.{}.attention_norm": ("model.layers.{}.input_layernorm", None),
@@ -35,12 +35,12 @@ PARAMS = {
 
 
 def import_meta(folder: Path, out: Path) -> list[str]:
-    """Write the model in `folder` to `out`, which appears only when it is complete: tensors keep their types.
+    """Write the model in `folder` to `out`, with the same types. `out` appears when it is complete.
 
-    params.json does not say everything; returns what was concluded from other things, for people to check.
+    Returns, for people to check, settings that params.json does not have and that were inferred.
 
     Raises:
-        TuneError: files that are absent or damaged, that do not fit together or are not of a Llama model.
+        TuneError: files that are missing or damaged, do not fit together, or are not of a Llama model.
     """
     params = _read_params(folder / "params.json")
     shards = [load_torch_file(file) for file in _files(folder)]
@@ -57,32 +57,33 @@ def import_meta(folder: Path, out: Path) -> list[str]:
             dimension = 1  # Llama 2 divided the width, Llama 3 the vocabulary
         return pieces[0] if dimension is None else torch.cat(pieces, dim=dimension)
 
-    config, concluded = _config(params, whole)
+    config, inferred = _config(params, whole)
+    dim, heads = params["dim"], {"wq": params["n_heads"], "wk": config["num_key_value_heads"]}
+    rows = {"wq": dim, "wk": dim // heads["wq"] * heads["wk"], "wv": dim // heads["wq"] * heads["wk"], "wo": dim}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, (ours, _) in plan.items():
+            weight, kind = whole(name), name.split(".")[-2]
+            if kind in rows and weight.shape != (rows[kind], dim):
+                raise TuneError(
+                    f"{folder}: {name} is {list(weight.shape)} in its {len(shards)} files together, but params.json "
+                    f"says {[rows[kind], dim]}: are files missing?"
+                )
+            if ours != "lm_head.weight" or not config["tie_word_embeddings"]:
+                yield ours, _halves(weight, heads[kind]) if kind in heads else weight.clone()
+
     unfinished = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    files = TensorFiles(unfinished)
-    dim, heads = params["dim"], {"wq": params["n_heads"], "wk": config["num_key_value_heads"]}
-    rows = {"wq": dim, "wk": dim // heads["wq"] * heads["wk"], "wv": dim // heads["wq"] * heads["wk"], "wo": dim}
-    for name, (ours, _) in plan.items():
-        weight, kind = whole(name), name.split(".")[-2]
-        if kind in rows and weight.shape != (rows[kind], dim):
-            shutil.rmtree(unfinished)
-            raise TuneError(
-                f"{folder}: its {len(shards)} files make {name} of {list(weight.shape)}, params.json says "
-                f"{[rows[kind], dim]}: are files missing?"
-            )
-        if ours != "lm_head.weight" or not config["tie_word_embeddings"]:
-            files.add(ours, _halves(weight, heads[kind]) if kind in heads else weight.clone())
-    files.close()
+    write_tensors(unfinished, tensors())
     (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tokenizer = next((file for file in (folder, folder.parent) if (file / "tokenizer.model").is_file()), None)
     if tokenizer:
         shutil.copyfile(tokenizer / "tokenizer.model", unfinished / "tokenizer.model")
     else:
-        concluded.append(f"no tokenizer.model in {folder}: put the model's tokenizer files into {out}")
+        inferred.append(f"no tokenizer.model in {folder}: put the model's tokenizer files into {out}")
     unfinished.replace(out)
-    return concluded
+    return inferred
 
 
 def _require_names(folder: Path, wanted: Set[str], shards: list[dict[str, Tensor]]) -> None:
@@ -149,13 +150,13 @@ def _config(params: dict[str, Any], whole: Callable[[str], Tensor]) -> tuple[dic
         "bos_token_id": 128000 if llama3 else 1,
         "eos_token_id": 128001 if llama3 else 2,
     }
-    concluded = [f"max_position_embeddings={length}: from vocabulary and rope, params.json does not say it"]
+    inferred = [f"max_position_embeddings={length}: from vocabulary and rope, params.json does not say it"]
     if scaled:
         version = "3.2, since the head is the embedding" if tied else "3.1, since the head is not the embedding"
-        concluded.append(f"rope scaling factor {rope['factor']}: as in Llama {version}")
-    return config, concluded
+        inferred.append(f"rope scaling factor {rope['factor']}: as in Llama {version}")
+    return config, inferred
 
 
 def _halves(weight: Tensor, heads: int) -> Tensor:
-    """Rotated pairs are adjacent rows there, and the two halves of a head here."""
+    """Rotated pairs are adjacent rows in Meta's format, and the two halves of a head in Hugging Face's."""
     return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)

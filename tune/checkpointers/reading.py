@@ -1,4 +1,4 @@
-"""Reads DCP's checkpoints without running code of whoever made them, which torch's reader and planner would do."""
+"""Reading DCP's checkpoints without running code in them, which torch's reader and planner would do."""
 
 import io
 import operator
@@ -16,7 +16,7 @@ from tune.errors import TuneError
 
 
 class Reader(dcp.FileSystemReader):
-    """Of one checkpoint. Raises TuneError where its metadata names anything but classes of DCP, or is damaged."""
+    """Reads one checkpoint. Raises TuneError if its metadata names anything but classes of DCP, or is damaged."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         file = Path(self.path) / ".metadata"
@@ -25,10 +25,10 @@ class Reader(dcp.FileSystemReader):
                 found = _MetadataUnpickler(content).load()
         except _NotOfDCP as error:
             raise TuneError(
-                f"resume: {file} names {error}, which no checkpoint needs: opening it could run code of whoever made "
-                "it, so it is not read. Continue from a checkpoint of your own"
+                f"resume: {file} names {error}, which no checkpoint needs: opening it could run code of its author, so "
+                "it is not read. Continue from a checkpoint of your own"
             ) from error
-        except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
+        except Exception as error:  # a damaged pickle can raise anything
             raise TuneError(f"resume: {file} is damaged ({error!r}). Continue from the checkpoint before it") from error
         found.storage_meta = found.storage_meta or metadata.StorageMeta()
         found.storage_meta.load_id = self.load_id
@@ -36,7 +36,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """Tensors are always read with `weights_only`; with this planner, so are values that are none."""
+    """Reads other values with `weights_only` too, as DCP reads tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()
@@ -72,5 +72,5 @@ KNOWN: dict[tuple[str, str], Any] = {
         )
     },
     **{(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")},
-    ("builtins", "getattr"): operator.getitem,  # some versions of Python pickle a member of an enumeration so
+    ("builtins", "getattr"): operator.getitem,  # with which some versions of Python pickle an enum member
 }  # fmt: skip

@@ -1,28 +1,28 @@
-"""New tokens for a model, on disk."""
+"""Adding tokens to a checkpoint."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tune.checkpointers.disk import disk_tensors
-from tune.checkpointers.export import rewritten
+from tune.checkpointers.export import copy_without_weights, write_tensors
 from tune.errors import TuneError
 from tune.models import build
 from tune.tokenizers import Tokenizer
 
 
 def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list[int]:
-    """Make `out` the checkpoint `base` with `tokens` in its tokenizer and a row for each in embedding and head.
+    """Write to `out` the checkpoint `base` with `tokens` in its tokenizer and their rows in embedding and head.
 
-    A new row is the mean of the rows of all tokens there were. Rows that a model has in reserve, behind the tokens of
-    its tokenizer, are taken first. Everything else is as in `base`. `out` appears when it is complete. Returns the ids.
+    A new row is the mean of the rows of all existing tokens. Rows of the model beyond its tokenizer's tokens are used
+    first. Everything else is as in `base`. `out` appears when it is complete. Returns the ids of the tokens.
 
     Raises:
-        TuneError: a token is there already, or the model is of no family whose embedding is known.
+        TuneError: a token exists already, or the model's family is not supported.
     """
     source = Path(base)
     tokenizer = Tokenizer(str(source))
@@ -40,14 +40,21 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
     resized = {on_disk for name, on_disk in names.in_checkpoint(tensors).items() if name in ours}
     resized |= {copy for copy, name in names.copies.items() if name in ours}
 
-    def change(name: str, weight: Tensor) -> Tensor:
-        return _with_rows(weight, rows, known, ids) if name in resized else weight
-
-    with rewritten(source, Path(out), change) as folder:
-        config = json.loads((source / "config.json").read_text())
-        _set_vocab_size(config, rows)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        tokenizer.save(folder)
+    unfinished = (target := Path(out)).with_name(f".{target.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    copy_without_weights(source, unfinished)
+    read = ((name, tensor.read()) for name, tensor in tensors.items())
+    resize = ((name, _with_rows(weight, rows, known, ids) if name in resized else weight) for name, weight in read)
+    write_tensors(unfinished, resize)
+    config = json.loads((source / "config.json").read_text())
+    for section in (config, config.get("text_config", {})):  # the latter of a model that takes images too
+        if "vocab_size" in section:
+            section["vocab_size"] = rows
+    (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tokenizer.save(unfinished)
+    shutil.rmtree(target, ignore_errors=True)
+    unfinished.rename(target)
     return ids
 
 
@@ -55,10 +62,3 @@ def _with_rows(weight: Tensor, rows: int, known: int, ids: list[int]) -> Tensor:
     larger = torch.cat([weight, weight.new_zeros(rows - len(weight), weight.shape[1])])
     larger[ids] = weight[:known].float().mean(dim=0).to(weight.dtype)
     return larger
-
-
-def _set_vocab_size(config: dict[str, Any], rows: int) -> None:
-    """At the top, and for the text part of a model with others."""
-    for section in (config, config.get("text_config", {})):
-        if "vocab_size" in section:
-            section["vocab_size"] = rows

@@ -1,4 +1,4 @@
-"""The weights a training starts from, put into a model whose shards lie anywhere."""
+"""Loading the weights that training starts from into a model, sharded or not."""
 
 import hashlib
 import operator
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tune.checkpointers.disk import disk_tensors
+from tune.checkpointers.disk import disk_tensors, shape_differences
 from tune.distributed import local_shard
 from tune.errors import TuneError
 from tune.models import Decoder, HuggingFaceModel, build
@@ -24,39 +24,28 @@ class Pretrained:
     Names and shapes are compared when this is made, on the meta device too, and nothing is read before `load`.
 
     Raises:
-        TuneError: files that are absent or unreadable; tensors missing, not known or of another shape, all named.
+        TuneError: files that are missing or unreadable; tensors missing, not known or of another shape, all named.
     """
 
     def __init__(self, path: str, model: nn.Module):
         self.path, self.model, self.tensors = path, model, disk_tensors(Path(path))
         names = Names.of(model)
         self.names = names.in_checkpoint(self.tensors)
-        stored = stored_tensors(model)
-        wanted: dict[str, list[int]] = {}
+        stored, wanted = stored_tensors(model), dict[str, list[int]]()
         for name, on_disk in self.names.items():
             wanted |= {each: list(part.shape) for each, part in disk_parts(on_disk, stored[name])}
-        found = {name: tensor.shape for name, tensor in self.tensors.items()}
-        problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
-        problems += [
-            f"not known: {name} {found[name]}"
-            for name in found.keys() - wanted.keys() - names.copies.keys()
-            if not names.is_ignored(name)
-        ]
-        wanted |= {copy: list(stored[name].shape) for copy, name in names.copies.items()}
-        problems += [
-            f"{name} has shape {found[name]}, config.json says {shape}"
-            for name, shape in wanted.items()
-            if name in found and found[name] != shape
-        ]
-        if problems:
-            more = f"\n  and {len(problems) - 12} more" if len(problems) > 12 else ""
-            raise TuneError(
-                f"model.path: the tensors in {path} do not fit its config.json:\n  " + "\n  ".join(problems[:12]) + more
-            )
+        for copy, name in names.copies.items():
+            if copy in self.tensors:
+                wanted[copy] = list(stored[name].shape)
+        found = {
+            name: tensor.shape for name, tensor in self.tensors.items() if name in wanted or not names.is_ignored(name)
+        }
+        if differences := shape_differences(found, wanted, "config.json says"):
+            raise TuneError(f"model.path: the tensors in {path} do not fit its config.json:\n  {differences}")
 
     def state_dict(self) -> dict[str, Any]:
-        """What tells these weights from others: names, shapes, sizes of the files, and a sample of their numbers; and
-        whether they are quantised now."""
+        """A digest of the weights (names, shapes, sizes of the files and samples of their bytes), and how the model
+        quantises them."""
         digest = hashlib.sha256()
         for tensor in self.tensors.values():
             digest.update(f"{tensor.name} {tensor.shape} {tensor.dtype}".encode())
@@ -75,21 +64,22 @@ class Pretrained:
         return {"sha256": digest.hexdigest(), "quantization": settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore. Raises TuneError if the state is that of other weights, or of others quantised."""
+        """Restores nothing. Raises TuneError if the state is of other weights or of another quantisation."""
         now = self.state_dict()
         if state["quantization"] != now["quantization"]:
             raise TuneError(
-                f"resume: the checkpoint was made with {state['quantization']}, now it is {now['quantization']}: what "
-                "was trained fits no other base. Restore that, or start anew with resume=never and another output_dir"
+                f"resume: the checkpoint was made with {state['quantization']}, now it is {now['quantization']}: the "
+                "trained parameters fit no other base. Restore that, or start anew with resume=never and another "
+                "output_dir"
             )
         if state != now:
             raise TuneError(
-                f"resume: the checkpoint was made on another base than {self.path}, and holds only what was trained on "
-                "top. Give model.path the base it was made on, or start anew with resume=never and another output_dir"
+                f"resume: the checkpoint was made on another base than {self.path}, and has only trained parameters. "
+                "Set model.path to its base, or start anew with resume=never and another output_dir"
             )
 
     def read(self, name: str) -> Tensor:
-        """All of the tensor that the model calls `name`, in its type on disk."""
+        """The full tensor that the model calls `name`, in its type on disk."""
         on_disk = self.names[name]
         if isinstance(on_disk, str):
             return self.tensors[on_disk].read()
@@ -97,7 +87,7 @@ class Pretrained:
         return torch.stack([torch.cat([self.tensors[each].read() for each in names]) for names in members])
 
     def load(self, model: nn.Module) -> None:
-        """Copy each process's own slices into `model`, converting to its types. What it got since is left alone."""
+        """Load each process's own slices into `model`, in its types. Parameters added later are left alone."""
         with torch.no_grad():
             for name, on_disk in self.names.items():
                 target = operator.attrgetter(name)(model)
@@ -125,10 +115,10 @@ class Pretrained:
 
 
 class Random:
-    """Initial weights for training from scratch: those of one device, however the model is sharded.
+    """Initial weights for training from scratch, which do not depend on the sharding.
 
-    Weights are normal with the standard deviation that config.json names, norms scale by one, biases and buffers are
-    zero; a module's `initializers` are for parameters that start in another way.
+    Weights are normal with the standard deviation in config.json, scales of norms one, biases and buffers zero;
+    a module's `initializers` are for parameters that start in another way.
     """
 
     def __init__(self, seed: int):
@@ -161,8 +151,8 @@ class Random:
 
 
 def check(model: nn.Module) -> None:
-    """Let a model of transformers see, by a few tokens, whether it can be trained here and how documents may share a
-    row. To be called when all weights are there, by all processes.
+    """Check with a few tokens whether a model of transformers can be trained, and how documents can share a row. All
+    processes must call it, after loading.
 
     Raises:
         TuneError: it cannot be trained.
@@ -172,7 +162,7 @@ def check(model: nn.Module) -> None:
 
 
 def load_model(path: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
-    """A checkpoint folder as a whole model on one device, outside of any recipe."""
+    """The model of a checkpoint folder on one device, for use outside a recipe."""
     with torch.device("meta"):
         model = build(path)
     weights = Pretrained(path, model)

@@ -1,7 +1,8 @@
 """`tune convert`: a model in another format as a folder in Hugging Face layout."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tune.errors import TuneError
@@ -10,23 +11,22 @@ from tune.errors import TuneError
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="tune convert",
-        description="Turn a GGUF file, or a folder of a Llama in Meta's own format (consolidated.00.pth, params.json), "
-        "into a folder in Hugging Face layout.",
+        description="Convert a GGUF file, or a folder of a Llama in Meta's own format (consolidated.00.pth, "
+        "params.json), to a folder in Hugging Face layout.",
     )
     parser.add_argument("source", metavar="SOURCE", type=Path, help="a .gguf file, or a folder with params.json")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write: absent or empty")
     options = parser.parse_args(arguments)
-    check_absent(options.out)
-    for note in convert(options.source, options.out):
-        print(f"note: {note}")
-    print(f"wrote {options.out}")
+    with new_folder(options.out):
+        for note in convert(options.source, options.out):
+            print(f"note: {note}")
 
 
 def convert(source: Path, out: Path) -> list[str]:
-    """Write the model at `source` to `out`, which appears only when it is complete; returns what people should check.
+    """Write the model at `source` to `out`, which appears when it is complete; returns what people should check.
 
     Raises:
-        TuneError: it is in no format that is known, or damaged, or of an architecture that cannot be converted.
+        TuneError: `source` has an unknown format or architecture, or is damaged.
     """
     if not source.exists():
         raise TuneError(f"{source}: there is no such file or folder.")
@@ -45,7 +45,14 @@ def convert(source: Path, out: Path) -> list[str]:
     return import_meta(source, out)
 
 
-def check_absent(out: Path) -> None:
+@contextmanager
+def new_folder(out: Path) -> Iterator[None]:
+    """For the code that writes `out`. Raises TuneError if `out` is not empty or the system cannot write it."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TuneError(f"{out} exists already. Name a folder that is absent or empty.")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise TuneError(f"{error.filename or out}: {error.strerror or error}") from error
+    print(f"wrote {out}")

@@ -1,4 +1,8 @@
-"""Adapters: small trainable additions to the linear layers of any frozen `nn.Module`."""
+"""Adapters: small trainable additions to the layers of any frozen `nn.Module`.
+
+A new kind of adapter is a class beside `LoRALinear`; `adapters.py` chooses the class, `targets.py` the layers, and
+`files.py` reads and writes PEFT's format.
+"""
 
 from tune.peft.adapters import Adapted, adapted_modules, add_adapters, initialize
 from tune.peft.dropout import set_dropout_keys

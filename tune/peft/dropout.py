@@ -12,8 +12,10 @@ FIRST, SECOND, THIRD = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
 
 
 def dropout(input: Tensor, probability: float, keys: Tensor, layer_seed: Tensor) -> Tensor:
-    """Zeros elements of `input` `[..., dim]` with `probability` and scales up the rest. `keys` `[...]` are random bits
-    for each token; `layer_seed`, one number, gives each layer its own mask."""
+    """Set elements of `input` `[..., dim]` to zero with `probability` and scale up the others.
+
+    `keys` `[...]` are random bits of each token; `layer_seed`, one number, gives each layer its own mask.
+    """
     features = torch.arange(input.shape[-1], dtype=torch.int32, device=input.device) * THIRD
     bits = mix(keys[..., None] ^ mix(features + layer_seed))
     keep = bits >= _signed(round(probability * 2**32) - 2**31 + 2**32 & 0xFFFFFFFF)
@@ -21,16 +23,16 @@ def dropout(input: Tensor, probability: float, keys: Tensor, layer_seed: Tensor)
 
 
 def prepare_dropout(layer: nn.Module, name: str, probability: float) -> None:
-    """Give the adapted `layer`, called `name`, what `dropout` needs. Its seed is a tensor that moves with the layer:
-    torch.compile would make a graph for each value of a plain number."""
+    """Set the dropout of the adapted `layer` called `name`. Its seed is a buffer, since torch.compile would make a
+    graph for each value of a plain number."""
     layer.dropout, layer.dropout_keys = probability, None  # type: ignore[assignment]
     seed = torch.tensor(_signed(zlib.crc32(name.encode())), dtype=torch.int32, device="cpu")
     layer.register_buffer("layer_seed", seed, persistent=False)
 
 
 def set_dropout_keys(model: nn.Module, seed: int, step: int, batch: Batch) -> None:
-    """Give the adapters of `model` the random bits for the forward of `batch`, which must be on its device: they are
-    made of the samples that tokens belong to and of their positions in them."""
+    """Give the adapters of `model` random bits for the forward of `batch`, which must be on its device. The bits of a
+    token depend on its sample and its position there."""
     layers = [module for module in model.modules() if getattr(module, "dropout", 0) and hasattr(module, "dropout_keys")]
     if layers:
         start = _signed(zlib.crc32(f"{seed} {step}".encode()))

@@ -1,4 +1,4 @@
-"""Adapter into base, on disk."""
+"""Merging an adapter into its base, on disk."""
 
 from pathlib import Path
 
@@ -18,20 +18,19 @@ from tune.tokenizers import Tokenizer
 
 
 def merge(base: str | Path, adapter: str | Path, out: str | Path, card: str = "") -> None:
-    """Make `out` the model that `base` with `adapter` is: same names and types, adapted weights changed, and the
-    tokenizer that the adapter was trained with, if its folder has one. `card` becomes its README.md.
+    """Write to `out` the model `base` with `adapter` merged in, with the names and types of the base.
 
-    Holds the adapter and at most a file of 5 GB in memory. Products are computed in fp32. `out` appears, or is
-    replaced, when it is complete.
+    The tokenizer is that of the adapter's folder, if it has one; `card` becomes README.md. The adapter and at most one
+    file of 5 GB are in memory. Adapters are merged in fp32. `out` appears, or is replaced, when it is complete.
 
     Raises:
-        TuneError: the adapter has layers, or shapes, that the base has not; the base is quantised.
+        TuneError: layers or shapes of the adapter do not fit the base; the base is quantised.
     """
     source, adapter = Path(base), Path(adapter)
     config = ConfigFile(source)
     if config.get("quantization_config"):
         raise TuneError(
-            f"{source} has quantised weights, which cannot take an adapter in; give the original checkpoint"
+            f"{source} has quantised weights, into which no adapter can be merged; give the original checkpoint"
         )
     lora = read_adapter(str(adapter))
     with torch.device("meta"):
@@ -42,7 +41,7 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path, card: str = ""
     load_adapter(model, str(adapter))
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and not parameter.isfinite().all():
-            raise TuneError(f"{adapter} has values that are not finite for {name}: its training failed")
+            raise TuneError(f"{adapter} has values that are not finite in {name}: its training failed")
     _require_same_vocabulary(source, adapter)
     has_tokenizer = (adapter / "tokenizer.json").exists()
     tokenizer: SavesItself = Tokenizer(str(adapter)) if has_tokenizer else _FilesOf(source)
@@ -54,7 +53,7 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path, card: str = ""
 
 
 class _FilesOf:
-    """Stands for the tokenizer of a folder, whatever files it has."""
+    """In place of a tokenizer: copies the files of a folder."""
 
     def __init__(self, source: Path):
         self.source = source
@@ -64,7 +63,7 @@ class _FilesOf:
 
 
 def _give_memory_to_adapters(model: nn.Module) -> None:
-    """To what is trained, on the CPU; the base stays on the meta device. What is shared stays so."""
+    """Move trained parameters to the CPU; the base stays on the meta device. Shared parameters stay shared."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -74,12 +73,12 @@ def _give_memory_to_adapters(model: nn.Module) -> None:
 
 
 def _require_same_vocabulary(base: Path, adapter: Path) -> None:
-    """An adapter's folder has the tokenizer it was trained with, if its writer put it there (ours and TRL do)."""
+    """Compare with the tokenizer in the adapter's folder, if there is one (tune and TRL save it)."""
     if (adapter / "tokenizer.json").exists() and (base / "tokenizer.json").exists():
         theirs, ours = (Tokenizer(str(folder)).vocabulary for folder in (adapter, base))
         if changed := sorted(token for token, index in theirs.items() if ours.get(token) != index):
             listing = ", ".join(f"{token!r} ({theirs[token]}, in the base {ours.get(token)})" for token in changed[:3])
             raise TuneError(
-                f"{adapter} was trained with another vocabulary than that of {base}: {listing}; give the base it was "
+                f"{adapter} was trained with another vocabulary than {base} has: {listing}; give the base it was "
                 "trained on"
             )

@@ -1,4 +1,4 @@
-"""Training the rows of a few tokens, of an embedding and an output head that are otherwise frozen."""
+"""Training the rows of a few tokens in an embedding and an output head that are otherwise frozen."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -13,11 +13,11 @@ from tune.distributed import full_tensor
 from tune.models.names import Names
 
 CHUNK = 16_384  # rows that are compared at one time
-ALIKE, SMALL = 0.999, 0.1  # as cosine, as share of the median norm
+ALIKE, SMALL = 0.999, 0.1  # cosine similarity; share of the median norm
 
 
 class TokenRows(nn.Module):
-    """The mixin of both: `rows` `[len(tokens), dim]` stand for those of the `tokens` in the weight."""
+    """Mixin of both: `rows` `[len(tokens), dim]` replace the rows of `tokens` in the weight."""
 
     PARTS: ClassVar = {"rows": "token_adapter.trainable_tokens_delta"}
     casts_parameters: ClassVar = True
@@ -41,17 +41,17 @@ class TokenRows(nn.Module):
         assert isinstance(self.weight, Tensor)
         return self.weight
 
-    def start(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """Where the parameters start, in full: at what the rows are."""
+    def initial_values(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Initial values of the parameters, in full: the rows of the weight."""
         return {"rows": full_tensor(self.base_weight())[self.tokens]}
 
     def merged(self, weight: Tensor) -> Tensor:
-        """`weight`, the whole base weight, with the trained rows in it: all processes must call it."""
+        """`weight`, the full base weight, with the trained rows: all processes must call it."""
         rows = full_tensor(self.rows.detach()).to(weight.device, torch.float32)
         return weight.float().index_copy(0, torch.tensor(self.tokens, device=weight.device), rows)
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and weight whose product is the logits, for a loss that takes it by parts: of a head."""
+        """Inputs and weight whose product is the logits, for a loss that computes it in chunks. Of a head."""
         weight = self.base_weight()
         return hidden, weight.index_copy(0, self.token_ids, self.rows.to(weight.dtype))
 
@@ -70,9 +70,9 @@ class TokenHead(TokenRows, nn.Linear):
 
 
 def untrained_tokens(model: nn.Module, path: str | Path, tokens: Collection[int]) -> list[int]:
-    """Which of the `tokens` have a row in the embedding or the head of the checkpoint `path` that no training has told
-    from others, and that stays as it is while the adapter of `model` is trained."""
-    kinds = (nn.Embedding, TokenEmbedding, TokenHead)  # and no others, which are adapted as a whole
+    """The `tokens` whose row in the embedding or head of the checkpoint `path` was never trained, to judge by its
+    values, and is frozen in the adapted `model`."""
+    kinds = (nn.Embedding, TokenEmbedding, TokenHead)  # the other kinds train all rows
     frozen = {
         name: set(tokens).difference(getattr(module, "tokens", ()))
         for name, module in model.named_modules()
@@ -93,8 +93,8 @@ def untrained_tokens(model: nn.Module, path: str | Path, tokens: Collection[int]
 
 
 def _untrained_rows(weight: DiskTensor, tokens: list[int]) -> set[int]:
-    """Rows near zero, as reserved ones are in untied models; or like another, as they become in tied ones; or like the
-    mean of all, as `tune add-tokens` makes them."""
+    """Rows near zero (reserved ones of untied models), rows like another (those of tied models), and rows like the mean
+    of all (those of `tune add-tokens`)."""
     rows = torch.cat([weight.read((slice(token, token + 1),)) for token in tokens]).float()
     norms, total, likest = [], torch.zeros(rows.shape[1]), torch.full((len(tokens),), -1.0)
     for start in range(0, weight.shape[0], CHUNK):
