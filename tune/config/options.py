@@ -49,7 +49,7 @@ class Export(Group):
     merge: bool
 
 
-class WandbOptions(Group):
+class WandbSettings(Group):
     project: str | None
     name: str | None
 
@@ -57,7 +57,7 @@ class WandbOptions(Group):
 class Logger(Group):
     console_every: PositiveInt
     tensorboard: bool
-    wandb: WandbOptions
+    wandb: WandbSettings
 
 
 class Profiler(Group):
