@@ -8,8 +8,8 @@ HOUSE = Path(tune.__file__).parent
 
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
-    "checkpointers": 1253,
-    "cli": 663,
+    "checkpointers": 1230,
+    "cli": 661,
     "collators": 167,
     "config": 883,
     "datasets": 3573,
@@ -19,7 +19,7 @@ CEILINGS = {
     "losses": 110,
     "models": 3110,
     "optimizers": 347,
-    "peft": 1313,
+    "peft": 1279,
     "quantization": 171,
     "tokenizers": 1237,
     "beside": 206,  # the files beside the packages
