@@ -96,7 +96,7 @@ def test_of_a_stream_the_first_window(preview):
     assert "was not looked at" not in preview()
     shown = preview("dataset.streaming=true", "max_steps=1")
     assert "streamed: rows 1 to 64" in shown
-    assert shown.endswith("a stream: what is behind these rows was not looked at\n\nno warnings\n")
+    assert shown.endswith("a stream: only its first rows were read\n\nno warnings\n")
 
 
 def test_letters_that_the_terminal_does_not_know(arguments, chats, first, monkeypatch):

@@ -29,9 +29,7 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
     known = tokenizer.vocab_size
     ids = tokenizer.add_tokens(tokens)
     if there := [token for token, index in zip(tokens, ids, strict=True) if index < known]:
-        raise TuneError(
-            f"{source} has {', '.join(map(repr, there))} in its vocabulary already; leave out what is there"
-        )
+        raise TuneError(f"{source} has {', '.join(map(repr, there))} in its vocabulary already; leave it out")
     with torch.device("meta"):
         model = build(str(source))
     names = model.names

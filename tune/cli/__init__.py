@@ -25,7 +25,7 @@ VERBS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one verb. A mistake the user can mend ends in one line on stderr and exit code 2."""
+    """Run one verb. A TuneError ends in its message on stderr and exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         prog="tune",
@@ -52,6 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def report(error: TuneError) -> int:
-    """Say on stderr what is wrong; returns the exit code."""
+    """Print the error to stderr; return the exit code."""
     print(f"error: {error}", file=sys.stderr)
     return 2

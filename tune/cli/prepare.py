@@ -18,7 +18,7 @@ usage: tune prepare RECIPE [--config FILE_OR_NAME] [key=value ...]
 
 Tokenise the datasets of a run into the cache (dataset.cache_dir, else $TUNE_CACHE, else ~/.cache/tune) and print what
 becomes of their rows. A run with the same data, tokenizer and settings then starts from there. Needs no weights and no
-GPU. The arguments are those of `tune run`; for a config alone, its recipe is the one that knows its keys."""
+GPU. The arguments are those of `tune run`; for a config alone, the recipe is the one that has its keys."""
 
 
 def main(arguments: Sequence[str]) -> None:

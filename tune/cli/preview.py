@@ -23,7 +23,7 @@ tune preview RECIPE [--config FILE_OR_NAME] [key=value ...] [--rows N] [--source
 DESCRIPTION = """\
 Show what a run learns: its first rows with the learned tokens marked, how they are packed, what becomes of all rows,
 how long they are, copies among them, and what looks wrong. Needs the tokenizer but no weights and no GPU. The arguments
-are those of `tune run`; for a config alone, its recipe is the one that knows its keys."""
+are those of `tune run`; for a config alone, the recipe is the one that has its keys."""
 
 STYLES = {True: ("black on pale_green1", "black on pale_green3"), False: ("grey62", "grey50")}
 BAR = 40  # characters of the longest one
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> None:
     previews = {name: preview(part, tokenizer, options.rows) for name, part in (training | held_out).items()}
     warnings = warnings_about(training, held_out, tokenizer)
     if isinstance(dataset, Stream):
-        tables.append("a stream: what is behind these rows was not looked at")
+        tables.append("a stream: only its first rows were read")
     if options.html is not None:
         page = Console(file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor", no_color=False)
         for line in report(previews, tables, warnings, colours=True):
@@ -93,11 +93,11 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def report(previews: dict[str, Preview], tables: list[str], warnings: list[str], colours: bool) -> Iterator[Text]:
-    """All there is to say, a paragraph at a time; without colours, what is learned stands between marks."""
+    """The whole report, one paragraph at a time; without colours, learned tokens stand between marks."""
     if colours:
-        yield Text.assemble("what is ", ("learned", STYLES[True][0]), " and what is ", ("only read", STYLES[False][0]))
+        yield Text.assemble("tokens that are ", ("learned", STYLES[True][0]), " or ", ("only read", STYLES[False][0]))
     else:
-        yield Text(f"what is learned stands between {MARKS[0]} and {MARKS[1]}")
+        yield Text(f"learned tokens stand between {MARKS[0]} and {MARKS[1]}")
     for name, shown in previews.items():
         capacity = shown.accounting.row_capacity
         for number, row in enumerate(shown.rows, 1):

@@ -76,7 +76,7 @@ def launch(options: list[str], recipe: Path, settings: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # Every process has already said what is wrong with it; the agent's account of it would only bury that.
+    # Each process has already printed its error; the agent's report would only hide it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
     try:

@@ -1,4 +1,4 @@
-"""What travels with the library, by name."""
+"""Finding the recipes and configs of the library by name."""
 
 from pathlib import Path
 

@@ -288,7 +288,7 @@ class _Part:
         return dict(zip(self.names, full if isinstance(self.module, LoRAExperts) else [full], strict=True))
 
     def load(self, slices: Mapping[str, Any], shard: torch.Tensor, where: tuple[slice, ...]) -> None:
-        """Copy the slice `where` of what is `on_disk` to `shard`."""
+        """Copy the slice `where` of the parameter to `shard`."""
         tensors = [slices[own_name(name)] for name in self.names]
         if self.is_joined:
             shard.copy_(parted(self.kind, tensors[0][:], self.parameter.shape[0])[where])
@@ -300,7 +300,7 @@ class _Part:
 
 
 def _parts(model: nn.Module) -> list[_Part]:
-    """All that is trained."""
+    """All trained parameters."""
     names, experts = Names.of(model), _joined_experts(model)
     parts: dict[nn.Parameter, _Part] = {}
     for name, module in adapted_modules(model).items():

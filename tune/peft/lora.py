@@ -115,7 +115,7 @@ class LowRank(nn.Module):
         return {"lora_a": a, "lora_b": torch.zeros(self.lora_b.shape)}
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A and B whose product is what training has added, in their own type."""
+        """A and B, in their own type, with the frozen start included: their product is zero before training."""
         return self.lora_a, self.lora_b
 
     def full_factors(self, device: torch.device) -> list[Tensor]:
