@@ -20,6 +20,7 @@ from tune.errors import TuneError
 Message = dict[str, Any]
 """`role`, `content` and more, as OpenAI and Hugging Face have it."""
 Span = tuple[int, int]
+"""The first character and the one behind the last."""
 
 # What a `{% generation %}` block renders to is put between these, and they are taken out of the text again.
 # Drawn anew in every process, so no text in a dataset can contain or forge them.
