@@ -10,8 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from tune.errors import TuneError
-from tune.tokenizers import ranks
-from tune.tokenizers.sentencepiece import SentencePiece
+from tune.tokenizers import ranks, sentencepiece
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Each of these holds a whole vocabulary.
@@ -87,13 +86,11 @@ def _read(file: Path, legacy: bool) -> Vocabulary:
             special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
             return Vocabulary(file, ranks.tekken(data), special)
         if file.suffix == ".tiktoken":
-            return Vocabulary(file, ranks.qwen(data), {"eos_token": "<|endoftext|>"})
+            return Vocabulary(file, ranks.qwen(file), {"eos_token": "<|endoftext|>"})
         if ranks.is_tiktoken(data):
             special = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-            return Vocabulary(file, ranks.llama3(data), special)
-        model = SentencePiece.parse(data)
-        special = {name: model.pieces[index] for name, index in model.special_ids.items()}
-        return Vocabulary(file, model.convert(legacy), special)
+            return Vocabulary(file, ranks.llama3(file), special)
+        return Vocabulary(file, *sentencepiece.convert(data, legacy))
     except ValueError as error:
         raise TuneError(f"{file} is not a tokenizer that can be read: {error}") from error
 

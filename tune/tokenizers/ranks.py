@@ -1,13 +1,17 @@
 """Vocabularies that rank byte strings, tiktoken files and Mistral's tekken.json, as a `tokenizers.Tokenizer`."""
 
 import base64
+import hashlib
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from tune.errors import TuneError
 
 Piece = TypeVar("Piece", str, bytes)
 
@@ -27,19 +31,19 @@ def is_tiktoken(data: bytes) -> bool:
     return _LINE.match(data) is not None
 
 
-def llama3(data: bytes) -> tokenizers.Tokenizer:
+def llama3(file: Path) -> tokenizers.Tokenizer:
     """Llama 3's `tokenizer.model`, with the special tokens of 3.1 and later. Raises ValueError if it is another."""
     names = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 5: "step_id", 6: "start_header_id"}
     names |= {7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag", 11: "image"}
     reserved = (f"reserved_special_token_{index}" for index in range(256))
     special = [f"<|{names.get(index) or next(reserved)}|>" for index in range(256)]
-    return _convert(_tiktoken(data, LLAMA3_TOKENS, "Llama 3's"), LLAMA3_WORDS, special, first_special=LLAMA3_TOKENS)
+    return _convert(_tiktoken(file, LLAMA3_TOKENS, "Llama 3's"), LLAMA3_WORDS, special, first_special=LLAMA3_TOKENS)
 
 
-def qwen(data: bytes) -> tokenizers.Tokenizer:
+def qwen(file: Path) -> tokenizers.Tokenizer:
     """Qwen's `qwen.tiktoken`. Raises ValueError if it is another file."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{index}|>" for index in range(205))]
-    tokenizer = _convert(_tiktoken(data, QWEN_TOKENS, "Qwen's"), QWEN_WORDS, special, first_special=QWEN_TOKENS)
+    tokenizer = _convert(_tiktoken(file, QWEN_TOKENS, "Qwen's"), QWEN_WORDS, special, first_special=QWEN_TOKENS)
     tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
@@ -85,12 +89,13 @@ def merges(ranks: Mapping[Piece, float]) -> list[tuple[Piece, Piece]]:
     return pairs
 
 
-def _tiktoken(data: bytes, size: int, whose: str) -> dict[bytes, int]:
+def _tiktoken(file: Path, size: int, whose: str) -> dict[bytes, int]:
     try:
-        lines = (line.split() for line in data.splitlines() if line)
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-    except ValueError as error:
-        raise ValueError(f"not every line is a token in base64 and its rank: {error}") from error
+        from tiktoken.load import load_tiktoken_bpe
+    except ImportError as error:
+        raise TuneError(f"{file} needs the tiktoken extra ({error}): pip install 'tune-recipes[tiktoken]'") from error
+    # The library keeps a copy of each file by its path: without the hash it would read that when the file has changed.
+    ranks = load_tiktoken_bpe(str(file), hashlib.sha256(file.read_bytes()).hexdigest())
     if sorted(ranks.values()) != list(range(size)):
         raise ValueError(
             f"it ranks {len(ranks):,} tokens, and {whose} {size:,}: put the tokenizer.json of the model beside it"

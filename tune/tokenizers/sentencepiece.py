@@ -1,135 +1,127 @@
 """A sentencepiece `tokenizer.model` as a `tokenizers.Tokenizer` that gives the same ids."""
 
-import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
+from tune.errors import TuneError
 from tune.tokenizers.ranks import merges
 
-BPE = 2
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 SPACE = "▁"
+UNIGRAM, BPE, CHARACTERS = 1, 2, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 
 
-@dataclass(frozen=True, slots=True)
-class SentencePiece:
-    """A `tokenizer.model`: its pieces in the order of their ids, and what sentencepiece_model.proto says of them."""
+def convert(data: bytes, legacy: bool) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """The tokenizer, and its special tokens by name (`bos_token`, ...).
 
-    pieces: list[str]
-    scores: list[float]
-    kinds: list[int]
-    special_ids: dict[str, int]  # of unk_token, bos_token, eos_token, pad_token, as far as there are such
-    byte_fallback: bool
-    add_dummy_prefix: bool
-
-    @classmethod
-    def parse(cls, data: bytes) -> "SentencePiece":
-        """Raises ValueError if `data` is no such file, or of a kind that cannot be converted exactly."""
-        pieces = []
-        trainer: dict[int, Any] = {}
-        normalizer: dict[int, Any] = {}
-        for number, value in _fields(data):
-            if number == 1:
-                pieces.append(dict(_fields(value)))
-            elif number == 2:
-                trainer = dict(_fields(value))
-            elif number == 3:
-                normalizer = dict(_fields(value))
-        kinds = [piece.get(3, NORMAL) for piece in pieces]
-        if UNKNOWN not in kinds or any(1 not in piece for piece in pieces):
-            raise ValueError("it holds no complete vocabulary")
-        if trainer.get(3) != BPE or UNUSED in kinds or normalizer.get(2) or normalizer.get(4, 1):
-            raise ValueError(
-                "it is not a BPE model that keeps texts as they are (a unigram model, unused pieces, Unicode "
-                "normalisation or whitespace removal), and only such are read exactly: put a tokenizer.json beside it"
-            )
-        ids = {"unk_token": kinds.index(UNKNOWN), "bos_token": trainer.get(41, 1), "eos_token": trainer.get(42, 2)}
-        ids["pad_token"] = trainer.get(43, len(pieces))
-        return cls(
-            pieces=[piece[1].decode() for piece in pieces],
-            scores=[struct.unpack("<f", piece.get(2, bytes(4)))[0] for piece in pieces],
-            kinds=kinds,
-            special_ids={name: index for name, index in ids.items() if index < len(pieces)},  # -1 stands as 2^64 - 1
-            byte_fallback=bool(trainer.get(35, 0)),
-            add_dummy_prefix=bool(normalizer.get(3, 1)),
+    The dummy prefix is put before every text between special tokens (`legacy`), or before a text's beginning. Raises
+    ValueError if `data` is no such file, or of a kind that cannot be converted.
+    """
+    model = _parse(data)
+    trainer, spec = model.trainer_spec, model.normalizer_spec
+    unigram = trainer.model_type == UNIGRAM
+    tokenizer = tokenizers.Tokenizer(_unigram(model) if unigram else _bpe(model))
+    symbols = [piece.piece for piece in model.pieces if piece.type == USER_DEFINED]
+    steps = _normalizer(spec, symbols)
+    if spec.add_dummy_prefix and legacy and symbols and not unigram:
+        # A symbol is found in the normalized text by what it is when it is normalized alone: without the prefix.
+        alone = "|".join(map(re.escape, symbols))
+        steps.append(normalizers.Replace(Regex(rf"\A(?!({alone})\z)(?=[\s\S])"), SPACE))
+    elif spec.add_dummy_prefix and legacy:
+        steps.append(normalizers.Prepend(SPACE))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    if spec.add_dummy_prefix and not legacy:
+        # The first puts a space before a text that begins with one too, as the normalizer left none; the second
+        # writes it as the piece.
+        once = pre_tokenizers.Metaspace(" ", prepend_scheme="first", split=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [once, pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=False)]
         )
-
-    def convert(self, legacy: bool) -> tokenizers.Tokenizer:
-        """The dummy prefix is put before every text between special tokens (`legacy`), or before a text's beginning.
-
-        A vocabulary with user-defined symbols has only the latter: sentencepiece puts no prefix between them.
-        """
-        ranks = {
-            piece: -score
-            for piece, score, kind in zip(self.pieces, self.scores, self.kinds, strict=True)
-            if kind == NORMAL
-        }
-        tokenizer = tokenizers.Tokenizer(
-            models.BPE(
-                {piece: index for index, piece in enumerate(self.pieces)},
-                merges(ranks),
-                unk_token=self.pieces[self.special_ids["unk_token"]],
-                fuse_unk=True,
-                byte_fallback=self.byte_fallback,
-            )
-        )
-        everywhere = self.add_dummy_prefix and legacy and USER_DEFINED not in self.kinds
-        spaces = normalizers.Replace(" ", SPACE)
-        tokenizer.normalizer = normalizers.Sequence([spaces, normalizers.Prepend(SPACE)]) if everywhere else spaces
-        if self.add_dummy_prefix and not everywhere:
-            # The first puts a space before a text that begins with one too, as the normalizer left none; the second
-            # writes it as the piece.
-            once = pre_tokenizers.Metaspace(" ", prepend_scheme="first", split=False)
-            tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-                [once, pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=False)]
-            )
-        strip = [decoders.Strip(" ", left=1)] if self.add_dummy_prefix else []
-        tokenizer.decoder = decoders.Sequence(
-            [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-        )
-        tokenizer.add_tokens(
-            [
-                AddedToken(piece, special=kind != USER_DEFINED, normalized=kind == USER_DEFINED)
-                for piece, kind in zip(self.pieces, self.kinds, strict=True)
-                if kind in (UNKNOWN, CONTROL, USER_DEFINED)
-            ]
-        )
-        return tokenizer
+    strip = decoders.Strip(" ", left=99 if spec.remove_extra_whitespaces else int(spec.add_dummy_prefix))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    )
+    tokenizer.add_tokens(
+        [
+            AddedToken(piece.piece, special=piece.type != USER_DEFINED, normalized=piece.type == USER_DEFINED)
+            for piece in model.pieces
+            if piece.type in (UNKNOWN, CONTROL) or (piece.type == USER_DEFINED and not unigram)
+        ]
+    )
+    ids = {name: getattr(trainer, f"{name}_id") for name in ("unk", "bos", "eos", "pad")}
+    present = {name: index for name, index in ids.items() if 0 <= index < len(model.pieces)}
+    return tokenizer, {f"{name}_token": model.pieces[index].piece for name, index in present.items()}
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Number and value of each field of a protocol buffer: an int, or bytes. Raises ValueError if it is none."""
-    at = 0
-    value: int | bytes
+def _parse(data: bytes) -> Any:
+    """The `ModelProto` of sentencepiece_model.proto."""
     try:
-        while at < len(data):
-            key, at = _varint(data, at)
-            kind = key & 7
-            if kind == 0:
-                value, at = _varint(data, at)
-            elif kind in _SIZES or kind == 2:
-                length, at = _varint(data, at) if kind == 2 else (_SIZES[kind], at)
-                value, at = data[at : at + length], at + length
-            else:
-                raise ValueError("it is not a protocol buffer")
-            if at > len(data):
-                raise ValueError("it ends in the middle")
-            yield key >> 3, value
-    except IndexError:
-        raise ValueError("it ends in the middle") from None
+        from google.protobuf.message import DecodeError
+        from sentencepiece import sentencepiece_model_pb2
+    except (ImportError, RuntimeError) as error:  # protobuf's VersionError is a RuntimeError
+        raise TuneError(
+            f"a sentencepiece tokenizer.model needs the sentencepiece extra ({error}): "
+            "pip install 'tune-recipes[sentencepiece]'"
+        ) from error
+    model = sentencepiece_model_pb2.ModelProto()
+    try:
+        model.ParseFromString(data)
+    except DecodeError as error:
+        raise ValueError(f"it is cut off, or no sentencepiece model: {error}") from error
+    kinds = {piece.type for piece in model.pieces}
+    if UNKNOWN not in kinds or not model.HasField("trainer_spec"):
+        raise ValueError("it holds no complete vocabulary")
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    unusual = {
+        "a model of whole words": trainer.model_type not in (UNIGRAM, BPE, CHARACTERS),
+        "BPE with unused pieces": trainer.model_type == BPE and UNUSED in kinds,
+        "spaces that stand behind words": trainer.treat_whitespace_as_suffix,
+        "spaces that are not escaped": not normalizer.escape_whitespaces,
+        "a text that is changed when it is decoded": bool(model.denormalizer_spec.precompiled_charsmap),
+    }
+    if found := [what for what, there in unusual.items() if there]:
+        raise ValueError(f"it has {' and '.join(found)}: put a tokenizer.json beside it")
+    return model
 
 
-_SIZES = {1: 8, 5: 4}
+def _bpe(model: Any) -> models.BPE:
+    normal = {piece.piece: -piece.score for piece in model.pieces if piece.type == NORMAL}
+    return models.BPE(
+        {piece.piece: index for index, piece in enumerate(model.pieces)},
+        merges(normal) if model.trainer_spec.model_type == BPE else [],
+        unk_token=model.pieces[model.trainer_spec.unk_id].piece,
+        fuse_unk=True,
+        byte_fallback=model.trainer_spec.byte_fallback,
+    )
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while data[at] >= 128:
-        value |= (data[at] & 127) << shift
-        shift += 7
-        at += 1
-    return value | data[at] << shift, at + 1
+def _unigram(model: Any) -> models.Unigram:
+    # `tokenizers` finds every piece in a text; those that sentencepiece does not look for get a score that never wins.
+    never = min(piece.score for piece in model.pieces) - 1e4
+    looked_for = (NORMAL, USER_DEFINED)
+    scores = [(piece.piece, piece.score if piece.type in looked_for else never) for piece in model.pieces]
+    return models.Unigram(scores, model.trainer_spec.unk_id, model.trainer_spec.byte_fallback)
+
+
+def _normalizer(spec: Any, symbols: list[str]) -> list[normalizers.Normalizer]:
+    """What sentencepiece does to a text before it looks for pieces, but for `symbols`, which it leaves as they are."""
+    steps: list[normalizers.Normalizer] = []
+    if spec.precompiled_charsmap:
+        # `tokenizers` looks up the first entry that a grapheme begins with, sentencepiece the longest at each place: so
+        # what consists of several characters is composed before and after, and the grapheme "\r\n" is replaced.
+        table = normalizers.Precompiled(spec.precompiled_charsmap)
+        lines = normalizers.Replace("\r\n", table.normalize_str("\r") + table.normalize_str("\n"))
+        compose = [normalizers.NFC()] if "nfkc" in spec.name else []
+        steps = [*compose, lines, table, *compose]
+    if spec.remove_extra_whitespaces:
+        steps += [normalizers.Replace(Regex(r"\A +|(?<=[^ ▁])[ ▁]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    normalize = normalizers.Sequence(steps).normalize_str
+    changed = sorted((symbol for symbol in symbols if normalize(symbol) != symbol), key=len, reverse=True)
+    stand_ins = {symbol: chr(0xF0000 + index) for index, symbol in enumerate(changed)}  # characters of private use
+    steps = [normalizers.Replace(symbol, character) for symbol, character in stand_ins.items()] + steps
+    steps += [normalizers.Replace(character, symbol) for symbol, character in stand_ins.items()]
+    steps += [normalizers.Replace(" ", SPACE)]
+    return steps
