@@ -18,7 +18,7 @@ ORDER = [
     *("datasets", "models", "optimizers"),
     *("tokenizers", "losses", "quantization", "distributed"),
     *("collators", "config"),
-    *("type_check", "types", "lookup", "errors", "secrets", "__version__"),  # files beside the packages
+    *("atomic", "type_check", "types", "lookup", "errors", "secrets", "__version__"),  # files beside the packages
 ]
 ALLOWED = {("loggers", "config"): "a run writes its recipe's settings to config.yaml"}
 

@@ -111,7 +111,7 @@ def test_the_folder_has_the_models_logits_and_the_tokenizers_tokens(
     assert imported.dtype == torch.float32
     with torch.no_grad():
         torch.testing.assert_close(imported(torch.tensor([tokens])).logits, model(torch.tensor([tokens])).logits)
-    assert not list(tmp_path.glob("*.unfinished"))
+    assert not list(tmp_path.glob(".*.unfinished"))
 
 
 def test_unknown_word_splitting_is_told(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:

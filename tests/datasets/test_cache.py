@@ -152,7 +152,7 @@ def test_killed_while_preparing(chunks, cache):
         signal.pause()
 
     with process(lambda: prepared(stuck(), "key", 64, Accounting(), cache)):
-        wait_for(lambda: list(cache.glob("key.partial-*/tokens.npy")))
+        wait_for(lambda: list(cache.glob(".key.*.unfinished/tokens.npy")))
     samples = prepared(make_chunks(), "key", 64, Accounting(), cache)
     assert samples.tokens.tolist() == [7] * 5 + [9] * 3
     assert listing(cache) == ["key", "key.lock"]
@@ -169,7 +169,7 @@ def test_two_processes_at_once(chunks, cache, capsys, monkeypatch):
         wait_for(go.exists)
 
     with process(lambda: prepared(slow(), "key", 64, Accounting(), cache)):
-        wait_for(lambda: list(cache.glob("key.partial-*")))
+        wait_for(lambda: list(cache.glob(".key.*.unfinished")))
         monkeypatch.setattr(cache_module.time, "sleep", lambda seconds: (go.touch(), sleep(seconds)))
         samples = prepared(make_chunks(), "key", 64, Accounting(), cache)
     assert samples.lengths.tolist() == [5, 3]
@@ -188,7 +188,7 @@ def test_what_one_process_finds_wrong_is_told_by_those_who_wait(chunks, cache, m
 
     sleep = time.sleep
     with process(lambda: prepared(wrong(), "key", 64, Accounting(), cache)):
-        wait_for(lambda: list(cache.glob("key.partial-*")))
+        wait_for(lambda: list(cache.glob(".key.*.unfinished")))
         monkeypatch.setattr(cache_module.time, "sleep", lambda seconds: (go.touch(), sleep(seconds)))
         with pytest.raises(TuneError, match=r"^rows\.jsonl:3: wrong$"):
             prepared(make_chunks(), "key", 64, Accounting(), cache)

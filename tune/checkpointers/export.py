@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tune.atomic import written_aside
 from tune.checkpointers.disk import disk_tensors, has_weights
 from tune.checkpointers.hf_tensors import hf_tensors
 from tune.checkpointers.weights import Pretrained
@@ -63,20 +64,17 @@ def export(
         yield from ((name, others[name].read()) for name in sorted(others))
 
     if world.is_main:
-        unfinished = folder.with_name(f".{folder.name}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        write_tensors(unfinished, tensors())
-        if dtype and fields:
-            fields["torch_dtype" if "torch_dtype" in fields else "dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
-            (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-        for file in [*map(origin.joinpath, CONFIGS), *origin.glob("*.py")]:
-            if file.exists() and not (unfinished / file.name).exists():
-                shutil.copyfile(file, unfinished / file.name)
-        (unfinished / "README.md").write_text(card)
-        tokenizer.save(unfinished)
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
+        with written_aside(folder, folder=True) as unfinished:
+            write_tensors(unfinished, tensors())
+            if dtype and fields:
+                key = "torch_dtype" if "torch_dtype" in fields else "dtype"
+                fields[key] = str(DTYPES[dtype]).removeprefix("torch.")
+                (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+            for file in [*map(origin.joinpath, CONFIGS), *origin.glob("*.py")]:
+                if file.exists() and not (unfinished / file.name).exists():
+                    shutil.copyfile(file, unfinished / file.name)
+            (unfinished / "README.md").write_text(card)
+            tokenizer.save(unfinished)
     else:
         for _ in gathered:  # each tensor is gathered by all processes
             pass
@@ -97,7 +95,6 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         try:
             save_file(held, part(len(files)), metadata={"format": "pt"})
         except SafetensorError as error:
-            shutil.rmtree(folder)
             raise TuneError(
                 f"the trained model could not be written: {error}. Checkpoints are as they were: make room and "
                 f"run the same command with output_dir={folder.parent}, which continues after the last one"

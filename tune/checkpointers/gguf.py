@@ -1,10 +1,10 @@
 """Converting a GGUF file to a folder in Hugging Face layout."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
+from tune.atomic import written_aside
 from tune.errors import TuneError
 
 # transformers splits text into words as GPT-2 does unless it knows the vocabulary (`tokenizer.ggml.pre`). That is right
@@ -57,11 +57,9 @@ def import_gguf(file: Path, out: Path) -> list[str]:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
 
-    unfinished = out.with_name(out.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    unfinished.replace(out)
+    with written_aside(out, folder=True) as unfinished:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
     return notes
 
 

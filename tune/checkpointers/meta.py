@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tune.atomic import written_aside
 from tune.checkpointers.disk import load_torch_file
 from tune.checkpointers.export import write_tensors
 from tune.errors import TuneError
@@ -72,17 +73,14 @@ def import_meta(folder: Path, out: Path) -> list[str]:
             if ours != "lm_head.weight" or not config["tie_word_embeddings"]:
                 yield ours, _halves(weight, heads[kind]) if kind in heads else weight.clone()
 
-    unfinished = out.with_name(f".{out.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    write_tensors(unfinished, tensors())
-    (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    tokenizer = next((file for file in (folder, folder.parent) if (file / "tokenizer.model").is_file()), None)
-    if tokenizer:
-        shutil.copyfile(tokenizer / "tokenizer.model", unfinished / "tokenizer.model")
-    else:
-        inferred.append(f"no tokenizer.model in {folder}: put the model's tokenizer files into {out}")
-    unfinished.replace(out)
+    with written_aside(out, folder=True) as unfinished:
+        write_tensors(unfinished, tensors())
+        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        tokenizer = next((file for file in (folder, folder.parent) if (file / "tokenizer.model").is_file()), None)
+        if tokenizer:
+            shutil.copyfile(tokenizer / "tokenizer.model", unfinished / "tokenizer.model")
+        else:
+            inferred.append(f"no tokenizer.model in {folder}: put the model's tokenizer files into {out}")
     return inferred
 
 

@@ -1,13 +1,13 @@
 """Adding tokens to a checkpoint."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tune.atomic import written_aside
 from tune.checkpointers.disk import disk_tensors
 from tune.checkpointers.export import copy_without_weights, write_tensors
 from tune.errors import TuneError
@@ -38,21 +38,17 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
     resized = {on_disk for name, on_disk in names.in_checkpoint(tensors).items() if name in ours}
     resized |= {copy for copy, name in names.copies.items() if name in ours}
 
-    unfinished = (target := Path(out)).with_name(f".{target.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    copy_without_weights(source, unfinished)
-    read = ((name, tensor.read()) for name, tensor in tensors.items())
-    resize = ((name, _with_rows(weight, rows, known, ids) if name in resized else weight) for name, weight in read)
-    write_tensors(unfinished, resize)
-    config = json.loads((source / "config.json").read_text())
-    for section in (config, config.get("text_config", {})):  # the latter of a model that takes images too
-        if "vocab_size" in section:
-            section["vocab_size"] = rows
-    (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    tokenizer.save(unfinished)
-    shutil.rmtree(target, ignore_errors=True)
-    unfinished.rename(target)
+    with written_aside(Path(out), folder=True) as unfinished:
+        copy_without_weights(source, unfinished)
+        read = ((name, tensor.read()) for name, tensor in tensors.items())
+        resize = ((name, _with_rows(weight, rows, known, ids) if name in resized else weight) for name, weight in read)
+        write_tensors(unfinished, resize)
+        config = json.loads((source / "config.json").read_text())
+        for section in (config, config.get("text_config", {})):  # the latter of a model that takes images too
+            if "vocab_size" in section:
+                section["vocab_size"] = rows
+        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        tokenizer.save(unfinished)
     return ids
 
 

@@ -10,8 +10,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
-import shutil
 import sys
 import time
 from collections import Counter
@@ -22,6 +20,7 @@ from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 
+from tune.atomic import written_aside
 from tune.datasets.accounting import Accounting
 from tune.datasets.samples import Chunk, Samples, write
 from tune.datasets.sources import File
@@ -73,16 +72,8 @@ def prepared(chunks: Iterable[Chunk], key: str, max_seq_len: int, accounting: Ac
         with _locked(folder / f"{key}.lock", accounting.source):
             if (samples := _read(final, accounting)) is not None:
                 return samples
-            for abandoned in folder.glob(f"{key}.partial-*"):
-                shutil.rmtree(abandoned, ignore_errors=True)
-            partial = folder / f"{key}.partial-{secrets.token_hex(4)}"
-            partial.mkdir()
-            try:
-                _write(_told(chunks, accounting.source), partial, max_seq_len, accounting)
-                shutil.rmtree(final, ignore_errors=True)  # a damaged one
-                partial.rename(final)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+            with written_aside(final, folder=True) as unfinished:
+                _write(_told(chunks, accounting.source), unfinished, max_seq_len, accounting)
     except OSError as error:
         raise TuneError(
             f"{error.filename or folder}: {error.strerror}. {accounting.source} is prepared in files there: set "
@@ -204,9 +195,6 @@ def _digest(file: Path, memory: Path) -> str:
         digest = hashlib.file_digest(stream, "blake2b").hexdigest()
     # A file that is being written can change twice in one tick of the clock.
     if status.st_size >= LARGE and time.time() - status.st_ctime > 2:
-        with suppress(OSError):
-            memory.mkdir(parents=True, exist_ok=True)
-            partial = known.with_suffix(f".{secrets.token_hex(4)}")
-            partial.write_text(digest)
-            partial.rename(known)
+        with suppress(OSError), written_aside(known) as unfinished:
+            unfinished.write_text(digest)
     return digest

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
+from tune.atomic import written_aside
 from tune.errors import TuneError
 from tune.secrets import without_secrets
 
@@ -60,9 +61,8 @@ class JsonLines(Sink):
     def start(self, step: int, total: int) -> None:
         # From the beginning, step 0 (a validation before the first one) is logged again too.
         kept = [line + "\n" for logged, line in logged_steps(self.path) if step and logged <= step]
-        rewritten = self.path.with_suffix(".rewritten")
-        rewritten.write_text("".join(kept))
-        os.replace(rewritten, self.path)
+        with written_aside(self.path) as unfinished:
+            unfinished.write_text("".join(kept))
         self.file = self.path.open("a")
 
     def metrics(self, step: int, values: dict[str, float]) -> None:

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from tune.atomic import written_aside
 from tune.checkpointers.disk import shape_differences
 from tune.checkpointers.export import SavesItself
 from tune.distributed import World, full_tensor, local_shard
@@ -190,8 +190,6 @@ def export_adapter(
 
     All processes take part. The folder appears when it is complete.
     """
-    folder = Path(folder)
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
     tensors: dict[str, torch.Tensor] = {}
     for part in _parts(model):
         full = full_tensor(part.value().detach()).to("cpu", torch.float32)
@@ -201,16 +199,13 @@ def export_adapter(
                 if name.endswith("embed_tokens.weight") and _trains_tied_embedding(model):
                     tensors[PREFIX + HEAD] = tensor.clone()  # PEFT expects tied weights twice
     if world.is_main:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
-        (unfinished / CONFIG).write_text(json.dumps(_config(model, lora, base), indent=2) + "\n")
-        (unfinished / "README.md").write_text(card)
-        generation = Path(base) / GENERATION  # into which the tokenizer writes where to stop
-        (unfinished / GENERATION).write_text(generation.read_text() if generation.exists() else "{}\n")
-        tokenizer.save(unfinished)
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
+        with written_aside(Path(folder), folder=True) as unfinished:
+            save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
+            (unfinished / CONFIG).write_text(json.dumps(_config(model, lora, base), indent=2) + "\n")
+            (unfinished / "README.md").write_text(card)
+            generation = Path(base) / GENERATION  # into which the tokenizer writes where to stop
+            (unfinished / GENERATION).write_text(generation.read_text() if generation.exists() else "{}\n")
+            tokenizer.save(unfinished)
     world.barrier()
 
 
