@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,14 @@ def test_the_folder_has_the_models_logits_and_the_tokenizers_tokens(
     with torch.no_grad():
         torch.testing.assert_close(imported(torch.tensor([tokens])).logits, model(torch.tensor([tokens])).logits)
     assert not list(tmp_path.glob(".*.unfinished"))
+
+
+def test_nothing_but_what_is_meant_for_users_is_printed(tmp_path: Path, write: Write) -> None:
+    """No bars of transformers, which do not know of ours; no warnings of torchao, which transformers imports."""
+    command = [sys.executable, "-m", "tune.cli", "convert", str(write()), str(tmp_path / "out")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+    assert ended.stdout == f"converting {tmp_path / 'tiny.gguf'}\nwrote {tmp_path / 'out'}\n"
 
 
 def test_unknown_word_splitting_is_told(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:

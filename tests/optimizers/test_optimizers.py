@@ -1,5 +1,7 @@
 """Our forms of optimizers against torch's own."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -158,3 +160,10 @@ def test_updates_in_backward_are_those_of_a_step(make):
             optimizer.zero_grad()
     assert_equal(models[1].state_dict(), models[0].state_dict())
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+def test_torchao_is_imported_without_a_word():
+    pytest.importorskip("torchao")
+    code = "from tune.config.instantiate import locate; locate('torchao.optim.AdamW8bit')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stderr == ended.stdout == ""

@@ -1,8 +1,11 @@
 """Converting a GGUF file to a folder in Hugging Face layout."""
 
 import json
+from contextlib import AbstractContextManager
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tune.atomic import written_aside
 from tune.errors import TuneError
@@ -44,9 +47,10 @@ def import_gguf(file: Path, out: Path) -> list[str]:
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
-        model = AutoModelForCausalLM.from_pretrained(
-            **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-        )
+        with _without_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+            )
     except (ValueError, KeyError, RuntimeError) as error:  # an unknown tokenizer, quantisation or shape
         raise TuneError(f"{file} ({architecture}) cannot be converted: {error}") from error
 
@@ -57,10 +61,17 @@ def import_gguf(file: Path, out: Path) -> list[str]:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
 
-    with written_aside(out, folder=True) as unfinished:
+    with written_aside(out, folder=True) as unfinished, _without_bars():
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
     return notes
+
+
+def _without_bars() -> AbstractContextManager:
+    """transformers has a progress bar of tqdm for each of its steps, some of which no setting turns off."""
+    from tqdm import tqdm
+
+    return patch.object(tqdm, "__init__", partialmethod(tqdm.__init__, disable=True))
 
 
 def check_file(file: Path) -> None:

@@ -18,6 +18,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write: absent or empty")
     options = parser.parse_args(arguments)
     with new_folder(options.out):
+        print(f"converting {options.source}", flush=True)
         for note in convert(options.source, options.out):
             print(f"note: {note}")
 
