@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -127,6 +128,24 @@ def test_all_but_weights_is_offloaded(checkpoint, checkpointing, compile, unindu
     new_weights, (stayed, offloaded) = run(offload=True)
     assert sizes(stayed, new_weights, True) == sizes(autograd, weights, True)
     assert sizes(offloaded, new_weights, False) == sizes(autograd, weights, False) and len(offloaded)
+
+
+class Product(nn.Module):
+    def forward(self, first, second):
+        return first * second
+
+
+def test_offloaded_activations_keep_their_strides():
+    """Compiled backwards are made for those of the forward."""
+    block = Product()
+    wrap_forward(block, "none", compile=False, offload=True)
+    halves = torch.randn(2, 3, 8, requires_grad=True).transpose(0, 1).chunk(2, dim=-1)
+    expanded = torch.randn(3, 1, 4, requires_grad=True).expand(3, 2, 4)
+    for first, second in (halves, (halves[0], expanded)):
+        node = block(first, second).grad_fn
+        for saved, expected in ((node._saved_self, first), (node._saved_other, second)):
+            assert torch.equal(saved, expected) and saved.stride() == expected.stride()
+            assert saved.data_ptr() != expected.data_ptr()
 
 
 @pytest.mark.parametrize(("checkpointing", "attentions"), [("none", 0), ("selective", 0), ("full", 3)])

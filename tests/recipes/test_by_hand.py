@@ -186,7 +186,8 @@ def lowbias32(bits):
 def kept(step, sample, length, width, layer):
     """The elements that dropout leaves, `[length, width]`: bits that the step, the token, the layer and the feature
     decide, as a number from 0 to 2^32, against the probability."""
-    position, feature = (np.arange(size, dtype=np.uint64) * 0x9E3779B1 & 0xFFFFFFFF for size in (length, width))
+    position = np.arange(length, dtype=np.uint64) * 0x9E3779B1 & 0xFFFFFFFF
+    feature = lowbias32(np.arange(width, dtype=np.uint64))
     of_sample = lowbias32(np.uint64(sample + zlib.crc32(f"{SEED} {step}".encode()) & 0xFFFFFFFF))
     of_token = lowbias32(of_sample ^ position)[:, None]
     of_feature = lowbias32(feature + zlib.crc32(layer.encode()) & 0xFFFFFFFF)

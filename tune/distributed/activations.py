@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ ATTENTION = {
 MATMULS = {"aten::mm", "aten::addmm", "aten::_grouped_mm"}
 COMMUNICATION = {"_c10d_functional::reduce_scatter_tensor"}
 NARROW = 8  # ratio of the sides from which on a matrix is narrow, as LoRA's are
+
+Layout: TypeAlias = tuple[torch.device, torch.Size, tuple[int, ...]]
 
 
 def wrap_forward(
@@ -75,15 +77,20 @@ def _offloaded(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., A
     def offloaded(*args: Any, **kwargs: Any) -> Any:
         weights = {_storage(parameter) for parameter in block.parameters()}  # these stay on the device
 
-        def to_host(tensor: Tensor) -> tuple[Tensor, torch.device | None]:
+        def to_host(tensor: Tensor) -> tuple[Tensor, Layout | None]:
             if _storage(tensor) in weights:
                 return tensor, None
-            host = torch.empty_like(tensor, device="cpu", pin_memory=pin)
-            return host.copy_(tensor, non_blocking=pin), tensor.device
+            once = tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]  # what `expand` repeats
+            host = torch.empty(once.shape, dtype=once.dtype, device="cpu", pin_memory=pin)
+            return host.copy_(once, non_blocking=pin), (tensor.device, tensor.shape, tensor.stride())
 
-        def to_device(packed: tuple[Tensor, torch.device | None]) -> Tensor:
-            tensor, device = packed
-            return tensor if device is None else tensor.to(device, non_blocking=pin)
+        def to_device(packed: tuple[Tensor, Layout | None]) -> Tensor:
+            host, layout = packed
+            if layout is None:
+                return host
+            device, shape, strides = layout  # a compiled backward is made for these strides
+            tensor = torch.empty_strided(host.shape, strides, dtype=host.dtype, device=device)
+            return tensor.copy_(host, non_blocking=pin).expand(shape)
 
         with saved_tensors_hooks(to_host, to_device):
             return forward(*args, **kwargs)

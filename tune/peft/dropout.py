@@ -16,7 +16,8 @@ def dropout(input: Tensor, probability: float, keys: Tensor, layer_seed: Tensor)
 
     `keys` `[...]` are random bits of each token; `layer_seed`, one number, gives each layer its own mask.
     """
-    features = torch.arange(input.shape[-1], dtype=torch.int32, device=input.device) * THIRD
+    # Mixed before all else: a multiple of an index is one to torch.compile too, and in C++ it must not overflow.
+    features = mix(torch.arange(input.shape[-1], dtype=torch.int32, device=input.device))
     bits = mix(keys[..., None] ^ mix(features + layer_seed))
     keep = bits >= _signed(round(probability * 2**32) - 2**31 + 2**32 & 0xFFFFFFFF)
     return input * keep / (1 - probability)
