@@ -42,7 +42,10 @@ def test_ls(tune: Path, tmp_path: Path) -> None:
 
 def test_cp(tune: Path, tmp_path: Path) -> None:
     assert run(tune, tmp_path, "cp", "full_finetune", "mine.py").returncode == 0
-    assert (tmp_path / "mine.py").read_bytes() == (REPOSITORY / "recipes" / "full_finetune.py").read_bytes()
+    copied, original = (tmp_path / "mine.py").read_text(), (REPOSITORY / "recipes" / "full_finetune.py").read_text()
+    changed = [pair for pair in zip(copied.splitlines(), original.splitlines(), strict=True) if pair[0] != pair[1]]
+    assert all("mine" in ours and "full_finetune" in theirs for ours, theirs in changed)  # what it calls itself
+    assert (tmp_path / "mine.yaml").exists()
 
 
 def test_run_explains_what_is_missing_and_where_the_recipe_came_from(tune: Path, tmp_path: Path) -> None:
