@@ -62,8 +62,8 @@ def step(chats, tmp_path, monkeypatch):
 
     monkeypatch.setattr(distributed, "init", lambda *arguments: replace(init("cpu"), device=META))
     monkeypatch.setattr(loggers.Run, "log", log)
-    figure = distributed.World._figure
-    monkeypatch.setattr(distributed.World, "_figure", lambda world, value: figure(world, made_up(value)))
+    to_fp64 = distributed.World._fp64
+    monkeypatch.setattr(distributed.World, "_fp64", lambda world, value: to_fp64(world, made_up(value)))
     for conversion in ("__bool__", "item", "cpu"):
         convert = getattr(torch.Tensor, conversion)
         monkeypatch.setattr(torch.Tensor, conversion, lambda tensor, convert=convert: convert(made_up(tensor)))
