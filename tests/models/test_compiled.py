@@ -7,7 +7,9 @@ from torch.testing import assert_close
 
 from tune import peft
 from tune.collators import Batch
+from tune.distributed.activations import wrap_forward
 from tune.losses import LinearCrossEntropy
+from tune.models.context import Context
 
 pytestmark = pytest.mark.slow
 
@@ -61,3 +63,31 @@ def test_one_graph_for_the_masks_of_all_layers(tmp_path):
         block.compile(fullgraph=True, backend="aot_eager")
     assert_close(loss_and_gradients(), expected, atol=1e-4, rtol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.slow
+def test_by_the_compiler_that_users_have(tmp_path):
+    """A block with what its kernels may get wrong: dropout, recomputation, parts of fused projections on the host."""
+    config_class, changes = VARIANTS["phi3"]
+    _, model = make_pair(getattr(transformers, config_class)(**SMALL | changes | {"num_hidden_layers": 1}), tmp_path)
+    peft.add_adapters(model, peft.LoRA(rank=2, dropout=0.3))
+    block = model.train().blocks[0]
+    for name, parameter in block.named_parameters():
+        if name.endswith("lora_b"):
+            torch.nn.init.normal_(parameter, std=0.05)
+    tokens = random_tokens(2, 128)
+    hidden = model.embedding(tokens).detach().requires_grad_()
+    (rope,) = model.ropes.values()
+    batch = Batch.of(tokens, tokens)
+    peft.set_dropout_keys(model, 0, 1, batch)
+    context = Context(rope(batch.positions, None, False, torch.float32), batch.documents, batch.positions, None)
+    inputs = [hidden, *(parameter for parameter in block.parameters() if parameter.requires_grad)]
+
+    def gradients():
+        output = block(hidden, context)[0]
+        return torch.autograd.grad((output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum(), inputs)
+
+    expected = gradients()
+    torch.compiler.reset()
+    wrap_forward(block, "selective", compile=True, offload=True)
+    assert_close(gradients(), expected, atol=1e-4, rtol=1e-4)

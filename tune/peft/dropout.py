@@ -16,7 +16,7 @@ def dropout(input: Tensor, probability: float, keys: Tensor, layer_seed: Tensor)
 
     `keys` `[...]` are random bits of each token; `layer_seed`, one number, gives each layer its own mask.
     """
-    # Mixed before all else: a multiple of an index is one to torch.compile too, and in C++ it must not overflow.
+    # Not multiplied first: the compiler would compute a multiple of an index in C++, where it must not overflow.
     features = mix(torch.arange(input.shape[-1], dtype=torch.int32, device=input.device))
     bits = mix(keys[..., None] ^ mix(features + layer_seed))
     keep = bits >= _signed(round(probability * 2**32) - 2**31 + 2**32 & 0xFFFFFFFF)
