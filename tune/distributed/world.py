@@ -152,7 +152,7 @@ def init(
     mesh = init_device_mesh("cuda" if kind == "cuda" else "cpu", shape, mesh_dim_names=AXES)
     data = mesh["dp_replicate", "dp_shard"]._flatten("data")
     for group in [*mesh.get_all_groups(), data.get_group()]:
-        dist.distributed_c10d._set_pg_timeout(duration, group)  # a mesh makes groups with torch's default
+        group.set_timeout(duration)  # a mesh makes groups with torch's default
     world = World(mesh, torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind), data, duration)
     if kind == "cuda":
         gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(local_rank).uuid))))
