@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from tune.collators import Batch
 from tune.errors import TuneError
@@ -184,6 +185,9 @@ class HuggingFaceModel(nn.Module):
         self.separates_documents = self.takes_positions
         together = self(Batch.of(tokens[None].cpu(), documents=[[0] * 2 + [1] * 10]).to(device))
         self.separates_documents = self.takes_positions and _close(together[:, 2:], alone, tolerance)
+        for module in self.modules():
+            if isinstance(module, FSDPModule):  # gathered parameters are not those that an optimizer must get
+                module.reshard()
         self.train(training)
 
 
