@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from helpers import run_processes
 from safetensors.torch import load_file, save_file
 from stacked import NoTokenizer
+from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 from tune import distributed
@@ -267,6 +268,18 @@ def test_dropout_of_the_architecture_is_off(tmp_path):
     model = load(folder).train()
     assert_close(model(TOKENS), model(TOKENS))
     assert json.loads((folder / "config.json").read_text())["resid_pdrop"] == 0.5
+
+
+def test_checking_a_sharded_model_leaves_it_sharded(tmp_path):
+    """An optimizer made after it must get the shards and not the gathered parameters of the root."""
+    folder = save(tmp_path, "GPTNeoXConfig", **SHAPE)
+    with torch.device("meta"):
+        model = hf(str(folder))
+    weights = Pretrained(str(folder), model)
+    distributed.parallelize(model, distributed.init("cpu"), dtype="bf16")
+    weights.load(model)
+    model.check()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def test_an_encoder_is_refused(tmp_path):
