@@ -155,3 +155,10 @@ def test_a_batch_has_them_on_the_device_of_its_tokens():
     moved = step.micro_batches[0].to("meta")
     assert all(values.is_meta for values in moved.columns.values())
     assert step.micro_batches[0].columns["weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [{"streaming": True}, {"validation_fraction": 0.5}])
+def test_what_could_part_a_group_is_refused(tokenizer, tmp_path, options):
+    path = write(tmp_path / "rows.jsonl", [{"text": f"cat {i}", "group": i // 2} for i in range(8)])
+    with pytest.raises(TuneError, match="could part the rows of a group"):
+        load(tokenizer, path, max_seq_len=32, extra_columns=["group"], cache_dir=str(tmp_path / "cache"), **options)

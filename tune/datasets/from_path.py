@@ -81,6 +81,10 @@ def load(
         validation_fraction, validation_seed, bos_in_pieces=bos_in_pieces, ignore=ignore, extra_columns=extra_columns,
         max_bad_share=max_bad_share if on_bad_row == "skip" else None,
     )  # fmt: skip
+    if "group" in extra_columns and (streaming or validation_fraction):
+        raise TuneError(
+            "extra_columns: streaming and validation_fraction could part the rows of a group; leave them out"
+        )
     source = open_source(path, split, subset, take)
     pack_to = max_seq_len if packed else None
     if streaming:
@@ -105,8 +109,6 @@ def load(
 def _stream(source: Source, reader: RowReader, pack_to: int | None, workers: int | None, window: int) -> Stream:
     if reader.validation_fraction:
         raise TuneError("validation_fraction: a stream holds no rows out; give validation_dataset.path")
-    if "group" in reader.extra_columns:
-        raise TuneError("extra_columns: a stream could part the rows of a group; leave out streaming=true")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes of this machine that read the same
     workers = workers or max(1, available_cores() // here)
     names = [file.name for file in source.files]
