@@ -82,9 +82,7 @@ def load(
         max_bad_share=max_bad_share if on_bad_row == "skip" else None,
     )  # fmt: skip
     if "group" in extra_columns and (streaming or validation_fraction):
-        raise TuneError(
-            "extra_columns: streaming and validation_fraction could part the rows of a group; leave them out"
-        )
+        raise TuneError("extra_columns: streaming and validation_fraction could part the rows of a group")
     source = open_source(path, split, subset, take)
     pack_to = max_seq_len if packed else None
     if streaming:
