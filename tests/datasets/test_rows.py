@@ -381,7 +381,10 @@ def test_modules_that_a_function_imports_are_part_of_the_data(tmp_path, monkeypa
         ),
         ({"format": "my_data.to_messages", "columns": {"text": "text"}}, "gives the columns of a format itself"),
         ({"filter": "is_long"}, r"filter: 'is_long' is not the dotted path .* Name its module too: my_module\.is_long"),
-        ({"format": "sharegtp"}, r"format=sharegtp is no format\. Did you mean 'sharegpt'\? There are chat, sharegpt"),
+        (
+            {"format": "sharegtp"},
+            r"format=sharegtp is no format of supervised rows\. Did you mean 'sharegpt'\? There are chat, sharegpt",
+        ),
         ({"format": "chat"}, r"data\.jsonl:1: format=chat needs the columns messages; the row has text"),
     ],
 )

@@ -228,7 +228,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
     max_leaves=20,
 )
-COLUMNS = [name for format in FORMATS for name in (*format.columns, *format.optional)]
+COLUMNS = [name for format in FORMATS["supervised"] for name in (*format.columns, *format.optional)]
 MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(VALUES), "content": JSON}, optional={"tool_calls": JSON, "train": JSON}
 )

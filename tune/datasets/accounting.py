@@ -49,7 +49,7 @@ class Accounting:
             return
         self.kept += 1
         self.clipped += outcome.clipped
-        self.split += len(outcome.samples) > 1
+        self.split += len(outcome.samples) > 1 and "group" not in outcome.samples[0].columns
         self.endless += not outcome.ends
         self.remarks.update(outcome.remarks)
 

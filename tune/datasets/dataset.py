@@ -20,7 +20,8 @@ class Dataset:
     """Tokenised samples, and the rows that training draws: one sample each, or packed.
 
     Neighbours with equal values of the column `group` (a pair, the answers to a prompt) are together in one row.
-    `row_tokens` and `row_supervised` count the tokens of each row; `validation` is what was held out of the source.
+    `row_tokens` and `row_supervised` count the tokens of each row, `row_pairs` its pairs: the first sample of a
+    group with each of the others; `validation` is what was held out of the source.
     """
 
     validation: "Dataset | None" = None
@@ -40,6 +41,7 @@ class Dataset:
         before = np.concatenate([[0], np.cumsum(sizes)])
         self._order = np.repeat(units[order] - before[:-1], sizes) + np.arange(len(samples))
         self._row_starts = before[row_starts]
+        self.row_pairs = np.diff(self._row_starts) - np.diff(row_starts)
         self.row_tokens = np.add.reduceat(samples.lengths[self._order], self._row_starts[:-1])
         self.row_supervised = np.add.reduceat(samples.supervised[self._order], self._row_starts[:-1])
         accounting.training_rows, accounting.row_capacity = len(self), pack_to

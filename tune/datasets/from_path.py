@@ -10,7 +10,7 @@ from typing import Any, Literal
 from tune.datasets.accounting import Accounting
 from tune.datasets.cache import cache_folder, content_of, hash_of, key_of, prepared
 from tune.datasets.dataset import Dataset
-from tune.datasets.formats import FORMATS, Format, recognise
+from tune.datasets.formats import FORMATS, Format, Kind, recognise
 from tune.datasets.rows import CANNOT_BE_USED, RowReader, TooLong
 from tune.datasets.samples import Chunk, chunk
 from tune.datasets.sources import Source, open_source
@@ -34,6 +34,7 @@ def load(
     *,
     max_seq_len: int,
     packed: bool = False,
+    kind: Kind = "supervised",
     format: str | None = None,
     columns: Mapping[str, str] | None = None,
     subset: str | None = None,
@@ -56,16 +57,17 @@ def load(
 ) -> Dataset | Stream:
     """Tokenises a dataset: a file, a folder, a glob, a URL of these, a name on the hub, or a generator function.
 
-    A generator function is given as `python:my_data.rows`. `format` is the name of a format or the dotted path of a
-    function from a row to a row of one; None recognises it by its columns. `columns` gives the data's names for the
-    columns of a format ({"prompt": "question", "completion": "answer"}). `subset` is one of a hub dataset's
-    configurations; `take` reads only the first rows; `filter`, a dotted path, is a function from a row to whether it
-    stays. `train_on` is `assistant`, `all`, `last` (the assistant's last turn) or a list of roles. Rows longer than
-    `max_seq_len` are cut at its end (a conversation behind a message), dropped, split, or an error; None splits texts
-    and truncates the others. `bos_in_pieces`: of a text that begins with BOS, each piece does. `ignore` names columns,
-    or `<image>`, to leave out although they change what a row says. `extra_columns` go with their samples into the
-    batches: numbers, or for rows of `input_ids` a number for each of them. `validation_fraction` of the rows goes into
-    `.validation` instead.
+    A generator function is given as `python:my_data.rows`. Rows of `kind` preferences have better and worse answers, or
+    labelled ones: the answers to a prompt are a group of samples, which has `max_seq_len` tokens together. `format` is
+    the name of a format or the dotted path of a function from a row to a row of one; None recognises it by its columns.
+    `columns` gives the data's names for the columns of a format ({"prompt": "question", "completion": "answer"}).
+    `subset` is one of a hub dataset's configurations; `take` reads only the first rows; `filter`, a dotted path, is a
+    function from a row to whether it stays. `train_on` is `assistant`, `all`, `last` (the assistant's last turn) or a
+    list of roles. Rows longer than `max_seq_len` are cut at its end (a conversation behind a message), dropped, split,
+    or an error; None splits texts and truncates the others. `bos_in_pieces`: of a text that begins with BOS, each piece
+    does. `ignore` names columns, or `<image>`, to leave out although they change what a row says. `extra_columns` go
+    with their samples into the batches: numbers, or for rows of `input_ids` a number for each of them.
+    `validation_fraction` of the rows goes into `.validation` instead.
 
     Mistaken rows raise TuneError with their places; with `on_bad_row="skip"` they are dropped and counted, unless they
     are more than `max_bad_share` of the rows. Rows of no use are dropped and counted in `.accounting`.
@@ -76,10 +78,16 @@ def load(
     `streaming` keeps nothing: rows are tokenised while they are read, and shuffled and packed among `shuffle_buffer` of
     them (default: 8,192).
     """
+    if kind == "preferences":
+        if train_on != "assistant" or too_long == "split":
+            raise TuneError(
+                "kind=preferences: answers are learned, and not split: leave out train_on and too_long=split"
+            )
+        too_long = too_long or "truncate"
     reader = RowReader(
-        tokenizer, max_seq_len, _named(format), dict(columns or {}), filter, train_on, train_on_end_of_turn, too_long,
-        validation_fraction, validation_seed, bos_in_pieces=bos_in_pieces, ignore=ignore, extra_columns=extra_columns,
-        max_bad_share=max_bad_share if on_bad_row == "skip" else None,
+        tokenizer, max_seq_len, _named(format, kind), dict(columns or {}), filter, train_on, train_on_end_of_turn,
+        too_long, validation_fraction, validation_seed, bos_in_pieces=bos_in_pieces, ignore=ignore,
+        extra_columns=extra_columns, max_bad_share=max_bad_share if on_bad_row == "skip" else None, kind=kind,
     )  # fmt: skip
     if "group" in extra_columns and (streaming or validation_fraction):
         raise TuneError("extra_columns: streaming and validation_fraction could part the rows of a group")
@@ -157,7 +165,7 @@ def _for_rows_like(row: dict[str, Any], place: str, reader: RowReader, accountin
             raise TuneError(f"columns: {reader.format} gives the columns of a format itself; remove columns")
         accounting.format = reader.format
         return reader
-    found = recognise(row, reader.columns, place, (reader.format,) if reader.format else FORMATS)
+    found = recognise(row, reader.columns, place, (reader.format,) if reader.format else FORMATS[reader.kind])
     if found.is_chat:
         reader.tokenizer.require_chat_template()
     used = {reader.columns.get(column, column) for column in (*found.columns, *found.optional)}
@@ -166,17 +174,17 @@ def _for_rows_like(row: dict[str, Any], place: str, reader: RowReader, accountin
     return replace(reader, format=found)
 
 
-def _named(format: str | None) -> Format | str | None:
+def _named(format: str | None, kind: Kind) -> Format | str | None:
     """The format of this name, or the dotted path of the user's function."""
     if format is None or "." in format:
         return format
-    for known in FORMATS:
+    for known in FORMATS[kind]:
         if known.name == format:
             return known
-    names = [known.name for known in FORMATS]
+    names = [known.name for known in FORMATS[kind]]
     raise TuneError(
-        f"format={format} is no format.{did_you_mean(format, names)} There are {', '.join(names)}, and functions of "
-        "your own: format=my_data.to_messages"
+        f"format={format} is no format of {kind} rows.{did_you_mean(format, names)} There are {', '.join(names)}, and "
+        "functions of your own: format=my_data.to_messages"
     )
 
 

@@ -32,6 +32,7 @@ class GlobalBatch:
     micro_batches: list[Batch]
     num_tokens: int
     num_supervised: int
+    num_pairs: int  # of answers to compare: the first of a group with each of the others
 
 
 class DataLoader:
@@ -120,7 +121,8 @@ class DataLoader:
         micro_batches = list(_micro_batches(data, rows, self.world, self.micro_batch_size, self.pad_to))
         if torch.cuda.is_initialized():  # from pinned memory it is copied while the GPU computes
             micro_batches = [batch.pin_memory() for batch in micro_batches]
-        return GlobalBatch(names, micro_batches, int(data.row_tokens[rows].sum()), int(data.row_supervised[rows].sum()))
+        counts = (int(each[rows].sum()) for each in (data.row_tokens, data.row_supervised, data.row_pairs))
+        return GlobalBatch(names, micro_batches, *counts)
 
     def _identity(self) -> dict[str, Any]:
         return {"fingerprint": self.dataset.fingerprint, "seed": self.seed, "global_batch_size": self.global_batch_size}

@@ -11,9 +11,12 @@ import numpy as np
 
 from tune.collators import IGNORE, Sample
 from tune.datasets.formats import (
+    FORMATS,
+    Answers,
     Chat,
     Content,
     Format,
+    Kind,
     OtherMeaning,
     Plain,
     Row,
@@ -62,6 +65,7 @@ class Draft:
     text: str = ""
     spans: Sequence[Span] = ()
     remarks: Sequence[str] = ()
+    columns: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -86,17 +90,20 @@ class RowReader:
     bos_in_pieces: bool = True
     ignore: Sequence[str] = ()
     extra_columns: Sequence[str] = ()
+    kind: Kind = "supervised"
     max_bad_share: float | None = None  # of the rows; None: a row that cannot be used is a mistake, and not skipped
 
     def __call__(self, rows: Sequence[tuple[str, Any]]) -> list[Outcome]:
         """What becomes of each of the rows, which come with their places; a TuneError in the stead of one is its
         mistake. They are tokenised together."""
-        drafts = [_with_place(place, self._draft, row) for place, row in rows]
-        texts = [draft.text for draft in drafts if isinstance(draft, Draft)]
+        drafts = [_with_place(place, self._drafts, row) for place, row in rows]
+        texts = [draft.text for each in drafts if isinstance(each, list) for draft in each]
         encodings = iter(self.tokenizer.encode_with_offsets(texts))
         outcomes = [
-            _with_place(place, self._finished, draft, next(encodings)) if isinstance(draft, Draft) else draft
-            for (place, _), draft in zip(rows, drafts, strict=True)
+            _with_place(place, self._together, place, each, [next(encodings) for _ in each])
+            if isinstance(each, list)
+            else each
+            for (place, _), each in zip(rows, drafts, strict=True)
         ]
         if self.extra_columns:
             pairs = zip(rows, outcomes, strict=True)
@@ -115,7 +122,8 @@ class RowReader:
         (encoding,) = self.tokenizer.encode_with_offsets([draft.text])
         return self._labelled(draft, encoding)
 
-    def _draft(self, row: Any) -> Draft | Outcome:
+    def _drafts(self, row: Any) -> list[Draft] | Outcome:
+        """What a row says: one content, or in preference rows one for each answer."""
         if isinstance(row, TuneError):
             raise row
         if not isinstance(row, dict):
@@ -130,13 +138,26 @@ class RowReader:
                 return Outcome(dropped=LEFT_OUT + self.format)
             if not isinstance(row, dict):
                 raise TuneError(f"{self.format} gives {shown(row)}; it must give a row, or None to leave it out")
-            format = recognise(row, {}, f"what {self.format} gives")
+            format = recognise(row, {}, f"what {self.format} gives", FORMATS[self.kind])
         else:
-            format = self.format or recognise(row, self.columns, "the row")
+            format = self.format or recognise(row, self.columns, "the row", FORMATS[self.kind])
         row = renamed(row, format, self.columns)
         content = format.read(row)
         if isinstance(content, str):
             return Outcome(dropped=content)
+        if isinstance(content, Answers):
+            drafts = [self._draft(row, format, each) for each in content.contents]
+            if refused := [each for each in drafts if isinstance(each, Outcome)]:
+                return refused[0]
+            return [
+                replace(draft, columns=columns)
+                for draft, columns in zip(drafts, content.columns, strict=True)
+                if isinstance(draft, Draft)
+            ]
+        draft = self._draft(row, format, content)
+        return draft if isinstance(draft, Outcome) else [draft]
+
+    def _draft(self, row: Row, format: Format, content: Content) -> Draft | Outcome:
         used_or_ignored = (*self.ignore, *self.extra_columns)
         require_meaning(row, format, content, used_or_ignored)
         if isinstance(content, Chat):
@@ -217,19 +238,49 @@ class RowReader:
                 break
         return end
 
-    def _finished(self, draft: Draft, encoding: Encoding) -> Outcome:
-        whole = self._labelled(draft, encoding)
+    def _together(self, place: str, drafts: list[Draft], encodings: list[Encoding]) -> Outcome:
+        """The samples of a row. Answers to one prompt are a group, which has `max_seq_len` tokens: if it is longer, its
+        longest samples are cut to one length, and if one of them is of no use the row is dropped."""
+        wholes = [self._labelled(draft, encoding) for draft, encoding in zip(drafts, encodings, strict=True)]
+        lengths = sorted(len(whole.tokens) for whole in wholes)
+        reader = self
+        if (total := sum(lengths)) > self.max_seq_len:
+            if self.too_long == "drop":
+                return Outcome(dropped=TOO_LONG)
+            if self.too_long == "error":
+                raise TuneError(f"the row has {total:,} tokens, which is more than max_seq_len={self.max_seq_len}")
+            left, limit = self.max_seq_len, 0
+            for number, length in enumerate(lengths):
+                limit = left // (len(lengths) - number)
+                left -= min(length, limit)
+            reader = replace(self, max_seq_len=limit)
+        outcomes = [reader._finished(draft, whole) for draft, whole in zip(drafts, wholes, strict=True)]
+        if len(outcomes) == 1:
+            return outcomes[0]
+        if dropped := [outcome for outcome in outcomes if outcome.dropped]:
+            return dropped[0]
+        samples = [outcome.samples[0] for outcome in outcomes]
+        if any(np.array_equal(samples[0].tokens, each.tokens) for each in samples[1:]):
+            is_cut = any(outcome.cut for outcome in outcomes)
+            return Outcome(dropped=f"chosen equal to rejected{' as far as they fit' * is_cut}")
+        group = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big")
+        return Outcome(
+            [replace(sample, columns={**sample.columns, "group": group}) for sample in samples],
+            cut=sum(outcome.cut for outcome in outcomes),
+            clipped=any(outcome.clipped for outcome in outcomes),
+            ends=all(outcome.ends for outcome in outcomes),
+            remarks=list(dict.fromkeys(remark for outcome in outcomes for remark in outcome.remarks)),
+        )
+
+    def _finished(self, draft: Draft, whole: Sample) -> Outcome:
         content, too_long, cut, clipped = draft.content, self.too_long, 0, False
         if too_long is None:
             too_long = "split" if isinstance(content, Plain) and not content.prompt else "truncate"
         samples = [whole]
-        if (length := len(whole.tokens)) > self.max_seq_len:
-            if too_long == "drop":
-                return Outcome(dropped=TOO_LONG)
-            if too_long == "error":
-                raise TuneError(f"the row has {length:,} tokens, which is more than max_seq_len={self.max_seq_len}")
+        if len(whole.tokens) > self.max_seq_len:
             shorten = self._split if too_long == "split" else self._truncated
             samples, cut, clipped = shorten(content, whole)
+        samples = [replace(sample, columns=draft.columns) for sample in samples]
         outcome = replace(_supervised(samples, cut, whole), clipped=clipped, remarks=draft.remarks)
         if not isinstance(content, Chat):
             return outcome

@@ -46,6 +46,7 @@ class DrawnRows:
     documents: list[list[Sample]]
     row_tokens: np.ndarray
     row_supervised: np.ndarray
+    row_pairs: np.ndarray
     columns: dict[str, np.ndarray]
 
     def row(self, index: int) -> list[Sample]:
@@ -98,7 +99,7 @@ class Stream:
         windows = self._passes(start)
         if start == Position() and self._first:  # it is here already
             windows, self._first = chain([self._first], self._windows), None
-        rows: list[tuple[list[Sample], int, int]] = []
+        rows: list[tuple[list[Sample], np.int64, np.int64, np.int64]] = []
         for window in ahead(windows):
             data, drawn = window.data, 0
             self.seen.add(data.accounting)
@@ -112,11 +113,14 @@ class Stream:
             order = np.random.Generator(np.random.PCG64([seed, window.epoch, window.row])).permutation(len(data))
             for at, index in enumerate(order[drawn:].tolist(), drawn + 1):
                 documents = [renumbered(each, window.samples) for each in data.row(index)]
-                rows.append((documents, int(data.row_tokens[index]), int(data.row_supervised[index])))
+                rows.append((documents, data.row_tokens[index], data.row_supervised[index], data.row_pairs[index]))
                 if len(rows) == number:
-                    documents_of, tokens, supervised = zip(*rows, strict=True)
+                    documents_of, tokens, supervised, pairs = zip(*rows, strict=True)
+                    drawn_rows = DrawnRows(
+                        list(documents_of), np.array(tokens), np.array(supervised), np.array(pairs), data.columns
+                    )
                     position = Position(window.epoch, window.row, window.samples, at, data.fingerprint)
-                    yield DrawnRows(list(documents_of), np.array(tokens), np.array(supervised), data.columns), position
+                    yield drawn_rows, position
                     rows = []
 
     def windows(self, start: Position | None = None) -> Iterator[Window]:

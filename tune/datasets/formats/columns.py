@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from json import dumps
 
-from tune.datasets.formats.content import Chat, Content, Plain, Row
-from tune.datasets.formats.formats import FORMATS, Format
+from tune.datasets.formats.content import Answers, Chat, Content, Plain, Row
+from tune.datasets.formats.formats import Format
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
 
@@ -37,7 +37,7 @@ class OtherMeaning(TuneError):
     """A row says something else than a format reads of it."""
 
 
-def recognise(row: Row, columns: Mapping[str, str], place: str, formats: tuple[Format, ...] = FORMATS) -> Format:
+def recognise(row: Row, columns: Mapping[str, str], place: str, formats: tuple[Format, ...]) -> Format:
     """The first of the `formats` that has its columns in the row. `columns` gives the data's name for a format's, and
     leaves those that have all of these."""
     known = list(dict.fromkeys(column for format in formats for column in (*format.columns, *format.optional)))
@@ -83,7 +83,7 @@ def renamed(row: Row, format: Format, columns: Mapping[str, str]) -> Row:
 def require_meaning(row: Row, format: Format, content: Content, ignore: Sequence[str]) -> None:
     """Raises OtherMeaning if the format leaves out a column, or a prompt has a mark, that changes what the row says.
     `ignore` names those that may be left out."""
-    if not (found := [name for name in _other_meanings(row, content) if name not in ignore]):
+    if not (found := [name for name in _other_meanings(row, content, format) if name not in ignore]):
         return
     what = dict.fromkeys(MEANINGS.get(name, "where an image is, which a model of text does not see") for name in found)
     raise OtherMeaning(
@@ -93,14 +93,18 @@ def require_meaning(row: Row, format: Format, content: Content, ignore: Sequence
     )
 
 
-def _other_meanings(row: Row, content: Content) -> list[str]:
-    found = [name for name in MEANINGS if name in row and row[name] not in NOTHING]
+def _other_meanings(row: Row, content: Content, format: Format) -> list[str]:
+    found = [name for name in MEANINGS if row.get(name) not in NOTHING and name not in format.columns]
     if isinstance(content, Plain):
         prompts = [content.prompt]
     else:
         messages = content.messages if isinstance(content, Chat) else []
         prompts = [message.get("content") or "" for message in messages if message["role"] != "assistant"]
     return [*found, IMAGE] if any(IMAGE in prompt for prompt in prompts) else found
+
+
+def first_content(content: Content | Answers) -> Content:
+    return content.contents[0] if isinstance(content, Answers) else content
 
 
 def _advice(row: Row, columns: Mapping[str, str], formats: Iterable[Format]) -> str:
@@ -131,7 +135,7 @@ def _renaming(row: Row, columns: Mapping[str, str], format: Format) -> str | Non
         content = format.read(read)
     except TuneError:
         return None
-    left = [] if isinstance(content, str) else _other_meanings(read, content)
+    left = [] if isinstance(content, str) else _other_meanings(read, first_content(content), format)
     pairs = ", ".join(f"{ours}: {_yaml(theirs)}" for ours, theirs in mapping.items())
     ignored = f" '{_ignored(left)}'" if left else ""
     return f"'dataset.columns={{{pairs}}}'{ignored} ({'a chat' if format.is_chat else 'plain text'})"

@@ -35,8 +35,16 @@ class Tokens:
     labels: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Answers to one prompt, and the columns of each, by which a method compares them."""
+
+    contents: list[Chat | Plain]
+    columns: list[dict[str, float]]
+
+
 Content = Chat | Plain | Tokens
-"""What a format makes of a row."""
+"""What is read and learned as one sample."""
 
 
 def shown(value: Any) -> str:

@@ -6,10 +6,12 @@ row is a mistake.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from tune.collators import IGNORE
-from tune.datasets.formats.content import Chat, Content, Plain, Row, Tokens, shown
+from tune.datasets.formats.content import Answers, Chat, Content, Plain, Row, Tokens, shown
 from tune.datasets.formats.messages import checked_messages, checked_tools, conversation, is_empty_answer
+from tune.datasets.formats.preferences import instructed, labelled, preference
 from tune.errors import TuneError
 
 
@@ -100,21 +102,32 @@ class Format:
     """`read` wants the `columns`, and looks into the `optional` ones."""
 
     name: str
-    read: Callable[[Row], Content | str]
+    read: Callable[[Row], Content | Answers | str]
     columns: tuple[str, ...]
     optional: tuple[str, ...] = ()
     is_chat: bool = False
 
 
-FORMATS = (
-    Format("chat", chat, ("messages",), ("tools", "system"), is_chat=True),
-    Format("sharegpt", sharegpt, ("conversations",), ("tools", "system"), is_chat=True),
-    Format("prompt_completion", prompt_completion, ("prompt", "completion"), ("tools",)),
-    Format("alpaca", alpaca, ("instruction", "output"), ("input", "system"), is_chat=True),
-    Format("tokens", tokens, ("input_ids",), ("labels", *MASKS)),
-    Format("text", text, ("text",)),
-)
-"""The formats that `dataset.format` can name, in the order in which they are recognised."""
+Kind = Literal["supervised", "preferences"]
+
+FORMATS: dict[Kind, tuple[Format, ...]] = {
+    "supervised": (
+        Format("chat", chat, ("messages",), ("tools", "system"), is_chat=True),
+        Format("sharegpt", sharegpt, ("conversations",), ("tools", "system"), is_chat=True),
+        Format("prompt_completion", prompt_completion, ("prompt", "completion"), ("tools",)),
+        Format("alpaca", alpaca, ("instruction", "output"), ("input", "system"), is_chat=True),
+        Format("tokens", tokens, ("input_ids",), ("labels", *MASKS)),
+        Format("text", text, ("text",)),
+    ),
+    "preferences": (
+        Format("instruction_preference", instructed, ("instruction", "chosen", "rejected"), ("system", "margin"), True),
+        Format("preference", preference, ("chosen", "rejected"), ("prompt", "system", "tools", "margin")),
+        Format("labelled_completion", labelled(prompt_completion), ("prompt", "completion", "label"), ("tools",)),
+        Format("labelled_chat", labelled(chat), ("messages", "label"), ("tools", "system"), is_chat=True),
+        Format("labelled_alpaca", labelled(alpaca), ("instruction", "output", "label"), ("input", "system"), True),
+    ),
+}
+"""The formats that `dataset.format` can name, by kind, in the order in which they are recognised."""
 
 
 def _ids(row: Row, column: str) -> list[int]:

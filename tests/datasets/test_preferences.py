@@ -1,0 +1,176 @@
+"""Rows with better and worse answers, or labelled ones: what is learned, what is cut, what is dropped and refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tune.datasets import DataLoader, load
+from tune.errors import TuneError
+from tune.tokenizers import Tokenizer
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture
+def read(folder, tmp_path):
+    tokenizer = Tokenizer(str(folder))
+
+    def read(*rows, max_seq_len=400, **options):
+        file = tmp_path / "data.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return load(tokenizer, str(file), max_seq_len=max_seq_len, kind="preferences", **options)
+
+    def learned(*rows, **options):
+        """Of each sample what is read and what is learned of it."""
+        samples = read(*rows, **options).samples
+        ids = [
+            (sample.tokens.tolist(), [label for label in sample.labels.tolist() if label >= 0]) for sample in samples
+        ]
+        return [(tokenizer.decode(tokens), tokenizer.decode(labels)) for tokens, labels in ids]
+
+    read.learned = learned
+    return read
+
+
+ONE_TURN = "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
+CHAT = [(ONE_TURN.format("Yes"), "Yes<|im_end|>"), (ONE_TURN.format("No"), "No<|im_end|>")]
+TEXT = [("<s>Q: 1+1? 2</s>", " 2</s>"), ("<s>Q: 1+1? 3</s>", " 3</s>")]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "Q: 1+1?", "chosen": " 2", "rejected": " 3"}, TEXT),
+        ({"chosen": "Q: 1+1? 2", "rejected": "Q: 1+1? 3"}, TEXT),
+        ({"chosen": [user("Hi?"), said("Yes")], "rejected": [user("Hi?"), said("No")]}, CHAT),
+        ({"prompt": "Hi?", "chosen": [user("Hi?"), said("Yes")], "rejected": [user("Hi?"), said("No")]}, CHAT),
+        ({"prompt": "Hi?", "chosen": [said("Yes")], "rejected": [said("No")]}, CHAT),
+        ({"prompt": [user("Hi?")], "chosen": [said("Yes")], "rejected": [said("No")]}, CHAT),
+        ({"instruction": "Hi?", "chosen": "Yes", "rejected": "No"}, CHAT),
+        ({"instruction": "Hi?", "chosen": "Yes", "rejected": ["No", "No"]}, [*CHAT, CHAT[1]]),
+        ({"prompt": [user("Hi?")], "chosen": [said("Yes")], "rejected": [[said("No")]]}, CHAT),
+    ],
+)
+def test_answers_to_one_prompt_are_a_group_in_which_only_they_are_learned(read, row, expected):
+    assert read.learned(row) == expected
+    data = read(row, row)
+    columns = [sample.columns for sample in data.samples]
+    assert [each["answer"] for each in columns] == [*range(len(expected))] * 2
+    assert [each["group"] for each in columns] == [1] * len(expected) + [2] * len(expected)
+    assert data.row_pairs.tolist() == [len(expected) - 1] * 2
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Q: 1+1?", "completion": " 2", "label": True},
+        {"messages": [user("Hi?"), said("Yes")], "label": 1},
+        {"messages": [user("Hi"), said("Ho"), user("Hi?"), said("Yes")], "label": 1},
+        {"instruction": "Hi?", "output": "Yes", "label": True},
+    ],
+)
+def test_labelled_answers_are_alone(read, row):
+    (first, second) = read(row, {**row, "label": False}).samples
+    assert (first.columns, second.columns) == ({"label": 1}, {"label": 0})
+    learned = read.learned(row)[0][1]
+    assert learned == (" 2</s>" if "prompt" in row else "Yes<|im_end|>")
+
+
+def test_only_the_last_answer_is_compared_and_margins_come_along(read):
+    before = [user("a"), said("b"), user("c")]
+    row = {"chosen": [*before, said("d")], "rejected": [*before, said("e")], "margin": 0.5}
+    assert [learned for _, learned in read.learned(row)] == ["d<|im_end|>", "e<|im_end|>"]
+    assert [sample.columns["margin"] for sample in read(row).samples] == [0.5, 0.5]
+
+
+def test_a_pair_that_is_too_long_is_cut_at_the_longer_answer_first(read):
+    row = {"prompt": "p", "chosen": " a" * 10, "rejected": " b" * 90}
+    whole = [len(sample.tokens) for sample in read(row).samples]
+    data = read(row, max_seq_len=whole[0] + 30)
+    assert [len(sample.tokens) for sample in data.samples] == [whole[0], 30]
+    assert (data.accounting.truncated, data.accounting.clipped, data.accounting.cut_tokens) == (1, 1, whole[1] - 30)
+    assert data.accounting.split == 0
+    dropped = read(row, {**row, "rejected": " b"}, max_seq_len=whole[0] + 30, too_long="drop").accounting
+    assert dropped.dropped == {"longer than max_seq_len": 1}
+
+
+def test_pairs_are_packed_and_batched_as_units(read):
+    rows = [{"prompt": "p", "chosen": " a" * count, "rejected": " b" * 2} for count in range(1, 20)]
+    data = read(*rows, max_seq_len=64, packed=True)
+
+    class One:
+        data_rank, data_size = 0, 1
+
+    seen = []
+    for _, batch in DataLoader(data, One(), 2, 1):
+        assert batch.num_pairs == sum(int(each.columns["answer"].sum()) for each in batch.micro_batches)
+        for micro_batch in batch.micro_batches:
+            groups, answers = micro_batch.columns["group"], micro_batch.columns["answer"]
+            seen += groups[answers == 1].tolist()
+            assert groups[answers.nonzero() - 1].tolist() == groups[answers.nonzero()].tolist()
+    assert sorted(seen) == list(range(1, 20))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "p", "chosen": "a", "rejected": "a"}, "chosen equal to rejected"),
+        ({"prompt": "p", "chosen": "a", "rejected": ""}, "empty rejected"),
+        ({"prompt": "p", "chosen": None, "rejected": "a"}, "empty chosen"),
+        ({"prompt": "p", "chosen": "a", "rejected": []}, "empty rejected"),
+        ({"prompt": "p " * 150, "chosen": "a", "rejected": "b"}, "fully masked"),
+        ({"prompt": "p", "chosen": "x" * 300 + "a", "rejected": "x" * 300 + "b"}, "chosen equal to rejected as far"),
+    ],
+)
+def test_pairs_of_no_use_are_dropped_and_counted(read, row, reason):
+    data = read(row, {"prompt": "p", "chosen": "a", "rejected": "b"}, max_seq_len=100)
+    ((found, count),) = data.accounting.dropped.items()
+    assert found.startswith(reason) and count == 1 and len(data) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "q", "chosen": "a", "rejected": "b"}, "columns={instruction: question}"),
+        ({"chosen": "a", "rejected": "b"}, "there is no prompt"),
+        ({"chosen": [user("a")], "rejected": [user("b")]}, "must end with an answer of the assistant"),
+        ({"prompt": "p", "chosen": "a", "rejected": [said("b")]}, 'chosen is "a"'),
+        ({"prompt": 1, "chosen": "a", "rejected": "b"}, "prompt is 1"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}, 'margin is "big"'),
+        ({"prompt": "p", "completion": "b", "label": "good"}, 'label is "good"'),
+        ({"instruction": 3, "chosen": "a", "rejected": "b"}, "instruction is 3"),
+        ({"text": "a"}, "none of the known formats"),
+        ({"messages": [user("a"), said("b")]}, "none of the known formats"),
+    ],
+)
+def test_wrong_rows_are_told_with_their_place(read, row, message):
+    with pytest.raises(TuneError, match=r"data.jsonl:1") as error:
+        read(row)
+    assert message in str(error.value)
+
+
+def test_options_that_part_answers_are_refused(read):
+    row = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    for options in ({"train_on": "all"}, {"too_long": "split"}):
+        with pytest.raises(TuneError, match="kind=preferences"):
+            read(row, **options)
+    with pytest.raises(TuneError, match="no format of preferences rows"):
+        read(row, format="chat")
+
+
+def test_streams_draw_whole_pairs(read):
+    row = {"prompt": "p", "chosen": "a", "rejected": "b"}
+
+    class One:
+        data_rank, data_size = 0, 1
+
+    (_, batch), *_ = DataLoader(read(*[row] * 8, streaming=True), One(), 4, 4, max_steps=2)
+    assert batch.num_pairs == 4
+    assert np.array_equal(batch.micro_batches[0].columns["answer"], [0, 1] * 4)

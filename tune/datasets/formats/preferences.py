@@ -1,0 +1,119 @@
+"""The formats of preference rows: better and worse answers to a prompt, or answers with a label."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tune.datasets.formats.content import Answers, Chat, Content, Plain, Row, Tokens, shown
+from tune.datasets.formats.messages import checked_messages, checked_tools, conversation
+from tune.errors import TuneError
+
+QUESTIONS = ("question", "instruction", "query", "problem", "input")
+
+
+def preference(row: Row) -> Answers | str:
+    """`chosen` and `rejected`: two strings or two lists of messages; `rejected` may be a list of several of them.
+
+    `prompt` (a string or messages) comes before the answers. Without it, what both begin with is the prompt.
+    """
+    chosen, rejected = row["chosen"], row["rejected"]
+    several = isinstance(rejected, list) and (not rejected or not isinstance(rejected[0], dict))
+    answers = [chosen, *(rejected if several else [rejected])]
+    names = ["chosen", *([f"rejected[{index}]" for index in range(len(rejected))] if several else ["rejected"])]
+    if empty := [name for name, answer in zip(names, answers, strict=True) if answer in (None, "", [])]:
+        return f"empty {empty[0].partition('[')[0]}"
+    if len(answers) == 1:
+        return "empty rejected"
+    if all(isinstance(answer, str) for answer in answers):
+        return _compared(row, _texts(row, answers))
+    for name, answer in zip(names, answers, strict=True):
+        if not isinstance(answer, list):
+            raise TuneError(f"{name} is {shown(answer)}; chosen and rejected must be strings or lists of messages")
+    return _chats(row, [checked_messages(answer, name) for name, answer in zip(names, answers, strict=True)])
+
+
+def instructed(row: Row) -> Answers | str:
+    """`instruction`, `chosen` and `rejected`: strings, as a chat of one turn; optional `system`."""
+    instruction, rejected = row["instruction"], row["rejected"]
+    if not isinstance(instruction, str) or not instruction:
+        raise TuneError(f"instruction is {shown(instruction)}; it must be a string")
+    several = rejected if isinstance(rejected, list) else [rejected]
+    for name, answer in (("chosen", row["chosen"]), *(("rejected", each) for each in several)):
+        if not isinstance(answer, str | None):
+            raise TuneError(f"{name} is {shown(answer)}; it must be a string")
+        if not answer:
+            return f"empty {name}"
+    answers = [[{"role": "assistant", "content": answer}] for answer in (row["chosen"], *several)]
+    return _chats({**row, "prompt": instruction}, answers) if several else "empty rejected"
+
+
+def labelled(read: Callable[[Row], Content | str]) -> Callable[[Row], Answers | str]:
+    """`read`'s format with a `label`: true or 1 for a good answer, false or 0 for a bad one (KTO)."""
+
+    def read_labelled(row: Row) -> Answers | str:
+        label, content = row["label"], read(row)
+        if label not in (0, 1) or not isinstance(label, bool | int):
+            raise TuneError(f"label is {shown(label)}; it must be true (a good answer) or false (a bad one)")
+        if isinstance(content, str):
+            return content
+        assert not isinstance(content, Tokens)
+        if isinstance(content, Chat):
+            content = _answered(content, "messages")
+        return Answers([content], [{"label": int(label)}])
+
+    return read_labelled
+
+
+def _texts(row: Row, answers: list[str]) -> list[Plain]:
+    prompt = row.get("prompt")
+    if not isinstance(prompt, str | None):
+        raise TuneError(f"prompt is {shown(prompt)}; where chosen and rejected are strings it must be a string")
+    if prompt is None:
+        if asked := next((name for name, value in row.items() if value and name.lower() in QUESTIONS), None):
+            raise TuneError(
+                f"chosen and rejected answer {asked}, which would not be read. Say which it is: "
+                f"'dataset.columns={{instruction: {asked}}}' (a chat), or 'dataset.columns={{prompt: {asked}}}' (text)"
+            )
+        # What all begin with, up to the last blank, so that no word is parted.
+        shared = re.match(r"(.*)\s", answers[0][: _shared(answers)], re.DOTALL)
+        if not shared:
+            raise TuneError("there is no prompt: chosen and rejected begin with nothing in common. Add a column prompt")
+        prompt = shared[1]
+        answers = [answer[len(prompt) :] for answer in answers]
+    return [Plain(prompt, answer) for answer in answers]
+
+
+def _chats(row: Row, answers: list[list[Any]]) -> Answers | str:
+    prompt = row.get("prompt")
+    if isinstance(prompt, str) and prompt:
+        prompt = [{"role": "user", "content": prompt}]
+    before = checked_messages(prompt, "prompt") if prompt else []
+    # Many sets repeat the prompt in the answers.
+    chats = [answer if answer[: len(before)] == before else [*before, *answer] for answer in answers]
+    chats = [conversation({"messages": chat, "system": row.get("system")}, "messages") for chat in chats]
+    tools = checked_tools(row.get("tools"))
+    shared = _shared(chats)
+    return _compared(row, [_answered(Chat(chat, tools, shared), "chosen and rejected") for chat in chats])
+
+
+def _shared(sequences: Sequence[Sequence[Any]]) -> int:
+    """How many items all of them begin with."""
+    together = enumerate(zip(*sequences, strict=False))
+    differing = (index for index, (first, *others) in together if any(each != first for each in others))
+    return next(differing, min(map(len, sequences)))
+
+
+def _answered(chat: Chat, place: str) -> Chat:
+    """The conversation with its prompt: at the most all but the last message, which is an answer."""
+    last = len(chat.messages) - 1
+    if chat.messages[last]["role"] != "assistant":
+        raise TuneError(f"{place} must end with an answer of the assistant, not with {chat.messages[last]['role']}")
+    return Chat(chat.messages, chat.tools, min(chat.prompt or last, last))
+
+
+def _compared(row: Row, contents: list[Any]) -> Answers:
+    margin = row.get("margin")
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
+        raise TuneError(f"margin is {shown(margin)}; it must be a number")
+    columns = [{"answer": index, "margin": float(margin or 0)} for index in range(len(contents))]
+    return Answers(contents, columns)
