@@ -1,6 +1,7 @@
 """Memory and time of output projection + cross-entropy, forward and backward: naive, tune, and torch's own.
 
     python benchmarks/linear_cross_entropy.py [--tokens 4096 --dim 512 --vocabulary 128256 --chunk 512 --device cpu]
+    python benchmarks/linear_cross_entropy.py --log-probs  # of each label, each with a gradient of its own
 
 Each variant runs in a process of its own, so that the peak of one does not hide in that of another; rounds alternate
 and the median is reported.
@@ -18,8 +19,9 @@ import torch.nn.functional as F
 from bytes_moved import BytesMoved
 
 from tune.collators import Batch
-from tune.losses import LinearCrossEntropy
-from tune.losses.linear_cross_entropy import LOGITS, _LinearCrossEntropy
+from tune.losses import LinearCrossEntropy, LogProbs
+from tune.losses.chunks import LOGITS
+from tune.losses.linear_cross_entropy import _LinearCrossEntropy
 
 
 def naive(hidden, weight, labels, chunk):
@@ -27,7 +29,9 @@ def naive(hidden, weight, labels, chunk):
 
 
 def tune(hidden, weight, labels, chunk):
-    return LinearCrossEntropy(chunk)(hidden, weight, Batch.of(labels[None], labels[None]))
+    return LinearCrossEntropy(chunk)(
+        hidden[None], weight, Batch.of(labels[None].cpu(), labels[None].cpu()).to(labels.device)
+    )
 
 
 def upstream(hidden, weight, labels, chunk):
@@ -35,14 +39,28 @@ def upstream(hidden, weight, labels, chunk):
     return F.linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options)
 
 
-VARIANTS = {"naive": naive, "tune": tune, "upstream": upstream}
+def naive_log_probs(hidden, weight, labels, chunk):
+    log_probs = (hidden @ weight.T).float().log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
+    return log_probs @ torch.linspace(-1, 0, len(labels), device=labels.device)
+
+
+def tune_log_probs(hidden, weight, labels, chunk):
+    log_probs = LogProbs(chunk)(
+        hidden[None], weight, Batch.of(labels[None].cpu(), labels[None].cpu()).to(labels.device)
+    ).log_probs
+    return log_probs @ torch.linspace(-1, 0, len(labels), device=labels.device)
+
+
+CROSS_ENTROPY = {"naive": naive, "tune": tune, "upstream": upstream}
+LOG_PROBS = {"naive log-probs": naive_log_probs, "tune log-probs": tune_log_probs}
+VARIANTS = CROSS_ENTROPY | LOG_PROBS
 
 
 def measure(variant, args):
     """Seconds and extra peak GiB of one forward and backward."""
     torch.manual_seed(0)
     hidden = torch.randn(args.tokens, args.dim, device=args.device, requires_grad=True)
-    weight = (torch.randn(args.vocabulary, args.dim, device=args.device) * 0.02).requires_grad_()
+    weight = torch.randn(args.vocabulary, args.dim, device=args.device).mul_(0.02).requires_grad_()
     labels = torch.randint(args.vocabulary, (args.tokens,), device=args.device)
     before = peak(args.device)
     start = time.perf_counter()
@@ -63,7 +81,7 @@ def print_bytes(args):
             )
             labels = torch.empty(args.tokens, dtype=torch.long, device="meta")
             with BytesMoved() as counted:
-                _LinearCrossEntropy.apply(hidden, weight, labels, chunk, None).backward()
+                _LinearCrossEntropy.apply(hidden, weight, labels, chunk, None, None).backward()
             moved.append(counted.total / 2**30)
         print(f"chunks of {chunk:5}: {moved[0]:6.0f} GiB, {moved[1]:6.0f} GiB with a frozen head")
 
@@ -80,6 +98,7 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--bytes", action="store_true", help="count bytes moved in bf16 by chunk, without computing")
+    parser.add_argument("--log-probs", action="store_true", help="compare these instead of cross-entropies")
     parser.add_argument("--variant", choices=VARIANTS, help="measure this one, in this process")
     args = parser.parse_args()
     if args.bytes:
@@ -88,7 +107,8 @@ def main():
     if args.variant:
         print(*measure(args.variant, args))
         return
-    results = {variant: [] for variant in VARIANTS if variant != "upstream" or hasattr(F, "linear_cross_entropy")}
+    compared = LOG_PROBS if args.log_probs else CROSS_ENTROPY
+    results = {variant: [] for variant in compared if variant != "upstream" or hasattr(F, "linear_cross_entropy")}
     for _ in range(args.rounds):
         for variant, rounds in results.items():
             run = subprocess.run(
@@ -96,11 +116,11 @@ def main():
             )
             rounds.append([float(word) for word in run.stdout.split()])
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args}")
-    base = [statistics.median(column) for column in zip(*results["naive"], strict=True)]
+    base = [statistics.median(column) for column in zip(*next(iter(results.values())), strict=True)]
     for variant, rounds in results.items():
         seconds, extra, loss, norm = (statistics.median(column) for column in zip(*rounds, strict=True))
         print(
-            f"{variant:9} {seconds:7.2f} s ({seconds / base[0]:.2f}x)   "
+            f"{variant:15} {seconds:7.2f} s ({seconds / base[0]:.2f}x)   "
             f"extra peak {extra:6.2f} GiB ({extra / base[1]:.3f}x)   loss {loss:.6f}   gradient norm {norm:.8f}"
         )
 

@@ -3,20 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from losses.operands import make
 from torch.testing import assert_close
 
 from tune.collators import Batch
 from tune.losses import LinearCrossEntropy
-from tune.losses.linear_cross_entropy import default_chunk_tokens
-
-
-def make(dtype=torch.float32, tokens=50, dim=16, vocabulary=97):
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2, tokens // 2, dim, generator=generator).to(dtype).requires_grad_()
-    weight = (torch.randn(vocabulary, dim, generator=generator) * 0.3).to(dtype).requires_grad_()
-    labels = torch.randint(vocabulary, (2, tokens // 2), generator=generator)
-    labels[0, :7] = labels[1, -3:] = -100
-    return hidden, weight, labels
+from tune.losses.chunks import default_chunk_tokens
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])

@@ -1,5 +1,7 @@
-"""Losses. Each returns a sum over supervised tokens; the caller divides by the count of the whole optimizer step."""
+"""Losses and values per token, from hidden states by chunks. A loss is a sum over supervised tokens; the caller divides
+by the count of the whole optimizer step."""
 
 from tune.losses.linear_cross_entropy import LinearCrossEntropy
+from tune.losses.log_probs import LogProbs, TokenLogProbs, per_document
 
-__all__ = ["LinearCrossEntropy"]
+__all__ = ["LinearCrossEntropy", "LogProbs", "TokenLogProbs", "per_document"]

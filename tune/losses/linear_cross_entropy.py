@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from tune.collators import Batch
+from tune.losses.chunks import Gradients, chunks_of_logits, default_chunk_tokens, normalize, operands
 from tune.types import PositiveInt
-
-SMALL_CHUNK = 512  # tokens
-LOGITS = 2**27  # half a GiB in fp32
 
 
 class LinearCrossEntropy:
@@ -32,17 +30,11 @@ class LinearCrossEntropy:
 
     def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
         """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]` -> scalar. `softcap` bounds logits by tanh."""
-        hidden = hidden.flatten(0, 1).index_select(0, batch.supervised)
-        labels = batch.labels.flatten().index_select(0, batch.supervised)
+        hidden, weight, labels = operands(hidden, weight, batch)
         chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight)
         if self.accuracy and self.counts is None:
             self.counts = labels.new_zeros(2)
         return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, softcap, self.counts)
-
-
-def default_chunk_tokens(weight: Tensor) -> int:
-    """The number of tokens in a chunk for `weight` `[vocab, dim]`, on its device."""
-    return SMALL_CHUNK if weight.device.type == "cpu" else max(SMALL_CHUNK, LOGITS // weight.shape[0])
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -57,41 +49,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         counts: Tensor | None,
     ) -> Tensor:
         loss = torch.zeros((), device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Summed in fp32: in bf16 the contributions of later chunks would be rounded away.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for start in range(0, len(hidden), chunk_tokens):
-            chunk = slice(start, start + chunk_tokens)
-            rows, targets = hidden[chunk], labels[chunk][:, None]
-            # In place from here on: this matrix takes most of the memory.
-            logits = (rows @ weight.T).float()
+        gradients = Gradients(hidden, weight, *ctx.needs_input_grad[:2])
+        # All in place: a matrix of logits takes most of the memory.
+        for chunk, logits, slope in chunks_of_logits(hidden, weight, chunk_tokens, softcap):
+            targets = labels[chunk, None]
             if counts is not None:
                 counts[0] += (logits.argmax(dim=1, keepdim=True) == targets).sum()
                 counts[1] += len(targets)
-            if softcap is not None:
-                bounded = logits.div_(softcap).tanh_()
-                slope = 1 - bounded.square()
-                logits = bounded.mul_(softcap)
-            logits -= logits.amax(dim=1, keepdim=True)
-            target_logits = logits.gather(1, targets)
-            exponentials = logits.exp_()
-            normalizer = exponentials.sum(dim=1, keepdim=True)
+            _, target_logits, exponentials, normalizer = normalize(logits, targets, out=logits)
             loss += (normalizer.log() - target_logits).sum()
-            if grad_hidden is None and grad_weight is None:
-                continue
-            probabilities = exponentials.div_(normalizer)
-            probabilities.scatter_add_(1, targets, probabilities.new_full(targets.shape, -1.0))
-            if softcap is not None:
-                probabilities *= slope
-            grad_logits = probabilities.to(weight.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
-            if grad_weight is not None:
-                if grad_logits.dtype == torch.float32:
-                    grad_weight.addmm_(grad_logits.T, rows)
-                else:
-                    grad_weight += grad_logits.T @ rows
-        ctx.save_for_backward(grad_hidden, grad_weight)
+            if any(ctx.needs_input_grad):
+                probabilities = exponentials.div_(normalizer)
+                probabilities.scatter_add_(1, targets, probabilities.new_full(targets.shape, -1.0))
+                gradients.add(chunk, probabilities, slope)
+        ctx.save_for_backward(gradients.hidden, gradients.weight)
         ctx.weight_dtype = weight.dtype
         return loss
 

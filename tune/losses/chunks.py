@@ -1,0 +1,100 @@
+"""What heads share that work by chunks of tokens: logits, normalisation over the vocabulary, gradients."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tune.collators import Batch
+
+SMALL_CHUNK = 512  # tokens
+LOGITS = 2**27  # half a GiB in fp32
+
+
+def default_chunk_tokens(weight: Tensor) -> int:
+    """The number of tokens in a chunk for `weight` `[vocab, dim]`, on its device."""
+    return SMALL_CHUNK if weight.device.type == "cpu" else max(SMALL_CHUNK, LOGITS // weight.shape[0])
+
+
+def of_supervised(values: Tensor, batch: Batch) -> Tensor:
+    """The rows of `values` `[rows, seq, ...]` at supervised tokens, `[num_supervised, ...]`."""
+    return values.flatten(0, 1).index_select(0, batch.supervised)
+
+
+def operands(hidden: Tensor, weight: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """`hidden` and labels of the supervised tokens, and `weight` between them, as an autograd function takes them."""
+    if not torch.is_grad_enabled():  # the function would still be told that a parameter needs its gradient
+        weight = weight.detach()
+    return of_supervised(hidden, batch), weight, of_supervised(batch.labels, batch)
+
+
+def chunks_of_logits(
+    hidden: Tensor, weight: Tensor, chunk_tokens: int, softcap: float | None = None, temperature: float = 1.0
+) -> Iterator[tuple[slice, Tensor, Tensor | float]]:
+    """For each chunk of `hidden` `[tokens, dim]`: its slice, its logits `[chunk, vocab]` in fp32, their derivative.
+
+    Logits are softcap * tanh(x / softcap) / temperature, where x = hidden @ weight.T; the derivative is by x. They may
+    be changed: the next chunk overwrites them. (On a CPU, fresh memory for each takes a quarter of the product's time.)
+    """
+    buffer = torch.empty(min(chunk_tokens, len(hidden)), len(weight), device=weight.device)
+    for start in range(0, len(hidden), chunk_tokens):
+        chunk = slice(start, min(start + chunk_tokens, len(hidden)))
+        logits = buffer[: chunk.stop - start]
+        if weight.dtype == logits.dtype:
+            torch.mm(hidden[chunk], weight.T, out=logits)
+        else:
+            logits.copy_(hidden[chunk] @ weight.T)
+        slope: Tensor | float = 1 / temperature
+        if softcap is not None:
+            bounded = logits.div_(softcap).tanh_()
+            slope = (1 - bounded.square()) / temperature
+            logits = bounded.mul_(softcap)
+        yield chunk, logits if temperature == 1 else logits.div_(temperature), slope
+
+
+class Normalized(NamedTuple):
+    """Logits of a chunk relative to `maximum` `[chunk, 1]`: those of the targets `[chunk, 1]`, their exponentials
+    `[chunk, vocab]` and the sums of these `[chunk, 1]`."""
+
+    maximum: Tensor
+    target_logits: Tensor
+    exponentials: Tensor
+    normalizer: Tensor
+
+
+def normalize(logits: Tensor, targets: Tensor, out: Tensor) -> Normalized:
+    """Subtract their maximum from `logits` `[chunk, vocab]` in place; write exponentials to `out`, which may be them.
+
+    Here a head sharded over the vocabulary reduces over its ranks: the maximum by MAX, then the targets' logits, which
+    one rank has, and the normalizer by SUM.
+    """
+    maximum = logits.amax(dim=1, keepdim=True)
+    logits -= maximum
+    target_logits = logits.gather(1, targets)
+    exponentials = torch.exp(logits, out=out)
+    return Normalized(maximum, target_logits, exponentials, exponentials.sum(dim=1, keepdim=True))
+
+
+class Gradients:
+    """The gradients of `hidden` `[tokens, dim]` and `weight` `[vocab, dim]`, each None unless asked for."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool):
+        self.operands = hidden, weight
+        self.hidden = torch.empty_like(hidden) if of_hidden else None
+        # Summed in fp32: in bf16 the contributions of later chunks would be rounded away.
+        self.weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
+
+    def add(self, chunk: slice, grad_logits: Tensor, slope: Tensor | float) -> None:
+        """Add those of a chunk of logits, whose gradient is changed in place. Its `slope` is their derivative."""
+        hidden, weight = self.operands
+        if not isinstance(slope, float) or slope != 1:
+            grad_logits *= slope
+        grad_logits = grad_logits.to(weight.dtype)
+        if self.hidden is not None:
+            torch.mm(grad_logits, weight, out=self.hidden[chunk])
+        if self.weight is not None:
+            if grad_logits.dtype == torch.float32:
+                self.weight.addmm_(grad_logits.T, hidden[chunk])
+            else:
+                self.weight += grad_logits.T @ hidden[chunk]

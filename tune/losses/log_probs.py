@@ -1,0 +1,91 @@
+"""Log-probabilities of the labels, by chunks of tokens: what preference and policy losses are made of."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tune.collators import Batch
+from tune.losses.chunks import Gradients, chunks_of_logits, default_chunk_tokens, normalize, of_supervised, operands
+from tune.types import PositiveFloat, PositiveInt
+
+
+class TokenLogProbs(NamedTuple):
+    """Values per supervised token, in the order of `batch.supervised`, `[num_supervised]`."""
+
+    log_probs: Tensor  # fp32, of the labels
+    entropies: Tensor  # fp32, of the predicted distributions, in nats; without gradient
+    is_argmax: Tensor  # bool: no token is more probable than the label
+
+
+class LogProbs:
+    """A head that gives the `TokenLogProbs` of a batch: those of `(hidden @ weight.T / temperature).log_softmax(-1)`.
+
+    Only the logits of `chunk_tokens` tokens exist at a time, in fp32, and beside them their exponentials. The forward
+    computes the gradient of `hidden`; the backward computes the logits again for that of `weight`, if it is trained. By
+    default chunks are as large as those of `LinearCrossEntropy`.
+    """
+
+    def __init__(self, chunk_tokens: PositiveInt | None = None, temperature: PositiveFloat = 1.0):
+        self.chunk_tokens, self.temperature = chunk_tokens, temperature
+
+    def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> TokenLogProbs:
+        """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]`. `softcap` bounds logits by tanh, before `temperature`
+        divides them."""
+        options = self.chunk_tokens or default_chunk_tokens(weight), softcap, self.temperature
+        return TokenLogProbs(*_LogProbs.apply(*operands(hidden, weight, batch), options))
+
+
+def per_document(values: Tensor, batch: Batch) -> Tensor:
+    """Sums of `values` of supervised tokens `[num_supervised]` over each document, `[documents]`; 0 for padding."""
+    documents = of_supervised(batch.documents.ids, batch)
+    return values.new_zeros(len(batch.documents.lengths)).index_add(0, documents, values)
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: tuple[int, float | None, float]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gradients = Gradients(hidden, weight, of_hidden=ctx.needs_input_grad[0], of_weight=False)
+        log_probs, entropies = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
+        is_argmax = torch.empty_like(log_probs, dtype=torch.bool)
+        log_normalizer = torch.empty_like(log_probs)[:, None]
+        buffer = None
+        for chunk, logits, slope in chunks_of_logits(hidden, weight, *options):
+            targets = labels[chunk, None]
+            buffer = torch.empty_like(logits) if buffer is None else buffer[: len(logits)]
+            maximum, target_logits, exponentials, normalizer = normalize(logits, targets, out=buffer)
+            log_probs[chunk] = (target_logits - normalizer.log()).squeeze(1)
+            # A head sharded over the vocabulary sums this product over its ranks too.
+            product = torch.einsum("tv,tv->t", exponentials, logits)
+            entropies[chunk] = normalizer.squeeze(1).log() - product / normalizer.squeeze(1)
+            is_argmax[chunk] = target_logits.squeeze(1) == 0
+            log_normalizer[chunk] = maximum + normalizer.log()
+            if gradients.hidden is not None:
+                gradients.add(chunk, _grad_logits(exponentials.div_(normalizer), targets), slope)
+        # What the weight's gradient does not need is not kept.
+        of_weight = (hidden, weight, labels, log_normalizer) if ctx.needs_input_grad[1] else (None,) * 4
+        ctx.save_for_backward(gradients.hidden, *of_weight)
+        ctx.options = options
+        ctx.mark_non_differentiable(entropies, is_argmax)
+        return log_probs, entropies, is_argmax
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_hidden, hidden, weight, labels, log_normalizer = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = (grad_hidden * grad[:, None]).to(grad_hidden.dtype)
+        if weight is None:
+            return grad_hidden, None, None, None
+        gradients = Gradients(hidden, weight, of_hidden=False, of_weight=True)
+        for chunk, logits, slope in chunks_of_logits(hidden, weight, *ctx.options):
+            probabilities = logits.sub_(log_normalizer[chunk]).exp_()
+            gradients.add(chunk, _grad_logits(probabilities, labels[chunk, None]).mul_(grad[chunk, None]), slope)
+        assert gradients.weight is not None
+        return grad_hidden, gradients.weight.to(weight.dtype), None, None
+
+
+def _grad_logits(probabilities: Tensor, targets: Tensor) -> Tensor:
+    """That of the target's log-prob, in place of `probabilities` `[chunk, vocab]`."""
+    return probabilities.neg_().scatter_add_(1, targets, probabilities.new_ones(targets.shape))
