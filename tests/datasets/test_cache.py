@@ -151,9 +151,9 @@ def test_killed_while_preparing(chunks, cache):
         yield from make_chunks()
         signal.pause()
 
-    with process(lambda: prepared(stuck(), "key", 64, Accounting(), cache)):
+    with process(lambda: prepared(stuck(), "key", Accounting(), cache)):
         wait_for(lambda: list(cache.glob(".key.*.unfinished/tokens.npy")))
-    samples = prepared(make_chunks(), "key", 64, Accounting(), cache)
+    samples = prepared(make_chunks(), "key", Accounting(), cache)
     assert samples.tokens.tolist() == [7] * 5 + [9] * 3
     assert listing(cache) == ["key", "key.lock"]
     assert made == [os.getpid()]
@@ -168,10 +168,10 @@ def test_two_processes_at_once(chunks, cache, capsys, monkeypatch):
         yield from make_chunks()
         wait_for(go.exists)
 
-    with process(lambda: prepared(slow(), "key", 64, Accounting(), cache)):
+    with process(lambda: prepared(slow(), "key", Accounting(), cache)):
         wait_for(lambda: list(cache.glob(".key.*.unfinished")))
         monkeypatch.setattr(cache_module.time, "sleep", lambda seconds: (go.touch(), sleep(seconds)))
-        samples = prepared(make_chunks(), "key", 64, Accounting(), cache)
+        samples = prepared(make_chunks(), "key", Accounting(), cache)
     assert samples.lengths.tolist() == [5, 3]
     assert not made  # the other one did
     assert "waiting for another process to prepare the dataset" in capsys.readouterr().err
@@ -187,26 +187,26 @@ def test_what_one_process_finds_wrong_is_told_by_those_who_wait(chunks, cache, m
         yield
 
     sleep = time.sleep
-    with process(lambda: prepared(wrong(), "key", 64, Accounting(), cache)):
+    with process(lambda: prepared(wrong(), "key", Accounting(), cache)):
         wait_for(lambda: list(cache.glob(".key.*.unfinished")))
         monkeypatch.setattr(cache_module.time, "sleep", lambda seconds: (go.touch(), sleep(seconds)))
         with pytest.raises(TuneError, match=r"^rows\.jsonl:3: wrong$"):
-            prepared(make_chunks(), "key", 64, Accounting(), cache)
+            prepared(make_chunks(), "key", Accounting(), cache)
     assert not made
-    assert len(prepared(make_chunks(), "key", 64, Accounting(), cache)) == 2  # who did not wait tries again
+    assert len(prepared(make_chunks(), "key", Accounting(), cache)) == 2  # who did not wait tries again
 
 
 @pytest.mark.parametrize("damage", ["cut", "absent", "about"])
 def test_damaged_files_are_made_anew(chunks, cache, damage):
     make_chunks, made = chunks
-    prepared(make_chunks(), "key", 64, Accounting(), cache)
+    prepared(make_chunks(), "key", Accounting(), cache)
     if damage == "cut":
         os.truncate(cache / "key" / "tokens.npy", 140)
     elif damage == "absent":
         (cache / "key" / "lengths.npy").unlink()
     else:
         (cache / "key" / "about.json").write_text("{")
-    assert prepared(make_chunks(), "key", 64, Accounting(), cache).tokens.tolist() == [7] * 5 + [9] * 3
+    assert prepared(make_chunks(), "key", Accounting(), cache).tokens.tolist() == [7] * 5 + [9] * 3
     assert len(made) == 2
 
 
@@ -226,10 +226,10 @@ def test_disk_that_gets_full(chunks, cache, monkeypatch):
 
     monkeypatch.setattr(cache_module.os, "fsync", full)
     with pytest.raises(TuneError, match=r"cache: No space left on device\. .* to a folder with room"):
-        prepared(chunks[0](), "key", 64, Accounting(), cache)
+        prepared(chunks[0](), "key", Accounting(), cache)
     assert listing(cache) == ["key.lock"]
 
 
 def test_flat_files_open_in_numpy(chunks, cache):
-    prepared(chunks[0](), "key", 64, Accounting(), cache)
+    prepared(chunks[0](), "key", Accounting(), cache)
     assert np.load(cache / "key" / "tokens.npy").tolist() == [7] * 5 + [9] * 3

@@ -21,6 +21,7 @@ def test_counts_what_happened_to_the_samples(make):
         "cut_tokens": 5,
         "clipped": 1,  # the first
         "split": 0,
+        "shortest_prompt": 7,
         "endless": 0,
         "remarks": {},
         "samples": 2,
@@ -82,7 +83,8 @@ def test_table_is_aligned(make):
 def test_answers_that_are_all_cut_off(make):
     samples = [make.sample(40, 5), make.sample(30, 5)]
     with pytest.raises(
-        TuneError, match=r"none of the 2 rows .*: fully masked \(2\)\. max_seq_len=16 .* shortest prompt has 25 tokens"
+        TuneError,
+        match=r"none of the 2 rows .*: fully masked \(2\)\. max_seq_len cuts .* shortest prompt has 25 tokens",
     ):
         Dataset.from_samples(samples, max_seq_len=16)
     assert Dataset.from_samples(samples, max_seq_len=26).accounting.supervised_tokens == 1

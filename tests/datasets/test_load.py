@@ -217,7 +217,7 @@ def test_rows_of_no_use_are_dropped_and_counted(tokenizer, write):
 
 
 def test_max_seq_len_shorter_than_every_prompt(tokenizer, write):
-    with pytest.raises(TuneError, match=r"max_seq_len=16 cuts off every answer: the shortest prompt has 21 tokens"):
+    with pytest.raises(TuneError, match=r"max_seq_len cuts off every answer: the shortest prompt has 21 tokens"):
         load(tokenizer, write({"prompt": "a" * 20, "completion": "b"}), max_seq_len=16)
 
 

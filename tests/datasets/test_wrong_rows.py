@@ -177,7 +177,7 @@ CHATS = {
 
 @pytest.mark.parametrize(("row", "message"), CHATS.values(), ids=CHATS)
 def test_conversations(read, row, message):
-    with pytest.raises(TuneError, match=rf"(?s)rows that cannot be used:\n  data\.jsonl:3: .*{message}"):
+    with pytest.raises(TuneError, match=rf"(?s)rows cannot be used:\n  data\.jsonl:3: .*{message}"):
         read("data.jsonl", f"{json.dumps(GOOD)}\n\n{json.dumps(row)}")
 
 
@@ -239,7 +239,7 @@ MESSAGE = st.fixed_dictionaries(
 def test_whatever_a_row_is_it_becomes_something(tokenizer, row):
     reader = RowReader(tokenizer, 20, too_long="split", validation_fraction=0.1)
     for outcome in reader([("the row", row)]):
-        assert bool(outcome.samples) + (outcome.dropped is not None) + (outcome.mistake is not None) == 1
+        assert bool(outcome.samples) + (outcome.dropped is not None) == 1
         assert all(0 < len(sample.tokens) <= 20 for sample in outcome.samples)
 
 

@@ -321,7 +321,7 @@ def content_that_is_no_text(inputs):
     return inputs.write_rows({"messages": [GOOD["messages"][0], {"role": "assistant", "content": 4}]})
 
 
-@wrong("max_seq_len=8 cuts off every answer", "shortest prompt has", "Set max_seq_len to more")
+@wrong("max_seq_len cuts off every answer", "shortest prompt has", "Set max_seq_len to more")
 def rows_longer_than_max_seq_len(inputs):
     return ["max_seq_len=8"]
 

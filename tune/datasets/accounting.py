@@ -20,12 +20,13 @@ class Accounting:
     ignored_columns: list[str] = field(default_factory=list)
     rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
-    mistakes: list[str] = field(default_factory=list)  # of the first rows that cannot be used and were skipped
+    mistakes: list[str] = field(default_factory=list)  # of the first rows that cannot be used
     kept: int = 0
     truncated: int = 0  # kept, or fully masked after it
     cut_tokens: int = 0  # of these rows
     clipped: int = 0  # kept, but cut inside what is learned
     split: int = 0  # kept, as several samples
+    shortest_prompt: int | None = None  # tokens, of the rows whose answer was cut off
     endless: int = 0  # kept, but the template writes no token behind the answers to stop at
     remarks: Counter[str] = field(default_factory=Counter)  # kept, but seldom meant so, by remark
     samples: int = 0
@@ -39,13 +40,15 @@ class Accounting:
         self.source = without_secrets(self.source)  # a URL may have a password
 
     def count(self, outcome: Outcome) -> None:
-        """One more row, which is no mistake unless such rows are skipped."""
+        """One more row."""
         self.rows += 1
         self.truncated += outcome.cut > 0
         self.cut_tokens += outcome.cut
         if outcome.dropped is not None:
             self.dropped[outcome.dropped] += 1
             self.mistakes += [outcome.mistake] if outcome.mistake else []
+            if outcome.needs:
+                self.shortest_prompt = min(outcome.needs, self.shortest_prompt or outcome.needs)
             return
         self.kept += 1
         self.clipped += outcome.clipped
@@ -73,8 +76,10 @@ class Accounting:
     def add(self, other: "Accounting") -> None:
         """Count what became of other rows too."""
         for name, value in vars(other).items():
-            if isinstance(value, int | Counter) and name != "row_capacity":
+            if isinstance(value, int | Counter) and name not in ("row_capacity", "shortest_prompt"):
                 setattr(self, name, getattr(self, name) + value)
+        prompts = filter(None, (self.shortest_prompt, other.shortest_prompt))
+        self.shortest_prompt = min(prompts, default=None)
         self.mistakes = (self.mistakes + other.mistakes)[:NAMES_SHOWN]
 
     def steps_per_epoch(self, global_batch_size: int) -> int:

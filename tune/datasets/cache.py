@@ -60,7 +60,7 @@ def content_of(files: Iterable[File], folder: Path) -> list[str]:
     return [_digest(Path(file.path), folder / "files") if file.is_local else _elsewhere(file) for file in files]
 
 
-def prepared(chunks: Iterable[Chunk], key: str, max_seq_len: int, accounting: Accounting, folder: Path) -> Samples:
+def prepared(chunks: Iterable[Chunk], key: str, accounting: Accounting, folder: Path) -> Samples:
     """The samples of this key, mapped from files that are made of `chunks` if they are not there; `accounting` gets
     their counts. Raises TuneError for what `chunks` finds, and if the folder cannot be written.
     """
@@ -73,7 +73,7 @@ def prepared(chunks: Iterable[Chunk], key: str, max_seq_len: int, accounting: Ac
             if (samples := _read(final, accounting)) is not None:
                 return samples
             with written_aside(final, folder=True) as unfinished:
-                _write(_told(chunks, accounting.source), unfinished, max_seq_len, accounting)
+                _write(_told(chunks, accounting.source), unfinished, accounting)
     except OSError as error:
         raise TuneError(
             f"{error.filename or folder}: {error.strerror}. {accounting.source} is prepared in files there: set "
@@ -84,9 +84,9 @@ def prepared(chunks: Iterable[Chunk], key: str, max_seq_len: int, accounting: Ac
     return samples
 
 
-def _write(chunks: Iterable[Chunk], folder: Path, max_seq_len: int, accounting: Accounting) -> None:
+def _write(chunks: Iterable[Chunk], folder: Path, accounting: Accounting) -> None:
     with _array(folder, "tokens", "<i4") as tokens, _array(folder, "labels", "<i4") as labels:
-        about = write(chunks, max_seq_len, accounting, tokens, labels)
+        about = write(chunks, accounting, tokens, labels)
     columns = about.pop("columns")
     arrays = {name: about.pop(name) for name in ("lengths", "supervised", "digests")}
     for name, values in (arrays | {f"column-{name}": values for name, values in columns.items()}).items():
@@ -165,7 +165,7 @@ def _told(chunks: Iterable[Chunk], source: str) -> Iterator[Chunk]:
     last = start
     for chunk in chunks:
         yield chunk
-        rows, now = rows + chunk.accounting.rows, time.monotonic()
+        rows, now = rows + chunk[1].rows, time.monotonic()
         if now - last >= TELL:
             last = now
             speed = f"{rows / (now - start):,.0f} rows a second"

@@ -58,7 +58,7 @@ class Dataset:
         accounting = accounting or Accounting()
         units = itertools.groupby(enumerate(samples), lambda item: item[1].columns.get("group", -1 - item[0]))
         together = (_together([fitted(sample, max_seq_len) for _, sample in unit]) for _, unit in units)
-        flat = in_memory([chunk(itertools.chain.from_iterable(together))], max_seq_len, accounting)
+        flat = in_memory([chunk(itertools.chain.from_iterable(together))], accounting)
         return cls(flat, accounting, max_seq_len if packed else None)
 
     def __len__(self) -> int:

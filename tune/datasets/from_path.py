@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from itertools import chain, islice
 from typing import Any, Literal
 
-from tune.datasets.accounting import Accounting
+from tune.datasets.accounting import NAMES_SHOWN, Accounting
 from tune.datasets.cache import cache_folder, content_of, hash_of, key_of, prepared
 from tune.datasets.dataset import Dataset
 from tune.datasets.formats import FORMATS, Format, Kind, recognise
@@ -87,7 +87,7 @@ def load(
     reader = RowReader(
         tokenizer, max_seq_len, _named(format, kind), dict(columns or {}), filter, train_on, train_on_end_of_turn,
         too_long, validation_fraction, validation_seed, bos_in_pieces=bos_in_pieces, ignore=ignore,
-        extra_columns=extra_columns, max_bad_share=max_bad_share if on_bad_row == "skip" else None, kind=kind,
+        extra_columns=extra_columns, max_bad_share=max_bad_share if on_bad_row == "skip" else 0.0, kind=kind,
     )  # fmt: skip
     if "group" in extra_columns and (streaming or validation_fraction):
         raise TuneError("extra_columns: streaming and validation_fraction could part the rows of a group")
@@ -103,7 +103,7 @@ def load(
     def dataset(reader: RowReader, accounting: Accounting) -> Dataset:
         key = key_of(content, take, tokenizer.fingerprint, _settings(reader))
         chunks = _chunks(source, reader, accounting, workers)  # nothing is read until it is iterated
-        return Dataset(prepared(chunks, key, max_seq_len, accounting, folder), accounting, pack_to)
+        return Dataset(prepared(chunks, key, accounting, folder), accounting, pack_to)
 
     training = dataset(reader, Accounting(path, ignored_files=source.ignored_files))
     if validation_fraction:
@@ -127,12 +127,13 @@ def _stream(source: Source, reader: RowReader, pack_to: int | None, workers: int
 
 
 def _chunks(
-    source: Source, reader: RowReader, accounting: Accounting, workers: int | None, start: int = 0
+    source: Source, reader: RowReader, accounting: Accounting, workers: int | None, start: int | None = None
 ) -> Iterator[Chunk]:
-    """The samples of the source's rows behind the first `start`, 64 rows a chunk.
+    """The samples of the source's rows, of a stream of those behind the first `start`, 64 rows a chunk.
 
     The very first row decides the format where none is given; it and the columns that are not read are noted in
-    `accounting`. Raises TuneError when too many rows cannot be used: of all, or of those read so far from 1,000 on.
+    `accounting`. Raises TuneError when too many rows cannot be used: of all, or of those read so far from 1,000 on. If
+    none may be so, five of them are enough, or the first one in a stream.
     """
     rows, ahead = iter(source), []
     for place, row in rows:
@@ -140,22 +141,22 @@ def _chunks(
         if isinstance(row, dict):
             reader = _for_rows_like(row, place, reader, accounting)
             break
-    seen = Accounting()
+    seen, most = Accounting(), reader.max_bad_share
     behind_start = islice(chain(ahead, rows), start, None)
     for each in map_chunks(lambda placed_rows: chunk(reader(placed_rows)), behind_start, workers):
+        seen.add(each[1])
+        enough = seen.rows >= TRUSTED if most else start is not None or len(seen.mistakes) == NAMES_SHOWN
+        if enough:
+            _require_few_bad_rows(seen, most, source.name)
         yield each
-        seen.add(each.accounting)
-        if seen.rows >= TRUSTED:
-            _require_few_bad_rows(seen, reader.max_bad_share, source.name)
-    _require_few_bad_rows(seen, reader.max_bad_share, source.name)
+    _require_few_bad_rows(seen, most, source.name)
 
 
-def _require_few_bad_rows(seen: Accounting, max_bad_share: float | None, name: str) -> None:
-    bad = seen.dropped[CANNOT_BE_USED]  # none where they are mistakes: without a `max_bad_share`
-    if bad > (max_bad_share or 0) * seen.rows:
-        share = f"which is more than dataset.max_bad_share={max_bad_share}"
-        listing = [f"{name}: {bad:,} of {seen.rows:,} rows cannot be used, {share}. The first of them:", *seen.mistakes]
-        raise TuneError("\n  ".join(listing))
+def _require_few_bad_rows(seen: Accounting, max_bad_share: float, name: str) -> None:
+    bad = seen.dropped[CANNOT_BE_USED]
+    if bad > max_bad_share * seen.rows:
+        share = f", more than dataset.max_bad_share={max_bad_share}" if max_bad_share else ""
+        raise TuneError("\n  ".join([f"{name}: {bad:,} of {seen.rows:,} rows cannot be used{share}:", *seen.mistakes]))
 
 
 def _for_rows_like(row: dict[str, Any], place: str, reader: RowReader, accounting: Accounting) -> RowReader:

@@ -139,7 +139,7 @@ def validation_batches(
     if isinstance(dataset, Mixture):
         parts = dataset.parts.items()
     elif isinstance(dataset, Stream):
-        parts = (("", window.data) for window in dataset.windows())
+        parts = (("", data) for _, data in dataset.windows())
     for source, part in parts:
         names = ("validation_loss", f"validation_loss/{source}") if source else ("validation_loss",)
         for batch in _micro_batches(part, np.arange(len(part)), world, micro_batch_size, pad_to):

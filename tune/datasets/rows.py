@@ -44,8 +44,7 @@ TooLong = Literal["truncate", "drop", "split", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one row: samples, or the reason why it was dropped, or what is wrong with it (or both, where such
-    rows are skipped)."""
+    """What became of one row: samples, or the reason why it was dropped. `mistake` says why it cannot be used."""
 
     samples: Sequence[Sample] = ()
     dropped: str | None = None
@@ -91,7 +90,7 @@ class RowReader:
     ignore: Sequence[str] = ()
     extra_columns: Sequence[str] = ()
     kind: Kind = "supervised"
-    max_bad_share: float | None = None  # of the rows; None: a row that cannot be used is a mistake, and not skipped
+    max_bad_share: float = 0.0  # of the rows; more that cannot be used are an error
 
     def __call__(self, rows: Sequence[tuple[str, Any]]) -> list[Outcome]:
         """What becomes of each of the rows, which come with their places; a TuneError in the stead of one is its
@@ -108,9 +107,7 @@ class RowReader:
         if self.extra_columns:
             pairs = zip(rows, outcomes, strict=True)
             outcomes = [_with_place(place, self._with_columns, row, outcome) for (place, row), outcome in pairs]
-        if self.max_bad_share is None:
-            return outcomes
-        return [replace(each, dropped=CANNOT_BE_USED) if each.mistake else each for each in outcomes]
+        return outcomes
 
     @property
     def format_name(self) -> str | None:
@@ -392,7 +389,7 @@ def _with_place(place: str, function: Callable[..., Any], *arguments: Any) -> An
     except OtherMeaning as error:
         raise OtherMeaning(f"{place}: {error}") from None
     except TuneError as error:
-        return Outcome(mistake=f"{place}: {error}")
+        return Outcome(dropped=CANNOT_BE_USED, mistake=f"{place}: {error}")
 
 
 def _called(path: str, setting: str, row: Row) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import TypeVar
 
@@ -26,17 +26,11 @@ class Position:
     row: int = 0
     samples: int = 0  # in the windows before it
     drawn: int = 0
-    fingerprint: str | None = None  # of the window
+    fingerprint: str | None = None  # of the window, once something is drawn from it
 
 
-@dataclass(frozen=True)
-class Window:
-    """As many rows of the source as are shuffled and packed together, behind each other."""
-
-    epoch: int
-    row: int
-    samples: int
-    data: Dataset
+Window = tuple[Position, Dataset]
+"""The beginning of a window, and its rows, which are shuffled and packed together."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +74,19 @@ class Stream:
         self.vocab_size: int | None = None
         self._windows = self._passes(Position())
         self._first: Window | None = next(self._windows)
-        self.accounting = self._first.data.accounting
+        self.accounting = self._first[1].accounting
 
     def require_vocabulary(self, size: int) -> None:
         """Raises TuneError, now or when it is read, if a token is not one of a model's `size`."""
         self.vocab_size = size
         if self._first:
-            self._first.data.require_vocabulary(size)
+            self._first[1].require_vocabulary(size)
 
     @property
     def first(self) -> Dataset:
         """The first window, until something is drawn."""
         assert self._first
-        return self._first.data
+        return self._first[1]
 
     def draw(self, seed: int, number: int, start: Position) -> Iterator[tuple[DrawnRows, Position]]:
         """Training rows, so many at a time, with the position behind them; without end."""
@@ -100,8 +94,8 @@ class Stream:
         if start == Position() and self._first:  # it is here already
             windows, self._first = chain([self._first], self._windows), None
         rows: list[tuple[list[Sample], np.int64, np.int64, np.int64]] = []
-        for window in ahead(windows):
-            data, drawn = window.data, 0
+        for window, data in ahead(windows):
+            drawn = 0
             self.seen.add(data.accounting)
             if (window.epoch, window.row) == (start.epoch, start.row) and start.fingerprint:
                 drawn = start.drawn
@@ -115,12 +109,9 @@ class Stream:
                 documents = [renumbered(each, window.samples) for each in data.row(index)]
                 rows.append((documents, data.row_tokens[index], data.row_supervised[index], data.row_pairs[index]))
                 if len(rows) == number:
-                    documents_of, tokens, supervised, pairs = zip(*rows, strict=True)
-                    drawn_rows = DrawnRows(
-                        list(documents_of), np.array(tokens), np.array(supervised), np.array(pairs), data.columns
-                    )
-                    position = Position(window.epoch, window.row, window.samples, at, data.fingerprint)
-                    yield drawn_rows, position
+                    documents_of, *counts = zip(*rows, strict=True)
+                    position = replace(window, drawn=at, fingerprint=data.fingerprint)
+                    yield DrawnRows(list(documents_of), *map(np.array, counts), data.columns), position
                     rows = []
 
     def windows(self, start: Position | None = None) -> Iterator[Window]:
@@ -129,10 +120,10 @@ class Stream:
         row, samples = start.row, start.samples
         chunks = self.chunks(row)
         while (window := self._next_chunks(chunks)) or not row:
-            if row and not any(_has_content(chunk) for chunk in window):
+            if row and not any(len(samples_of) for samples_of, _ in window):
                 return  # the end of the source, and nothing to learn from in it
             data = self._window(window, row)
-            yield Window(start.epoch, row, samples, data)
+            yield Position(start.epoch, row, samples), data
             row, samples = row + CHUNK * len(window), samples + data.accounting.samples
 
     def _passes(self, start: Position) -> Iterator[Window]:
@@ -146,21 +137,17 @@ class Stream:
         window: list[Chunk] = []
         while more := list(islice(chunks, self.chunks_of_window)):
             window += more
-            if any(_has_content(chunk) for chunk in more):
+            if any(len(samples) for samples, _ in more):
                 break
         return window
 
     def _window(self, chunks: list[Chunk], row: int) -> Dataset:
         rows = f", streamed: rows {row + 1:,} to {row + CHUNK * len(chunks):,}" if chunks else ""
         accounting = Accounting(f"{self.name}{rows}")
-        data = Dataset(in_memory(chunks, self.max_seq_len, accounting), accounting, self.pack_to)
+        data = Dataset(in_memory(chunks, accounting), accounting, self.pack_to)
         if self.vocab_size:
             data.require_vocabulary(self.vocab_size)
         return data
-
-
-def _has_content(chunk: Chunk) -> bool:
-    return len(chunk.lengths) > 0 or bool(chunk.mistakes)
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
