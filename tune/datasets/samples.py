@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from tune.collators import IGNORE
+from tune.collators import IGNORE, Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.rows import Outcome
 from tune.errors import TuneError
@@ -49,7 +49,7 @@ Chunk = tuple[Samples, Accounting]
 def chunk(outcomes: Iterable[Outcome]) -> Chunk:
     """The samples of some rows together."""
     accounting = Accounting()
-    samples = []
+    samples: list[Sample] = []
     for outcome in outcomes:
         accounting.count(outcome)
         samples += outcome.samples

@@ -38,10 +38,10 @@ class DrawnRows:
     """Training rows that were drawn from a stream."""
 
     documents: list[list[Sample]]
+    columns: dict[str, np.ndarray]
     row_tokens: np.ndarray
     row_supervised: np.ndarray
     row_pairs: np.ndarray
-    columns: dict[str, np.ndarray]
 
     def row(self, index: int) -> list[Sample]:
         return self.documents[index]
@@ -111,7 +111,7 @@ class Stream:
                 if len(rows) == number:
                     documents_of, *counts = zip(*rows, strict=True)
                     position = replace(window, drawn=at, fingerprint=data.fingerprint)
-                    yield DrawnRows(list(documents_of), *map(np.array, counts), data.columns), position
+                    yield DrawnRows(list(documents_of), data.columns, *map(np.array, counts)), position
                     rows = []
 
     def windows(self, start: Position | None = None) -> Iterator[Window]:
