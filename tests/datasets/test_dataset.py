@@ -84,7 +84,7 @@ def test_answers_that_are_all_cut_off(make):
     samples = [make.sample(40, 5), make.sample(30, 5)]
     with pytest.raises(
         TuneError,
-        match=r"none of the 2 rows .*: fully masked \(2\)\. max_seq_len cuts .* shortest prompt has 25 tokens",
+        match=r"none of the 2 rows .*: fully masked \(2\)\. max_seq_len cuts .* prompt has 25 tokens",
     ):
         Dataset.from_samples(samples, max_seq_len=16)
     assert Dataset.from_samples(samples, max_seq_len=26).accounting.supervised_tokens == 1
