@@ -51,7 +51,7 @@ def test_overrides_win_over_files_and_later_files_over_earlier_ones(folder: Path
         ("=1", "'=1': is not key=value."),
         ("--lr=1", "--lr: is not an option. The options are --config, --debug, --help."),
         ("--lr=1", "Settings are given without dashes: lr=1"),
-        ("--config", "--config: needs the name or the file of a configuration behind it."),
+        ("--config", "argument --config: expected one argument. The options are --config FILE_OR_NAME, --debug and"),
         ("name=@me", "name: '@me' is not YAML"),
         ("name=[1", "name: '[1' is not YAML"),
         ("name=${", "name: '${' is not YAML"),

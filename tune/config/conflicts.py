@@ -1,12 +1,12 @@
 """Settings that are right alone and wrong together."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-# Components of torch and torchao that do not do here, and what does.
-INSTEAD = {
+# Unsupported components of torch and torchao, and what to use instead.
+UNSUPPORTED = {
     "torch.optim.Muon": "takes matrices only. Use tune.optimizers.Muon: torch's, with AdamW for all other parameters.",
     "torch.optim.Adafactor": "does not take sharded parameters. Use tune.optimizers.Adafactor: torch's, which does.",
     "torchao.optim.CPUOffloadOptimizer": "keeps no states by parameter: its runs could not be continued. "
@@ -14,48 +14,46 @@ INSTEAD = {
     "torch.nn.CrossEntropyLoss": "takes logits, which never exist as a whole. Use tune.losses.LinearCrossEntropy: the "
     "same of hidden states and the head's weight.",
 }
-CLIPPED_IN_BACKWARD = (
-    "gradients are gone before their norm is known when optimizer_in_backward=true. Set max_grad_norm=null, or "
-    "optimizer_in_backward=false."
-)
-OFFLOADED_IN_BACKWARD = (
-    "gradients may still be on their way to the host when optimizer_in_backward=true uses them. Set one of the two to "
-    "false."
-)
-OFFLOADED_SELECTIVELY = (
-    "what activation_checkpointing=selective keeps is offloaded only from compiled blocks. Set "
-    "memory.activation_checkpointing to full or none, or compile=true."
-)
-HELD_OUT_IN_VAIN = (
-    "the rows it holds out would be used nowhere, as validation_dataset is what is validated on. Set it to 0, or "
-    "leave the validation dataset out."
-)
-NOTHING_TO_VALIDATE_ON = (
-    "there is nothing to validate on. Give validation_dataset.path or dataset.validation_fraction, or leave it out."
-)
 
 
-def conflicts(cfg: DictConfig) -> Iterator[tuple[str, str]]:
-    """The key of each setting that others forbid, and what is wrong with it."""
+def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The key of each setting that others forbid, and what is wrong with it; `keys` are those of all settings."""
     value = functools.partial(OmegaConf.select, cfg, throw_on_resolution_failure=False)
     for key in ("optimizer._component_", "loss._component_"):
-        if (component := value(key)) in INSTEAD:
-            yield key, f"{component} {INSTEAD[component]}"
+        if (component := value(key)) in UNSUPPORTED:
+            yield key, f"{component} {UNSUPPORTED[component]}"
     if value("optimizer_in_backward") and value("max_grad_norm") is not None:
-        yield "max_grad_norm", CLIPPED_IN_BACKWARD
+        yield (
+            "max_grad_norm",
+            "gradients are gone before their norm is known when optimizer_in_backward=true. Set max_grad_norm=null, or "
+            "optimizer_in_backward=false.",
+        )
     if value("optimizer_in_backward") and value("memory.cpu_offload"):
-        yield "memory.cpu_offload", OFFLOADED_IN_BACKWARD
+        yield (
+            "memory.cpu_offload",
+            "gradients may still be on their way to the host when optimizer_in_backward=true uses them. Set one of the "
+            "two to false.",
+        )
     is_selective = value("memory.activation_checkpointing") == "selective" and not value("compile")
     if value("memory.activation_offload") and is_selective:
-        yield "memory.activation_offload", OFFLOADED_SELECTIVELY
+        yield (
+            "memory.activation_offload",
+            "what activation_checkpointing=selective keeps is offloaded only from compiled blocks. Set "
+            "memory.activation_checkpointing to full or none, or compile=true.",
+        )
     if value("validation_dataset") and value("validation_dataset.path", default=True):
-        for dataset in ("dataset", "validation_dataset"):
-            sources = value(f"{dataset}.sources")
-            names = list(sources) if isinstance(sources, DictConfig) else []
-            for place in [dataset, *(f"{dataset}.sources.{name}" for name in names)]:
-                if value(f"{place}.validation_fraction"):
-                    yield f"{place}.validation_fraction", HELD_OUT_IN_VAIN
+        for key in keys:
+            if key.endswith(".validation_fraction") and value(key):
+                yield (
+                    key,
+                    "the rows it holds out would be used nowhere, as validation_dataset is what is validated on. Set "
+                    "it to 0, or leave the validation dataset out.",
+                )
     is_loaded = value("dataset._component_") == "tune.datasets.load" and not value("dataset.validation_fraction")
     for key in ("validate_every", "validate_first"):
         if value(key) and is_loaded and value("validation_dataset.path", default=True) is None:
-            yield key, NOTHING_TO_VALIDATE_ON
+            yield (
+                key,
+                "there is nothing to validate on. Give validation_dataset.path or dataset.validation_fraction, or "
+                "leave it out.",
+            )

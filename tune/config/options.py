@@ -1,94 +1,41 @@
-"""Types and ranges of the settings that recipes share, by their place in the YAML.
+"""Types and ranges of settings whose default says too little: the type of any other is that of its default.
 
-What a component's argument may be is said by its own annotations; here stand those of torch that lack a range.
+Arguments of components are checked by their annotations; here are those of torch's components, which give no range.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from tune.types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-
-class Group:
-    """Settings under one key."""
-
-
-class Optimizer(Group):
-    lr: NonNegativeFloat
-    betas: list[Fraction]
-    eps: NonNegativeFloat | list
-    weight_decay: NonNegativeFloat
-    momentum: NonNegativeFloat
-
-
-class Parallel(Group):
-    dp_replicate: PositiveInt
-    dp_shard: PositiveInt | Literal["auto"]
-    reduce_every_micro_batch: bool
-    timeout: PositiveFloat
-
-
-class Memory(Group):
-    activation_checkpointing: Literal["none", "selective", "full"]
-    activation_offload: bool
-    cpu_offload: bool
-    loss_chunk_tokens: PositiveInt | None
-
-
-class ParameterGroups(Group):
-    decay_vectors: bool
-    lr_ratios: dict[str, PositiveFloat]
-
-
-class Quantization(Group):
-    weights: Literal["nf4"] | None
-    double: bool
-
-
-class Export(Group):
-    dtype: Literal["bf16", "fp32"] | None
-    merge: bool
-
-
-class WandbSettings(Group):
-    project: str | None
-    name: str | None
-
-
-class Logger(Group):
-    console_every: PositiveInt
-    tensorboard: bool
-    wandb: WandbSettings
-
-
-class Profiler(Group):
-    start: PositiveInt | None
-    steps: PositiveInt
-
-
-class Options(Group):
-    output_dir: str | None
-    resume: str
-    from_scratch: bool
-    max_seq_len: PositiveInt
-    packed: bool
-    seed: NonNegativeInt
-    epochs: PositiveInt
-    max_steps: PositiveInt | None
-    global_batch_size: PositiveInt
-    micro_batch_size: PositiveInt
-    validate_every: PositiveInt | None
-    validate_first: bool
-    optimizer: Optimizer
-    optimizer_in_backward: bool
-    parameter_groups: ParameterGroups
-    quantization: Quantization
-    max_grad_norm: PositiveFloat | None
-    device: Literal["auto", "cpu", "cuda", "mps"]
-    dtype: Literal["bf16", "fp32"]
-    master_dtype: Literal["bf16", "fp32"]
-    parallel: Parallel
-    memory: Memory
-    compile: bool
-    export: Export
-    logger: Logger
-    profiler: Profiler
+OPTIONS: dict[str, Any] = {
+    "output_dir": str | None,
+    "max_seq_len": PositiveInt,
+    "seed": NonNegativeInt,
+    "epochs": PositiveInt,
+    "max_steps": PositiveInt | None,
+    "global_batch_size": PositiveInt,
+    "micro_batch_size": PositiveInt,
+    "validate_every": PositiveInt | None,
+    "optimizer.lr": NonNegativeFloat,
+    "optimizer.betas": list[Fraction],
+    "optimizer.eps": NonNegativeFloat | list,
+    "optimizer.weight_decay": NonNegativeFloat,
+    "optimizer.momentum": NonNegativeFloat,
+    "parameter_groups.lr_ratios": dict[str, PositiveFloat],
+    "quantization.weights": Literal["nf4"] | None,
+    "max_grad_norm": PositiveFloat | None,
+    "device": Literal["auto", "cpu", "cuda", "mps"],
+    "dtype": Literal["bf16", "fp32"],
+    "master_dtype": Literal["bf16", "fp32"],
+    "parallel.dp_replicate": PositiveInt,
+    "parallel.dp_shard": PositiveInt | Literal["auto"],
+    "parallel.timeout": PositiveFloat,
+    "memory.activation_checkpointing": Literal["none", "selective", "full"],
+    "memory.loss_chunk_tokens": PositiveInt | None,
+    "export.dtype": Literal["bf16", "fp32"] | None,
+    "logger.console_every": PositiveInt,
+    "logger.wandb.project": str | None,
+    "logger.wandb.name": str | None,
+    "profiler.start": PositiveInt | None,
+    "profiler.steps": PositiveInt,
+}

@@ -28,6 +28,7 @@ class Signature:
 
     parameters: dict[str, Parameter] = field(default_factory=dict)
     accepts_any: bool = False
+    problem: str = ""  # why the component cannot be used
 
 
 def signature_of(path: str) -> Signature:

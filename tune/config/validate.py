@@ -1,15 +1,16 @@
 """Put a run's settings together and find everything that is wrong with them, in one pass."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any, cast
 
 from omegaconf import Container, DictConfig, OmegaConf
-from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from tune.config.conflicts import conflicts
 from tune.config.instantiate import COMPONENT
-from tune.config.options import Group, Options
+from tune.config.options import OPTIONS
 from tune.config.paths import find_config, list_recipes
 from tune.config.signature import Signature, signature_of
 from tune.errors import TuneError
@@ -20,62 +21,64 @@ Values = dict[str, Any]
 
 # How an optimizer is computed: what one has for sharded parameters another lacks, and each knows its own best.
 KERNELS = ("fused", "foreach")
+ANYTHING = Signature(accepts_any=True)
 
 
-@dataclass(frozen=True)
-class Layer:
-    """Settings from one place; `origin` is said behind what is wrong with them."""
+def combine(layers: Sequence[tuple[Values, str]], imports: bool = True) -> tuple[DictConfig, list[str]]:
+    """Merge settings onto the first ones, the defaults; returns the resolved settings and all that is wrong with them.
 
-    values: Values
-    origin: str = ""
-
-
-def combine(default: Layer, layers: Iterable[Layer], imports: bool = True) -> tuple[DictConfig, list[str]]:
-    """Merge layers onto the default, later ones win; returns the resolved settings and all that is wrong with them.
-
-    Without `imports` (torch's take seconds), what a component takes is not known: keys and plain values are checked.
+    Later settings win; each come with what is said behind a problem of theirs. Without `imports` (torch's take
+    seconds), what a component takes is not known: keys and plain values are checked.
     """
-    run = _Combination(default.values, [default, *layers], imports)
+    default = layers[0][0]
+    run = _Combination(default, imports, functools.cache(_signature) if imports else lambda _: ANYTHING)
     values: Values = {}
-    for index, layer in enumerate(run.layers):
-        known = run.known_keys(index, layer.values, default.values)
-        run.mark(index, known)
+    for layer, origin in layers:
+        before, known = dict(walk(values)), run.known_keys(layer, default, origin)
+        for key, value in walk(known):
+            if not (key.endswith(COMPONENT) and before.get(key) == value):  # the same component again changes nothing
+                run.given_in[key] = len(run.origins)
+        run.origins.append(origin)
         values = merge(values, known)
     run.drop_inherited(values)
     cfg = OmegaConf.create(values)
-    run.check(cfg, default.values, Options)
-    if imports:
-        run.check_together(cfg)
+    run.check(cfg, default)
+    for key, problem in conflicts(cfg, run.given_in) if imports else ():
+        run.report(key, problem)
     if not run.findings:
         OmegaConf.resolve(cfg)
     return cfg, run.findings
 
 
-def merge(below: Values, above: Values) -> Values:
-    """Both, group by group; a value that both have is that of `above`."""
-    merged = below | above
-    for name in below.keys() & above.keys():
-        if isinstance(below[name], dict) and isinstance(above[name], dict):
-            merged[name] = merge(below[name], above[name])
-    return merged
+def merge(below: Any, above: Any) -> Any:
+    """Both, where both are groups, key by key; else `above`."""
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return below | {name: merge(below.get(name), value) for name, value in above.items()}
+
+
+def walk(values: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting and every group by its dotted key, a group before what is in it."""
+    for name, value in values.items():
+        yield f"{prefix}{name}", value
+        if isinstance(value, dict):
+            yield from walk(value, f"{prefix}{name}.")
 
 
 @dataclass
 class _Combination:
     default: Values
-    layers: list[Layer]
     imports: bool
+    signature: Callable[[str], Signature]  # of a component
     findings: list[str] = field(default_factory=list)
-    given_in: dict[str, int] = field(default_factory=dict)  # dotted key -> index of the last layer that touched it
-    components: dict[str, str] = field(default_factory=dict)  # dotted key of each _component_ -> its value
-    signatures: dict[str, Signature | str] = field(default_factory=dict)  # component -> or why it has none
+    origins: list[str] = field(default_factory=list)  # of each layer
+    given_in: dict[str, int] = field(default_factory=dict)  # dotted key -> index of the last layer that has it
 
-    def known_keys(self, index: int, values: Values, default: Values, prefix: str = "") -> Values:
+    def known_keys(self, values: Values, default: Values, origin: str, prefix: str = "") -> Values:
         """The part of a layer that has its place in the default; the rest is reported."""
         known: Values = {}
         for name, value in values.items():
-            key = f"{prefix}{name}"
-            place: Any = default.get(name)
+            key, place = f"{prefix}{name}", cast(Any, default.get(name))
             if name not in default:
                 hint = self._place_of(str(name), default, prefix) or _elsewhere(key) or " --help lists all of them."
                 problem = f"is not a setting.{hint}"
@@ -85,121 +88,93 @@ class _Combination:
                 problem = f"is a single value, not a group of keys ({', '.join(map(str, value))})."
             else:
                 descend = _is_group(place) and COMPONENT not in place
-                known[name] = self.known_keys(index, value, place, f"{key}.") if descend else value
+                known[name] = self.known_keys(value, place, origin, f"{key}.") if descend else value
                 continue
-            self.findings.append(f"{key}: {problem}{self.layers[index].origin}")
+            self.findings.append(f"{key}: {problem}{origin}")
         return known
 
-    def mark(self, index: int, values: Values, prefix: str = "") -> None:
-        """Remember which layer gave each key; naming the component that is there already changes nothing."""
-        for name, value in values.items():
-            key = f"{prefix}{name}"
-            if name == COMPONENT and self.components.get(key) == value:
-                continue
-            if name == COMPONENT:
-                self.components[key] = value
-            self.given_in[key] = index
-            if isinstance(value, dict):
-                self.mark(index, value, f"{key}.")
-
-    def drop_inherited(self, values: Values, prefix: str = "") -> None:
+    def drop_inherited(self, values: Values) -> None:
         """Where a layer names another component, the arguments from below stay only if that component takes them."""
-        for name, group in values.items():
-            key = f"{prefix}{name}"
-            if _is_group(group) and COMPONENT not in group:
-                self.drop_inherited(group, f"{key}.")
-            elif _is_group(group):
-                named_in = self.given_in[f"{key}.{COMPONENT}"]
-                for argument in [each for each in group if self.given_in[f"{key}.{each}"] < named_in]:
-                    if argument in KERNELS or not self._takes(str(group[COMPONENT]), argument, group[argument]):
-                        del group[argument]
+        for key, group in walk(values):
+            if not isinstance(group, dict) or COMPONENT not in group:
+                continue
+            signature, named_in = self.signature(str(group[COMPONENT])), self.given_in[f"{key}.{COMPONENT}"]
+            for name in [each for each in group if self.given_in[f"{key}.{each}"] < named_in]:
+                if name in KERNELS or not _takes(signature, name, group[name]):
+                    del group[name]
 
-    def check(self, node: DictConfig, default: dict[Any, Any], options: type[Group], prefix: str = "") -> None:
+    def check(self, node: DictConfig, default: Values, prefix: str = "") -> None:
         """Report every missing value, unknown argument, wrong type and interpolation that leads nowhere."""
-        kinds = get_type_hints(options, include_extras=True)
         names: list[Any] = list(node)
         for name in names:
-            key, place, kind = f"{prefix}{name}", default.get(name), kinds.get(str(name))
-            if OmegaConf.is_missing(node, name):
-                is_inherited = self.given_in[key] < self.given_in.get(f"{prefix}{COMPONENT}", 0)
-                if self.imports or not is_inherited:  # by a component that may not take it
-                    self._report(key, f"is missing. Give it on the command line: {key}=...")
-                continue
+            key = f"{prefix}{name}"
             try:
-                value: Any = node[name]
-                is_component = isinstance(value, DictConfig) and COMPONENT in value
-                if COMPONENT not in node and (is_component or _is_group(place)):
-                    inner = kind if isinstance(kind, type) and issubclass(kind, Group) else Group
-                    self.check(value, place if isinstance(place, dict) else {}, inner, f"{key}.")
-                    continue
-                value = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
+                problem = self._problem(node, name, default, prefix)
+            except MissingMandatoryValue:
+                is_inherited = self.given_in[key] < self.given_in.get(f"{prefix}{COMPONENT}", 0)
+                if is_inherited and not self.imports:
+                    continue  # by a component that may not take it
+                problem = f"is missing. Give it on the command line: {key}=..."
             except InterpolationToMissingValueError:
                 continue  # what it refers to is reported in its own place
             except OmegaConfBaseException as error:
-                self._report(key, f"{str(error).splitlines()[0]}.")
-                continue
-            if value is None and place is None and name in default:
-                continue  # the recipe's own null
-            if name == COMPONENT:
-                problem = mismatch(value, str) or self._absence(value)
-            elif COMPONENT in node:
-                problem = self._argument_problem(str(node[COMPONENT]), str(name), value, default, prefix)
-                problem = problem or (mismatch(value, kind) if kind else "")
-            else:
-                problem = mismatch(value, kind or _infer(place))
+                problem = f"{str(error).splitlines()[0]}."
             if problem:
-                self._report(key, problem)
+                self.report(key, problem)
 
-    def check_together(self, cfg: DictConfig) -> None:
-        """Report settings that do not go together."""
-        for key, problem in conflicts(cfg):
-            self._report(key, problem)
+    def report(self, key: str, problem: str) -> None:
+        self.findings.append(f"{key}: {problem}{self.origins[self.given_in[key]]}")
 
-    def _report(self, key: str, problem: str) -> None:
-        self.findings.append(f"{key}: {problem}{self.layers[self.given_in[key]].origin}")
+    def _problem(self, node: DictConfig, name: Any, default: Values, prefix: str) -> str:
+        key, value, place = f"{prefix}{name}", node[name], default.get(name)
+        is_group = isinstance(value, DictConfig) and (COMPONENT in value or _is_group(place))
+        if is_group and COMPONENT not in node:
+            self.check(value, place or {}, f"{key}.")
+            return ""
+        value = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
+        if value is None and place is None and name in default:
+            return ""  # the recipe's own null
+        if name == COMPONENT:
+            return mismatch(value, str) or self.signature(str(value)).problem
+        if COMPONENT in node:
+            problem = self._argument_problem(str(node[COMPONENT]), str(name), value, default, prefix)
+            return problem or mismatch(value, OPTIONS.get(key, Any))
+        return mismatch(value, OPTIONS.get(key) or _infer(place))
 
     def _argument_problem(self, component: str, name: str, value: Any, default: Values, prefix: str) -> str:
-        signature = self._signature(component)
-        usual = self._signature(default[COMPONENT]) if default else None
-        if usual and name not in default and name in usual.parameters and usual.parameters[name].required:
+        parameters = self.signature(component).parameters
+        usual = self.signature(default[COMPONENT]).parameters if default else {}
+        if name not in default and name in usual and usual[name].required:
             return "is given by the recipe itself, not in the configuration."
-        if signature is None or (signature.accepts_any and name not in signature.parameters):
+        if name in parameters:
+            return mismatch(value, parameters[name].kind)
+        if self.signature(component).accepts_any:
             return ""
-        if name in signature.parameters:
-            return mismatch(value, signature.parameters[name].kind)
-        hint = did_you_mean(name, signature.parameters) or self._place_of(name, [], prefix)
+        hint = did_you_mean(name, parameters) or self._place_of(name, [], prefix)
         title = component.rpartition(".")[2]
-        return f"{title} has no argument '{name}'.{hint or ' It has: ' + ', '.join(signature.parameters) + '.'}"
-
-    def _takes(self, component: str, argument: str, value: Any) -> bool:
-        signature = self._signature(component)
-        if signature is None or argument not in signature.parameters:
-            return signature is None or signature.accepts_any
-        return _is_open(value) or fits(value, signature.parameters[argument].kind)
-
-    def _signature(self, component: str) -> Signature | None:
-        self._absence(component)
-        found = self.signatures[component]
-        return found if isinstance(found, Signature) else None
-
-    def _absence(self, component: str) -> str:
-        """Why there is no such component; empty if there is."""
-        if component not in self.signatures:
-            try:
-                self.signatures[component] = signature_of(component) if self.imports else Signature(accepts_any=True)
-            except TuneError as error:
-                self.signatures[component] = str(error)
-        found = self.signatures[component]
-        return found if isinstance(found, str) else ""
+        return f"{title} has no argument '{name}'.{hint or ' It has: ' + ', '.join(parameters) + '.'}"
 
     def _place_of(self, name: str, siblings: Iterable[str], prefix: str) -> str:
         """Where the default has a setting with a name like this."""
-        keys = _dotted(self.default)
+        keys = [key for key, value in walk(self.default) if not _is_group(value)]
         if "." in name and prefix + name in keys:
             return f" In a file, nest it: {name.replace('.', ': {')}: ...{'}' * name.count('.')}"
         leaf = name.rpartition(".")[2]
         same = [f"'{key}'" for key in keys if key.rpartition(".")[2] == leaf and key != prefix + name]
         return f" Did you mean {' or '.join(same)}?" if same else did_you_mean(name, siblings)
+
+
+def _signature(component: str) -> Signature:
+    try:
+        return signature_of(component)
+    except TuneError as error:
+        return Signature(accepts_any=True, problem=str(error))
+
+
+def _takes(signature: Signature, name: str, value: Any) -> bool:
+    if name not in signature.parameters:
+        return signature.accepts_any
+    return _is_open(value) or fits(value, signature.parameters[name].kind)
 
 
 def _elsewhere(key: str) -> str:
@@ -220,12 +195,3 @@ def _is_open(value: Any) -> bool:
 
 def _is_group(value: Any) -> bool:
     return isinstance(value, dict) and bool(value)
-
-
-def _dotted(values: Values, prefix: str = "") -> list[str]:
-    """Every setting's dotted key."""
-    keys = []
-    for name, value in values.items():
-        if name != COMPONENT:
-            keys += _dotted(value, f"{prefix}{name}.") if _is_group(value) else [f"{prefix}{name}"]
-    return keys
