@@ -1,4 +1,4 @@
-"""The `tune` command: one module per verb, imported only when it is asked for."""
+"""The `tune` command: one module per verb, imported only when it is asked for; its docstring is what --help says."""
 
 import argparse
 import importlib
@@ -27,13 +27,12 @@ VERBS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one verb. A TuneError ends in its message on stderr and exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    summaries = "\n".join(f"  {verb:<13} {summary}" for verb, summary in VERBS.items())
     parser = argparse.ArgumentParser(
         prog="tune",
         description="Fine-tune language models with recipes to run, copy and change.",
         usage="tune VERB ...",
-        epilog="verbs:\n"
-        + "\n".join(f"  {verb:<13} {summary}" for verb, summary in VERBS.items())
-        + "\n\n`tune VERB --help` says more.",
+        epilog=f"verbs:\n{summaries}\n\n`tune VERB --help` says more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
@@ -42,16 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     module = importlib.import_module(f"tune.cli.{verb.replace('-', '_')}")
     try:
-        module.main(arguments[1:])
+        parser = argparse.ArgumentParser(f"tune {verb}", description=module.__doc__, allow_abbrev=False)
+        module.main(parser, arguments[1:])
     except TuneError as error:
-        sys.exit(report(error))
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     except BrokenPipeError:  # `tune cat NAME | head`
         sys.stderr.close()
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def report(error: TuneError) -> int:
-    """Print the error to stderr; return the exit code."""
-    print(f"error: {error}", file=sys.stderr)
-    return 2

@@ -1,18 +1,14 @@
-"""`tune add-tokens`: a model with a larger vocabulary."""
+"""Write BASE with new tokens in its tokenizer and new rows in its embedding and head, which start as the mean of all
+others. To train these rows with an adapter: adapter.trainable_tokens=[their ids]."""
 
-import argparse
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
 from tune.cli.convert import new_folder
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="tune add-tokens",
-        description="Write BASE with new tokens in its tokenizer and new rows in its embedding and head, which start "
-        "as the mean of all others. To train these rows with an adapter: adapter.trainable_tokens=[their ids].",
-    )
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("base", metavar="BASE", help="a model folder")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write: absent or empty")
     parser.add_argument("tokens", metavar="TOKEN", nargs="+", help="such as '<|tool_call|>'")

@@ -1,13 +1,19 @@
-"""`tune cat`: print a recipe or a config."""
+"""Print a recipe or a config."""
 
-import argparse
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
+from pathlib import Path
 
-from tune.cli.shipped import find
+from tune import config
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="tune cat", description="Print a recipe or a config.")
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("name", metavar="NAME", help="a recipe (full_finetune) or a config (full_finetune.yaml)")
     sys.stdout.write(find(parser.parse_args(arguments).name).read_text())
+
+
+def find(name: str) -> Path:
+    """A recipe, or a config: by its name with .yaml, or without where no recipe has that name."""
+    is_config = name.endswith(".yaml") or name in {*config.list_configs()} - {*config.list_recipes()}
+    return config.find_config(name) if is_config else config.find_recipe(name)

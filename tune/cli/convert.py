@@ -1,6 +1,7 @@
-"""`tune convert`: a model in another format as a folder in Hugging Face layout."""
+"""Convert a GGUF file, or a folder of a Llama in Meta's own format (consolidated.00.pth, params.json), to a folder in
+Hugging Face layout."""
 
-import argparse
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,12 +9,7 @@ from pathlib import Path
 from tune.errors import TuneError
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="tune convert",
-        description="Convert a GGUF file, or a folder of a Llama in Meta's own format (consolidated.00.pth, "
-        "params.json), to a folder in Hugging Face layout.",
-    )
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("source", metavar="SOURCE", type=Path, help="a .gguf file, or a folder with params.json")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write: absent or empty")
     options = parser.parse_args(arguments)

@@ -1,6 +1,7 @@
-"""`tune download`: a model from the Hugging Face hub."""
+"""Get a model from the Hugging Face hub. Run it again to continue an interrupted download. For gated and private models
+log in first (`hf auth login`) or set HF_TOKEN."""
 
-import argparse
+from argparse import ArgumentParser
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -10,12 +11,7 @@ SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt", ".safetensors"}
 OLD_WEIGHTS = {".bin", ".pt", ".pth"}
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="tune download",
-        description="Get a model from the Hugging Face hub. Run it again to continue an interrupted download. "
-        "For gated and private models log in first (`hf auth login`) or set HF_TOKEN.",
-    )
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("hub_id", metavar="HUB_ID", help="such as Qwen/Qwen3-0.6B")
     parser.add_argument("--revision", help="a branch, tag or commit (default: the main branch)")
     parser.add_argument("--out", type=Path, help="the folder to write (default: the last part of HUB_ID)")

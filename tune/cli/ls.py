@@ -1,30 +1,23 @@
-"""`tune ls`: the recipes and presets there are, one line each."""
+"""List the recipes, each with the first line of its docstring, and the configs, each with its first comment."""
 
-import argparse
 import ast
+from argparse import ArgumentParser
 from collections.abc import Sequence
-from pathlib import Path
 
 from tune import config
 
 
-def main(arguments: Sequence[str]) -> None:
-    argparse.ArgumentParser(prog="tune ls", description="List the recipes and configs.").parse_args(arguments)
-    recipes = {name: docstring_line(config.find_recipe(name)) for name in config.list_recipes()}
-    configs = {f"{name}.yaml": comment_line(config.find_config(name)) for name in config.list_configs()}
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.parse_args(arguments)
+    recipes, configs = {}, {}
+    for name in config.list_recipes():
+        docstring = ast.get_docstring(ast.parse(config.find_recipe(name).read_text())) or ""
+        recipes[name] = docstring.partition("\n")[0]
+    for name in config.list_configs():
+        lines = config.find_config(name).read_text().splitlines()
+        configs[f"{name}.yaml"] = next((line.lstrip("# ") for line in lines if line.startswith("#")), "")
     width = max(map(len, [*recipes, *configs]))
-    for title, lines in {"Recipes": recipes, "Configs": configs}.items():
+    for title, descriptions in {"Recipes": recipes, "Configs": configs}.items():
         print(f"{title}:")
-        for name, line in lines.items():
-            print(f"  {name:<{width}}  {line}")
-
-
-def docstring_line(recipe: Path) -> str:
-    """The first line of a script's docstring."""
-    return (ast.get_docstring(ast.parse(recipe.read_text())) or "").partition("\n")[0]
-
-
-def comment_line(preset: Path) -> str:
-    """The first comment of a YAML file."""
-    comments = (line for line in preset.read_text().splitlines() if line.startswith("#"))
-    return next(comments, "").lstrip("# ")
+        for name, description in descriptions.items():
+            print(f"  {name:<{width}}  {description}")

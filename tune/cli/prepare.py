@@ -1,7 +1,10 @@
-"""`tune prepare`: tokenise what a run will train on, ahead of time and without its weights or devices."""
+"""Tokenise the datasets of a run into the cache (dataset.cache_dir, else $TUNE_CACHE, else ~/.cache/tune) and print
+what becomes of their rows. A run with the same data, tokenizer and settings then starts from there. Needs no weights
+and no GPU. The arguments are those of `tune run`; RECIPE may be a config: then the recipe is the one that has its
+keys."""
 
-import re
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,18 +15,11 @@ from tune.cli.run import default_config
 from tune.errors import TuneError
 from tune.secrets import without_secrets
 
-USAGE = """\
-usage: tune prepare RECIPE [--config FILE_OR_NAME] [key=value ...]
-       tune prepare CONFIG.yaml [key=value ...]
 
-Tokenise the datasets of a run into the cache (dataset.cache_dir, else $TUNE_CACHE, else ~/.cache/tune) and print what
-becomes of their rows. A run with the same data, tokenizer and settings then starts from there. Needs no weights and no
-GPU. The arguments are those of `tune run`; for a config alone, the recipe is the one that has its keys."""
-
-
-def main(arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.usage = "tune prepare RECIPE [--config FILE_OR_NAME] [key=value ...]"
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
+        parser.print_help()
         return
     cfg = settings(arguments)
 
@@ -52,10 +48,11 @@ def settings(arguments: Sequence[str]) -> DictConfig:
         return config.load(default, rest)
     if not is_config:
         raise TuneError(f"{recipe} does not name its settings: @config.entrypoint(...) is not in it")
-    names = [name for name in config.list_recipes() if _groups(first) <= _groups(name)] or config.list_recipes()
-    return config.load(names[0], ["--config", first, *rest])
+    rest = ["--config", first, *rest]
+    return config.load(min(config.list_recipes(), key=lambda name: _count_unknown(name, rest)), rest)
 
 
-def _groups(name: str) -> set[str]:
-    """The keys at the top of a config."""
-    return set(re.findall(r"^\w+(?=:)", config.find_config(name).read_text(errors="replace"), re.MULTILINE))
+def _count_unknown(recipe: str, arguments: Sequence[str]) -> int:
+    """Settings that are none of this recipe's."""
+    _, findings = config.read(recipe, arguments, imports=False)
+    return len(findings)

@@ -1,8 +1,10 @@
-"""`tune preview`: the data of a run as it will be learned, without its weights or devices."""
+"""Show what a run learns: its first rows with the learned tokens marked, how they are packed, what becomes of all rows,
+how long they are, copies among them, and what looks wrong. Needs the tokenizer but no weights and no GPU. The arguments
+are those of `tune run`; RECIPE may also be a config: the recipe is then the one that has its keys."""
 
-import argparse
 import io
 import sys
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -17,14 +19,6 @@ from tune.datasets.warnings import warnings_about
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
 
-USAGE = """\
-tune preview RECIPE [--config FILE_OR_NAME] [key=value ...] [--rows N] [--source NAME] [--html FILE]
-       tune preview CONFIG.yaml [key=value ...] [--rows N] [--source NAME] [--html FILE]"""
-DESCRIPTION = """\
-Show what a run learns: its first rows with the learned tokens marked, how they are packed, what becomes of all rows,
-how long they are, copies among them, and what looks wrong. Needs the tokenizer but no weights and no GPU. The arguments
-are those of `tune run`; for a config alone, the recipe is the one that has its keys."""
-
 STYLES = {True: ("black on pale_green1", "black on pale_green3"), False: ("grey62", "grey50")}
 BAR = 40  # characters of the longest one
 
@@ -38,14 +32,9 @@ pre {{ font-family: monospace; white-space: pre-wrap; overflow-wrap: anywhere; m
 """
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="tune preview",
-        usage=USAGE,
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    run = "RECIPE [--config FILE_OR_NAME] [key=value ...]"
+    parser.usage = f"tune preview {run} [--rows N] [--source NAME] [--html FILE]"
     parser.add_argument("--rows", metavar="N", type=_positive, default=3, help="show the first N rows (default: 3)")
     parser.add_argument("--source", metavar="NAME", help="only this: training, validation, or a source of a mixture")
     parser.add_argument("--html", metavar="FILE", help="write a page instead")
@@ -74,22 +63,25 @@ def main(arguments: Sequence[str]) -> None:
     warnings = warnings_about(training, held_out, tokenizer)
     if isinstance(dataset, Stream):
         tables.append("a stream: only its first rows were read")
-    if options.html is not None:
-        page = Console(file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor", no_color=False)
-        for line in report(previews, tables, warnings, colours=True):
-            page.print(line, soft_wrap=True)
-        _write(options.html, page.export_html(code_format=HTML, inline_styles=True))
-        print(f"{options.html} is written; warnings: {len(warnings)}")
-        return
     if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that a terminal does not know is written as its number
         sys.stdout.reconfigure(errors="backslashreplace")
     console = Console()
+    if options.html is not None:
+        console = Console(
+            file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor", no_color=False
+        )
     colours = console.color_system is not None and not console.no_color
     for line in report(previews, tables, warnings, colours):
         if colours:
             console.print(line, soft_wrap=True)
         else:
             print(line.plain)
+    if options.html is not None:
+        try:
+            console.save_html(options.html, code_format=HTML, inline_styles=True)
+        except OSError as error:
+            raise TuneError(f"--html {options.html} cannot be written: {error.strerror}") from error
+        print(f"{options.html} is written; warnings: {len(warnings)}")
 
 
 def report(previews: dict[str, Preview], tables: list[str], warnings: list[str], colours: bool) -> Iterator[Text]:
@@ -133,13 +125,5 @@ def _bars(lengths: list[tuple[int, int, int]]) -> Iterator[str]:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
+        raise ArgumentTypeError(f"{text} is not a positive integer")
     return int(text)
-
-
-def _write(file: str, page: str) -> None:
-    try:
-        with open(file, "w", encoding="utf-8") as output:
-            output.write(page)
-    except OSError as error:
-        raise TuneError(f"--html {file} cannot be written: {error.strerror}") from error

@@ -1,10 +1,18 @@
-"""`tune run`: a recipe in this process, or in several through torchrun."""
+"""Run a recipe: one that `tune ls` lists, or a script of your own (a path that ends with .py).
+
+    tune run full_finetune model.path=./model dataset.path=./chats.jsonl
+    tune run --nproc-per-node 8 my_recipe.py --config my.yaml global_batch_size=128
+
+What stands before RECIPE goes to torchrun (`torchrun --help`), what stands after it to the recipe
+(`tune run RECIPE --help` prints its settings).
+"""
 
 import ast
 import logging
 import os
 import runpy
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,21 +22,12 @@ from tune.errors import TuneError
 # After SIGTERM, until processes that have not ended are killed: a step and a checkpoint take longer than torchrun's 30.
 SHUTDOWN_SECONDS = "600"
 
-USAGE = """\
-usage: tune run [TORCHRUN OPTIONS] RECIPE [--config FILE_OR_NAME] [key=value ...]
 
-Run a recipe: one that `tune ls` lists, or a script of your own (a path that ends with .py).
-
-    tune run full_finetune model.path=./model dataset.path=./chats.jsonl
-    tune run --nproc-per-node 8 my_recipe.py --config my.yaml global_batch_size=128
-
-What stands before RECIPE goes to torchrun (`torchrun --help`), what stands after it to the recipe
-(`tune run RECIPE --help` prints its settings)."""
-
-
-def main(arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.usage = "tune run [TORCHRUN OPTIONS] RECIPE [--config FILE_OR_NAME] [key=value ...]"
+    parser.formatter_class = RawDescriptionHelpFormatter
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
+        parser.print_help()
         return
     options, recipe, settings = split(arguments)
     sys.path.insert(0, str(recipe.resolve().parent))  # as `python` does: components beside the recipe can be named
