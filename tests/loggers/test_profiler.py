@@ -10,10 +10,10 @@ class Recorder:
     def __init__(self, calls):
         self.calls, self.step = calls, 0
 
-    def start(self):
+    def __enter__(self):
         self.calls.append(("start", self.step))
 
-    def stop(self):
+    def __exit__(self, *error):
         self.calls.append(("stop", self.step))
 
     def export_chrome_trace(self, path):
@@ -23,7 +23,7 @@ class Recorder:
 @pytest.mark.parametrize(
     ("start", "steps", "calls"),
     [
-        (2, 3, [("start", 2), ("stop", 5), ("written", "steps-2-to-4.json")]),
+        (2, 3, [("start", 2), ("stop", 4), ("written", "steps-2-to-4.json")]),
         (5, 3, [("start", 5), ("stop", 6), ("written", "steps-5-to-7.json")]),  # the run ends before
         (9, 1, []),
         (None, 1, []),

@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 
 from tune.errors import TuneError
 from tune.loggers import require_finite
-from tune.loggers.sinks import Console, JsonLines, Optional, Sink, TensorBoard, WeightsAndBiases
+from tune.loggers.sinks import Console, JsonLines, NonFatal, Sink, TensorBoard, WeightsAndBiases
 
 VALUES = {"loss": 1 / 3, "lr": 1e-5, "grad_norm": 2.0, "tokens_per_second": 1234.5, "peak_memory_gib": 0.5}
 
@@ -63,7 +63,7 @@ class Broken(Sink):
 
 
 def test_a_sink_that_fails_warns_once_and_is_left_out():
-    sink = Optional("Tracker", Broken)
+    sink = NonFatal("Tracker", Broken)
     with pytest.warns(UserWarning, match="Tracker is off from here on: ConnectionError.'no network to https://host'"):
         sink.metrics(1, VALUES)
     sink.metrics(2, VALUES)
@@ -76,7 +76,7 @@ def test_a_sink_that_cannot_be_opened_warns():
         raise ModuleNotFoundError("No module named 'wandb'")
 
     with pytest.warns(UserWarning, match="Weights & Biases is off"):
-        Optional("Weights & Biases", unavailable).metrics(1, VALUES)
+        NonFatal("Weights & Biases", unavailable).metrics(1, VALUES)
 
 
 def test_tensorboard(tmp_path):

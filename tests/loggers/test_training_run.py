@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from tune.errors import TuneError
 from tune.loggers import Run
 from tune.loggers import training_run as module
-from tune.loggers.sinks import Optional, Sink, WeightsAndBiases
+from tune.loggers.sinks import NonFatal, Sink, WeightsAndBiases
 
 
 class Kept(Sink):
@@ -84,7 +84,7 @@ def test_sinks_are_closed_on_every_exit(run, error, exit_code):
     """W&B is told how the run has ended."""
     told, wandb = [], object.__new__(WeightsAndBiases)
     wandb.run = SimpleNamespace(finish=lambda exit_code: told.append(exit_code))
-    run.sinks = [Optional("Weights & Biases", lambda: wandb)]
+    run.sinks = [NonFatal("Weights & Biases", lambda: wandb)]
     run.world.finish = lambda: told.append("all processes end")
     with pytest.raises(error) if error else contextlib.nullcontext(), run:
         if error:

@@ -1,7 +1,9 @@
 """What a run logs when asked: token accuracy, a validation before the first step, every learning rate; and when."""
 
 import json
+import re
 import time
+from pathlib import Path
 
 import full_finetune
 import lora_finetune
@@ -13,6 +15,7 @@ from tune.datasets import load
 from tune.tokenizers import Tokenizer
 
 transformers = pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[2]
 
 
 def logged(run):
@@ -60,6 +63,8 @@ def test_asked_for(recipe, checkpoint, chats, tmp_path):
     assert [line["epoch"] for line in steps] == [1, 2, 3]
     times = [line["time"] for line in (zeroth, *steps)]
     assert begin <= times[0] and times == sorted(times) and times[-1] <= time.time()
+    documented = re.findall(r"^\| `([a-z_]+)", (ROOT / "docs" / "runs.md").read_text(), re.MULTILINE)
+    assert {name.partition("/")[0] for line in (zeroth, *steps) for name in line} <= {"step", *documented}
     (pattern,) = patterns
     assert all(line[f"lr/{pattern}"] == pytest.approx(line["lr"] / 2) for line in steps)
     assert steps[1]["lr"] == pytest.approx(1e-2) and steps[0]["lr"] == pytest.approx(5e-3)

@@ -1,6 +1,6 @@
 """Show what a run learns: its first rows with the learned tokens marked, how they are packed, what becomes of all rows,
 how long they are, copies among them, and what looks wrong. Needs the tokenizer but no weights and no GPU. The arguments
-are those of `tune run`; RECIPE may also be a config: the recipe is then the one that has its keys."""
+are those of `tune run`; RECIPE may be a config: then the recipe is the one that has its keys."""
 
 import io
 import sys

@@ -62,14 +62,11 @@ def _pair_widths(model: nn.Module, seq_len: int) -> float:
     if getattr(config, "is_heterogeneous", False):  # then the config itself does not say what differs
         layers = list(config.per_layer_config)
     types = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
-    return sum(_pair_width(layer, kind, seq_len) for layer, kind in zip(layers, types, strict=True))
-
-
-def _pair_width(config: Any, kind: str, seq_len: int) -> float:
-    """Of a layer of transformers."""
-    window = getattr(config, "sliding_window", None) or seq_len
-    lengths = {"full_attention": seq_len, "attention": seq_len, "sliding_attention": min(seq_len, window)}
-    if kind not in lengths or not getattr(config, "num_attention_heads", None):
-        return 0.0
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_attention_heads * head_dim * lengths[kind]
+    total = 0.0
+    for layer, kind in zip(layers, types, strict=True):
+        window = getattr(layer, "sliding_window", None) or seq_len
+        lengths = {"full_attention": seq_len, "attention": seq_len, "sliding_attention": min(seq_len, window)}
+        if kind in lengths and (heads := getattr(layer, "num_attention_heads", None)):
+            head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+            total += 2 * heads * head_dim * lengths[kind]
+    return total

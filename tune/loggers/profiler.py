@@ -1,5 +1,6 @@
 """A trace of a few optimizer steps by torch.profiler."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -21,29 +22,16 @@ def profile(
 ) -> Iterator[tuple[int, T]]:
     """Iterate over `batches`, and trace optimizer steps `start` to `start + steps - 1` of rank 0 into `folder` (for
     Perfetto or TensorBoard); `start=None` traces nothing."""
-    if start is None or not world.is_main:
-        yield from batches
-        return
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if world.device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-    running = False
-
-    def finish() -> None:
-        profiler.stop()
-        folder.mkdir(exist_ok=True)
-        profiler.export_chrome_trace(str(folder / f"steps-{start}-to-{start + steps - 1}.json"))
-
-    try:
-        for step, batch in batches:
-            if running and step >= start + steps:
-                finish()
-                running = False
-            elif not running and start <= step < start + steps:
-                profiler.start()
-                running = True
+    remaining = iter(batches)
+    for step, batch in remaining:
+        if start is None or not start <= step < start + steps or not world.is_main:
             yield step, batch
-    finally:
-        if running:
-            finish()
+            continue
+        profiler = torch.profiler.profile(record_shapes=True)  # of the host, and of a GPU if there is one
+        try:
+            with profiler:
+                yield step, batch
+                yield from itertools.islice(remaining, start + steps - 1 - step)
+        finally:
+            folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(folder / f"steps-{start}-to-{start + steps - 1}.json"))

@@ -11,9 +11,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from omegaconf import DictConfig, OmegaConf
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tune.atomic import written_aside
 from tune.errors import TuneError
@@ -36,9 +37,9 @@ def open_sinks(folder: Path, tensorboard: bool, wandb: WandbOptions, settings: D
     """The sinks besides the console; the files in the run folder are always among them."""
     sinks: list[Sink] = [LogFile(folder / "log.txt"), JsonLines(folder / "metrics.jsonl")]
     if tensorboard:
-        sinks.append(Optional("TensorBoard", lambda: TensorBoard(folder / "tensorboard")))
+        sinks.append(NonFatal("TensorBoard", lambda: TensorBoard(folder / "tensorboard")))
     if wandb["project"]:
-        sinks.append(Optional("Weights & Biases", lambda: WeightsAndBiases(folder, wandb, settings)))
+        sinks.append(NonFatal("Weights & Biases", lambda: WeightsAndBiases(folder, wandb, settings)))
     return sinks
 
 
@@ -63,11 +64,10 @@ class JsonLines(Sink):
         kept = [line + "\n" for logged, line in logged_steps(self.path) if step and logged <= step]
         with written_aside(self.path) as unfinished:
             unfinished.write_text("".join(kept))
-        self.file = self.path.open("a")
+        self.file = self.path.open("a", buffering=1)  # a line at a time
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
-        self.file.flush()
 
     def close(self) -> None:
         self.file.close()
@@ -83,12 +83,11 @@ class LogFile(Sink):
     """log.txt: every message. A run holds a lock on it, by which others see that it goes on."""
 
     def __init__(self, path: Path):
-        self.file = path.open("a", encoding="utf-8")
+        self.file = path.open("a", encoding="utf-8", buffering=1)  # a line at a time
         require_free(self.file)
 
     def message(self, text: str) -> None:
         self.file.write(text + "\n")
-        self.file.flush()
 
     def close(self) -> None:
         self.file.close()
@@ -112,23 +111,15 @@ class Console(Sink):
 
     def __init__(self, every: int):
         self.every = every
-        self.progress: Any = None
-        self.total = 0
+        self.progress: Progress | None = None
         if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that a terminal does not know must not end a run
             sys.stdout.reconfigure(errors="backslashreplace")
 
     def start(self, step: int, total: int) -> None:
         self.total = total
         if sys.stdout.isatty():
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (
-                BarColumn(bar_width=16),
-                MofNCompleteColumn(),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(),
-            )
-            self.progress = Progress(*columns)
+            text = TextColumn("{task.description}")
+            self.progress = Progress(BarColumn(bar_width=16), MofNCompleteColumn(), text, TimeRemainingColumn())
             self.task = self.progress.add_task("", total=total, completed=step)
             self.progress.start()
 
@@ -196,34 +187,30 @@ class WeightsAndBiases(Sink):
         self.run.log(values, step=step)
 
     def close(self) -> None:
-        self.run.finish(
-            exit_code=int(sys.exc_info()[0] is not None)
-        )  # 1 while an error or an interruption ends the run
+        is_failure = sys.exc_info()[0] is not None  # an error or an interruption ends the run
+        self.run.finish(exit_code=int(is_failure))
 
 
-class Optional(Sink):
-    """A sink that the run can do without: when it fails, it says so once and is left out from then on."""
+class NonFatal(Sink):
+    """A sink that the run can do without: when it fails, it says so once and is off from then on."""
 
     def __init__(self, name: str, make: Callable[[], Sink]):
-        self.name = name
-        self.sink: Sink | None = None
-        with self._left_out_on_failure():
+        self.name, self.sink = name, Sink()
+        with self._off_on_failure():
             self.sink = make()
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        if self.sink:
-            with self._left_out_on_failure():
-                self.sink.metrics(step, values)
+        with self._off_on_failure():
+            self.sink.metrics(step, values)
 
     def close(self) -> None:
-        if self.sink:
-            with self._left_out_on_failure():
-                self.sink.close()
+        with self._off_on_failure():
+            self.sink.close()
 
     @contextlib.contextmanager
-    def _left_out_on_failure(self) -> Iterator[None]:
+    def _off_on_failure(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # whatever a third party's client raises must not end a training
-            self.sink = None
+            self.sink = Sink()  # it does nothing
             warnings.warn(without_secrets(f"{self.name} is off from here on: {error!r}"), stacklevel=3)

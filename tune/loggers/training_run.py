@@ -161,9 +161,7 @@ class Run:
     def track(self, data: Iterable[T], start: int, total: int) -> Iterator[T]:
         """Iterate over optimizer steps, from the one after `start`, and time how long each waits for data."""
         if self.world.is_main:
-            sinks = open_sinks(
-                self.path, self.tensorboard, self.wandb, self.settings
-            )  # first, since it locks the folder
+            sinks = open_sinks(self.path, self.tensorboard, self.wandb, self.settings)  # locks the folder
             for sink, message in itertools.product(sinks, self.messages):
                 sink.message(message)
             self.sinks += sinks
@@ -200,7 +198,7 @@ class Run:
         self.last += time.perf_counter() - begin
 
     def log(self, step: int, *, tokens: int, supervised_tokens: int, **metrics: float | None) -> None:
-        """Record the metrics of an optimizer step (metrics.py says what each counts); None or NaN leaves one out."""
+        """Record the metrics of an optimizer step (docs/runs.md says what each counts); None or NaN leaves one out."""
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
         values = {name: value for name, value in metrics.items() if value is not None and not math.isnan(value)}
