@@ -9,13 +9,13 @@ HOUSE = Path(tune.__file__).parent
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
     "checkpointers": 1228,
-    "cli": 662,
+    "cli": 592,
     "collators": 167,
-    "config": 883,
+    "config": 752,
     "datasets": 3775,
     "distributed": 587,
     "generation": 40,
-    "loggers": 863,
+    "loggers": 804,
     "losses": 276,
     "models": 3114,
     "optimizers": 347,
