@@ -147,7 +147,7 @@ def test_offsets_are_those_of_sentencepiece(tmp_path, kind):
         # It gives a character to the last of its tokens, and nothing to the others: no reference for those.
         if encoding.ids == expected["ids"] and all(start < end for start, end in expected["offsets"][1:]):
             for place, (start, end) in enumerate(expected["offsets"][1:], 1):
-                ours_start, ours_end = encoding.span(place)  # of spaces that become one, the last
+                ours_start, ours_end = encoding.token_to_chars(place)  # of spaces that become one, the last
                 assert start <= ours_start < ours_end <= end, (text, place)
                 compared += 1
     assert compared > 2000
@@ -164,9 +164,9 @@ def test_offsets_cover_the_text(kind, request, tmp_path, ranked):
     ours = Tokenizer(str(tmp_path))
     for text in texts(300):
         (encoding,) = ours.encode_with_offsets([text])
-        assert {at for start, end in map(encoding.span, range(len(encoding.ids))) for at in range(start, end)} == set(
-            range(len(text))
-        ), text
+        assert {
+            at for start, end in map(encoding.token_to_chars, range(len(encoding.ids))) for at in range(start, end)
+        } == set(range(len(text))), text
 
 
 def test_what_is_saved_gives_the_same_ids_in_transformers(vocabulary, tmp_path):

@@ -5,9 +5,10 @@ import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
+from tokenizers import Encoding
 
 from tune.collators import IGNORE, Sample
 from tune.datasets.formats import (
@@ -30,7 +31,7 @@ from tune.datasets.remarks import columns_left_out, remarks
 from tune.datasets.train_on import TrainOn, flagged, learned_roles, learned_text
 from tune.datasets.user_functions import load_function
 from tune.errors import TuneError
-from tune.tokenizers import Encoding, Span, Tokenizer
+from tune.tokenizers import Span, Tokenizer
 
 CANNOT_BE_USED = "cannot be used"
 FULLY_MASKED = "fully masked"
@@ -205,7 +206,9 @@ class RowReader:
         if isinstance(draft.content, Tokens):
             tokens, targets = (np.array(ids, dtype=np.int32) for ids in (draft.content.ids, draft.content.labels))
             return Sample(tokens, np.append(targets[1:], np.int32(IGNORE)))
-        ids, prefix, places = encoding.ids, [], range(len(encoding.ids))
+        ids, prefix, places = encoding.ids, [], range(len(encoding))
+        # Few are asked for, and `offsets`, which are all of them, take as long as rendering the text.
+        span = cast(Callable[[int], Span], encoding.token_to_chars)
         is_plain = isinstance(draft.content, Plain)
         if is_plain:
             prefix = self.tokenizer.prefix_ids
@@ -215,8 +218,8 @@ class RowReader:
         tokens = np.array(prefix + ids, dtype=np.int32)
         labels = np.full(len(tokens), IGNORE, dtype=np.int32)
         for start, end in draft.spans:
-            first = max(1, bisect_right(places, start, key=lambda place: encoding.span(place)[1]) + len(prefix))
-            last = bisect_left(places, end, key=lambda place: encoding.span(place)[0]) + len(prefix)
+            first = max(1, bisect_right(places, start, key=lambda place: span(place)[1]) + len(prefix))
+            last = bisect_left(places, end, key=lambda place: span(place)[0]) + len(prefix)
             if is_plain and end == len(draft.text):
                 last = len(tokens)  # EOS
             if not self.train_on_end_of_turn:

@@ -1,7 +1,6 @@
 """Which characters of a conversation are learned."""
 
 import json
-import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime
@@ -11,11 +10,9 @@ from typing import Literal
 from tune.datasets.formats import Chat, is_empty_answer
 from tune.errors import TuneError
 from tune.tokenizers import Message, Span, Tokenizer
+from tune.tokenizers.supervision import around_content
 
 TrainOn = Literal["assistant", "all", "last"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
-
-# Stands in for a message's content to see where the template writes it; no dataset can contain it.
-_PROBE = f"\ufdd2{secrets.token_hex(8)}\ufdd3"
 
 
 def learned_roles(train_on: TrainOn) -> Iterable[str]:
@@ -89,14 +86,13 @@ def _spans(messages: list[Message], tools: list | None, tokenizer: Tokenizer) ->
 
 def _span_of(index: int, messages: list[Message], tools: list | None, text: str, tokenizer: Tokenizer) -> Span:
     """Where the content of a message of another role stands, with the end of turn behind it."""
-    probe = {**messages[index], "content": _PROBE}
-    probed = _render([*messages[:index], probe, *messages[index + 1 :]], tools, tokenizer)
-    before, _, behind = probed.partition(_PROBE)
-    if probed.count(_PROBE) != 1 or not (text.startswith(before) and text.endswith(behind)):
+    around = around_content(lambda probed: _render(probed, tools, tokenizer), messages, index)
+    if not around or not (text.startswith(around[0]) and text.endswith(around[1])):
         raise TuneError(
             f"the chat template does not tell where message {index + 1} ({messages[index]['role']}) stands in the "
             "text: its role cannot be in train_on"
         )
+    before, behind = around
     end = len(text) - len(behind)
     stops = map(tokenizer.decode, ([token] for token in tokenizer.stop_ids))
     return len(before), end + max((len(stop) for stop in stops if behind.startswith(stop)), default=0)

@@ -5,6 +5,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -41,16 +42,9 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise TuneError(f"{origin} is not a valid Jinja template: line {error.lineno}: {error.message}") from error
 
-    def render(
-        self,
-        messages: list[Message],
-        add_generation_prompt: bool = False,
-        tools: list | None = None,
-        documents: list | None = None,
-        **variables: Any,
-    ) -> str:
+    def render(self, messages: list[Message], add_generation_prompt: bool = False, **variables: Any) -> str:
         """The conversation as the text the model sees. Raises TuneError where the template refuses it."""
-        return self.render_with_spans(messages, add_generation_prompt, tools, documents, **variables)[0]
+        return self.render_with_spans(messages, add_generation_prompt, **variables)[0]
 
     def render_with_spans(
         self,
@@ -123,7 +117,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    # Jinja's own filter escapes HTML characters and sorts keys; chat templates are written for this one.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     environment.globals["dict"] = _Dict()
@@ -161,14 +156,3 @@ def _check_name(name: Any) -> None:
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML characters and sorts keys; chat templates are written for this one."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

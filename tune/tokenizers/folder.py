@@ -1,8 +1,7 @@
 """What a checkpoint folder says about its vocabulary. Which file is read, and what the others add to it."""
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +15,35 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 # Each of these holds a whole vocabulary.
 SOURCES = ("tekken.json", "tokenizer.model", "*.tiktoken")
 
-
-@dataclass(slots=True)
-class Vocabulary:
-    """A tokenizer, the file it was read from, and its special tokens by name (`bos_token`, ...)."""
-
-    file: Path
-    tokenizer: tokenizers.Tokenizer
-    special_tokens: dict[str, str] = field(default_factory=dict)
+Names = dict[str, str]
+"""Special tokens by name: `bos_token`, ..."""
 
 
-def read_vocabulary(folder: Path) -> Vocabulary:
-    """Reads tokenizer.json, or else tekken.json, tokenizer.model (sentencepiece's or Llama 3's) or Qwen's *.tiktoken.
+def read_vocabulary(folder: Path) -> tuple[Path, tokenizers.Tokenizer, Names]:
+    """The file it was read from, the tokenizer, and its special tokens.
 
+    Reads tokenizer.json, or else tekken.json, tokenizer.model (sentencepiece's or Llama 3's) or Qwen's *.tiktoken.
     tokenizer_config.json, special_tokens_map.json and added_tokens.json add special tokens. Raises TuneError where
     there is no such file, or it cannot be read, or the files contradict each other.
     """
     config = read_json(folder / "tokenizer_config.json")
     named = {**read_json(folder / "special_tokens_map.json"), **config}
     given = {name: _text(named[name]) for name in SPECIAL_TOKENS if named.get(name)}
-    special = [*given.values(), *map(_text, _listed(named))]
-    vocabulary = _read(_source(folder), legacy=config.get("legacy") is not False)
-    begins = "bos_token" in vocabulary.special_tokens
-    vocabulary.special_tokens |= given
-    _add_configured(vocabulary, _configured(folder, config, special))
-    _mark_special(vocabulary, special)
-    if vocabulary.file.name != "tokenizer.json":  # which says itself what it puts around a text
-        _wrap(vocabulary, config.get("add_bos_token", begins), config.get("add_eos_token", False))
-    return vocabulary
+    special = [*given.values(), *map(_text, _further(named))]
+    file = _source(folder)
+    tokenizer, own = _read(file, legacy=config.get("legacy") is not False)
+    names = own | given
+    configured = _configured(folder, config, special)
+    if file.name != "tokenizer.json":
+        tokenizer = _rename(tokenizer, configured)
+    _add(tokenizer, file, configured, special, names)
+    if file.name != "tokenizer.json":  # which says itself what it puts around a text
+        begin = names.get("bos_token") if config.get("add_bos_token", "bos_token" in own) else None
+        end = names.get("eos_token") if config.get("add_eos_token") else None
+        around = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys((begin, end)) if token]
+        single = [token for token in (begin, "$A", end) if token]
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=around)
+    return file, tokenizer, names
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -77,20 +77,20 @@ def _source(folder: Path) -> Path:
     return found[0]
 
 
-def _read(file: Path, legacy: bool) -> Vocabulary:
+def _read(file: Path, legacy: bool) -> tuple[tokenizers.Tokenizer, Names]:
+    """The tokenizer in a file, with the special tokens that the file itself names."""
     data = file.read_bytes()
     try:
         if file.name == "tokenizer.json":
-            return Vocabulary(file, _read_tokenizer_json(data))
+            return _read_tokenizer_json(data), {}
         if file.name == "tekken.json":
-            special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-            return Vocabulary(file, ranks.tekken(data), special)
+            names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+            return ranks.tekken(data), names
         if file.suffix == ".tiktoken":
-            return Vocabulary(file, ranks.qwen(file), {"eos_token": "<|endoftext|>"})
+            return ranks.qwen(file), {"eos_token": "<|endoftext|>"}
         if ranks.is_tiktoken(data):
-            special = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-            return Vocabulary(file, ranks.llama3(file), special)
-        return Vocabulary(file, *sentencepiece.convert(data, legacy))
+            return ranks.llama3(file), {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+        return sentencepiece.convert(data, legacy)
     except ValueError as error:
         raise TuneError(f"{file} is not a tokenizer that can be read: {error}") from error
 
@@ -105,13 +105,13 @@ def _read_tokenizer_json(data: bytes) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _configured(folder: Path, config: Mapping[str, Any], special: Iterable[str]) -> dict[int, AddedToken]:
+def _configured(folder: Path, config: Mapping[str, Any], special: list[str]) -> dict[int, AddedToken]:
     """The added tokens that the config, or else added_tokens.json, gives ids to, in their order."""
     if "added_tokens_decoder" not in config:
-        listed = read_json(folder / "added_tokens.json")
+        listed = sorted((index, token) for token, index in read_json(folder / "added_tokens.json").items())
         return {
             index: AddedToken(token, special=token in special, normalized=token not in special)
-            for token, index in sorted(listed.items(), key=lambda entry: entry[1])
+            for index, token in listed
         }
     flags = ("special", "normalized", "lstrip", "rstrip", "single_word")
     try:
@@ -127,33 +127,28 @@ def _configured(folder: Path, config: Mapping[str, Any], special: Iterable[str])
         ) from error
 
 
-def _add_configured(vocabulary: Vocabulary, tokens: dict[int, AddedToken]) -> None:
-    tokenizer = vocabulary.tokenizer
-    if vocabulary.file.name != "tokenizer.json":
-        tokenizer = vocabulary.tokenizer = _rename(tokenizer, tokens)
+def _add(
+    tokenizer: tokenizers.Tokenizer, file: Path, configured: dict[int, AddedToken], special: list[str], names: Names
+) -> None:
+    """Adds the configured tokens, and makes special those that the vocabulary has as mere words. Raises TuneError if a
+    token has another id, or one that we need is not there."""
     present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    tokenizer.add_tokens([token for token in tokens.values() if token.content not in present])
-    for index, token in tokens.items():
+    tokenizer.add_tokens([token for token in configured.values() if token.content not in present])
+    present |= {token.content for token in configured.values()}
+    words = [token for token in special if token not in present and tokenizer.token_to_id(token) is not None]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in words])
+    for index, token in configured.items():
         if (actual := tokenizer.token_to_id(token.content)) != index:
             raise TuneError(
-                f"{vocabulary.file.parent}: its configuration gives token {token.content!r} the id {index}, but it is "
-                f"{actual} after {vocabulary.file.name}: take all files from the same checkpoint"
+                f"{file.parent}: its configuration gives token {token.content!r} the id {index}, but it is {actual} "
+                f"after {file.name}: take all files from the same checkpoint"
             )
-
-
-def _mark_special(vocabulary: Vocabulary, tokens: Iterable[str]) -> None:
-    """Makes special tokens of those that the vocabulary has as mere words. Raises TuneError if it lacks one we need."""
-    tokenizer = vocabulary.tokenizer
     for name in ("bos_token", "eos_token", "pad_token"):
-        token = vocabulary.special_tokens.get(name)
-        if token and tokenizer.token_to_id(token) is None:
+        if name in names and tokenizer.token_to_id(names[name]) is None:
             raise TuneError(
-                f"{vocabulary.file.parent}: its configuration names {token!r} as {name}, but {vocabulary.file.name} "
-                "has no such token: take both files from the same checkpoint"
+                f"{file.parent}: its configuration names {names[name]!r} as {name}, but {file.name} has no such token: "
+                "take both files from the same checkpoint"
             )
-    present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    words = [token for token in tokens if token not in present and tokenizer.token_to_id(token) is not None]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in words])
 
 
 def _rename(tokenizer: tokenizers.Tokenizer, tokens: dict[int, AddedToken]) -> tokenizers.Tokenizer:
@@ -169,16 +164,8 @@ def _rename(tokenizer: tokenizers.Tokenizer, tokens: dict[int, AddedToken]) -> t
     return tokenizers.Tokenizer.from_str(json.dumps(content))
 
 
-def _wrap(vocabulary: Vocabulary, begin: bool, end: bool) -> None:
-    """Texts get the BOS and EOS token around them."""
-    bos, eos = (vocabulary.special_tokens.get(name) for name in ("bos_token", "eos_token"))
-    around = [token for token, wanted in ((bos, begin), (eos, end)) if token and wanted]
-    single = [*([bos] if bos and begin else []), "$A", *([eos] if eos and end else [])]
-    ids = [(token, vocabulary.tokenizer.token_to_id(token)) for token in dict.fromkeys(around)]
-    vocabulary.tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
-
-
-def _listed(named: Mapping[str, Any]) -> list[Any]:
+def _further(named: Mapping[str, Any]) -> list[Any]:
+    """Special tokens that have no name of `SPECIAL_TOKENS`."""
     extra = named.get("extra_special_tokens") or []
     return [*(named.get("additional_special_tokens") or []), *(extra.values() if isinstance(extra, dict) else extra)]
 

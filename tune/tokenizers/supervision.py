@@ -91,11 +91,14 @@ def _turn_span(
 
     # The template writes this turn differently when it is the last one (Qwen3 adds an empty <think> block). Where the
     # turn ends then follows from the text behind its content, which must not depend on what the content is.
-    last, inside = (_around_probe(render, messages[:end], index) for end in (index + 1, len(messages)))
+    last, inside = (around_content(render, messages[:end], index) for end in (index + 1, len(messages)))
     if messages[index + 1]["role"] == "tool":
-        result = _around_probe(render, messages, index + 1)
+        result = around_content(render, messages, index + 1)
         if result and inside and len(result[0]) < len(inside[0]):
-            raise _result_in_the_turn(index)
+            raise _refusal(
+                f"writes the tool's result (message {index + 2}) into the turn of message {index + 1}: what is learned "
+                "there would hold it. Leave words and reasoning out of messages that call tools, or mark"
+            )
     if last and inside and text.endswith(inside[1]):
         specials = list(special_tokens.finditer(inside[1], 0, _common_prefix(inside[1], last[1])))
         end = len(text) - len(inside[1]) + (specials[-1].end() if specials else 0)
@@ -126,9 +129,13 @@ def _turn_start(render: partial[str], messages: list[Message], index: int, text:
         # Of answers before the last question the template keeps no reasoning.
         if any(message["role"] == "user" for message in messages[index + 1 :]):
             return opened.start()
-        raise _opened_by_the_prompt(index, prompt[opened.start() :], text[opened.start() :])
+        opening, written = prompt[opened.start() :], text[opened.start() :]
+        raise _refusal(
+            f"gives the model {opening!r} to go on from, but writes message {index + 1} without it ({written[:30]!r}). "
+            f"Take {opening.strip()} out of the generation prompt, let the answers keep their reasoning, or mark"
+        )
     # What stands before may depend on what follows (Mistral writes the system message into the last question).
-    inside = _around_probe(render, messages, index)
+    inside = around_content(render, messages, index)
     if inside and text.startswith(inside[0]) and inside[0].endswith(prompt[len(render(before)) :]):
         return len(inside[0])
     raise _disagreement(index, "the messages before it, with the generation prompt", prompt, text)
@@ -141,7 +148,9 @@ def _header(render: partial[str], messages: list[Message]) -> str:
     return render(question, add_generation_prompt=True).removeprefix(render(question))
 
 
-def _around_probe(render: partial[str], messages: list[Message], index: int) -> tuple[str, str] | None:
+def around_content(
+    render: Callable[[list[Message]], str], messages: list[Message], index: int
+) -> tuple[str, str] | None:
     """What the template writes before and behind the content of message `index`; None if it does not write it once."""
     probe = {**messages[index], "content": _PROBE}
     before, *behind = render([*messages[:index], probe, *messages[index + 1 :]]).split(_PROBE)
@@ -163,27 +172,14 @@ def _common_prefix(one: str, other: str) -> int:
 def _disagreement(index: int, what: str, part: str, whole: str) -> TuneError:
     at = _common_prefix(part, whole)
     window = slice(max(0, at - 20), at + 30)
-    return TuneError(
-        f"the chat template does not tell which text is the assistant's: message {index + 1} starts or ends elsewhere "
-        f"when {what} are rendered alone ({part[window]!r}) than in the whole conversation ({whole[window]!r}). "
-        "Mark the assistant's text in the template with {% generation %} ... {% endgeneration %}"
+    return _refusal(
+        f"does not tell which text is the assistant's: message {index + 1} starts or ends elsewhere when {what} are "
+        f"rendered alone ({part[window]!r}) than in the whole conversation ({whole[window]!r}). Mark"
     )
 
 
-def _result_in_the_turn(index: int) -> TuneError:
+def _refusal(what: str) -> TuneError:
     return TuneError(
-        f"the chat template writes the tool's result (message {index + 2}) into the turn of message {index + 1}: what "
-        "is learned there would hold it. Leave words and reasoning out of messages that call tools; or mark what to "
-        "learn with {% generation %} ... {% endgeneration %} in a copy of the template (chat_template.jinja). "
-        "A message with train: false is not learned"
-    )
-
-
-def _opened_by_the_prompt(index: int, opening: str, written: str) -> TuneError:
-    return TuneError(
-        f"the chat template gives the model {opening!r} to go on from, but writes message {index + 1} without it "
-        f"({written[:30]!r}): what is learned there would not follow what the model is given. In a copy of the "
-        f"template (chat_template.jinja), either take {opening.strip()} out of the generation prompt, or let the "
-        "answers keep their reasoning; or mark what to learn with {% generation %} ... {% endgeneration %}. "
-        "A message with train: false is not learned"
+        f"the chat template {what} the assistant's text with {{% generation %}} ... {{% endgeneration %}}. Change a "
+        "copy of it, chat_template.jinja. A message with train: false is not learned"
     )

@@ -1,14 +1,13 @@
 """The tokenizer of a checkpoint folder."""
 
-import copy
 import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
@@ -33,17 +32,6 @@ FILES = (
 )
 
 
-class Encoding:
-    """Token ids, and by `span(index)` the characters `[start, end)` of the text that a token stands for: one by one,
-    since few are asked for, and all of them take as long as rendering the text."""
-
-    __slots__ = ("ids", "span")
-
-    def __init__(self, encoding: tokenizers.Encoding) -> None:
-        self.ids: list[int] = encoding.ids
-        self.span = cast(Callable[[int], Span], encoding.token_to_chars)  # None only for tokens that are not the text's
-
-
 class Tokenizer:
     """The tokenizer and chat template of a checkpoint folder, giving the ids and texts that transformers gives.
 
@@ -56,11 +44,10 @@ class Tokenizer:
 
     def __init__(self, path: str, chat_template: str | None = None, eos_token: str | None = None) -> None:
         self.path = Path(path).expanduser()
-        vocabulary = read_vocabulary(self.path)
-        self._tokenizer, self._source = vocabulary.tokenizer, vocabulary.file
-        self.special_tokens = vocabulary.special_tokens
+        self._source, self._tokenizer, self.special_tokens = read_vocabulary(self.path)
         self._added: dict[int, AddedToken] = {}
-        self._generation_eos = self._configured_eos()
+        configs = (read_json(self.path / name) for name in ("generation_config.json", "config.json"))
+        self._generation_eos = next(filter(None, (_listed(config.get("eos_token_id")) for config in configs)), [])
         if "eos_token" not in self.special_tokens and self._generation_eos:
             configured = self._tokenizer.id_to_token(self._generation_eos[0])
             self.special_tokens |= {"eos_token": configured} if configured else {}
@@ -68,7 +55,8 @@ class Tokenizer:
         if eos_token is not None:
             self._make_special([eos_token], f"tokenizer.eos_token={eos_token}")
             self._chosen["eos_token"] = self.special_tokens["eos_token"] = eos_token
-        self.bos_id, self.eos_id, self.pad_id = (self._id_of(name) for name in ("bos_token", "eos_token", "pad_token"))
+        ids = {name: self._tokenizer.token_to_id(token) for name, token in self.special_tokens.items()}
+        self.bos_id, self.eos_id, self.pad_id = map(ids.get, ("bos_token", "eos_token", "pad_token"))
         if chat_template is None:
             self._templates = self._read_templates()
         else:
@@ -121,10 +109,9 @@ class Tokenizer:
         finally:
             self._tokenizer.encode_special_tokens = False
 
-    def encode_with_offsets(self, texts: list[str]) -> list[Encoding]:
+    def encode_with_offsets(self, texts: list[str]) -> list[tokenizers.Encoding]:
         """A batch of texts on all cores, without the special tokens that `prefix_ids` names."""
-        batch = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [*map(Encoding, batch)]
+        return self._tokenizer.encode_batch(texts, add_special_tokens=False)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -162,18 +149,15 @@ class Tokenizer:
         messages: list[Message],
         add_generation_prompt: bool = False,
         tools: list | None = None,
-        documents: list | None = None,
         template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The conversation as text. `tools` are JSON schemas, `documents` dicts that the template knows how to print.
+        """The conversation as text. `tools` are JSON schemas.
 
         `template` names one of several; else it is `tool_use` where there are tools and such a template, or the
-        default. `variables` are the template's own, such as `enable_thinking=False`.
+        default. `variables` are the template's own, such as `documents` or `enable_thinking=False`.
         """
-        return self._template(tools, template).render(
-            messages, add_generation_prompt, tools, documents=documents, **variables
-        )
+        return self._template(tools, template).render(messages, add_generation_prompt, tools=tools, **variables)
 
     def supervised_spans(
         self, messages: list[Message], tools: list | None = None, **variables: Any
@@ -207,9 +191,11 @@ class Tokenizer:
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, target)
         if self._added or self._source.name != "tokenizer.json":
-            self._save_tokenizer_json(folder / "tokenizer.json")
+            content = json.loads(self._tokenizer.to_str())
+            if self._source.name == "tokenizer.json":  # truncation and padding in it are off here
+                content = {**read_json(self._source), "added_tokens": content["added_tokens"]}
+            _update(folder / "tokenizer.json", content)
         config = read_json(folder / "tokenizer_config.json")
-        copied = copy.deepcopy(config)
         if self._source.name != "tokenizer.json":
             config |= {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
         if "added_tokens_decoder" in config:
@@ -222,11 +208,10 @@ class Tokenizer:
         if "eos_token" in chosen:
             config["eos_token"] = chosen["eos_token"]
             if named := read_json(folder / "special_tokens_map.json"):
-                _write_json(folder / "special_tokens_map.json", named | {"eos_token": chosen["eos_token"]})
-        if config != copied:
-            _write_json(folder / "tokenizer_config.json", config)
-        if self._added and (listed := read_json(folder / "added_tokens.json")):
-            _write_json(folder / "added_tokens.json", listed | {token.content: at for at, token in self._added.items()})
+                _update(folder / "special_tokens_map.json", named | {"eos_token": chosen["eos_token"]})
+        _update(folder / "tokenizer_config.json", config)
+        if listed := read_json(folder / "added_tokens.json"):
+            _update(folder / "added_tokens.json", listed | {token.content: at for at, token in self._added.items()})
         for name in ("config.json", "generation_config.json"):
             if (folder / name).exists():
                 self._save_stop_ids(folder / name)
@@ -239,14 +224,7 @@ class Tokenizer:
             if missing := sorted(self.stop_ids - {*there}):
                 ids = [*there, *missing]
                 part["eos_token_id"] = ids if len(ids) > 1 else ids[0]
-        if config != read_json(file):
-            _write_json(file, config)
-
-    def _save_tokenizer_json(self, file: Path) -> None:
-        content = json.loads(self._tokenizer.to_str())
-        if self._source.name == "tokenizer.json":  # truncation and padding in it are off here
-            content = {**read_json(self._source), "added_tokens": content["added_tokens"]}
-        _write_json(file, content)
+        _update(file, config)
 
     @property
     def special_ids(self) -> dict[int, str]:
@@ -329,21 +307,12 @@ class Tokenizer:
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def _configured_eos(self) -> list[int]:
-        for name in ("generation_config.json", "config.json"):
-            ids = read_json(self.path / name).get("eos_token_id")
-            if ids is not None:
-                return _listed(ids)
-        return []
-
-    def _id_of(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        return self._tokenizer.token_to_id(token) if token else None
-
 
 def _listed(ids: int | list[int] | None) -> list[int]:
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+def _update(file: Path, content: dict[str, Any]) -> None:
+    """Write the file, unless it says this already: what was copied stays as it is, byte for byte."""
+    if content != read_json(file):
+        file.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
