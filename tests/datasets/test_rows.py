@@ -395,7 +395,9 @@ def test_functions_and_formats_that_do_not_work(tokenizer, numbers, options, mes
 
 @pytest.mark.usefixtures("my_data")
 def test_generator_function_that_is_none(tokenizer):
-    with pytest.raises(TuneError, match=r"python:my_data\.five gave int; it must yield rows"):
+    with pytest.raises(
+        TuneError, match=r"python:my_data\.five fails behind row 0: TypeError: .int. object is not iterable"
+    ):
         load(tokenizer, "python:my_data.five", max_seq_len=100)
     with pytest.raises(TuneError, match=r"python:my_data\.breaks fails behind row 1: KeyError: 'nothing'"):
         load(tokenizer, "python:my_data.breaks", max_seq_len=100)

@@ -99,7 +99,7 @@ FILES = {
     "not xz": ("data.jsonl.xz", b"hello", "data.jsonl.xz cannot be read: Input format"),
     "left on a server": ("data.parquet", POINTER, "data.parquet is a pointer of Git LFS .* run git lfs pull"),
     "another kind": ("data.xlsx", "a", r"cannot read \.xlsx files; known are \.json, \.jsonl, \.csv, \.tsv, \.parquet"),
-    "no kind": ("data", "a", "cannot read files whose name has no suffix; known are"),
+    "no kind": ("data", "a", "cannot read such files; known are"),
     "other columns": (
         "data.jsonl",
         '{"this": "a", "that": "b"}',

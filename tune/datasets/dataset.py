@@ -21,7 +21,8 @@ class Dataset:
 
     Neighbours with equal values of the column `group` (a pair, the answers to a prompt) are together in one row.
     `row_tokens` and `row_supervised` count the tokens of each row, `row_pairs` its pairs: the first sample of a
-    group with each of the others; `validation` is what was held out of the source.
+    group with each of the others. `lengths` and `supervised` count the tokens and the learned tokens of each sample,
+    `digests` (uint64) are equal for equal tokens. `validation` is what was held out of the source.
     """
 
     validation: "Dataset | None" = None
@@ -30,8 +31,11 @@ class Dataset:
         """`pack_to` fills rows of so many tokens with several samples."""
         self.accounting = accounting
         self._samples = samples
+        self.lengths, self.supervised, self.digests = samples.lengths, samples.supervised, samples.digests
         self._starts = np.concatenate([[0], np.cumsum(samples.lengths)])
-        units = self._unit_starts = _unit_starts(samples)  # of one sample each, or of those of a group
+        groups = samples.columns.get("group", np.arange(len(samples)))
+        units = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))  # of one sample each, or of those of a group
+        self._unit_starts = units
         order, row_starts = np.arange(len(units)), np.arange(len(units) + 1)
         if pack_to:
             lengths = np.add.reduceat(samples.lengths, units)
@@ -86,21 +90,6 @@ class Dataset:
         return {name: np.asarray(value) for name, value in self._samples.columns_of(0, slice(0, 1)).items()}
 
     @property
-    def lengths(self) -> np.ndarray:
-        """The tokens of each sample."""
-        return self._samples.lengths
-
-    @property
-    def supervised(self) -> np.ndarray:
-        """The learned tokens of each sample."""
-        return self._samples.supervised
-
-    @property
-    def digests(self) -> np.ndarray:
-        """A number of each sample, uint64: samples of the same tokens have the same."""
-        return self._samples.digests
-
-    @property
     def copies(self) -> int:
         """Samples whose tokens are those of an earlier one."""
         return len(self.digests) - len(np.unique(self.digests))
@@ -140,11 +129,6 @@ def renumbered(sample: Sample, first: int) -> Sample:
     if "group" in columns:
         columns["group"] += first
     return replace(sample, index=first + sample.index, columns=columns)
-
-
-def _unit_starts(samples: Samples) -> np.ndarray:
-    groups = samples.columns.get("group", np.arange(len(samples)))
-    return np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
 
 
 def _together(outcomes: list[Outcome]) -> list[Outcome]:

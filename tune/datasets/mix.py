@@ -3,7 +3,6 @@
 import hashlib
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_type_hints
 
@@ -134,36 +133,17 @@ class Mixture:
         return hashlib.blake2b(repr(contents).encode(), digest_size=16).hexdigest()
 
 
-@dataclass
-class MixtureAccounting:
-    """What became of each source's rows, and how many training rows of each make an epoch."""
+class MixtureAccounting(Accounting):
+    """What became of the rows of all sources, and how many training rows of each make an epoch."""
 
-    parts: dict[str, Accounting]
-    drawn: dict[str, int]
-
-    @property
-    def source(self) -> str:
-        return ", ".join(self.parts)
-
-    @property
-    def samples(self) -> int:
-        return sum(part.samples for part in self.parts.values())
-
-    @property
-    def tokens(self) -> int:
-        return sum(part.tokens for part in self.parts.values())
-
-    @property
-    def longest(self) -> int:
-        return max(part.longest for part in self.parts.values())
-
-    @property
-    def training_rows(self) -> int:
-        return sum(self.drawn.values())
-
-    @property
-    def row_capacity(self) -> int | None:
-        return next(iter(self.parts.values())).row_capacity
+    def __init__(self, parts: dict[str, Accounting], drawn: dict[str, int]) -> None:
+        super().__init__(", ".join(parts))
+        self.parts, self.drawn = parts, drawn
+        for part in parts.values():
+            self.add(part)
+        self.training_rows = sum(drawn.values())
+        self.row_capacity = part.row_capacity
+        self.lengths = {"max": max(part.longest for part in parts.values())}
 
     def epoch(self) -> dict[str, dict[str, float]]:
         """Of each source: its training rows in an epoch, how often that reads it, its share of the epoch's tokens."""

@@ -20,34 +20,27 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     open_rows: dict[int, list[int]] = {}  # by the space that is left in them
     spaces: list[int] = []  # the keys of open_rows, sorted
     num_rows = placed = 0
-
-    def put(rows: list[int] | range, space: int, length: int, each: int) -> None:
-        """`each` documents into every one of `rows`, which have `space`."""
-        nonlocal placed
-        row_of[placed : placed + len(rows) * each] = np.repeat(rows, each)
-        placed += len(rows) * each
-        left = space - each * length
-        if left not in open_rows:
-            open_rows[left] = []
-            insort(spaces, left)
-        open_rows[left].extend(rows)
-
     for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while count:
             at = bisect_left(spaces, length)
             space = spaces[at] if at < len(spaces) else capacity
-            each = min(space // length, count)
+            each = min(space // length, count)  # documents into every one of `rows`
             if at < len(spaces):
-                rows = open_rows[space]
-                chosen: list[int] | range = rows[-(count // each) :]
-                del rows[-len(chosen) :]
-                if not rows:
+                rows = open_rows[space][-(count // each) :]
+                del open_rows[space][-len(rows) :]
+                if not open_rows[space]:
                     del open_rows[space], spaces[at]
             else:
-                chosen = range(num_rows, num_rows + count // each)
-                num_rows = chosen.stop
-            put(chosen, space, length, each)
-            count -= len(chosen) * each
+                rows = [*range(num_rows, num_rows + count // each)]
+                num_rows += len(rows)
+            row_of[placed : placed + len(rows) * each] = np.repeat(rows, each)
+            placed += len(rows) * each
+            count -= len(rows) * each
+            left = space - each * length
+            if left not in open_rows:
+                open_rows[left] = []
+                insort(spaces, left)
+            open_rows[left] += rows
 
     rows_in_order = np.empty_like(row_of)
     rows_in_order[decreasing] = row_of

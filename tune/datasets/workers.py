@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
@@ -78,37 +77,23 @@ def _in_processes(
     if first is None:
         return
     pending: deque[Any] = deque()
-    with _one_thread_each():
-        pool = ProcessPoolExecutor(workers, get_context("fork"), _start, (function, os.getpid()))
-        try:
-            pending.append(pool.submit(_call, first))
-            for chunk in chunks:
-                pending.append(pool.submit(_call, chunk))
-                if len(pending) > 4 * workers:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        except BrokenProcessPool as error:
-            raise TuneError(
-                "a process that tokenises was killed, usually because the machine ran out of memory: "
-                f"set dataset.workers to less than {workers}"
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """The tokenizers library's own threads do not survive a fork, and would be too many in each process."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    # The threads of the tokenizers library do not survive a fork, and would be too many in each process.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    pool = ProcessPoolExecutor(workers, get_context("fork"), _start, (function, os.getpid()))
     try:
-        yield
+        for chunk in chain([first], chunks):
+            pending.append(pool.submit(_call, chunk))
+            if len(pending) > 4 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise TuneError(
+            "a process that tokenises was killed, usually because the machine ran out of memory: "
+            f"set dataset.workers to less than {workers}"
+        ) from error
     finally:
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
+        pool.shutdown(cancel_futures=True)
 
 
 def _start(function: Callable[[list[Any]], Any], parent: int) -> None:

@@ -129,9 +129,9 @@ def _turn_start(render: partial[str], messages: list[Message], index: int, text:
         # Of answers before the last question the template keeps no reasoning.
         if any(message["role"] == "user" for message in messages[index + 1 :]):
             return opened.start()
-        opening, written = prompt[opened.start() :], text[opened.start() :]
+        opening, answer = prompt[opened.start() :], text[opened.start() :]
         raise _refusal(
-            f"gives the model {opening!r} to go on from, but writes message {index + 1} without it ({written[:30]!r}). "
+            f"gives the model {opening!r} to go on from, but writes message {index + 1} without it ({answer[:30]!r}). "
             f"Take {opening.strip()} out of the generation prompt, let the answers keep their reasoning, or mark"
         )
     # What stands before may depend on what follows (Mistral writes the system message into the last question).

@@ -78,30 +78,22 @@ class Tree:
     path: str
     root: str
 
-    @property
-    def is_local(self) -> bool:
-        return isinstance(self.filesystem, LocalFileSystem)
-
     def below(self) -> dict[str, str]:
         """Paths of all that is in the folder and in those below it, by name, without hidden ones. Links to folders
         stay closed: they may lead in circles."""
         root = self.root.rstrip("/")
-        if self.is_local:
-            names = []
-            for folder, folders, files in os.walk(root):
-                links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-                names += [os.path.relpath(os.path.join(folder, name), root) for name in files + links]
+        if isinstance(self.filesystem, LocalFileSystem):
+            found = (path for path in Path(root).rglob("*") if path.is_symlink() or not path.is_dir())
+            names = [str(path.relative_to(root)) for path in found]
         else:
             names = [path.removeprefix(root).lstrip("/") for path in self.filesystem.find(root)]
         return {name: f"{root}/{name}" for name in sorted(names) if not re.search(r"(^|/)\.", name)}
 
     def matching(self) -> dict[str, str]:
         """Paths of the files and folders that the path as a glob stands for, by name."""
-        found = glob.glob(self.root, recursive=True) if self.is_local else self.filesystem.glob(self.root)
+        is_local = isinstance(self.filesystem, LocalFileSystem)
+        found = glob.glob(self.root, recursive=True) if is_local else self.filesystem.glob(self.root)
         return {path: path for path in sorted(found)}
-
-    def is_file(self, path: str) -> bool:
-        return bool(self.filesystem.isfile(path))
 
     def saved_split(self, split: str) -> str | None:
         """The folder of this split if `datasets.save_to_disk` wrote this one."""
@@ -112,7 +104,7 @@ class Tree:
             return f"{self.path}/{split}"
         if not self.filesystem.isfile(f"{self.root}/state.json"):
             return None
-        _require_train(self.path, split)
+        require_train(self.path, split)
         return self.path
 
 
@@ -147,19 +139,18 @@ def open_tree(path: str) -> Tree:
 
 def choose_files(tree: Tree, split: str) -> tuple[list[File], list[str]]:
     """The data files, all of one kind, and the names of those that are left aside."""
-    if tree.is_file(tree.root):
-        _require_train(tree.path, split)
+    if tree.filesystem.isfile(tree.root):
+        require_train(tree.path, split)
         if not _kind(tree.path):
             suffix = "".join(Path(tree.path).suffixes[-2:])
-            such = f"{suffix} files" if suffix else "files whose name has no suffix"
-            raise TuneError(f"{tree.path}: cannot read {such}; known are {_known()}")
+            raise TuneError(f"{tree.path}: cannot read {suffix or 'such'} files; known are {_known()}")
         return [File(tree.filesystem, tree.root, os.path.basename(tree.root))], []
-    is_folder = bool(tree.filesystem.isdir(tree.root))
+    is_folder = tree.filesystem.isdir(tree.root)
     paths = tree.below() if is_folder else tree.matching()
     if not (is_folder or paths):
         raise TuneError(f"{tree.path} matches no file")
     data = [name for name in paths if _kind(name) and os.path.basename(name) not in NOT_DATA]
-    data = [name for name in data if tree.is_file(paths[name])]
+    data = [name for name in data if tree.filesystem.isfile(paths[name])]
     kinds = {_kind(name) for name in data}
     if len(kinds) > 1:
         kinds.discard(".txt")  # a README or a license
@@ -170,9 +161,8 @@ def choose_files(tree: Tree, split: str) -> tuple[list[File], list[str]]:
     if is_folder:
         data = _of_split(tree.path, data, split)
     else:
-        _require_train(tree.path, split)
-    files = [File(tree.filesystem, paths[name], name) for name in data]
-    return files, sorted(paths.keys() - data)
+        require_train(tree.path, split)
+    return [File(tree.filesystem, paths[name], name) for name in data], sorted(paths.keys() - data)
 
 
 def _of_split(folder: str, names: list[str], split: str) -> list[str]:
@@ -183,7 +173,7 @@ def _of_split(folder: str, names: list[str], split: str) -> list[str]:
         named = [known for known, aliases in SPLITS.items() if any(word in aliases for word in words)]
         by_split.setdefault(named[0] if named else "", []).append(name)
     if by_split.keys() == {""}:
-        _require_train(folder, split)
+        require_train(folder, split)
         return names
     if split not in by_split:
         found = "; ".join(f"{known or 'no split'}: {', '.join(of_it[:5])}" for known, of_it in by_split.items())
@@ -194,7 +184,7 @@ def _of_split(folder: str, names: list[str], split: str) -> list[str]:
     return by_split[split]
 
 
-def _require_train(path: str, split: str) -> None:
+def require_train(path: str, split: str) -> None:
     if split != "train":
         raise TuneError(f"{path} has no splits: all rows are the split `train`; found split={split}: remove it")
 
@@ -215,5 +205,4 @@ def _known() -> str:
 def _not_found(path: Path) -> TuneError:
     if not path.parent.is_dir():
         return TuneError(f"{path} does not exist (there is no folder {path.parent} either)")
-    hint = did_you_mean(path.name, [entry.name for entry in path.parent.iterdir()])
-    return TuneError(f"{path} does not exist.{hint}" if hint else f"{path} does not exist")
+    return TuneError(f"{path} does not exist.{did_you_mean(path.name, [each.name for each in path.parent.iterdir()])}")

@@ -1,12 +1,12 @@
 """Where rows come from: files, the Hugging Face hub, or a function."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from tune.datasets.sources.data_files import File, choose_files, is_on_the_hub, open_tree
-from tune.datasets.sources.readers import PlacedRows, read, table_rows, without_nulls
+from tune.datasets.sources.data_files import File, choose_files, is_on_the_hub, open_tree, require_train
+from tune.datasets.sources.readers import PlacedRows, numbered, read
 from tune.datasets.user_functions import load_function
 from tune.errors import TuneError
 
@@ -35,14 +35,15 @@ def open_source(path: str, split: str = "train", subset: str | None = None, take
 
     Raises TuneError if there is no such thing, or if it has no such split.
     """
-    if path.startswith(FUNCTION):
-        _require_default(path, split, subset)
-        function = load_function(path.removeprefix(FUNCTION), path)
-        return Source(path, lambda: _generated(function, path), take)
-    if is_on_the_hub(path):
+    is_function = path.startswith(FUNCTION)
+    if not is_function and is_on_the_hub(path):
         return Source(path, lambda: _hub(path, subset, split), take)
     if subset is not None:
         raise TuneError(f"{path} is no dataset of the hub, which alone has subsets; found subset={subset}: remove it")
+    if is_function:
+        require_train(path, split)
+        function = load_function(path.removeprefix(FUNCTION), path)
+        return Source(path, lambda: _generated(function, path), take)
     tree = open_tree(path)
     if (saved := tree.saved_split(split)) is not None:
         inside = open_tree(saved).below()
@@ -51,19 +52,10 @@ def open_source(path: str, split: str = "train", subset: str | None = None, take
     return Source(path, lambda: (row for file in files for row in read(file)), take, files, ignored)
 
 
-def _require_default(path: str, split: str, subset: str | None) -> None:
-    if split != "train" or subset is not None:
-        asked = f"split={split}" + (f", subset={subset}" if subset else "")
-        raise TuneError(f"{path} has neither splits nor subsets; found {asked}: remove it")
-
-
 def _generated(function: Callable[[], Any], path: str) -> PlacedRows:
     name, number = getattr(function, "__name__", "function"), 0
     try:
-        rows = function()
-        if not hasattr(rows, "__iter__"):
-            raise TuneError(f"{path} gave {type(rows).__name__}; it must yield rows")
-        for number, row in enumerate(rows, 1):
+        for number, row in enumerate(function(), 1):
             yield f"{name}:row {number}", row
     except TuneError:
         raise
@@ -82,7 +74,7 @@ def _hub(name: str, subset: str | None, split: str) -> PlacedRows:
             f"{name} is no file or folder here, and it cannot be loaded from the Hugging Face hub "
             f"(subset={subset}, split={split}): {error}"
         ) from error
-    yield from _numbered(name, rows)
+    yield from numbered(name, rows.with_format("arrow").iter(batch_size=1024))
 
 
 def _saved(path: str) -> PlacedRows:
@@ -93,9 +85,4 @@ def _saved(path: str) -> PlacedRows:
         rows = datasets.load_from_disk(path)
     except (OSError, ValueError) as error:
         raise TuneError(f"{path} cannot be read as a saved dataset: {error}") from error
-    yield from _numbered(path, rows)
-
-
-def _numbered(name: str, rows: Any) -> Iterator[tuple[str, Any]]:
-    tables = rows.with_format("arrow").iter(batch_size=1024)
-    yield from ((f"{name}:row {number}", without_nulls(row)) for number, row in enumerate(table_rows(tables), 1))
+    yield from numbered(path, rows.with_format("arrow").iter(batch_size=1024))

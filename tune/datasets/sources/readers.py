@@ -33,16 +33,12 @@ def read(file: File) -> PlacedRows:
         raise TuneError(f"{file.path} cannot be read: {error}") from error
 
 
-def table_rows(tables: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """The rows of Arrow tables or record batches."""
-    for table in tables:
-        for start in range(0, table.num_rows, 1024):
-            yield from table.slice(start, 1024).to_pylist()
-
-
-def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Without the nulls that columnar formats put in for each key that only other rows have."""
-    return {column: _pruned(value) for column, value in row.items()}
+def numbered(name: str, tables: Iterable[Any]) -> PlacedRows:
+    """Rows of Arrow tables or record batches, without the nulls for keys that only other rows have."""
+    pieces = (table.slice(start, 1024) for table in tables for start in range(0, table.num_rows, 1024))
+    rows = (row for piece in pieces for row in piece.to_pylist())
+    for number, row in enumerate(rows, 1):
+        yield f"{name}:row {number}", {column: _pruned(value) for column, value in row.items()}
 
 
 def _pruned(value: Any) -> Any:
@@ -59,12 +55,9 @@ def _json(file: File) -> PlacedRows:
     try:
         with file.open() as stream:
             rows = json.loads(stream.read())
-    except json.JSONDecodeError as error:
-        raise TuneError(f"{file.path}:{error.lineno}: {_malformed(error)}") from error
-    except UnicodeDecodeError as error:
-        raise TuneError(f"{file.path}: {_not_text(error)}") from error
     except (ValueError, RecursionError) as error:
-        raise TuneError(f"{file.path}: malformed JSON: {error}") from error
+        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise TuneError(f"{file.path}{line}: {_malformed(error)}") from error
     if not isinstance(rows, list):
         inside = [rows[name] for name in WRAPPERS if isinstance(rows, dict) and isinstance(rows.get(name), list)]
         rows = inside[0] if len(inside) == 1 else [rows]
@@ -96,20 +89,18 @@ def _json_lines(file: File) -> PlacedRows:
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 row = TuneError(
                     f"{_malformed(error)}: {line[:60]!r}... "
                     f"Each line must be one whole row{', or the file one list of them' * (file.kind == '.json')}"
                 )
-            except UnicodeDecodeError as error:
-                row = _not_text(error)
-            except (ValueError, RecursionError) as error:
-                row = TuneError(f"malformed JSON: {error}")
             yield f"{file.name}:{number}", row
 
 
-def _malformed(error: json.JSONDecodeError) -> str:
-    return f"malformed JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+def _malformed(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"malformed JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+    return _not_text(error) if isinstance(error, UnicodeDecodeError) else f"malformed JSON: {error}"
 
 
 def _csv(file: File) -> PlacedRows:
@@ -119,7 +110,9 @@ def _csv(file: File) -> PlacedRows:
         lines = _text_lines(file)
         header = next(lines, "")
         table = csv.DictReader(chain([header], lines), strict=True, delimiter=_delimiter(file.kind, header))
-        _check_header(table.fieldnames or (), file)
+        names = table.fieldnames or ()
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise TuneError(f"{file.path}: the header has the column {twice[0]!r} twice")
         for number, row in enumerate(table, 1):
             if None in row or None in row.values():
                 mistake = TuneError(
@@ -140,12 +133,6 @@ def _delimiter(kind: str, header: str) -> str:
     return next((each for each in ",;\t" if each in header), ",")
 
 
-def _check_header(names: Iterable[str], file: File) -> None:
-    names = list(names)
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise TuneError(f"{file.path}: the header has the column {twice[0]!r} twice")
-
-
 def _text_lines(file: File) -> Iterator[str]:
     with file.open() as lines:
         for number, line in enumerate(lines, 1):
@@ -161,7 +148,7 @@ def _parquet(file: File) -> PlacedRows:
 
     try:
         with file.open() as stream, pyarrow.parquet.ParquetFile(stream) as table:
-            yield from _numbered(file, table.iter_batches(1024))
+            yield from numbered(file.name, table.iter_batches(1024))
     except pyarrow.ArrowException as error:
         raise TuneError(f"{file.path}: malformed Parquet: {error}") from error
 
@@ -176,15 +163,11 @@ def _arrow(file: File) -> PlacedRows:
             stream.seek(0)
             if is_file:
                 table = pyarrow.ipc.open_file(stream)
-                yield from _numbered(file, map(table.get_batch, range(table.num_record_batches)))
+                yield from numbered(file.name, map(table.get_batch, range(table.num_record_batches)))
             else:
-                yield from _numbered(file, pyarrow.ipc.open_stream(stream))
+                yield from numbered(file.name, pyarrow.ipc.open_stream(stream))
     except pyarrow.ArrowException as error:
         raise TuneError(f"{file.path}: malformed Arrow: {error}") from error
-
-
-def _numbered(file: File, tables: Iterable[Any]) -> PlacedRows:
-    return ((f"{file.name}:row {number}", without_nulls(row)) for number, row in enumerate(table_rows(tables), 1))
 
 
 def _text(file: File) -> PlacedRows:
@@ -192,8 +175,8 @@ def _text(file: File) -> PlacedRows:
     yield file.name, {"text": "".join(_text_lines(file))}
 
 
-def _not_text(error: UnicodeDecodeError) -> TuneError:
-    return TuneError(f"not UTF-8 text: {error.reason} at byte {error.start}. Save the file as UTF-8")
+def _not_text(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8 text: {error.reason} at byte {error.start}. Save the file as UTF-8"
 
 
 READERS: dict[str, Callable[[File], PlacedRows]] = {
