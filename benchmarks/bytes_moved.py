@@ -13,9 +13,11 @@ class BytesMoved(TorchDispatchMode):
         self.total = 0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        output = operation(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        output = operation(*args, **kwargs)
         if not operation.is_view and operation.overloadpacket.__name__ not in FREE:
-            inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            read = {name: value for name, value in kwargs.items() if name != "out"}
+            inputs = [each for each in tree_leaves((args, read)) if isinstance(each, torch.Tensor)]
             if operation.overloadpacket.__name__ in ("copy_", "zero_", "fill_", "_foreach_copy_"):
                 inputs = inputs[1:]  # the first is written only
             if operation.overloadpacket.__name__ in ("embedding", "index", "gather"):

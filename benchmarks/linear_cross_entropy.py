@@ -21,7 +21,6 @@ from bytes_moved import BytesMoved
 from tune.collators import Batch
 from tune.losses import LinearCrossEntropy, LogProbs
 from tune.losses.chunks import LOGITS
-from tune.losses.linear_cross_entropy import _LinearCrossEntropy
 
 
 def naive(hidden, weight, labels, chunk):
@@ -79,9 +78,10 @@ def print_bytes(args):
                 torch.empty(rows, args.dim, dtype=torch.bfloat16, device="meta", requires_grad=trains)
                 for rows, trains in ((args.tokens, True), (args.vocabulary, trained))
             )
-            labels = torch.empty(args.tokens, dtype=torch.long, device="meta")
+            labels = torch.zeros(1, args.tokens, dtype=torch.long)
+            batch = Batch.of(labels, labels).to("meta")
             with BytesMoved() as counted:
-                _LinearCrossEntropy.apply(hidden, weight, labels, chunk, None, None).backward()
+                LinearCrossEntropy(chunk)(hidden[None], weight, batch).backward()
             moved.append(counted.total / 2**30)
         print(f"chunks of {chunk:5}: {moved[0]:6.0f} GiB, {moved[1]:6.0f} GiB with a frozen head")
 

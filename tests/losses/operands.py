@@ -1,6 +1,7 @@
-"""What a head gets: hidden states, an output weight, labels."""
+"""What a head gets: hidden states, an output weight, labels. And what it makes of them."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def make(dtype=torch.float32, tokens=50, dim=16, vocabulary=97):
@@ -10,3 +11,18 @@ def make(dtype=torch.float32, tokens=50, dim=16, vocabulary=97):
     labels = torch.randint(vocabulary, (2, tokens // 2), generator=generator)
     labels[0, :7] = labels[1, -3:] = -100
     return hidden, weight, labels
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor has, and how many products of matrices are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = self.products = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        self.products += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import run_processes
-from losses.operands import make
+from losses.operands import Largest, make
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tune.collators import Batch
 from tune.losses import LinearCrossEntropy, LogProbs, per_document
@@ -82,21 +81,6 @@ def test_one_operand_alone(trained):
     ours = LogProbs(7)(*operands, Batch.of(labels, labels)).log_probs @ weights_of(40)
     exact = reference(*operands, labels)[0] @ weights_of(40).double()
     assert_close(*(torch.autograd.grad(each, inputs[trained])[0] for each in (ours, exact)), rtol=1e-5, atol=1e-6)
-
-
-class Largest(TorchDispatchMode):
-    """The most elements that a tensor has, and how many products of matrices are computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = self.products = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **kwargs or {})
-        self.products += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
-        if isinstance(result, torch.Tensor):
-            self.elements = max(self.elements, result.numel())
-        return result
 
 
 def test_never_the_full_logits():

@@ -1,7 +1,7 @@
 """What heads share that work by chunks of tokens: logits, normalisation over the vocabulary, gradients."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,27 +53,26 @@ def chunks_of_logits(
         yield chunk, logits if temperature == 1 else logits.div_(temperature), slope
 
 
-class Normalized(NamedTuple):
-    """Logits of a chunk relative to `maximum` `[chunk, 1]`: those of the targets `[chunk, 1]`, their exponentials
-    `[chunk, vocab]` and the sums of these `[chunk, 1]`."""
+def normalize(logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Subtract their maximum from `logits` `[chunk, vocab]` in place. Returns it, their exponentials (in `out`, which
+    may be the logits) and the sums of these.
 
-    maximum: Tensor
-    target_logits: Tensor
-    exponentials: Tensor
-    normalizer: Tensor
-
-
-def normalize(logits: Tensor, targets: Tensor, out: Tensor) -> Normalized:
-    """Subtract their maximum from `logits` `[chunk, vocab]` in place; write exponentials to `out`, which may be them.
-
-    Here a head sharded over the vocabulary reduces over its ranks: the maximum by MAX, then the targets' logits, which
-    one rank has, and the normalizer by SUM.
+    Here a head sharded over the vocabulary reduces over its ranks: the maximum by MAX, the sums by SUM, as it does with
+    the logits of targets, which one rank has.
     """
     maximum = logits.amax(dim=1, keepdim=True)
     logits -= maximum
-    target_logits = logits.gather(1, targets)
     exponentials = torch.exp(logits, out=out)
-    return Normalized(maximum, target_logits, exponentials, exponentials.sum(dim=1, keepdim=True))
+    return maximum, exponentials, exponentials.sum(dim=1, keepdim=True)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The sum over a chunk, and the gradient of `logits` `[chunk, vocab]` (in `out`). They change as in `normalize`."""
+    target_logits = logits.gather(1, targets)
+    maximum, exponentials, normalizer = normalize(logits, out)
+    probabilities = exponentials.div_(normalizer)
+    grad_logits = probabilities.scatter_add_(1, targets, probabilities.new_full(targets.shape, -1.0))
+    return (normalizer.log() + maximum - target_logits).sum(), grad_logits
 
 
 class Gradients:
@@ -87,6 +86,8 @@ class Gradients:
 
     def add(self, chunk: slice, grad_logits: Tensor, slope: Tensor | float) -> None:
         """Add those of a chunk of logits, whose gradient is changed in place. Its `slope` is their derivative."""
+        if self.hidden is None and self.weight is None:
+            return
         hidden, weight = self.operands
         if not isinstance(slope, float) or slope != 1:
             grad_logits *= slope
@@ -98,3 +99,22 @@ class Gradients:
                 self.weight.addmm_(grad_logits.T, hidden[chunk])
             else:
                 self.weight += grad_logits.T @ hidden[chunk]
+
+
+class Summed(torch.autograd.Function):
+    """`Summed.apply(total, hidden, weight, gradients)`: a sum over tokens whose gradients are computed already."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, hidden: Tensor, weight: Tensor, gradients: Gradients) -> Tensor:
+        ctx.save_for_backward(gradients.hidden, gradients.weight)
+        ctx.weight_dtype = weight.dtype
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(grad).to(ctx.weight_dtype)
+        return None, grad_hidden, grad_weight, None

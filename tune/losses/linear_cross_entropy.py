@@ -1,12 +1,10 @@
 """Fused output projection and cross-entropy, by chunks of tokens."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tune.collators import Batch
-from tune.losses.chunks import Gradients, chunks_of_logits, default_chunk_tokens, normalize, operands
+from tune.losses.chunks import Gradients, Summed, chunks_of_logits, cross_entropy, default_chunk_tokens, operands
 from tune.types import PositiveInt
 
 
@@ -31,46 +29,18 @@ class LinearCrossEntropy:
     def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
         """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]` -> scalar. `softcap` bounds logits by tanh."""
         hidden, weight, labels = operands(hidden, weight, batch)
-        chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight)
         if self.accuracy and self.counts is None:
             self.counts = labels.new_zeros(2)
-        return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, softcap, self.counts)
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        chunk_tokens: int,
-        softcap: float | None,
-        counts: Tensor | None,
-    ) -> Tensor:
-        loss = torch.zeros((), device=hidden.device)
-        gradients = Gradients(hidden, weight, *ctx.needs_input_grad[:2])
-        # All in place: a matrix of logits takes most of the memory.
-        for chunk, logits, slope in chunks_of_logits(hidden, weight, chunk_tokens, softcap):
-            targets = labels[chunk, None]
-            if counts is not None:
-                counts[0] += (logits.argmax(dim=1, keepdim=True) == targets).sum()
-                counts[1] += len(targets)
-            _, target_logits, exponentials, normalizer = normalize(logits, targets, out=logits)
-            loss += (normalizer.log() - target_logits).sum()
-            if any(ctx.needs_input_grad):
-                probabilities = exponentials.div_(normalizer)
-                probabilities.scatter_add_(1, targets, probabilities.new_full(targets.shape, -1.0))
-                gradients.add(chunk, probabilities, slope)
-        ctx.save_for_backward(gradients.hidden, gradients.weight)
-        ctx.weight_dtype = weight.dtype
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
-        if grad_weight is not None:
-            grad_weight = grad_weight.mul_(grad_loss).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        gradients = Gradients(hidden, weight, hidden.requires_grad, weight.requires_grad)
+        with torch.no_grad():
+            loss = torch.zeros((), device=hidden.device)
+            chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight)
+            for chunk, logits, slope in chunks_of_logits(hidden, weight, chunk_tokens, softcap):
+                targets = labels[chunk, None]
+                if self.counts is not None:
+                    self.counts[0] += (logits.argmax(dim=1, keepdim=True) == targets).sum()
+                    self.counts[1] += len(targets)
+                total, grad_logits = cross_entropy(logits, targets, out=logits)
+                loss += total
+                gradients.add(chunk, grad_logits, slope)
+        return Summed.apply(loss, hidden, weight, gradients)

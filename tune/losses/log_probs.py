@@ -55,13 +55,14 @@ class _LogProbs(torch.autograd.Function):
         for chunk, logits, slope in chunks_of_logits(hidden, weight, *options):
             targets = labels[chunk, None]
             buffer = torch.empty_like(logits) if buffer is None else buffer[: len(logits)]
-            maximum, target_logits, exponentials, normalizer = normalize(logits, targets, out=buffer)
-            log_probs[chunk] = (target_logits - normalizer.log()).squeeze(1)
-            # A head sharded over the vocabulary sums this product over its ranks too.
-            product = torch.einsum("tv,tv->t", exponentials, logits)
-            entropies[chunk] = normalizer.squeeze(1).log() - product / normalizer.squeeze(1)
-            is_argmax[chunk] = target_logits.squeeze(1) == 0
+            target_logits = logits.gather(1, targets)
+            maximum, exponentials, normalizer = normalize(logits, out=buffer)
+            is_argmax[chunk] = (target_logits == maximum).squeeze(1)
             log_normalizer[chunk] = maximum + normalizer.log()
+            log_probs[chunk] = (target_logits - log_normalizer[chunk]).squeeze(1)
+            # A head sharded over the vocabulary sums this product over its ranks too.
+            product = logits.mul_(exponentials).sum(dim=1, keepdim=True)
+            entropies[chunk] = (normalizer.log() - product / normalizer).squeeze(1)
             if gradients.hidden is not None:
                 gradients.add(chunk, _grad_logits(exponentials.div_(normalizer), targets), slope)
         # What the weight's gradient does not need is not kept.

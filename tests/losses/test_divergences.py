@@ -1,0 +1,165 @@
+"""Equal to torch's `kl_div` of full logits, without the full logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from losses.operands import Largest, make
+from torch.testing import assert_close
+
+from tune.collators import Batch
+from tune.losses import ForwardKL, JensenShannon, ReverseKL, Teacher
+
+
+def kl(p, q):
+    """KL(p || q) of log-probs, summed."""
+    return F.kl_div(q, p, reduction="sum", log_target=True)
+
+
+def jensen_shannon(student, teacher, beta=0.3):
+    mixture = torch.logaddexp(teacher + torch.tensor(beta).log(), student + torch.tensor(1 - beta).log())
+    return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
+
+
+FORMULAS = {
+    ForwardKL: lambda student, teacher: kl(teacher, student),
+    ReverseKL: kl,
+    JensenShannon: jensen_shannon,
+}
+OPTIONS = {JensenShannon: {"beta": 0.3}}
+divergences = pytest.mark.parametrize("divergence", FORMULAS)
+
+
+def operands(scale=1.0, teacher_vocabulary=97, dtype=torch.float32):
+    """Those of `make`, and a teacher of another width."""
+    hidden, weight, labels = make(dtype)
+    generator = torch.Generator().manual_seed(1)
+    teacher = Teacher(
+        (torch.randn(*hidden.shape[:2], 24, generator=generator) * scale).to(dtype).requires_grad_(),
+        (torch.randn(teacher_vocabulary, 24, generator=generator) * 0.3).to(dtype).requires_grad_(),
+        None,
+    )
+    return hidden * scale, weight, labels, teacher
+
+
+def log_softmax(hidden, weight, labels, softcap=None, temperature=1.0):
+    logits = (hidden.double() @ weight.double().T)[labels != -100]
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
+    return (logits / temperature).log_softmax(-1)
+
+
+def check(loss, expected, hidden, weight):
+    assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+    ours, exact = (
+        torch.autograd.grad(each / 40, (hidden, weight), retain_graph=each is expected) for each in (loss, expected)
+    )
+    for gradient, reference in zip(ours, exact, strict=True):
+        assert reference.norm() > 1e-4
+        assert (gradient - reference).norm() <= 1e-5 * reference.norm()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@divergences
+def test_value_and_gradients(divergence, softcap, temperature, share):
+    hidden, weight, labels, teacher = operands()
+    teacher = teacher._replace(softcap=2.0 if softcap else None)
+    student_log_p = log_softmax(hidden, weight, labels, softcap, temperature)
+    teacher_log_p = log_softmax(*teacher[:2], labels, teacher.softcap, temperature)
+    expected = FORMULAS[divergence](student_log_p, teacher_log_p)
+    if share:
+        cross_entropy = F.nll_loss(
+            log_softmax(hidden, weight, labels, softcap), labels[labels != -100], reduction="sum"
+        )
+        expected = (1 - share) * temperature**2 * expected + share * cross_entropy
+    for chunk_tokens in (7, None):
+        loss_fn = divergence(temperature, share, chunk_tokens, **OPTIONS.get(divergence, {}))
+        loss = loss_fn(hidden, weight, Batch.of(labels, labels), teacher=teacher, softcap=softcap)
+        check(loss, expected, hidden, weight)
+
+
+@pytest.mark.parametrize(("vocab_size", "used"), [(None, 97), (95, 95)])
+@pytest.mark.parametrize("teacher_vocabulary", [97 + 8, 97])
+@divergences
+def test_padded_vocabularies(divergence, teacher_vocabulary, vocab_size, used):
+    """Rows beyond the tokenizer's ids are left out where the heads differ in them."""
+    hidden, weight, labels, teacher = operands(teacher_vocabulary=teacher_vocabulary)
+    labels[labels >= 95] = 0
+    used = used if teacher_vocabulary != 97 else 97
+    loss_fn = divergence(vocab_size=vocab_size, **OPTIONS.get(divergence, {}))
+    loss = loss_fn(hidden, weight, Batch.of(labels, labels), teacher=teacher)
+    student_log_p = log_softmax(hidden, weight[:used], labels)
+    check(
+        loss,
+        FORMULAS[divergence](student_log_p, log_softmax(teacher.hidden, teacher.weight[:used], labels)),
+        hidden,
+        weight,
+    )
+
+
+@divergences
+def test_the_own_teacher_is_no_distance_away(divergence):
+    hidden, weight, labels = make()
+    loss_fn = divergence()
+    batch = Batch.of(labels, labels)
+    loss = loss_fn(hidden, weight, batch, teacher=Teacher(hidden, weight, None))
+    loss.backward()
+    assert loss.abs() < 1e-6 and max(weight.grad.abs().max(), hidden.grad.abs().max()) < 1e-6
+    # Small divergences are not lost to rounding.
+    nearby = Teacher(hidden.detach() * 1.001, weight.detach(), None)
+    exact = FORMULAS[divergence](log_softmax(hidden, weight, labels), log_softmax(*nearby[:2], labels))
+    if divergence is not JensenShannon:
+        assert_close(loss_fn(hidden, weight, batch, teacher=nearby).double(), exact, rtol=1e-2, atol=0)
+
+
+@divergences
+def test_probabilities_of_zero(divergence):
+    """Of the teacher, of the student and of both, in fp32."""
+    hidden, weight, labels, teacher = operands(scale=100)
+    student_log_p, teacher_log_p = log_softmax(hidden, weight, labels), log_softmax(*teacher[:2], labels)
+    assert torch.maximum(student_log_p, teacher_log_p).exp().float().min() == 0
+    loss_fn = divergence(**OPTIONS.get(divergence, {}))
+    loss = loss_fn(hidden, weight, Batch.of(labels, labels), teacher=teacher)
+    expected = FORMULAS[divergence](student_log_p, teacher_log_p)
+    assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+    ours, exact = (torch.autograd.grad(each, weight)[0] for each in (loss, expected))
+    assert (ours - exact).norm() <= 1e-3 * exact.norm()  # logits of hundreds have errors of 1e-5
+
+
+@divergences
+def test_the_teacher_gets_no_gradient(divergence):
+    hidden, weight, labels, teacher = operands()
+    divergence()(hidden, weight, Batch.of(labels, labels), teacher=teacher).backward()
+    assert teacher.hidden.grad is None and teacher.weight.grad is None and weight.grad is not None
+
+
+@divergences
+def test_bf16(divergence):
+    hidden, weight, labels, teacher = operands(dtype=torch.bfloat16)
+    loss_fn = divergence(chunk_tokens=7, **OPTIONS.get(divergence, {}))
+    loss = loss_fn(hidden, weight, Batch.of(labels, labels), teacher=teacher)
+    expected = FORMULAS[divergence](log_softmax(hidden, weight, labels), log_softmax(*teacher[:2], labels))
+    assert loss.dtype == torch.float32
+    assert_close(loss.double(), expected, rtol=1e-2, atol=0)
+    for ours, exact in zip(
+        torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight)), strict=True
+    ):
+        assert (ours - exact).norm() <= 0.01 * exact.norm()
+
+
+@divergences
+def test_never_the_full_logits(divergence):
+    hidden, weight, labels = make(tokens=2000)
+    teacher = Teacher(hidden.detach(), weight.detach(), None)
+    with Largest() as largest:
+        divergence(chunk_tokens=10)(hidden, weight, Batch.of(labels, labels), teacher=teacher).backward()
+    assert largest.elements == hidden.numel() < len(labels.flatten()) * len(weight)
+
+
+@divergences
+def test_nothing_supervised(divergence):
+    hidden, weight, labels, teacher = operands()
+    loss = divergence()(hidden, weight, Batch.of(labels), teacher=teacher)
+    loss.backward()
+    assert loss == 0 and weight.grad.abs().max() == 0

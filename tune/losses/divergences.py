@@ -1,0 +1,140 @@
+"""Divergences of a student's predictions from a teacher's, by chunks of tokens: what distillation minimises."""
+
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tune.collators import Batch
+from tune.losses.chunks import (
+    Gradients,
+    Summed,
+    chunks_of_logits,
+    cross_entropy,
+    default_chunk_tokens,
+    normalize,
+    of_supervised,
+    operands,
+)
+from tune.types import PositiveFloat, PositiveInt, Range, UnitInterval
+
+
+class Teacher(NamedTuple):
+    """The input `[rows, seq, dim]` of a teacher's head, and its weight: `model(batch, Teacher.head)`, in `no_grad`."""
+
+    hidden: Tensor
+    weight: Tensor
+    softcap: float | None
+
+    @classmethod
+    def head(cls, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> "Teacher":
+        return cls(hidden, weight, softcap)
+
+
+class Distribution(NamedTuple):
+    """Over the vocabulary, of the tokens of a chunk: `[chunk, vocab]`. `Divergence.of` may overwrite `log_p`."""
+
+    log_p: Tensor
+    p: Tensor
+
+
+@dataclass
+class Divergence:
+    """Sum over supervised tokens of (1 - c) T^2 D + c H, or of D alone for c = 0: D is the divergence of student and
+    teacher, both at `temperature` T, H the cross-entropy of the labels at temperature 1, c its share `cross_entropy`.
+
+    T^2 gives D gradients of the size of those of H ([Hinton et al.](https://arxiv.org/abs/1503.02531)). Heads of two
+    sizes are cut to the ids below `vocab_size`, by default to the smaller one. As in `LinearCrossEntropy`, the forward
+    makes the logits of `chunk_tokens` tokens at a time and the gradients with them, which the teacher gets none of.
+    """
+
+    temperature: PositiveFloat = 1.0
+    cross_entropy: UnitInterval = 0.0
+    chunk_tokens: PositiveInt | None = None
+    vocab_size: PositiveInt | None = None
+
+    def of(self, student: Distribution, teacher: Distribution) -> tuple[Tensor, Tensor]:
+        """D `[chunk, 1]`, and p dD/dp for the student's p `[chunk, vocab]`, up to a multiple of p in each row."""
+        raise NotImplementedError
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, batch: Batch, *, teacher: Teacher, softcap: float | None = None
+    ) -> Tensor:
+        """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]` -> scalar."""
+        teacher_weight = teacher.weight
+        if len(weight) != len(teacher_weight):
+            size = self.vocab_size or min(len(weight), len(teacher_weight))
+            weight, teacher_weight = weight[:size], teacher_weight[:size]
+        hidden, weight, labels = operands(hidden, weight, batch)
+        chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight)
+        gradients = Gradients(hidden, weight, hidden.requires_grad, weight.requires_grad)
+        with torch.no_grad():
+            total = torch.zeros((), device=hidden.device)
+            expected = chunks_of_logits(
+                of_supervised(teacher.hidden, batch), teacher_weight, chunk_tokens, teacher.softcap, self.temperature
+            )
+            for (chunk, logits, slope), (_, teacher_logits, _) in zip(
+                chunks_of_logits(hidden, weight, chunk_tokens, softcap), expected, strict=True
+            ):
+                value, grad_logits = self._of_chunk(logits, teacher_logits, labels[chunk, None])
+                total += value
+                gradients.add(chunk, grad_logits, slope)
+        return Summed.apply(total, hidden, weight, gradients)
+
+    def _of_chunk(self, logits: Tensor, teacher_logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum and the gradient of `logits`."""
+        factor = (1 - self.cross_entropy) * self.temperature**2 if self.cross_entropy else 1.0
+        if self.cross_entropy:
+            total, gradient = cross_entropy(logits, targets)  # at temperature 1
+        student = _distribution(logits.div_(self.temperature))
+        values, weighted = self.of(student, _distribution(teacher_logits))
+        # p_i dD/dlogit_i = p_i (dD/dp_i - sum_j p_j dD/dp_j)
+        of_divergence = weighted.addcmul_(student.p, weighted.sum(dim=1, keepdim=True), value=-1)
+        of_divergence *= factor / self.temperature
+        if not self.cross_entropy:
+            return values.sum(), of_divergence
+        return values.sum() * factor + total * self.cross_entropy, of_divergence.add_(
+            gradient, alpha=self.cross_entropy
+        )
+
+
+class ForwardKL(Divergence):
+    """KL(teacher || student): what the teacher finds likely, the student must find likely too."""
+
+    def of(self, student: Distribution, teacher: Distribution) -> tuple[Tensor, Tensor]:
+        values = teacher.log_p.sub_(student.log_p).mul_(teacher.p).sum(dim=1, keepdim=True)
+        return values, teacher.p.neg_()
+
+
+class ReverseKL(Divergence):
+    """KL(student || teacher): what the student finds likely, the teacher must find likely too."""
+
+    def of(self, student: Distribution, teacher: Distribution) -> tuple[Tensor, Tensor]:
+        weighted = student.log_p.sub_(teacher.log_p).mul_(student.p)
+        return weighted.sum(dim=1, keepdim=True), weighted
+
+
+@dataclass
+class JensenShannon(Divergence):
+    """b KL(teacher || M) + (1 - b) KL(student || M), where M = b teacher + (1 - b) student and b is `beta`.
+
+    Generalised ([GKD](https://arxiv.org/abs/2306.13649)): for b near 0 it is b times the forward KL, for b near 1 it is
+    1 - b times the reverse KL.
+    """
+
+    beta: Annotated[float, Range("a number between 0 and 1", above=0, below=1)] = 0.5
+
+    def of(self, student: Distribution, teacher: Distribution) -> tuple[Tensor, Tensor]:
+        mixture = student.p.lerp(teacher.p, self.beta)
+        log_mixture = mixture.clamp_(
+            min=torch.finfo(mixture.dtype).tiny
+        ).log_()  # where both are 0, so are the products
+        of_teacher = teacher.log_p.sub_(log_mixture).mul_(teacher.p).sum(dim=1, keepdim=True)
+        weighted = student.log_p.sub_(log_mixture).mul_(student.p).mul_(1 - self.beta)
+        return self.beta * of_teacher + weighted.sum(dim=1, keepdim=True), weighted
+
+
+def _distribution(logits: Tensor) -> Distribution:
+    _, exponentials, normalizer = normalize(logits)
+    return Distribution(logits.sub_(normalizer.log()), exponentials.div_(normalizer))
