@@ -271,5 +271,5 @@ def test_of_groups_a_checkpoint_keeps_what_training_changed_and_no_settings(tmp_
     second.resume("auto")
     (group,) = second.optimizer.param_groups
     assert (group["count"], group["momentum"]) == (2, 0.5)
-    with pytest.raises(TuneError, match="has 1 parameter groups, now there are 2"):
+    with pytest.raises(TuneError, match="has 1 parameter groups, not 2"):
         make(tmp_path, lambda parameters: Counting(parameters, lr=0.1, momentum=0.5), groups=2).resume("auto")

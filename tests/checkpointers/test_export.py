@@ -2,18 +2,23 @@
 
 import json
 import sys
+from importlib import import_module
 
 import pytest
 import torch
 from helpers import save_checkpoint
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from stacked import NoTokenizer
 from torch.testing import assert_close
 
 from tune import distributed
 from tune.checkpointers import export, load_model, model_card
+from tune.checkpointers.export import write_tensors
+from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
+export_module = import_module("tune.checkpointers.export")
 transformers = pytest.importorskip("transformers")
 
 
@@ -108,6 +113,21 @@ def test_a_source_without_weights(checkpoint, tmp_path):
     export(load_model(str(checkpoint)), NoTokenizer(), tmp_path / "out", distributed.init("cpu"), source=str(tmp_path))
     expected = {name: tensor.bfloat16() for name, tensor in tensors_of(checkpoint).items()}
     assert_close(tensors_of(tmp_path / "out"), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("folder", "advice"), [("run/model", "with output_dir={}/run, which"), ("out", "again")])
+def test_a_full_disk(tmp_path, monkeypatch, folder, advice):
+    """Only a run with checkpoints goes on from them: `tune convert` and `tune merge` have no output_dir."""
+
+    def full(*arguments, **keywords):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(export_module, "save_file", full)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(TuneError) as error:
+        write_tensors(tmp_path / folder, [("a", torch.zeros(1))])
+    assert f"Make room and run the same command {advice.format(tmp_path)}" in str(error.value)
+    assert ("output_dir" in str(error.value)) == (folder == "run/model")
 
 
 def test_a_card_names_the_hub_where_it_can(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ def my_family(tmp_path, monkeypatch):
     (tmp_path / "my_family.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_family", raising=False)
-    monkeypatch.setattr(families, "REGISTERED", {})
+    monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
 
 
 def nimbus(folder, **fields):

@@ -114,7 +114,7 @@ def test_a_stack_of_another_base_is_not_merged(changes, tmp_path):
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("mixtral", {"target_modules": ["w1"]}, "PEFT adapts gate and up of experts together; name up too"),
+        ("mixtral", {"target_modules": ["w1"]}, "PEFT adapts their gate and up together; name up too"),
         (
             "mixtral",
             {"target_modules": ["w1", "w2", "w3"], "dora": True},
@@ -126,7 +126,7 @@ def test_a_stack_of_another_base_is_not_merged(changes, tmp_path):
         ("gpt_oss", {"target_modules": ["gate_up_proj"], "dora": True}, "of experts, which dora=true does not"),
         ("gpt_oss", {"target_modules": ["down_proj"], "init": "pissa"}, "of experts, which init=pissa does not"),
         ("gpt_oss", {"target_modules": ["down_proj_bias"]}, "matches no layer. Did you mean 'down_proj'"),
-        ("granitemoe", {"target_modules": ["input_linear"]}, "have another name in transformers than in a checkpoint"),
+        ("granitemoe", {"target_modules": ["input_linear"]}, "has another name in transformers than in a checkpoint"),
     ],
 )
 def test_refused(family, settings, message, tmp_path):

@@ -57,7 +57,7 @@ def test_disk_full_while_saving(saving, short, run_recipe, contents):
     assert contents(run / "checkpoints") == before
     done = limited(settings, file=100_000)
     assert [f"the checkpoint of step {step} could not be written" in done.stdout for step in (2, 3)] == [True, True]
-    assert "the trained model could not be written" in explained(done)
+    assert "the model could not be written" in explained(done)
     assert contents(run / "checkpoints") == before
     assert run_recipe(settings) == 0
     assert [line.split(",")[0] for line in (run / "metrics.jsonl").read_text().splitlines()] == [
@@ -69,7 +69,8 @@ def test_disk_full_while_the_model_is_written(short, contents):
     run, settings = short
     before = contents(run / "model")
     message = explained(limited([*settings, "max_steps=1"], file=100_000))
-    assert "the trained model could not be written" in message and "make room" in message
+    assert "the model could not be written" in message
+    assert f"Make room and run the same command with output_dir={run}, which continues" in message
     assert contents(run / "model") == before
     assert not list(run.glob(".model*"))
 

@@ -22,7 +22,7 @@ SETTINGS = {
     "adapter.dropout=-0.1": "adapter.dropout: -0.1 is not a number from 0 to below 1",
     "adapter.target_modules=[]": "adapter.target_modules: '[]' matches no layer",
     "adapter.target_modules=[q_prj]": "'q_prj' matches no layer. Did you mean 'q_proj'?",
-    "adapter.target_modules=[norm]": "'norm' is norm, which is neither a linear layer nor an embedding",
+    "adapter.target_modules=[norm]": "'norm' matches no layer.",
     "adapter.target_modules=.*(": "adapter.target_modules: '.*(' is not a regular expression",
     "adapter.rank_pattern={q_prj: 4}": "adapter.rank_pattern: no adapted layer's name ends with 'q_prj'",
     "adapter.alpha_pattern={lm_head: 4}": "adapter.alpha_pattern: no adapted layer's name ends with 'lm_head'",
@@ -109,7 +109,7 @@ def test_continued_with_other_settings(inputs, run_recipe, capfd):
 def test_merging_into_quantised_weights(adapter, inputs, capfd):
     inputs.change_json("config.json", quantization_config={"quant_method": "gptq", "bits": 4})
     assert fails(["merge", str(inputs.model), str(adapter), str(inputs.folder / "out")]) == 2
-    assert "has quantised weights, into which no adapter can be merged" in capfd.readouterr().err
+    assert "the weights are quantised (gptq)" in capfd.readouterr().err
 
 
 def test_merging_into_a_base_with_another_vocabulary(adapter, inputs, capfd):

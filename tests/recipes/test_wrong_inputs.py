@@ -134,7 +134,7 @@ def model_path_of_a_file(inputs):
     return [f"model.path={inputs.model / 'model.safetensors'}"]
 
 
-@wrong("model.path", "no config.json", "it is empty")
+@wrong("model.path", "no config.json", "found nothing")
 def empty_model_folder(inputs):
     (inputs.folder / "empty").mkdir()
     return [f"model.path={inputs.folder / 'empty'}"]

@@ -121,11 +121,8 @@ class Checkpointer:
             ) from error
         _require_same_names(path, saved, state)
         groups = optimizer["param_groups"]
-        if len(groups) != len(small["groups"]):
-            raise TuneError(
-                f"resume: {path} has {len(small['groups'])} parameter groups, now there are {len(groups)}. Restore the "
-                "settings of parameter_groups"
-            )
+        if len(groups) != (count := len(small["groups"])):
+            raise TuneError(f"resume: {path} has {count} parameter groups, not {len(groups)}. Restore parameter_groups")
         for group, changed in zip(groups, small["groups"], strict=True):
             group |= changed
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
@@ -243,19 +240,17 @@ def _on_host(value: Any) -> Any:
 
 def _require_same_names(path: Path, saved: Iterable[str], state: dict[str, Any]) -> None:
     """DCP refuses a checkpoint with missing names, but not one with unused names."""
-    for kind, what in (("model", "model"), ("extra", "state")):
-        known = flatten_state_dict({kind: state[kind]})[0].keys()
-        if unknown := sorted(
-            name.removeprefix(f"{kind}.") for name in saved if name.startswith(f"{kind}.") and name not in known
-        ):
+    for kind in ("model", "extra", "optimizer"):
+        known = set(flatten_state_dict({kind: state[kind]})[0])
+        found = {name for name in saved if name.startswith(f"{kind}.")}
+        if kind == "optimizer":  # the parameters are those of the model: compare the states of any of them
+            known, found = ({name.rpartition(".")[2] for name in names} for names in (known, found))
+        if unknown := sorted(name.removeprefix(f"{kind}.") for name in found - known):
             names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
-            raise TuneError(f"resume: {path} is of another {what}, it has {names}. Restore the settings of that run")
-    kinds = {name.rpartition(".")[2] for name in saved if name.startswith("optimizer.")}
-    if unknown := sorted(kinds - {kind for states in state["optimizer"].values() for kind in states}):
-        raise TuneError(
-            f"resume: {path} is of another optimizer, it has {', '.join(unknown)}. Restore optimizer._component_ and "
-            "its settings, or start anew with resume=never and another output_dir"
-        )
+            raise TuneError(
+                f"resume: {path} is of another {'state' if kind == 'extra' else kind}, it has {names}. Restore the "
+                "settings of that run, or start anew with resume=never and another output_dir"
+            )
 
 
 def _cause(error: BaseException) -> str:

@@ -1,6 +1,5 @@
 """Reading the tensors of a checkpoint folder, from safetensors or torch files."""
 
-import json
 import pickle
 import re
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tune.errors import TuneError
+from tune.models.config_file import read_json
 
 
 @dataclass(frozen=True)
@@ -80,28 +80,21 @@ def has_weights(folder: Path) -> bool:
 
 
 def _indexed(index: Path) -> dict[str, DiskTensor]:
-    folder = index.parent
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TuneError(f"{index} is not a valid index of tensors: {error!r}") from error
+    folder, weight_map = index.parent, read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise TuneError(f"{index} is not a valid index of tensors: it has no weight_map from names to files")
+    names = sorted(set(weight_map.values()))
     if missing := [file for file in names if not (folder / file).is_file()]:
         raise TuneError(
             f"model.path: {index.name} names files that are not in {folder}: {', '.join(missing)}. Download them again"
         )
     found = _disjoint([folder / file for file in names])
-    wrong = [
-        f"{name} is in {found[name].file.name if name in found else 'no file'}, the index says {file}"
-        for name, file in weight_map.items()
-        if name not in found or found[name].file.name != file
-    ]
-    wrong += [f"{name} is in {found[name].file.name}, not in the index" for name in found.keys() - weight_map.keys()]
-    if wrong:
+    places = {name: tensor.file.name for name, tensor in found.items()}
+    if wrong := sorted({name for name, _ in places.items() ^ weight_map.items()}):
+        listing = "\n  ".join(f"{name}: {places.get(name)}, {weight_map.get(name)}" for name in wrong[:12])
         raise TuneError(
-            f"model.path: {index} and its files are of different checkpoints:\n  "
-            + "\n  ".join(sorted(wrong)[:12])
-            + "\nDownload them again, or remove the index to load all tensors in the files"
+            f"model.path: {index} and its files are of different checkpoints. The file that has a tensor, and what the "
+            f"index says:\n  {listing}\nDownload them again, or remove the index to load all tensors in the files"
         )
     return found
 
@@ -155,12 +148,10 @@ def load_torch_file(file: Path) -> dict[str, Tensor]:
             "read. Take the checkpoint's safetensors, or, if you trust its maker, load it and save its state dict alone"
         ) from error
     except (RuntimeError, OSError, EOFError, ValueError) as error:
-        if "mmap can only be used" in str(error):
-            raise TuneError(
-                f"model.path: {file} is damaged, or in the format of torch before 1.6, which cannot be mapped. "
-                f"Convert it: torch.save(torch.load('{file.name}', weights_only=True), '{file.name}')"
-            ) from error
-        raise TuneError(f"model.path: {file} is damaged ({error}). Download it again") from error
+        raise TuneError(
+            f"model.path: {file} is damaged ({error}): download it again. Or it is in the format of torch before 1.6: "
+            f"convert it by torch.save(torch.load('{file.name}', weights_only=True), '{file.name}')"
+        ) from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         kinds = {key: type(value).__name__ for key, value in content.items()} if isinstance(content, dict) else content
         raise TuneError(f"model.path: {file} must hold tensors by name; found {str(kinds)[:200]}")

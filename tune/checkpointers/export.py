@@ -95,9 +95,11 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         try:
             save_file(held, part(len(files)), metadata={"format": "pt"})
         except SafetensorError as error:
+            run = folder.parent
+            is_run = (run / "checkpoints").is_dir()
+            again = f" with output_dir={run}, which continues after the last checkpoint" if is_run else " again"
             raise TuneError(
-                f"the trained model could not be written: {error}. Checkpoints are as they were: make room and "
-                f"run the same command with output_dir={folder.parent}, which continues after the last one"
+                f"the model could not be written: {error}. Make room and run the same command{again}"
             ) from error
         held.clear()
 

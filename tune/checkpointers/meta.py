@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tune.atomic import written_aside
 from tune.checkpointers.disk import load_torch_file
 from tune.checkpointers.export import write_tensors
 from tune.errors import TuneError
+from tune.models.config_file import read_json
 
 # Meta's name -> ours, and the dimension along which model-parallel files divide it (None: each has all of it).
 NAMES: dict[str, tuple[str, int | None]] = {
@@ -44,13 +45,17 @@ def import_meta(folder: Path, out: Path) -> list[str]:
         TuneError: files that are missing or damaged, do not fit together, or are not of a Llama model.
     """
     params = _read_params(folder / "params.json")
-    shards = [load_torch_file(file) for file in _files(folder)]
+    files = _files(folder)
+    shards = [load_torch_file(file) for file in files]
     plan = {
         f"{theirs.format(layer)}.weight": (f"{ours.format(layer)}.weight", dimension)
         for theirs, (ours, dimension) in NAMES.items()
         for layer in range(params["n_layers"])
     }
-    _require_names(folder, plan.keys(), shards)
+    for file, shard in zip(files, shards, strict=True):
+        if wrong := plan.keys() ^ {name for name in shard if not name.endswith("rope.freqs")}:
+            listing = ", ".join(sorted(wrong)[:12])
+            raise TuneError(f"{file} does not fit {folder / 'params.json'}: only one of the two has {listing}")
 
     def whole(name: str) -> Tensor:
         pieces, dimension = [shard[name] for shard in shards], plan[name][1]
@@ -84,14 +89,6 @@ def import_meta(folder: Path, out: Path) -> list[str]:
     return inferred
 
 
-def _require_names(folder: Path, wanted: Set[str], shards: list[dict[str, Tensor]]) -> None:
-    found = {name for shard in shards for name in shard if not name.endswith("rope.freqs")}
-    problems = [f"missing: {name}" for name in wanted - found] + [f"not known: {name}" for name in found - wanted]
-    problems += [f"not in all files: {name}" for name in wanted & found if any(name not in shard for shard in shards)]
-    if problems:
-        raise TuneError(f"the tensors in {folder} do not fit its params.json:\n  " + "\n  ".join(sorted(problems)[:12]))
-
-
 def _files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("consolidated.*.pth"))
     expected = [folder / f"consolidated.{number:02d}.pth" for number in range(len(files))]
@@ -102,12 +99,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read_params(file: Path) -> dict[str, Any]:
-    try:
-        params = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        raise TuneError(f"{file.parent} has no params.json, which comes with consolidated.*.pth") from error
-    except ValueError as error:
-        raise TuneError(f"{file} is not valid JSON: {error}") from error
+    params = read_json(file, "tune convert")
     if unknown := {name: value for name, value in params.items() if name not in PARAMS and value is not None}:
         raise TuneError(
             f"{file}: not of a Llama 1, 2 or 3 text model: {', '.join(unknown)}. Take the model in Hugging Face layout"

@@ -23,13 +23,11 @@ class Reader(dcp.FileSystemReader):
         try:
             with file.open("rb") as content:
                 found = _MetadataUnpickler(content).load()
-        except _NotOfDCP as error:
-            raise TuneError(
-                f"resume: {file} names {error}, which no checkpoint needs: opening it could run code of its author, so "
-                "it is not read. Continue from a checkpoint of your own"
-            ) from error
         except Exception as error:  # a damaged pickle can raise anything
-            raise TuneError(f"resume: {file} is damaged ({error!r}). Continue from the checkpoint before it") from error
+            raise TuneError(
+                f"resume: {file} is not read ({error!r}): it is damaged, or opening it could run code of its author. "
+                "Continue from an earlier checkpoint of your own"
+            ) from error
         found.storage_meta = found.storage_meta or metadata.StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
@@ -49,17 +47,13 @@ class Planner(dcp.DefaultLoadPlanner):
         super().load_bytes(read_item, plain)
 
 
-class _NotOfDCP(Exception):
-    pass
-
-
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in KNOWN:
             return KNOWN[module, name]
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        raise _NotOfDCP(f"{module}.{name}")
+        raise pickle.UnpicklingError(f"{module}.{name} is in no checkpoint")
 
 
 KNOWN: dict[tuple[str, str], Any] = {

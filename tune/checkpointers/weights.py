@@ -56,26 +56,20 @@ class Pretrained:
                 for sample in range(64):
                     content.seek(size * sample // 64)
                     digest.update(content.read(4096))
-        quantised = [module for module in self.model.modules() if isinstance(module, NF4Weight)]
         settings = "quantization.weights=null"
-        if quantised:
-            double = str(quantised[0].ranges is not None).lower()
-            settings = f"quantization.weights=nf4 quantization.double={double}"
+        for module in self.model.modules():
+            if isinstance(module, NF4Weight):
+                double = str(module.ranges is not None).lower()
+                settings = f"quantization.weights=nf4 quantization.double={double}"
         return {"sha256": digest.hexdigest(), "quantization": settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores nothing. Raises TuneError if the state is of other weights or of another quantisation."""
-        now = self.state_dict()
-        if state["quantization"] != now["quantization"]:
+        if state != (now := self.state_dict()):
             raise TuneError(
-                f"resume: the checkpoint was made with {state['quantization']}, now it is {now['quantization']}: the "
-                "trained parameters fit no other base. Restore that, or start anew with resume=never and another "
-                "output_dir"
-            )
-        if state != now:
-            raise TuneError(
-                f"resume: the checkpoint was made on another base than {self.path}, and has only trained parameters. "
-                "Set model.path to its base, or start anew with resume=never and another output_dir"
+                f"resume: the checkpoint has only what was trained, with {state['quantization']} on other weights than "
+                f"{self.path} with {now['quantization']}. Restore model.path and quantization, or start anew with "
+                "resume=never and another output_dir"
             )
 
     def read(self, name: str) -> Tensor:

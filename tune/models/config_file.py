@@ -20,6 +20,20 @@ HARMLESS = {
 }  # fmt: skip
 
 
+def read_json(file: Path, setting: str = "model.path") -> dict[str, Any]:
+    """The mapping in a file of the folder that `setting` names. Raises TuneError if there is none."""
+    if not file.exists():
+        found = ", ".join(sorted(child.name for child in file.parent.glob("*"))[:8]) or "nothing"
+        raise TuneError(f"{setting}: {file.parent} has no {file.name}; found {found}")
+    try:
+        fields = json.loads(file.read_text())
+    except ValueError as error:
+        raise TuneError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise TuneError(f"{file} must hold a mapping; found {type(fields).__name__}")
+    return fields
+
+
 def is_positive(value: Any) -> bool:
     return type(value) in (int, float) and value > 0
 
@@ -36,19 +50,11 @@ class ConfigFile:
             raise TuneError(
                 f"model.path: {folder} {what}; it must be a folder with config.json and *.safetensors{hint}"
             )
-        if not self.path.exists():
-            found = ", ".join(sorted(child.name for child in folder.iterdir())[:8]) or "nothing: it is empty"
-            raise TuneError(f"model.path: {folder} has no config.json; found {found}")
-        try:
-            self.fields: dict[str, Any] = json.loads(self.path.read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise TuneError(f"{self.path} is not valid JSON: {error}") from error
-        if not isinstance(self.fields, dict):
-            raise TuneError(f"{self.path} must hold a mapping; found {type(self.fields).__name__}")
+        self.fields = read_json(self.path)
         self._read: set[str] = set()
         self._sections: list[ConfigFile] = []
 
-    def assume(self, **fields: Any) -> None:
+    def set_defaults(self, **fields: Any) -> None:
         """Defaults of fields that the file leaves out. A field that is null stays null."""
         self.fields = fields | self.fields
 

@@ -64,7 +64,7 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
     for name, layer in targets.items():
         rank, alpha = lora.at(*names.spellings(name))
         largest = _largest_rank(layer)
-        if largest < rank and not lora.exists:
+        if largest < rank and lora.path is None:
             if not rank == lora.rank <= widest:
                 raise TuneError(
                     f"adapter.rank: {rank} is more than the width of {name} ({largest}); lower it, or the rank of such "

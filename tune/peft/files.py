@@ -1,12 +1,13 @@
 """Adapters on disk, in PEFT's layout: adapter_config.json and adapter_model.safetensors."""
 
+import inspect
 import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,18 +19,22 @@ from tune.checkpointers.disk import shape_differences
 from tune.checkpointers.export import SavesItself
 from tune.distributed import World, full_tensor, local_shard
 from tune.errors import TuneError
+from tune.models.config_file import read_json
 from tune.models.names import Names, own_name, peft_name
 from tune.peft.adapters import Adapter, adapted_modules
 from tune.peft.experts import LoRAExperts, joined, parted
 from tune.peft.lora import LoRA, LowRank
 from tune.peft.targets import is_tied
 from tune.peft.tokens import TokenRows
-from tune.types import Fraction, PositiveFloat, PositiveInt
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 GENERATION = "generation_config.json"
 PREFIX, BASE_COPY = "base_model.model.", ".base_layer.weight"
 HEAD = "lm_head.weight"
+FIELDS = {  # of LoRA, and their names in PEFT's config
+    "rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rank_stabilized": "use_rslora", "dora": "use_dora",
+    "rank_pattern": "rank_pattern", "alpha_pattern": "alpha_pattern", "modules_to_save": "modules_to_save",
+}  # fmt: skip
 BESIDE_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")  # these do not change the base
 UNSUPPORTED = (
     "bias", "fan_in_fan_out", "layers_to_transform", "layer_replication", "lora_bias", "use_qalora", "use_bdlora",
@@ -37,39 +42,27 @@ UNSUPPORTED = (
 )  # fmt: skip
 
 
-def adapter(
-    path: str | None = None,
-    rank: PositiveInt = 16,
-    alpha: PositiveFloat = 32.0,
-    dropout: Fraction = 0.0,
-    target_modules: list[str] | str = "all-linear",
-    rank_pattern: dict[str, PositiveInt] | None = None,
-    alpha_pattern: dict[str, PositiveFloat] | None = None,
-    rank_stabilized: bool = False,
-    dora: bool = False,
-    init: Literal["default", "pissa", "olora"] = "default",
-    modules_to_save: list[str] | None = None,
-    trainable_tokens: list[int] | None = None,
-) -> LoRA:
-    """The adapter in the folder `path`, or without `path` a new one with the other arguments.
+def adapter(path: str | None = None, **settings: Any) -> LoRA:
+    """The adapter in the folder `path`, or without `path` a new one with `settings`, the other fields of `LoRA`.
 
     Raises:
         TuneError: both are given, apart from the dropout: an existing adapter has its own rank, targets and kind.
     """
-    ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
-    whole, tokens = list(modules_to_save or []), list(trainable_tokens or [])
-    new = LoRA(rank, alpha, dropout, target_modules, ranks, alphas, rank_stabilized, dora, init, whole, tokens)
     if path is None:
-        return new
+        return LoRA(**settings)
     existing, unset = read_adapter(path), LoRA()
     clashes = [
         f"{name}={value!r} (there it is {getattr(existing, name)!r})"
-        for name, value in vars(new).items()
-        if name not in ("dropout", "exists") and value not in (getattr(unset, name), getattr(existing, name))
+        for name, value in settings.items()
+        if name != "dropout" and value not in (getattr(unset, name), getattr(existing, name))
     ]
     if clashes:
         raise TuneError(f"adapter.path: {path} has these settings of its own; leave out {', '.join(clashes)}")
-    return replace(existing, dropout=dropout or existing.dropout)  # PEFT's files of experts cannot have a dropout
+    # PEFT's files of experts cannot have a dropout.
+    return replace(existing, dropout=settings.get("dropout") or existing.dropout)
+
+
+adapter.__signature__ = inspect.signature(LoRA)  # type: ignore[attr-defined]  # what settings are checked against
 
 
 def read_adapter(path: str) -> LoRA:
@@ -79,13 +72,7 @@ def read_adapter(path: str) -> LoRA:
         TuneError: there is none, or it is of a kind or has an option that is not supported.
     """
     file = Path(path) / CONFIG
-    if not file.exists():
-        found = ", ".join(sorted(child.name for child in Path(path).glob("*"))[:8]) or "nothing"
-        raise TuneError(f"adapter.path: {path} has no {CONFIG}; found {found}")
-    try:
-        settings = json.loads(file.read_text())
-    except ValueError as error:
-        raise TuneError(f"{file} is not JSON: {error}") from error
+    settings = read_json(file, "adapter.path")
     if settings.get("peft_type") != "LORA":
         raise TuneError(f"{file}: peft_type is {settings.get('peft_type')!r}; only LORA is supported")
     for name in UNSUPPORTED:
@@ -100,28 +87,16 @@ def read_adapter(path: str) -> LoRA:
             "original one. Have PEFT write it for that: save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     tokens = settings.get("trainable_token_indices") or []
-    if isinstance(tokens, dict):  # by module
-        if any(each != next(iter(tokens.values())) for each in tokens.values()):
-            raise TuneError(f"{file}: trainable_token_indices differ between modules, which is not supported")
-        tokens = next(iter(tokens.values()))
+    by_module = list(tokens.values()) if isinstance(tokens, dict) else [tokens]
+    if any(each != by_module[0] for each in by_module):
+        raise TuneError(f"{file}: trainable_token_indices differ between modules, which is not supported")
     modules, parameters = settings.get("target_modules") or [], settings.get("target_parameters") or []
     if isinstance(modules, str):  # a regular expression; both are modules here
         target_modules: Any = "|".join([f"({modules})", *(rf"(.*\.)?{re.escape(name)}" for name in parameters)])
     else:
         target_modules = [*modules, *parameters]
-    return LoRA(
-        rank=settings["r"],
-        alpha=settings["lora_alpha"],
-        dropout=settings.get("lora_dropout", 0.0),
-        target_modules=target_modules,
-        rank_pattern=settings.get("rank_pattern") or {},
-        alpha_pattern=settings.get("alpha_pattern") or {},
-        rank_stabilized=settings.get("use_rslora", False),
-        dora=settings.get("use_dora", False),
-        modules_to_save=settings.get("modules_to_save") or [],
-        trainable_tokens=tokens,
-        exists=True,
-    )
+    fields = {ours: settings[theirs] for ours, theirs in FIELDS.items() if settings.get(theirs)}
+    return LoRA(path=path, target_modules=target_modules, trainable_tokens=by_module[0], **fields)
 
 
 def load_adapter(model: nn.Module, path: str) -> None:

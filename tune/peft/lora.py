@@ -39,14 +39,14 @@ class LoRA:
     alpha: PositiveFloat = 32.0
     dropout: Fraction = 0.0
     target_modules: list[str] | str = "all-linear"
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_pattern: dict[str, PositiveInt] = field(default_factory=dict)
+    alpha_pattern: dict[str, PositiveFloat] = field(default_factory=dict)
     rank_stabilized: bool = False  # scale by alpha / sqrt(rank) and not alpha / rank
     dora: bool = False  # learn the magnitude of the weight's rows apart from their direction
     init: Literal["default", "pissa", "olora"] = "default"
     modules_to_save: list[str] = field(default_factory=list)
     trainable_tokens: list[int] = field(default_factory=list)
-    exists: bool = False  # read from files: its ranks are neither changed nor refused
+    path: str | None = None  # the folder that all is read from; its ranks are neither changed nor refused
 
     def at(self, *names: str) -> tuple[int, float]:
         """Rank and alpha of the layer of these names: of the first pattern that matches one, as in PEFT."""
@@ -193,9 +193,9 @@ class LoRALinear(LowRank, nn.Linear):
         return inputs, torch.cat([self.weight, (ratio - 1) * self.weight, ratio * b], dim=1).to(hidden.dtype)
 
     def _base(self, input: Tensor) -> Tensor:
-        if not isinstance(self.weight, NF4Weight):
-            return F.linear(input, self.weight, self.bias)
-        return self.weight.linear(input) if self.bias is None else self.weight.linear(input) + self.bias
+        if isinstance(self.weight, NF4Weight):
+            return self.weight.linear(input, self.bias)
+        return F.linear(input, self.weight, self.bias)
 
     def _dropped(self, input: Tensor) -> Tensor:
         if not (self.dropout and self.training):

@@ -27,14 +27,10 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path, card: str = ""
         TuneError: layers or shapes of the adapter do not fit the base; the base is quantised.
     """
     source, adapter = Path(base), Path(adapter)
-    config = ConfigFile(source)
-    if config.get("quantization_config"):
-        raise TuneError(
-            f"{source} has quantised weights, into which no adapter can be merged; give the original checkpoint"
-        )
     lora = read_adapter(str(adapter))
     with torch.device("meta"):
-        model: nn.Module = build(str(source)) if config.get("model_type") in supported() else hf(str(source))
+        is_ours = ConfigFile(source).get("model_type") in supported()
+        model: nn.Module = build(str(source)) if is_ours else hf(str(source))
     weights = Pretrained(str(source), model)
     add_adapters(model, lora)
     _give_memory_to_adapters(model)
@@ -42,9 +38,11 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path, card: str = ""
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and not parameter.isfinite().all():
             raise TuneError(f"{adapter} has values that are not finite in {name}: its training failed")
-    _require_same_vocabulary(source, adapter)
-    has_tokenizer = (adapter / "tokenizer.json").exists()
-    tokenizer: SavesItself = Tokenizer(str(adapter)) if has_tokenizer else _FilesOf(source)
+    tokenizer: SavesItself = _FilesOf(source)
+    if (adapter / "tokenizer.json").exists():  # tune and TRL save it
+        tokenizer = Tokenizer(str(adapter))
+        if (source / "tokenizer.json").exists():
+            _require_same_vocabulary(source, tokenizer)
     card = card or (
         f"---\nbase_model: {source.name}\ntags: [tune]\n---\n\n"
         f"`{source.name}` with the adapter `{'/'.join(adapter.parts[-2:])}` merged in by tune.\n"
@@ -72,13 +70,8 @@ def _give_memory_to_adapters(model: nn.Module) -> None:
                 setattr(module, name, made[parameter])
 
 
-def _require_same_vocabulary(base: Path, adapter: Path) -> None:
-    """Compare with the tokenizer in the adapter's folder, if there is one (tune and TRL save it)."""
-    if (adapter / "tokenizer.json").exists() and (base / "tokenizer.json").exists():
-        theirs, ours = (Tokenizer(str(folder)).vocabulary for folder in (adapter, base))
-        if changed := sorted(token for token, index in theirs.items() if ours.get(token) != index):
-            listing = ", ".join(f"{token!r} ({theirs[token]}, in the base {ours.get(token)})" for token in changed[:3])
-            raise TuneError(
-                f"{adapter} was trained with another vocabulary than {base} has: {listing}; give the base it was "
-                "trained on"
-            )
+def _require_same_vocabulary(base: Path, tokenizer: Tokenizer) -> None:
+    theirs, ours = tokenizer.vocabulary, Tokenizer(str(base)).vocabulary
+    if changed := sorted(token for token, index in theirs.items() if ours.get(token) != index):
+        listing = ", ".join(f"{token!r} ({theirs[token]}, in the base {ours.get(token)})" for token in changed[:3])
+        raise TuneError(f"the adapter was trained with another vocabulary than {base} has: {listing}; give its base")

@@ -83,13 +83,12 @@ def untrained_tokens(model: nn.Module, path: str | Path, tokens: Collection[int]
         return []
     tensors = disk_tensors(Path(path))
     in_checkpoint = Names.of(model).in_checkpoint(tensors)
-    names = {name: in_checkpoint.get(f"{name}.weight") for name in frozen}
-    found = [
-        _untrained_rows(tensors[on_disk], sorted(frozen[name]))
-        for name, on_disk in names.items()
-        if isinstance(on_disk, str) and on_disk in tensors and frozen[name]
-    ]
-    return sorted(set().union(*found))
+    found: set[int] = set()
+    for name, rows in frozen.items():
+        on_disk = in_checkpoint.get(f"{name}.weight")
+        if rows and isinstance(on_disk, str) and on_disk in tensors:
+            found |= _untrained_rows(tensors[on_disk], sorted(rows))
+    return sorted(found)
 
 
 def _untrained_rows(weight: DiskTensor, tokens: list[int]) -> set[int]:

@@ -56,9 +56,10 @@ class NF4Weight(nn.Module):
         ranges = None if self.ranges is None else full_tensor(self.ranges)
         return dequantize(full_tensor(self.codes), full_tensor(self.scales), ranges, torch.float32, self.pairs)
 
-    def linear(self, input: Tensor) -> Tensor:
-        """`input @ weight.T`; the dequantised weight exists only within the call, and again in backward."""
-        return _Linear.apply(input, self.codes, self.scales, self.ranges, self.pairs)
+    def linear(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """`input @ weight.T + bias`; the dequantised weight exists only within the call, and again in backward."""
+        output = _Linear.apply(input, self.codes, self.scales, self.ranges, self.pairs)
+        return output if bias is None else output + bias
 
     def local_rows(self) -> slice:
         """The rows of the weight in this process's shard."""
@@ -146,8 +147,7 @@ class NF4Linear(nn.Linear):
     weight: NF4Weight  # type: ignore[assignment]
 
     def forward(self, input: Tensor) -> Tensor:
-        output = self.weight.linear(input)
-        return output if self.bias is None else output + self.bias
+        return self.weight.linear(input, self.bias)
 
 
 class _Linear(torch.autograd.Function):

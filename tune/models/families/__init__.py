@@ -1,9 +1,8 @@
 """A family is the models of one Hugging Face `model_type`: how config.json is read and how parameters are named.
 
-Each file in this folder has those of one lineage in its `FAMILIES`. `register` adds one from elsewhere.
+Each file in this folder registers those of one lineage; a file of your own can do so too.
 """
 
-import functools
 import importlib
 import pkgutil
 import re
@@ -15,7 +14,7 @@ from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig
 from tune.models.names import OnDisk
 
-REGISTERED: dict[str, "Family"] = {}
+FAMILIES: dict[str, "Family"] = {}
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,11 @@ class Family:
 
 def register(model_type: str, family: Family) -> None:
     """Make `build` read checkpoints of another `model_type`, or replace how it reads one."""
-    REGISTERED[model_type] = family
+    FAMILIES[model_type] = family
 
 
 def supported() -> list[str]:
-    return sorted(_shipped() | REGISTERED)
+    return sorted(FAMILIES)
 
 
 def family(model_type: str) -> Family:
@@ -61,7 +60,7 @@ def family(model_type: str) -> Family:
     Raises:
         TuneError: it is not supported; the message lists those that are.
     """
-    if found := (_shipped() | REGISTERED).get(model_type):
+    if found := FAMILIES.get(model_type):
         return found
     raise TuneError(
         f"config.json: model_type '{model_type}' is not supported; supported: {', '.join(supported())}. Any other "
@@ -69,7 +68,5 @@ def family(model_type: str) -> Family:
     )
 
 
-@functools.cache
-def _shipped() -> dict[str, Family]:
-    modules = [importlib.import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__)]
-    return {name: family for module in modules for name, family in getattr(module, "FAMILIES", {}).items()}
+for each in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{each.name}")

@@ -4,7 +4,7 @@ from typing import Any
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family, read
+from tune.models.families import Family, read, register
 from tune.models.families.llama import NAMES
 from tune.models.layers import NormConfig
 
@@ -16,7 +16,7 @@ FIXED: dict[str, Any] = {
 
 
 def read_cohere(file: ConfigFile) -> DecoderConfig:
-    file.assume(max_position_embeddings=8192, rope_theta=500000.0, tie_word_embeddings=True, logit_scale=0.0625)
+    file.set_defaults(max_position_embeddings=8192, rope_theta=500000.0, tie_word_embeddings=True, logit_scale=0.0625)
     file.expect(use_qk_norm=False)
     attention = read.attention(file, read.rope(file, interleaved=True), bias_field="attention_bias")
     layers = [LayerConfig(attention, read.mlp(file), parallel=True)] * read.num_layers(file)
@@ -25,7 +25,7 @@ def read_cohere(file: ConfigFile) -> DecoderConfig:
 
 def read_cohere2(file: ConfigFile) -> DecoderConfig:
     """Command R with windows; full layers do not rotate."""
-    file.assume(sliding_window=4096, max_position_embeddings=8192, tie_word_embeddings=True, logit_scale=0.0625)
+    file.set_defaults(sliding_window=4096, max_position_embeddings=8192, tie_word_embeddings=True, logit_scale=0.0625)
     file.expect(**FIXED)
     file.ignore("use_parallel_embedding", "layer_switch")
     every = file.integer("sliding_window_pattern", 4)
@@ -39,4 +39,5 @@ def _decoder(file: ConfigFile, layers: list[LayerConfig]) -> DecoderConfig:
     return read.decoder(file, layers, norm, logit_scale=file.number("logit_scale"))
 
 
-FAMILIES = {"cohere": Family(read_cohere, NAMES), "cohere2": Family(read_cohere2, NAMES)}
+register("cohere", Family(read_cohere, NAMES))
+register("cohere2", Family(read_cohere2, NAMES))

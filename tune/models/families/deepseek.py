@@ -5,7 +5,7 @@ import math
 from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family, read
+from tune.models.families import Family, read, register
 from tune.models.families.llama import NAMES as LLAMA_NAMES
 from tune.models.latent_attention import LatentAttentionConfig
 from tune.models.layers import AttentionPartConfig, NormConfig
@@ -29,7 +29,7 @@ IGNORED = (r"rotary_emb\.inv_freq$", r"^model\.layers\.{num_layers}\.")  # the l
 
 
 def read_deepseek_v3(file: ConfigFile) -> DecoderConfig:
-    file.assume(
+    file.set_defaults(
         max_position_embeddings=4096, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_group=8,
         topk_group=4, routed_scaling_factor=2.5, first_k_dense_replace=3,
     )  # fmt: skip
@@ -62,7 +62,7 @@ def _latent_attention(file: ConfigFile) -> LatentAttentionConfig:
 
 
 def _corrected_experts(file: ConfigFile) -> ExpertsConfig:
-    file.assume(routed_scaling_factor=1.0, n_group=1, topk_group=1, n_shared_experts=1)
+    file.set_defaults(routed_scaling_factor=1.0, n_group=1, topk_group=1, n_shared_experts=1)
     file.expect(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     # Settings of pretraining and its parallelism. Fine-tuning has no load-balancing loss.
     file.ignore("ep_size", "pretraining_tp", "aux_loss_alpha", "seq_aux", "output_router_logits")
@@ -76,4 +76,4 @@ def _corrected_experts(file: ConfigFile) -> ExpertsConfig:
     return read.experts(file, file.integer("n_routed_experts"), router=router, shared=shared)
 
 
-FAMILIES = {"deepseek_v3": Family(read_deepseek_v3, NAMES, IGNORED)}
+register("deepseek_v3", Family(read_deepseek_v3, NAMES, IGNORED))

@@ -4,7 +4,7 @@ from typing import Any
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family, read
+from tune.models.families import Family, read, register
 from tune.models.families.llama import NAMES
 from tune.models.layers import NormConfig
 from tune.models.rope import RopeConfig
@@ -19,10 +19,10 @@ GEMMA3_NAMES = {f"language_model.{theirs}": ours for theirs, ours in GEMMA3_TEXT
 
 
 def read_gemma(file: ConfigFile) -> DecoderConfig:
-    file.assume(head_dim=256, hidden_act="gelu_pytorch_tanh", max_position_embeddings=8192, tie_word_embeddings=True)
+    file.set_defaults(head_dim=256, max_position_embeddings=8192, tie_word_embeddings=True)
     # Older files have both names of the activation.
     file.expect(use_bidirectional_attention=False, hidden_activation="gelu_pytorch_tanh")
-    if file.get("hidden_act") == "gelu":  # the first releases say so, but use the approximation by tanh
+    if file.get("hidden_act", "gelu") == "gelu":  # the first releases say so, but use the approximation by tanh
         file.fields["hidden_act"] = "gelu_pytorch_tanh"
     attention = read.attention(file, read.rope(file), bias_field="attention_bias")
     return _decoder(file, [LayerConfig(attention, read.mlp(file))] * read.num_layers(file))
@@ -30,7 +30,7 @@ def read_gemma(file: ConfigFile) -> DecoderConfig:
 
 def read_gemma2(file: ConfigFile) -> DecoderConfig:
     """Gemma with norms on both sides, windows in every second layer, bounded scores and logits."""
-    file.assume(
+    file.set_defaults(
         head_dim=256, hidden_activation="gelu_pytorch_tanh", max_position_embeddings=8192, tie_word_embeddings=True,
         query_pre_attn_scalar=256, sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
     )  # fmt: skip
@@ -41,7 +41,7 @@ def read_gemma2(file: ConfigFile) -> DecoderConfig:
 
 def read_gemma3_text(file: ConfigFile) -> DecoderConfig:
     """Gemma 2 with normalised queries and keys, and a rotation of their own for sliding layers."""
-    file.assume(  # files of the multimodal models leave most of these out
+    file.set_defaults(  # files of the multimodal models leave most of these out
         vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
         num_key_value_heads=4, head_dim=256, hidden_activation="gelu_pytorch_tanh", max_position_embeddings=131072,
         tie_word_embeddings=True, query_pre_attn_scalar=256, sliding_window=4096, rope_theta=1e6,
@@ -80,9 +80,7 @@ def _decoder(file: ConfigFile, layers: list[LayerConfig], **special: Any) -> Dec
     return read.decoder(file, layers, _norm(file), embedding_multiplier=file.integer("hidden_size") ** 0.5, **special)
 
 
-FAMILIES = {
-    "gemma": Family(read_gemma, NAMES),
-    "gemma2": Family(read_gemma2, GEMMA2_NAMES),
-    "gemma3_text": Family(read_gemma3_text, GEMMA3_TEXT_NAMES),
-    "gemma3": Family(read_gemma3, GEMMA3_NAMES, ignored=(r"^vision_tower\.", r"^multi_modal_projector\.")),
-}
+register("gemma", Family(read_gemma, NAMES))
+register("gemma2", Family(read_gemma2, GEMMA2_NAMES))
+register("gemma3_text", Family(read_gemma3_text, GEMMA3_TEXT_NAMES))
+register("gemma3", Family(read_gemma3, GEMMA3_NAMES, ignored=(r"^vision_tower\.", r"^multi_modal_projector\.")))

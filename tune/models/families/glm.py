@@ -2,7 +2,7 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family, read
+from tune.models.families import Family, read, register
 from tune.models.families.deepseek import CORRECTED_EXPERT_NAMES, IGNORED, read_layers
 from tune.models.families.llama import NAMES as LLAMA_NAMES
 
@@ -16,7 +16,7 @@ GLM4_MOE_NAMES = LLAMA_NAMES | read.QUERY_KEY_NORM_NAMES | CORRECTED_EXPERT_NAME
 
 def read_glm(file: ConfigFile, norm_after: bool = False) -> DecoderConfig:
     """GLM-4 before 0414."""
-    file.assume(
+    file.set_defaults(
         head_dim=128, num_key_value_heads=2, attention_bias=True, max_position_embeddings=131072,
         rms_norm_eps=1.5625e-07, partial_rotary_factor=0.5,
     )  # fmt: skip
@@ -32,7 +32,7 @@ def read_glm4(file: ConfigFile) -> DecoderConfig:
 
 def read_glm4_moe(file: ConfigFile) -> DecoderConfig:
     """GLM-4.5, 4.6 and 4.7: experts as in DeepSeek-V3."""
-    file.assume(
+    file.set_defaults(
         max_position_embeddings=131072, rms_norm_eps=1e-5, partial_rotary_factor=0.5, first_k_dense_replace=1,
     )  # fmt: skip
     attention = read.attention(
@@ -42,8 +42,6 @@ def read_glm4_moe(file: ConfigFile) -> DecoderConfig:
     return read.decoder(file, read_layers(file, attention))
 
 
-FAMILIES = {
-    "glm": Family(read_glm, GLM_NAMES),
-    "glm4": Family(read_glm4, GLM4_NAMES),
-    "glm4_moe": Family(read_glm4_moe, GLM4_MOE_NAMES, IGNORED),
-}
+register("glm", Family(read_glm, GLM_NAMES))
+register("glm4", Family(read_glm4, GLM4_NAMES))
+register("glm4_moe", Family(read_glm4_moe, GLM4_MOE_NAMES, IGNORED))

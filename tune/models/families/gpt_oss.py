@@ -2,7 +2,7 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family, read
+from tune.models.families import Family, read, register
 from tune.models.families.llama import NAMES as LLAMA_NAMES
 
 NAMES = LLAMA_NAMES | {
@@ -20,7 +20,7 @@ YARN = {
 
 
 def read_gpt_oss(file: ConfigFile) -> DecoderConfig:
-    file.assume(
+    file.set_defaults(
         head_dim=64, max_position_embeddings=131072, sliding_window=128, rope_theta=150000.0, rms_norm_eps=1e-5,
         num_experts_per_tok=4, attention_bias=True,
     )  # fmt: skip
@@ -36,4 +36,4 @@ def read_gpt_oss(file: ConfigFile) -> DecoderConfig:
     return read.decoder(file, layers, router_loss=read.router_loss(file))
 
 
-FAMILIES = {"gpt_oss": Family(read_gpt_oss, NAMES)}
+register("gpt_oss", Family(read_gpt_oss, NAMES))

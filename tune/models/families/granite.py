@@ -5,7 +5,7 @@ from typing import Any
 from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family, read
+from tune.models.families import Family, read, register
 from tune.models.families.llama import NAMES
 from tune.models.layers import PartConfig
 from tune.models.rope import RopeConfig
@@ -27,7 +27,7 @@ def read_granite(file: ConfigFile) -> DecoderConfig:
 
 def read_granitemoe(file: ConfigFile) -> DecoderConfig:
     """Granite 3 with experts (1B-A400M, 3B-A800M): in every layer, and stacked on disk too."""
-    file.assume(num_experts_per_tok=2)
+    file.set_defaults(num_experts_per_tok=2)
     router = {"scores": "softmax_of_chosen"}
     experts = read.experts(file, read.num_experts(file, 8), "intermediate_size", router=router, fused="halves")
     return _decoder(file, read.rope(file), experts, router_loss=read.router_loss(file))
@@ -38,7 +38,7 @@ def read_granitemoehybrid(file: ConfigFile) -> DecoderConfig:
     types = file.entries("layer_types", file.entries("layers_block_type", ["linear_attention"]))
     if others := set(types) - {"attention", "full_attention"}:
         raise TuneError(f"{file.path}: layer_types has {sorted(others)}; only attention is supported in this family")
-    file.assume(num_local_experts=8, shared_intermediate_size=1024)
+    file.set_defaults(num_local_experts=8, shared_intermediate_size=1024)
     file.expect(num_local_experts=0, normalization_function="rmsnorm")
     file.ignore("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef", "time_step_limit", "init_method")
     file.ignore(*[name for name in file.fields if name.startswith("mamba_")])
@@ -60,8 +60,6 @@ def _decoder(file: ConfigFile, rope: RopeConfig | None, mlp: PartConfig, **speci
     )
 
 
-FAMILIES = {
-    "granite": Family(read_granite, NAMES),
-    "granitemoe": Family(read_granitemoe, MOE_NAMES),
-    "granitemoehybrid": Family(read_granitemoehybrid, HYBRID_NAMES),
-}
+register("granite", Family(read_granite, NAMES))
+register("granitemoe", Family(read_granitemoe, MOE_NAMES))
+register("granitemoehybrid", Family(read_granitemoehybrid, HYBRID_NAMES))

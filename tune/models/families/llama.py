@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family, read
+from tune.models.families import Family, read, register
 
 NAMES = {
     "model.embed_tokens": "embedding",
@@ -31,14 +31,14 @@ def read_llama(file: ConfigFile) -> DecoderConfig:
 
 def read_arcee(file: ConfigFile) -> DecoderConfig:
     """Llama with a feed-forward of squared ReLU without a gate."""
-    file.assume(hidden_act="relu2", max_position_embeddings=4096, rms_norm_eps=1e-5)
+    file.set_defaults(hidden_act="relu2", max_position_embeddings=4096, rms_norm_eps=1e-5)
     attention = read.attention(file, read.rope(file), bias_field="attention_bias")
     return read.decoder(file, LayerConfig(attention, read.mlp(file, gated=False, bias=file.flag("mlp_bias"))))
 
 
 def read_ernie4_5(file: ConfigFile) -> DecoderConfig:
     """Dense: Llama with neighbouring dimensions as rotated pairs."""
-    file.assume(
+    file.set_defaults(
         head_dim=128, num_key_value_heads=2, rope_theta=500000.0, max_position_embeddings=131072, rms_norm_eps=1e-5,
         tie_word_embeddings=True,
     )  # fmt: skip
@@ -48,7 +48,7 @@ def read_ernie4_5(file: ConfigFile) -> DecoderConfig:
 
 def read_seed_oss(file: ConfigFile) -> DecoderConfig:
     """Llama with biases on queries, keys and values."""
-    file.assume(attention_bias=True, max_position_embeddings=524288)
+    file.set_defaults(attention_bias=True, max_position_embeddings=524288)
     file.ignore("pretraining_tp")
     file.without_dropout("residual_dropout")
     bias, output_bias = file.flag("attention_bias"), file.flag("attention_out_bias")
@@ -58,7 +58,7 @@ def read_seed_oss(file: ConfigFile) -> DecoderConfig:
 
 def read_smollm3(file: ConfigFile) -> DecoderConfig:
     """Llama with layers that do not rotate."""
-    file.assume(rope_theta=2000000.0, max_position_embeddings=32768, num_key_value_heads=4, tie_word_embeddings=True)
+    file.set_defaults(rope_theta=2e6, max_position_embeddings=32768, num_key_value_heads=4, tie_word_embeddings=True)
     file.ignore("pretraining_tp", "max_window_layers")
     every = file.integer("no_rope_layer_interval", 4)
     rope, mlp = read.rope(file), read.mlp(file, bias=file.flag("mlp_bias"))
@@ -72,10 +72,8 @@ def read_smollm3(file: ConfigFile) -> DecoderConfig:
     return read.decoder(file, layers)
 
 
-FAMILIES = {
-    "llama": Family(read_llama, NAMES),
-    "arcee": Family(read_arcee, NAMES),
-    "ernie4_5": Family(read_ernie4_5, NAMES),
-    "seed_oss": Family(read_seed_oss, NAMES),
-    "smollm3": Family(read_smollm3, NAMES),
-}
+register("llama", Family(read_llama, NAMES))
+register("arcee", Family(read_arcee, NAMES))
+register("ernie4_5", Family(read_ernie4_5, NAMES))
+register("seed_oss", Family(read_seed_oss, NAMES))
+register("smollm3", Family(read_smollm3, NAMES))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family, read
+from tune.models.families import Family, read, register
 from tune.models.families.llama import NAMES
 
 MISTRAL3_NAMES = {f"language_model.{theirs}": ours for theirs, ours in NAMES.items()}
@@ -24,14 +24,14 @@ MINISTRAL3_ROPE = {
 
 
 def read_mistral(file: ConfigFile) -> DecoderConfig:
-    file.assume(sliding_window=4096, max_position_embeddings=131072)
+    file.set_defaults(sliding_window=4096, max_position_embeddings=131072)
     layer = LayerConfig(read.attention(file, read.rope(file)), read.mlp(file))
     return read.decoder(file, read.with_windows(layer, read.windows(file)))
 
 
 def read_ministral3(file: ConfigFile) -> DecoderConfig:
     """Mistral with queries that grow with the logarithm of their position."""
-    file.assume(head_dim=128, max_position_embeddings=262144, rms_norm_eps=1e-5)
+    file.set_defaults(head_dim=128, max_position_embeddings=262144, rms_norm_eps=1e-5)
     scaling = file.mapping("rope_parameters") or dict(MINISTRAL3_ROPE)
     growth, _ = scaling.pop("llama_4_scaling_beta", 0.0), scaling.pop("max_position_embeddings", None)
     rope = replace(read.rope(file, fields=scaling), query_growth=growth)
@@ -50,7 +50,7 @@ def read_mistral3(file: ConfigFile) -> DecoderConfig:
 
 def read_mixtral(file: ConfigFile) -> DecoderConfig:
     """Mistral with experts in every layer."""
-    file.assume(max_position_embeddings=131072, rope_theta=1e6, rms_norm_eps=1e-5, num_experts_per_tok=2)
+    file.set_defaults(max_position_embeddings=131072, rope_theta=1e6, rms_norm_eps=1e-5, num_experts_per_tok=2)
     file.expect(router_jitter_noise=0)
     experts = read.experts(file, read.num_experts(file, 8), "intermediate_size", router={"normalized": True})
     layer = LayerConfig(read.attention(file, read.rope(file)), experts)
@@ -59,7 +59,7 @@ def read_mixtral(file: ConfigFile) -> DecoderConfig:
 
 def read_minimax_m2(file: ConfigFile) -> DecoderConfig:
     """In bf16: experts chosen by corrected sigmoids; all heads of queries, and all of keys, share one norm."""
-    file.assume(head_dim=128, max_position_embeddings=196608, rope_theta=5e6, num_experts_per_tok=8)
+    file.set_defaults(head_dim=128, max_position_embeddings=196608, rope_theta=5e6, num_experts_per_tok=8)
     file.expect(router_jitter_noise=0, scoring_func="sigmoid", use_qk_norm=True, qk_norm_type="per_layer")
     file.expect(use_routing_bias=True, shared_intermediate_size=0, sliding_window=None)
     # Fields of layers that the released weights do not have, and of multi-token prediction.
@@ -67,17 +67,15 @@ def read_minimax_m2(file: ConfigFile) -> DecoderConfig:
     file.ignore("layernorm_mlp_beta", "mlp_intermediate_size", "shared_moe_mode")
     file.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
     head_dim, norm = read.head_dim(file), read.rms_norm(file)
-    file.assume(partial_rotary_factor=file.integer("rotary_dim", head_dim) / head_dim)
+    file.set_defaults(partial_rotary_factor=file.integer("rotary_dim", head_dim) / head_dim)
     attention = read.attention(file, read.rope(file, partial=True), query_key_norm=norm, norm_all_heads=True)
     router = {"scores": "sigmoid", "correction": True}
     experts = read.experts(file, read.num_experts(file, 256), "intermediate_size", router=router)
     return read.decoder(file, LayerConfig(attention, experts), router_loss=read.router_loss(file))
 
 
-FAMILIES = {
-    "mistral": Family(read_mistral, NAMES),
-    "ministral3": Family(read_ministral3, NAMES),
-    "mistral3": Family(read_mistral3, MISTRAL3_NAMES, ignored=(r"^vision_tower\.", r"^multi_modal_projector\.")),
-    "mixtral": Family(read_mixtral, MIXTRAL_NAMES),
-    "minimax_m2": Family(read_minimax_m2, MINIMAX_NAMES),
-}
+register("mistral", Family(read_mistral, NAMES))
+register("ministral3", Family(read_ministral3, NAMES))
+register("mistral3", Family(read_mistral3, MISTRAL3_NAMES, ignored=(r"^vision_tower\.", r"^multi_modal_projector\.")))
+register("mixtral", Family(read_mixtral, MIXTRAL_NAMES))
+register("minimax_m2", Family(read_minimax_m2, MINIMAX_NAMES))

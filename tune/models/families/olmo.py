@@ -2,7 +2,7 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family, read
+from tune.models.families import Family, read, register
 from tune.models.families.llama import NAMES as LLAMA_NAMES
 from tune.models.rope import RopeConfig
 
@@ -15,13 +15,13 @@ MOE_NAMES = LLAMA_NAMES | read.QUERY_KEY_NORM_NAMES | read.EXPERT_NAMES
 
 def read_olmo2(file: ConfigFile) -> DecoderConfig:
     """All heads of queries, and all of keys, share one norm."""
-    file.assume(rms_norm_eps=1e-5)
+    file.set_defaults(rms_norm_eps=1e-5)
     return read.decoder(file, _olmo2_layer(file, read.rope(file)))
 
 
 def read_olmo3(file: ConfigFile) -> DecoderConfig:
     """OLMo 2 with windows in three of four layers; a scaled rotation is for the others only."""
-    file.assume(rms_norm_eps=1e-5, sliding_window=4096, rope_theta=500000.0)
+    file.set_defaults(rms_norm_eps=1e-5, sliding_window=4096, rope_theta=500000.0)
     full, sliding = read.two_ropes(file, sliding_theta=file.number("rope_theta"))
     windows = read.windows(file, lambda index: (index + 1) % 4 != 0)
     return read.decoder(file, read.with_windows(_olmo2_layer(file, full), windows, sliding))
@@ -29,7 +29,7 @@ def read_olmo3(file: ConfigFile) -> DecoderConfig:
 
 def read_olmoe(file: ConfigFile) -> DecoderConfig:
     """Experts in every layer; norms before the parts."""
-    file.assume(max_position_embeddings=4096, rms_norm_eps=1e-5, num_experts_per_tok=8, router_aux_loss_coef=0.01)
+    file.set_defaults(max_position_embeddings=4096, rms_norm_eps=1e-5, num_experts_per_tok=8, router_aux_loss_coef=0.01)
     file.expect(clip_qkv=None)
     router = {"normalized": file.flag("norm_topk_prob")}
     experts = read.experts(file, read.num_experts(file, 64), "intermediate_size", router=router)
@@ -41,7 +41,7 @@ def read_olmoe(file: ConfigFile) -> DecoderConfig:
 
 def read_exaone4(file: ConfigFile) -> DecoderConfig:
     """Full layers do not rotate if others slide."""
-    file.assume(sliding_window=4096, sliding_window_pattern=4, rms_norm_eps=1e-5)
+    file.set_defaults(sliding_window=4096, sliding_window_pattern=4, rms_norm_eps=1e-5)
     every = file.get("sliding_window_pattern")
     if isinstance(every, str):
         file.expect(sliding_window_pattern="L" * (len(every) - 1) + "G")
@@ -60,9 +60,7 @@ def _olmo2_layer(file: ConfigFile, rope: RopeConfig) -> LayerConfig:
     return LayerConfig(attention, read.mlp(file), norm_before=False, norm_after=True)
 
 
-FAMILIES = {
-    "olmo2": Family(read_olmo2, NAMES),
-    "olmo3": Family(read_olmo3, NAMES),
-    "olmoe": Family(read_olmoe, MOE_NAMES),
-    "exaone4": Family(read_exaone4, NAMES),
-}
+register("olmo2", Family(read_olmo2, NAMES))
+register("olmo3", Family(read_olmo3, NAMES))
+register("olmoe", Family(read_olmoe, MOE_NAMES))
+register("exaone4", Family(read_exaone4, NAMES))

@@ -2,7 +2,7 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family, read
+from tune.models.families import Family, read, register
 from tune.models.families.llama import NAMES as LLAMA_NAMES
 
 NAMES = LLAMA_NAMES | {
@@ -12,7 +12,7 @@ NAMES = LLAMA_NAMES | {
 
 
 def read_phi3(file: ConfigFile) -> DecoderConfig:
-    file.assume(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5)
+    file.set_defaults(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5)
     file.expect(attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1)
     file.without_dropout("resid_pdrop", "embd_pdrop")
     scaling = read.rope_fields(file)
@@ -23,4 +23,4 @@ def read_phi3(file: ConfigFile) -> DecoderConfig:
     return read.decoder(file, read.with_windows(layer, read.windows(file)))
 
 
-FAMILIES = {"phi3": Family(read_phi3, NAMES)}
+register("phi3", Family(read_phi3, NAMES))

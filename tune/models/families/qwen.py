@@ -6,7 +6,7 @@ from typing import Any
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family, read
+from tune.models.families import Family, read, register
 from tune.models.families.llama import NAMES
 from tune.models.layers import AttentionConfig
 
@@ -22,19 +22,19 @@ QWEN3_MOE_NAMES = QWEN3_NAMES | read.EXPERT_NAMES
 
 def read_qwen2(file: ConfigFile) -> DecoderConfig:
     """Qwen2 and Qwen2.5: Llama with biases on queries, keys and values; windows in later layers if asked for."""
-    file.assume(max_position_embeddings=32768)
+    file.set_defaults(max_position_embeddings=32768)
     return read.decoder(file, _dense_layers(file, read.attention(file, read.rope(file), bias=True)))
 
 
 def read_qwen3(file: ConfigFile) -> DecoderConfig:
     """Llama with normalised queries and keys, and a head size of its own."""
-    file.assume(head_dim=128, max_position_embeddings=32768)
+    file.set_defaults(head_dim=128, max_position_embeddings=32768)
     return read.decoder(file, _dense_layers(file, _qwen3_attention(file)))
 
 
 def read_qwen2_moe(file: ConfigFile) -> DecoderConfig:
     """Qwen1.5-MoE and Qwen2 (57B-A14B): Qwen2 with experts in some layers or all, and a shared one behind a gate."""
-    file.assume(
+    file.set_defaults(
         max_position_embeddings=32768, num_experts_per_tok=4,
         moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
     )  # fmt: skip
@@ -47,7 +47,7 @@ def read_qwen2_moe(file: ConfigFile) -> DecoderConfig:
 
 def read_qwen3_moe(file: ConfigFile) -> DecoderConfig:
     """Qwen3 with experts (30B-A3B, 235B-A22B), in some or all layers."""
-    file.assume(
+    file.set_defaults(
         max_position_embeddings=32768, num_key_value_heads=4, num_experts_per_tok=8, moe_intermediate_size=768,
     )  # fmt: skip
     file.ignore("max_window_layers")
@@ -60,7 +60,7 @@ def _qwen3_attention(file: ConfigFile) -> AttentionConfig:
 
 
 def _layers(file: ConfigFile, attention: AttentionConfig, slides: Callable[[int], bool]) -> list[LayerConfig]:
-    file.assume(sliding_window=4096)
+    file.set_defaults(sliding_window=4096)
     windows = read.windows(file, slides, switch="use_sliding_window")
     return read.with_windows(LayerConfig(attention, read.mlp(file)), windows)
 
@@ -84,9 +84,7 @@ def _decoder_with_experts(
     return read.decoder(file, layers, router_loss=read.router_loss(file))
 
 
-FAMILIES = {
-    "qwen2": Family(read_qwen2, NAMES),
-    "qwen2_moe": Family(read_qwen2_moe, QWEN2_MOE_NAMES),
-    "qwen3": Family(read_qwen3, QWEN3_NAMES),
-    "qwen3_moe": Family(read_qwen3_moe, QWEN3_MOE_NAMES),
-}
+register("qwen2", Family(read_qwen2, NAMES))
+register("qwen2_moe", Family(read_qwen2_moe, QWEN2_MOE_NAMES))
+register("qwen3", Family(read_qwen3, QWEN3_NAMES))
+register("qwen3_moe", Family(read_qwen3_moe, QWEN3_MOE_NAMES))

@@ -4,7 +4,7 @@ from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
 from tune.models.delta_net import DeltaNetConfig
-from tune.models.families import Family, read
+from tune.models.families import Family, read, register
 from tune.models.families.qwen import QWEN3_NAMES
 from tune.models.layers import AttentionPartConfig, NormConfig
 
@@ -23,7 +23,7 @@ NAMES = {theirs.replace("model.", "model.language_model.", 1): ours for theirs, 
 
 
 def read_qwen3_5_text(file: ConfigFile) -> DecoderConfig:
-    file.assume(head_dim=256, max_position_embeddings=32768, partial_rotary_factor=0.25, rms_norm_eps=1e-6)
+    file.set_defaults(head_dim=256, max_position_embeddings=32768, partial_rotary_factor=0.25, rms_norm_eps=1e-6)
     file.expect(attn_output_gate=True, output_gate_type="swish", mamba_ssm_dtype="float32")
     file.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # multi-token prediction
     every, norm = file.integer("full_attention_interval", 4), NormConfig("rms_offset", file.number("rms_norm_eps"))
@@ -60,7 +60,5 @@ def _delta_net(file: ConfigFile) -> DeltaNetConfig:
     )  # fmt: skip
 
 
-FAMILIES = {
-    "qwen3_5_text": Family(read_qwen3_5_text, TEXT_NAMES, ignored=(r"^mtp\.",)),
-    "qwen3_5": Family(read_qwen3_5, NAMES, ignored=(r"^model\.visual\.", r"^mtp\.")),
-}
+register("qwen3_5_text", Family(read_qwen3_5_text, TEXT_NAMES, ignored=(r"^mtp\.",)))
+register("qwen3_5", Family(read_qwen3_5, NAMES, ignored=(r"^model\.visual\.", r"^mtp\.")))

@@ -98,7 +98,7 @@ def attention(
 
 def mlp(file: ConfigFile, activation: str = "hidden_act", **special: Any) -> MLPConfig:
     """`activation` is the name of its field."""
-    file.assume(**{activation: "silu"})
+    file.set_defaults(**{activation: "silu"})
     name = ACTIVATION_NAMES[file.choice(activation, ACTIVATION_NAMES)]
     return MLPConfig(file.integer("intermediate_size"), name, **special)
 

@@ -2,7 +2,7 @@
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
-from tune.models.families import Family, read
+from tune.models.families import Family, read, register
 from tune.models.families.llama import NAMES as LLAMA_NAMES
 from tune.models.layers import NormConfig
 
@@ -13,7 +13,7 @@ NAMES = LLAMA_NAMES | {
 
 
 def read_starcoder2(file: ConfigFile) -> DecoderConfig:
-    file.assume(
+    file.set_defaults(
         hidden_act="gelu_pytorch_tanh", max_position_embeddings=4096, initializer_range=0.018042, use_bias=True,
         tie_word_embeddings=True,
     )  # fmt: skip
@@ -25,4 +25,4 @@ def read_starcoder2(file: ConfigFile) -> DecoderConfig:
     return read.decoder(file, read.with_windows(layer, read.windows(file)), norm)
 
 
-FAMILIES = {"starcoder2": Family(read_starcoder2, NAMES)}
+register("starcoder2", Family(read_starcoder2, NAMES))
