@@ -97,7 +97,7 @@ def test_published_models_have_their_size(tmp_path, name):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok=9 of 8 experts to choose from"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok=9 cannot be chosen from 8 experts in 1 groups"),
         (MIXTRAL | {"router_jitter_noise": 0.1}, r"router_jitter_noise=0\.1 is not supported"),
         (QWEN2_MOE | {"decoder_sparse_step": 0}, "field 'decoder_sparse_step' must be a positive integer; found 0"),
         (QWEN3_MOE | {"mlp_only_layers": 1}, "'mlp_only_layers' must be a list; found 1"),
@@ -113,8 +113,8 @@ def test_published_models_have_their_size(tmp_path, name):
             r"the weights are quantised \(mxfp4\); take the",
         ),
         (DEEPSEEK | {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
-        (DEEPSEEK | {"n_group": 3}, "256 experts do not make 3 groups of two or more"),
-        (DEEPSEEK | {"topk_group": 9}, "topk_group=9, but there are 8 groups"),
+        (DEEPSEEK | {"n_group": 3}, "cannot be chosen from 256 experts in 3 groups of two or more"),
+        (DEEPSEEK | {"topk_group": 9}, "in 8 groups of two or more, with topk_group=9"),
         (DEEPSEEK | {"num_key_value_heads": 8}, "num_key_value_heads=8 is not supported; supported: 128"),
         (
             DEEPSEEK | {"first_k_dense_replace": "x"},

@@ -32,7 +32,7 @@ class SavesItself(Protocol):
 
 def export(
     model: nn.Module,
-    tokenizer: SavesItself,
+    tokenizer: SavesItself | None,
     folder: str | Path,
     world: World,
     *,
@@ -44,9 +44,9 @@ def export(
     """Write `model` to `folder` with the names, types and config of the checkpoint `source`.
 
     Adapters are merged, into the original weights if these are given as `base`. Tensors that only the source has are
-    copied. Each tensor has the type that it has in the source (without weights there, the type in its config), or
-    `dtype`. All processes take part: tensors are gathered one by one, and rank 0 holds at most one file of 5 GB and one
-    tensor. The folder appears when it is complete.
+    copied, and without a `tokenizer` its files. Each tensor has the type that it has in the source (without weights
+    there, the type in its config), or `dtype`. All processes take part: tensors are gathered one by one, and rank 0
+    holds at most one file of 5 GB and one tensor. The folder appears when it is complete.
     """
     origin, folder = Path(source), Path(folder)
     fields: dict[str, Any] = json.loads(file.read_text()) if (file := origin / "config.json").exists() else {}
@@ -74,7 +74,10 @@ def export(
                 if file.exists() and not (unfinished / file.name).exists():
                     shutil.copyfile(file, unfinished / file.name)
             (unfinished / "README.md").write_text(card)
-            tokenizer.save(unfinished)
+            if tokenizer is None:
+                copy_without_weights(origin, unfinished)
+            else:
+                tokenizer.save(unfinished)
     else:
         for _ in gathered:  # each tensor is gathered by all processes
             pass

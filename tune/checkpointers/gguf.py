@@ -24,7 +24,12 @@ def import_gguf(file: Path, out: Path) -> list[str]:
     Raises:
         TuneError: the file is not a GGUF file, damaged, or of an architecture that transformers does not convert.
     """
-    check_file(file)
+    if not file.is_file():
+        raise TuneError(f"{file}: there is no such file.")
+    with file.open("rb") as stream:
+        start = stream.read(4)
+    if start != b"GGUF":
+        raise TuneError(f"{file} is not a GGUF file: it starts with {start!r}, not b'GGUF'.")
     try:
         import accelerate  # noqa: F401  (transformers' reader asks for it only after the work has begun)
         import torch
@@ -38,7 +43,9 @@ def import_gguf(file: Path, out: Path) -> list[str]:
         fields = GGUFReader(file).fields
     except (IndexError, ValueError) as error:
         raise TuneError(f"{file} is truncated or damaged ({error}). Download it again.") from error
-    architecture = fields["general.architecture"].contents() if "general.architecture" in fields else "(none)"
+    architecture, splitting = (
+        fields[name].contents() if name in fields else "" for name in ("general.architecture", "tokenizer.ggml.pre")
+    )
     if architecture not in GGUF_SUPPORTED_ARCHITECTURES:
         raise TuneError(
             f"{file}: transformers does not convert the architecture '{architecture}', but "
@@ -54,9 +61,7 @@ def import_gguf(file: Path, out: Path) -> list[str]:
     except (ValueError, KeyError, RuntimeError) as error:  # an unknown tokenizer, quantisation or shape
         raise TuneError(f"{file} ({architecture}) cannot be converted: {error}") from error
 
-    notes = mend_word_splitting(
-        tokenizer, fields["tokenizer.ggml.pre"].contents() if "tokenizer.ggml.pre" in fields else ""
-    )
+    notes = _mend_word_splitting(tokenizer, splitting)
     model.hf_quantizer = None  # the weights are no longer quantised, and the saved config must not say so
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -74,16 +79,7 @@ def _without_bars() -> AbstractContextManager:
     return patch.object(tqdm, "__init__", partialmethod(tqdm.__init__, disable=True))
 
 
-def check_file(file: Path) -> None:
-    if not file.is_file():
-        raise TuneError(f"{file}: there is no such file.")
-    with file.open("rb") as stream:
-        start = stream.read(4)
-    if start != b"GGUF":
-        raise TuneError(f"{file} is not a GGUF file: it starts with {start!r}, not b'GGUF'.")
-
-
-def mend_word_splitting(tokenizer: Any, name: str) -> list[str]:
+def _mend_word_splitting(tokenizer: Any, name: str) -> list[str]:
     """Split text into words as the vocabulary `name` requires, where the conversion lost that. Returns notes."""
     from tokenizers import pre_tokenizers
 
@@ -92,12 +88,8 @@ def mend_word_splitting(tokenizer: Any, name: str) -> list[str]:
     if not name or converted is None or converted["type"] != "ByteLevel" or name in GPT2_SPLITS:
         return []
     if name in DIGIT_SPLITS:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True),
-            ]
-        )
+        digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
         return []
     return [
         f"the rule by which the vocabulary '{name}' splits text into words is not known; GPT-2's rule is used. Compare "

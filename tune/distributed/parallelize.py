@@ -38,7 +38,10 @@ def parallelize(
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.to(stored_dtype(module, parameter, dtype, master_dtype))
-    needs_cast = set() if dtype == master_dtype else _cast_by_fsdp(model)
+    needs_cast: set[nn.Parameter] = set()
+    if dtype != master_dtype:  # the trained parameters that FSDP must cast, as their modules do not
+        others = [module for module in model.modules() if not getattr(module, "casts_parameters", False)]
+        needs_cast = {each for module in others for each in module.parameters(recurse=False) if each.requires_grad}
     # Without anything to gather, cast or move, FSDP would compute the same and copy every parameter and gradient once
     # more per micro-batch.
     plain = world.size == 1 and not needs_cast and not cpu_offload
@@ -85,12 +88,6 @@ def stored_dtype(module: nn.Module, parameter: Tensor, dtype: str, master_dtype:
     if parameter.requires_grad and getattr(module, "trains_in_fp32", False):
         return torch.float32
     return DTYPES[master_dtype if parameter.requires_grad else dtype]
-
-
-def _cast_by_fsdp(model: nn.Module) -> set[nn.Parameter]:
-    """The trained parameters that FSDP must cast, as their modules do not."""
-    others = [module for module in model.modules() if not getattr(module, "casts_parameters", False)]
-    return {parameter for each in others for parameter in each.parameters(recurse=False) if parameter.requires_grad}
 
 
 def _shard(

@@ -86,18 +86,14 @@ def _visible(query_positions: Tensor, key_positions: Tensor, scoring: Scoring) -
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
-    mask = mask.unsqueeze(-3)  # for all heads
-    if scoring.has_kernels:
-        return _sdpa(query, key, value, scoring.scale, mask)
-    return _products(query, key, value, mask, scoring)
-
-
-def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
-    """By matrix products, with the scores in memory: SDPA supports neither softcap nor sinks.
+    """By SDPA; or with softcap or sinks, which it does not support, by matrix products with the scores in memory.
 
     On GPUs FlexAttention could do it (softcap as score_mod, sinks from its log-sum-exp), but it must be compiled and
     has no backward on CPUs. flash-attn 3 is not part of PyTorch.
     """
+    mask = mask.unsqueeze(-3)  # for all heads
+    if scoring.has_kernels:
+        return _sdpa(query, key, value, scoring.scale, mask)
     groups = query.shape[2] // key.shape[2]
     key, value = (heads.repeat_interleave(groups, dim=2) if groups > 1 else heads for heads in (key, value))
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale

@@ -1,10 +1,8 @@
 """Any causal language model of transformers, wrapped for recipes: `model._component_: tune.models.hf`."""
 
-import contextlib
 import inspect
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ def hf(path: str, trust_remote_code: bool = False) -> "HuggingFaceModel":
     """
     file = ConfigFile(Path(path))
     try:
+        import accelerate
         import transformers
     except ImportError as error:
         raise TuneError("tune.models.hf needs the hf extra: pip install 'tune-recipes[hf]'") from error
@@ -47,10 +46,12 @@ def hf(path: str, trust_remote_code: bool = False) -> "HuggingFaceModel":
             for name, value in vars(part).items():
                 if re.search("drop|jitter", name) and isinstance(value, float):
                     setattr(part, name, 0.0)
-        with torch.device("cpu"), _parameters_on_meta():
+        # Buffers get their values: most are in no checkpoint.
+        with torch.device("cpu"), accelerate.init_empty_weights(include_buffers=False):
             model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=trust_remote_code
             )
+        model.tie_weights()
     except Exception as error:  # hundreds of constructors raise different ones
         raise TuneError(f"{file.path}: transformers {transformers.__version__} cannot make a model: {error}") from error
     wrapped = HuggingFaceModel(model)
@@ -281,20 +282,3 @@ def _parts(model: Any, name: str, whole: Tensor) -> OnDisk | None:
     if not all(torch.equal(found[each], part) for each, part in zip(ordered, expected, strict=True)):
         return None
     return ordered if parts == 1 else [ordered[start : start + parts] for start in range(0, len(ordered), parts)]
-
-
-@contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Put parameters on the meta device, but not buffers: most are computed by constructors and in no checkpoint."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore

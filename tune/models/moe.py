@@ -139,14 +139,11 @@ class Experts(nn.Module):
             gate, up = self.gate_up(rows, plan).chunk(2, dim=-1)
         else:
             gate, up = self.gate_up(rows, plan).unflatten(-1, (-1, 2)).unbind(-1)
-        return self.down(self._gated(gate, up), plan)
-
-    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.config.clamp is None:
-            return ACTIVATIONS[self.config.activation](gate) * up
+            return self.down(ACTIVATIONS[self.config.activation](gate) * up, plan)
         alpha, limit = self.config.clamp
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return (up + 1) * gate * torch.sigmoid(alpha * gate)
+        return self.down((up + 1) * gate * torch.sigmoid(alpha * gate), plan)
 
 
 class ExpertLinear(nn.Module):

@@ -36,9 +36,12 @@ def parameter_groups(
     groups: dict[tuple[str, bool, bool], dict[str, Any]] = {}
     for name, parameter in trained.items():
         pattern = next((pattern for pattern in ratios if re.search(pattern, name)), "")
-        is_weight = _is_weight(model, name, parameter)
+        owner = type(model.get_submodule(name.rpartition(".")[0])).__name__.lower()
+        is_norm = "norm" in owner  # Cohere's norms have a row per head
+        is_weight = parameter.ndim > 1 and not is_norm and not name.endswith("bias")
+        is_convolution = "conv" in owner or "conv" in name.rpartition(".")[2]  # no matrix for Muon to orthogonalise
         decayed = decay_vectors or is_weight
-        in_blocks = is_weight and parameter in blocks and not _is_convolution(model, name)
+        in_blocks = is_weight and parameter in blocks and not is_convolution
         group = groups.setdefault((pattern, decayed, in_blocks), {"params": [], "in_blocks": in_blocks})
         group["params"].append(parameter)
         if pattern:
@@ -56,18 +59,3 @@ def learning_rates(optimizer: Optimizer) -> dict[str, float]:
         key = f"lr/{name}" if name else "lr"
         rates[key if rates.get(key, rate) == rate else f"lr/{index}"] = rate
     return {"lr": next(iter(rates.values()))} | rates
-
-
-def _is_weight(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Whether the parameter is the matrix of a product, rather than added or multiplied elementwise."""
-    is_norm = "norm" in _owner(model, name)  # Cohere's norms have a row per head
-    return parameter.ndim > 1 and not is_norm and not name.endswith("bias")
-
-
-def _is_convolution(model: nn.Module, name: str) -> bool:
-    """Kernels of one channel each are no matrix for Muon to orthogonalise."""
-    return "conv" in _owner(model, name) or "conv" in name.rpartition(".")[2]
-
-
-def _owner(model: nn.Module, name: str) -> str:
-    return type(model.get_submodule(name.rpartition(".")[0])).__name__.lower()

@@ -6,24 +6,14 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from tune.errors import TuneError
 from tune.types import StepsOrFraction, UnitInterval
 
 
-class Schedule(LRScheduler):
-    """Multiplies the initial learning rate of each parameter group by `factor(step)`, from step 0.
-
-    Rates and state are plain numbers, even if the optimizer (torchao's) keeps its learning rates in tensors.
-    """
-
-    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]):
-        self.factor = factor
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[float | Tensor]:
-        return [group["initial_lr"] * self.factor(self.last_epoch) for group in self.optimizer.param_groups]
+class Schedule(LambdaLR):
+    """torch's LambdaLR, with plain numbers as rates and state, even if the optimizer (torchao's) has tensors."""
 
     def get_last_lr(self) -> list[float | Tensor]:
         """The rates of the next step."""

@@ -72,7 +72,9 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
                 )
             alpha *= lora.scaling(rank, 1) / lora.scaling(largest, 1)  # keeps the scaling of the other layers
             rank = largest
-        _adapter_for(layer).adapt(layer, name, rank, alpha, lora)
+        embeds, of_experts = isinstance(layer, nn.Embedding), isinstance(layer, ExpertLinear)
+        kind = LoRAExperts if of_experts else LoRAEmbedding if embeds else LoRALinear
+        kind.adapt(layer, name, rank, alpha, lora)
     if token_rows is not None:
         embedding, head = token_rows
         tied_to = TokenEmbedding.adapt(embedding, lora.trainable_tokens)
@@ -100,12 +102,6 @@ def initialize(model: nn.Module, seed: int) -> None:
             for part, full in layer.initial_values(generator).items():
                 shard, where = local_shard(getattr(layer, part))
                 shard.copy_(full[where])
-
-
-def _adapter_for(layer: nn.Module) -> type[LowRank]:
-    if isinstance(layer, ExpertLinear):
-        return LoRAExperts
-    return LoRAEmbedding if isinstance(layer, nn.Embedding) else LoRALinear
 
 
 def _largest_rank(layer: nn.Module) -> int:

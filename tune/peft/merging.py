@@ -7,7 +7,6 @@ from torch import nn
 
 from tune import distributed
 from tune.checkpointers import Pretrained, export
-from tune.checkpointers.export import SavesItself, copy_without_weights
 from tune.errors import TuneError
 from tune.models import build, hf
 from tune.models.config_file import ConfigFile
@@ -38,7 +37,7 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path, card: str = ""
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and not parameter.isfinite().all():
             raise TuneError(f"{adapter} has values that are not finite in {name}: its training failed")
-    tokenizer: SavesItself = _FilesOf(source)
+    tokenizer = None
     if (adapter / "tokenizer.json").exists():  # tune and TRL save it
         tokenizer = Tokenizer(str(adapter))
         if (source / "tokenizer.json").exists():
@@ -48,16 +47,6 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path, card: str = ""
         f"`{source.name}` with the adapter `{'/'.join(adapter.parts[-2:])}` merged in by tune.\n"
     )
     export(model, tokenizer, out, distributed.init("cpu"), source=str(source), card=card, base=weights)
-
-
-class _FilesOf:
-    """In place of a tokenizer: copies the files of a folder."""
-
-    def __init__(self, source: Path):
-        self.source = source
-
-    def save(self, folder: Path) -> None:
-        copy_without_weights(self.source, folder)
 
 
 def _give_memory_to_adapters(model: nn.Module) -> None:

@@ -32,8 +32,7 @@ class NF4Weight(nn.Module):
     """A frozen `[rows, columns]` weight: `codes`, two per byte, and `scales`, one per block.
 
     `double` quantises the scales to 8 bits, with their mean and range per row in `ranges`: 0.52 instead of 0.56 bytes a
-    weight. All are bytes, which FSDP's mixed precision does not cast (that of torch 2.11 makes them trainable, and
-    fails).
+    weight. All are bytes, which FSDP's mixed precision does not cast.
     """
 
     pairs: Tensor

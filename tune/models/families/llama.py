@@ -1,10 +1,11 @@
-"""Llama, and families that differ from it in little: Arcee AFM, ERNIE 4.5, Seed-OSS, SmolLM3."""
+"""Llama, and families that differ from it in little: Arcee AFM, ERNIE 4.5, Phi, Seed-OSS, SmolLM3, StarCoder2."""
 
 from dataclasses import replace
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
 from tune.models.families import Family, read, register
+from tune.models.layers import NormConfig
 
 NAMES = {
     "model.embed_tokens": "embedding",
@@ -19,6 +20,14 @@ NAMES = {
     "model.layers.{}.mlp.down_proj": "blocks.{}.mlp.down",
     "model.norm": "norm",
     "lm_head": "head",
+}
+PHI3_NAMES = NAMES | {
+    "model.layers.{}.self_attn.qkv_proj": "blocks.{}.attention.query_key_value",
+    "model.layers.{}.mlp.gate_up_proj": "blocks.{}.mlp.gate_up",
+}
+STARCODER2_NAMES = NAMES | {
+    "model.layers.{}.mlp.c_fc": "blocks.{}.mlp.up",
+    "model.layers.{}.mlp.c_proj": "blocks.{}.mlp.down",
 }
 
 
@@ -44,6 +53,19 @@ def read_ernie4_5(file: ConfigFile) -> DecoderConfig:
     )  # fmt: skip
     attention = read.attention(file, read.rope(file, interleaved=True), bias_field="use_bias")
     return read.decoder(file, LayerConfig(attention, read.mlp(file, bias=file.flag("use_bias"))))
+
+
+def read_phi3(file: ConfigFile) -> DecoderConfig:
+    """Phi-3, 3.5 and 4: fused projections, LongRoPE, a part of each head rotated."""
+    file.set_defaults(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5)
+    file.expect(attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1)
+    file.without_dropout("resid_pdrop", "embd_pdrop")
+    scaling = read.rope_fields(file)
+    if "short_factor" in scaling:  # called su, and yarn, before it was called longrope
+        scaling |= {"rope_type": "longrope"}
+    attention = read.attention(file, read.rope(file, partial=True, fields=scaling), fused=True)
+    layer = LayerConfig(attention, read.mlp(file, fused=True))
+    return read.decoder(file, read.with_windows(layer, read.windows(file)))
 
 
 def read_seed_oss(file: ConfigFile) -> DecoderConfig:
@@ -72,8 +94,24 @@ def read_smollm3(file: ConfigFile) -> DecoderConfig:
     return read.decoder(file, layers)
 
 
+def read_starcoder2(file: ConfigFile) -> DecoderConfig:
+    """Layer norms with biases, biases everywhere, a feed-forward without a gate."""
+    file.set_defaults(
+        hidden_act="gelu_pytorch_tanh", max_position_embeddings=4096, initializer_range=0.018042, use_bias=True,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    file.expect(mlp_type="default", norm_type="layer_norm")
+    file.without_dropout("residual_dropout", "embedding_dropout")
+    attention = read.attention(file, read.rope(file), bias_field="use_bias")
+    layer = LayerConfig(attention, read.mlp(file, bias=file.flag("use_bias"), gated=False))
+    norm = NormConfig("layer", file.number("norm_epsilon", 1e-5), bias=True)
+    return read.decoder(file, read.with_windows(layer, read.windows(file)), norm)
+
+
 register("llama", Family(read_llama, NAMES))
 register("arcee", Family(read_arcee, NAMES))
 register("ernie4_5", Family(read_ernie4_5, NAMES))
+register("phi3", Family(read_phi3, PHI3_NAMES))
 register("seed_oss", Family(read_seed_oss, NAMES))
 register("smollm3", Family(read_smollm3, NAMES))
+register("starcoder2", Family(read_starcoder2, STARCODER2_NAMES))

@@ -4,6 +4,7 @@ from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
 from tune.models.families import Family, read, register
 from tune.models.families.llama import NAMES as LLAMA_NAMES
+from tune.models.layers import AttentionConfig
 from tune.models.rope import RopeConfig
 
 NAMES = LLAMA_NAMES | read.QUERY_KEY_NORM_NAMES | {
@@ -33,10 +34,8 @@ def read_olmoe(file: ConfigFile) -> DecoderConfig:
     file.expect(clip_qkv=None)
     router = {"normalized": file.flag("norm_topk_prob")}
     experts = read.experts(file, read.num_experts(file, 64), "intermediate_size", router=router)
-    attention = read.attention(
-        file, read.rope(file), bias_field="attention_bias", query_key_norm=read.rms_norm(file), norm_all_heads=True
-    )
-    return read.decoder(file, LayerConfig(attention, experts), router_loss=read.router_loss(file))
+    layer = LayerConfig(_attention(file, read.rope(file)), experts)
+    return read.decoder(file, layer, router_loss=read.router_loss(file))
 
 
 def read_exaone4(file: ConfigFile) -> DecoderConfig:
@@ -54,10 +53,12 @@ def read_exaone4(file: ConfigFile) -> DecoderConfig:
 
 
 def _olmo2_layer(file: ConfigFile, rope: RopeConfig) -> LayerConfig:
-    attention = read.attention(
-        file, rope, bias_field="attention_bias", query_key_norm=read.rms_norm(file), norm_all_heads=True
-    )
-    return LayerConfig(attention, read.mlp(file), norm_before=False, norm_after=True)
+    return LayerConfig(_attention(file, rope), read.mlp(file), norm_before=False, norm_after=True)
+
+
+def _attention(file: ConfigFile, rope: RopeConfig) -> AttentionConfig:
+    norm = read.rms_norm(file)
+    return read.attention(file, rope, bias_field="attention_bias", query_key_norm=norm, norm_all_heads=True)
 
 
 register("olmo2", Family(read_olmo2, NAMES))

@@ -211,14 +211,12 @@ def experts(
 ) -> ExpertsConfig:
     """`size` is the name of its field; `router` are the arguments of `RouterConfig` that differ from its defaults."""
     config = RouterConfig(count, file.integer("num_experts_per_tok"), **router)
-    group = count // config.num_groups
-    if config.num_groups > 1 and (count % config.num_groups or group < 2):
-        raise TuneError(f"{file.path}: {count} experts do not make {config.num_groups} groups of two or more")
-    if config.kept_groups > config.num_groups:
-        raise TuneError(f"{file.path}: topk_group={config.kept_groups}, but there are {config.num_groups} groups")
-    if config.chosen > group * config.kept_groups:
+    groups, kept = config.num_groups, config.kept_groups
+    group = count // groups
+    if count % groups or (groups > 1 and group < 2) or kept > groups or config.chosen > group * kept:
         raise TuneError(
-            f"{file.path}: num_experts_per_tok={config.chosen} of {group * config.kept_groups} experts to choose from"
+            f"{file.path}: num_experts_per_tok={config.chosen} cannot be chosen from {count} experts in {groups} "
+            f"groups of two or more, with topk_group={kept}"
         )
     return ExpertsConfig(config, file.integer(size), mlp(file).activation, **special)
 
