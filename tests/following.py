@@ -88,7 +88,7 @@ class Reader:
             patch.chdir(self.folder)
             patch.setattr(sys, "path", [str(self.folder), *sys.path])
             patch.setattr(sys, "argv", sys.argv)
-            patch.setattr(families, "REGISTERED", dict(families.REGISTERED))
+            patch.setattr(families, "FAMILIES", dict(families.FAMILIES))
             patch.setattr(
                 "torch.distributed.run.run", lambda options: self.script(options.training_script_args, options)
             )
