@@ -135,7 +135,7 @@ def test_shards_without_an_index(folder):
 def test_one_tensor_in_two_files(folder):
     for name in ("one", "two"):
         save_file({"a": torch.zeros(1)}, folder / f"{name}.safetensors")
-    assert "a is in both" in refusal(folder)
+    assert "a is in " in refusal(folder)
 
 
 def test_a_folder_of_something_else(folder):

@@ -185,7 +185,7 @@ def a_torch_file_that_is_none(inputs):
     (inputs.model / "model.safetensors").rename(inputs.model / "pytorch_model.bin")
 
 
-@wrong("model.safetensors.index.json names files that are not in", "model-00002-of-00002.safetensors", "Download")
+@wrong("model.safetensors.index.json names files that are not there", "model-00002-of-00002.safetensors", "Download")
 def shard_missing(inputs):
     weights = {name: "model-00001-of-00002.safetensors" for name in load_file(inputs.model / "model.safetensors")}
     weights["model.norm.weight"] = "model-00002-of-00002.safetensors"
@@ -193,7 +193,7 @@ def shard_missing(inputs):
     (inputs.model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
 
 
-@wrong("model.safetensors.index.json", "not a valid index")
+@wrong("model.safetensors.index.json", "is not valid JSON")
 def broken_index(inputs):
     (inputs.model / "model.safetensors.index.json").write_text('{"weight_map": ')
 

@@ -57,10 +57,7 @@ def disk_tensors(folder: Path) -> dict[str, DiskTensor]:
             return _disjoint(files)
     others = sorted(child.name for child in folder.glob("*") if child.suffix in (".pt", ".pth", ".gguf"))
     hint = f"; found {', '.join(others)}: see `tune convert --help`" if others else ""
-    raise TuneError(
-        f"model.path: no *.safetensors or pytorch_model*.bin in {folder}{hint}. To train from random weights set "
-        "from_scratch=true"
-    )
+    raise TuneError(f"model.path: no *.safetensors or pytorch_model*.bin in {folder}{hint}; or set from_scratch=true")
 
 
 def shape_differences(found: Mapping[str, list[int]], wanted: Mapping[str, list[int]], source: str) -> str:
@@ -85,9 +82,7 @@ def _indexed(index: Path) -> dict[str, DiskTensor]:
         raise TuneError(f"{index} is not a valid index of tensors: it has no weight_map from names to files")
     names = sorted(set(weight_map.values()))
     if missing := [file for file in names if not (folder / file).is_file()]:
-        raise TuneError(
-            f"model.path: {index.name} names files that are not in {folder}: {', '.join(missing)}. Download them again"
-        )
+        raise TuneError(f"model.path: {index} names files that are not there: {', '.join(missing)}. Download them")
     found = _disjoint([folder / file for file in names])
     places = {name: tensor.file.name for name, tensor in found.items()}
     if wrong := sorted({name for name, _ in places.items() ^ weight_map.items()}):
@@ -104,10 +99,7 @@ def _disjoint(files: list[Path]) -> dict[str, DiskTensor]:
     for file in files:
         for tensor in _headers(file):
             if tensor.name in tensors:
-                raise TuneError(
-                    f"model.path: {tensor.name} is in both {tensors[tensor.name].file} and {file}: remove the file "
-                    "that does not belong to this checkpoint"
-                )
+                raise TuneError(f"model.path: {tensor.name} is in {file} and {tensors[tensor.name].file}: remove one")
             tensors[tensor.name] = tensor
     return tensors
 
@@ -133,9 +125,7 @@ def _headers(file: Path) -> Iterator[DiskTensor]:
                 header = tensors.get_slice(name)
                 yield DiskTensor(name, file, header.get_shape(), SAFETENSORS_DTYPES[header.get_dtype()])
     except SafetensorError as error:
-        raise TuneError(
-            f"model.path: {file} is damaged or not a safetensors file ({error}). Download it again"
-        ) from error
+        raise TuneError(f"model.path: {file} is damaged ({error}). Download it again") from error
 
 
 def load_torch_file(file: Path) -> dict[str, Tensor]:

@@ -101,9 +101,7 @@ def _files(folder: Path) -> list[Path]:
 def _read_params(file: Path) -> dict[str, Any]:
     params = read_json(file, "tune convert")
     if unknown := {name: value for name, value in params.items() if name not in PARAMS and value is not None}:
-        raise TuneError(
-            f"{file}: not of a Llama 1, 2 or 3 text model: {', '.join(unknown)}. Take the model in Hugging Face layout"
-        )
+        raise TuneError(f"{file}: not of a Llama 1, 2 or 3 text model: {', '.join(unknown)}. Take Hugging Face's")
     if missing := [name for name in ("dim", "n_layers", "n_heads", "norm_eps") if name not in params]:
         raise TuneError(f"{file} has no {', '.join(missing)}")
     return params

@@ -46,14 +46,9 @@ def parallelize(
     # more per micro-batch.
     plain = world.size == 1 and not needs_cast and not cpu_offload
     if world.device.type == "mps" and not plain:
-        raise TuneError(
-            "dtype: two precisions and CPU offload need FSDP, which does not run on mps: set dtype and master_dtype to "
-            "the same type, and memory.cpu_offload=false"
-        )
+        raise TuneError("dtype: on mps dtype and master_dtype must be the same, and memory.cpu_offload=false")
     if activation_offload and world.device.type == "cpu":
-        raise TuneError(
-            "memory.activation_offload: activations are in host memory already when device=cpu; set it to false"
-        )
+        raise TuneError("memory.activation_offload: with device=cpu activations are in host memory; set it to false")
     blocks = repeated_blocks(model)
     for block in blocks:
         wrap_forward(block, activation_checkpointing, compile, activation_offload)

@@ -125,8 +125,7 @@ def init(
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         if local_rank >= torch.cuda.device_count():
             raise TuneError(
-                f"device: process {local_rank} of this machine has no GPU; {torch.cuda.device_count()} found. "
-                f"Start at most that many processes (--nproc-per-node), or set device=cpu"
+                f"device: {size} processes, {torch.cuda.device_count()} GPUs. Start fewer, or set device=cpu"
             )
         torch.cuda.set_device(local_rank)
     if kind == "mps" and size > 1:
@@ -143,10 +142,7 @@ def init(
     size = dist.get_world_size()
     shards = size // dp_replicate if dp_shard == "auto" else dp_shard
     if dp_replicate * shards != size:
-        raise TuneError(
-            f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} does not make {size} processes. "
-            f"dp_replicate must divide {size}; with dp_shard=auto the rest follows"
-        )
+        raise TuneError(f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} does not make {size} processes")
     sizes = {"dp_replicate": dp_replicate, "dp_shard": shards}
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     mesh = init_device_mesh("cuda" if kind == "cuda" else "cpu", shape, mesh_dim_names=AXES)
@@ -157,10 +153,7 @@ def init(
     if kind == "cuda":
         gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(local_rank).uuid))))
         if gpus < size:
-            raise TuneError(
-                f"device: {size} processes have {gpus} GPUs. Start one process for each GPU (it may see that one "
-                "alone, or all of its node), or set device=cpu"
-            )
+            raise TuneError(f"device: {size} processes share {gpus} GPUs. Start one for each GPU, or set device=cpu")
     return world
 
 

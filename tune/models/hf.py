@@ -87,13 +87,11 @@ class HuggingFaceModel(nn.Module):
         head_name = next(each for each, module in model.named_modules() if module is head)
         self.head_input = _HeadInput(self)
         model.set_submodule(head_name, self.head_input)
-        body = {id(parameter): f"body.{each}" for each, parameter in model.named_parameters()}
-        self.tied = body.get(id(head.weight), "")
+        self.tied = next((f"body.{each}" for each, weight in model.named_parameters() if weight is head.weight), "")
         if self.tied and head.bias is not None:
             raise TuneError(f"model: {name} has an output bias beside tied weights: it cannot be trained here")
         self.head = None if self.tied else head
-        ours = body | ({} if self.tied else {id(each): f"head.{kind}" for kind, each in head.named_parameters()})
-        ours |= {id(buffer): f"body.{each}" for each, buffer in model.named_buffers()}
+        ours = {id(tensor): each for each, tensor in [*self.named_parameters(), *self.named_buffers()]}
         self.names = Names({}, ignored=(*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"))
         for identity, name, names in on_disk:
             if ours[identity] not in self.names.on_disk:
@@ -125,10 +123,7 @@ class HuggingFaceModel(nn.Module):
         logits = self.body(input_ids=tokens, return_dict=True, **arguments).logits
         hidden = self.head_input.take()
         if self.checks_logits and not _close(logits, self._softcapped(hidden * self.scale), tolerance=1e-2):
-            raise TuneError(
-                f"model: {type(self.body).__name__} changes what its output head gives in a way that is not known "
-                "here, so that head and loss cannot be computed by chunks: it cannot be trained"
-            )
+            raise TuneError(f"model: {type(self.body).__name__} changes its logits in a way that is not supported")
         return hidden
 
     @property
@@ -143,24 +138,18 @@ class HuggingFaceModel(nn.Module):
         tokens, documents = batch.tokens, batch.documents
         longest = max(documents.lengths)
         if self.longest and longest > self.longest:
-            raise TuneError(
-                f"max_seq_len: a document of {longest} tokens is longer than {self.longest}, beyond which this model "
-                f"{self.beyond}. Lower max_seq_len"
-            )
+            raise TuneError(f"max_seq_len: beyond {self.longest} tokens this model {self.beyond}. Found {longest}")
         if self.separates_documents and len(documents.lengths) * longest > MAX_PADDING * tokens.numel():
             return self._run(tokens, batch.positions)
         # One document per row. Tokens after its end do not affect it (attention is causal) and are dropped afterwards.
         offsets = torch.arange(longest, device=tokens.device)
         index = (documents.boundaries[:-1, None].long() + offsets).clamp(max=tokens.numel() - 1)
-        self._move_dropout_keys(tokens, index)
-        hidden = self._run(tokens.flatten()[index])
-        return hidden.flatten(0, 1)[documents.ids * longest + batch.positions]
-
-    def _move_dropout_keys(self, tokens: Tensor, index: Tensor) -> None:
-        for module in self.modules():
+        for module in self.modules():  # adapters
             keys = getattr(module, "dropout_keys", None)
             if keys is not None and keys.shape == tokens.shape:
                 module.dropout_keys = keys.flatten()[index]
+        hidden = self._run(tokens.flatten()[index])
+        return hidden.flatten(0, 1)[documents.ids * longest + batch.positions]
 
     @torch.no_grad()
     def check(self) -> None:
@@ -247,12 +236,8 @@ def _disk_names(model: Any) -> list[tuple[int, str, OnDisk]]:
     """(id, name in memory, name or names on disk) of every tensor of `model` that transformers saves."""
     names = []
     for name, tensor in model.state_dict(keep_vars=True).items():
-        on_disk = _parts(model, name, tensor.detach())
-        if on_disk is None:
-            raise TuneError(
-                f"model: transformers converts {name} of {type(model).__name__} when loading, in a way that is not "
-                "supported here. Use tune.models.build if it has this architecture"
-            )
+        if (on_disk := _parts(model, name, tensor.detach())) is None:
+            raise TuneError(f"model: how transformers converts {name} of {type(model).__name__} is not supported")
         names.append((id(tensor), name, on_disk))
     return names
 

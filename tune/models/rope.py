@@ -54,9 +54,7 @@ class Rope:
 
     def __init__(self, config: RopeConfig):
         if config.kind not in SCALINGS:
-            raise TuneError(
-                f"config.json: rope type '{config.kind}' is not supported; supported: {', '.join(SCALINGS)}"
-            )
+            raise TuneError(f"config.json: rope type '{config.kind}' is not one of {', '.join(SCALINGS)}")
         self.config = config
         self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
 
@@ -97,10 +95,7 @@ class Rope:
                 "in the batch. Lower max_seq_len, or set rope_scaling in config.json to 'linear' or 'yarn'."
             )
         if self.config.kind == "longrope" and cached and longest > self._original:
-            raise TuneError(
-                f"generation: {longest} tokens are more than {self._original}, where the 'longrope' scaling of this "
-                "model changes the rotation of all tokens, those in the cache too. Ask for fewer new tokens"
-            )
+            raise TuneError(f"generation: 'longrope' cannot cache more than {self._original} tokens. Ask for fewer")
 
     @property
     def _original(self) -> int:

@@ -146,20 +146,11 @@ def _require_equal(model: nn.Module, name: str, copy: Any, path: str) -> None:
         shard, where = local_shard(weight)
         if copy.get_shape() == list(weight.shape) and torch.equal(shard, copy[where].to(shard)):
             return
-    raise TuneError(
-        f"adapter.path: {path} is for another model: its {name.removeprefix(PREFIX)} differs from model.path"
-    )
+    raise TuneError(f"adapter.path: {path} is for another model: {name.removeprefix(PREFIX)} differs from model.path")
 
 
 def export_adapter(
-    model: nn.Module,
-    lora: LoRA,
-    folder: str | Path,
-    world: World,
-    *,
-    base: str,
-    tokenizer: SavesItself,
-    card: str = "",
+    model: nn.Module, lora: LoRA, folder: str | Path, world: World, *, base: str, tokenizer: SavesItself, card: str = ""
 ) -> None:
     """Write the adapters of `model` as PEFT, transformers and vLLM load them on top of the model `base`.
 

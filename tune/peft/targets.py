@@ -36,9 +36,7 @@ def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
         try:
             pattern = re.compile(wanted)
         except re.error as error:
-            raise TuneError(
-                f"adapter.target_modules: '{wanted}' is not a regular expression ({error}). To name layers give a list"
-            ) from error
+            raise TuneError(f"adapter.target_modules: '{wanted}' is not a regular expression: {error}") from error
         chosen = {name: layers[name] for name in layers if any(map(pattern.fullmatch, names.spellings(name)))}
     else:
         chosen = _named(model, "target_modules", wanted, layers)
@@ -47,21 +45,19 @@ def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
     for name, layer in chosen.items():
         if is_tied(model, layer):
             raise _tied(names.module(name), names.module(name))
-        if reason := _unsupported(name, layer, chosen, names, lora):
-            raise TuneError(f"adapter.target_modules: {names.module(name)} {reason}")
+        reason = _unsupported(name, layer, chosen, names, lora)
         if not isinstance(layer, ExpertLinear) and _last(names.module(name)) in of_experts:
-            raise TuneError(
-                f"adapter.target_modules: {names.module(name)} has the name of an expert's projection, and PEFT would "
-                "take its adapter for one of an expert. To adapt the experts alone give a regular expression: "
-                r"'.*(q_proj|v_proj|experts\.\d+\.\w+)'"
-            )
+            reason = "has the name of an expert's projection, and PEFT would take its adapter for one of an expert. To "
+            reason += r"adapt experts alone give a regular expression: '.*(q_proj|v_proj|experts\.\d+\.\w+)'"
+        if reason:
+            raise TuneError(f"adapter.target_modules: {names.module(name)} {reason}")
     known = {spelling for name in chosen for spelling in names.spellings(name)}
     for setting, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for key in patterns:
             if not any(matches(key, name) for name in known):
+                ends = ", ".join(sorted(set(map(_last, known))))
                 raise TuneError(
-                    f"adapter.{setting}: no adapted layer's name ends with '{key}' or matches it; they end with "
-                    f"{', '.join(sorted(set(map(_last, known))))}"
+                    f"adapter.{setting}: no adapted layer's name ends with '{key}' or matches it, but {ends}"
                 )
     return chosen
 
@@ -128,10 +124,7 @@ def token_modules(
     if type(embedding) is not nn.Embedding:
         raise TuneError(f"adapter.trainable_tokens: {name} is a {type(embedding).__name__}, which is not supported")
     if outside := [token for token in tokens if not 0 <= token < size]:
-        raise TuneError(
-            f"adapter.trainable_tokens: {outside[0]} is no row of the embedding, which has {size}. To add tokens to "
-            "the base first: tune add-tokens"
-        )
+        raise TuneError(f"adapter.trainable_tokens: {outside[0]} is no row of the embedding, which has {size}")
     if len(set(tokens)) < len(tokens):
         raise TuneError("adapter.trainable_tokens: a token is named twice")
     return embedding, next(iter(heads.values()), None)
