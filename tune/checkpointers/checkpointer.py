@@ -83,10 +83,7 @@ class Checkpointer:
 
     def resume(self, resume: str) -> int:
         """Restore the newest complete checkpoint (`auto`), the one at a path, or none (`never`); return its step.
-
-        Raises:
-            TuneError: there is none at the path, it is of another training, or it would replace later ones.
-        """
+        Raises TuneError if there is none at the path, it is of another training, or it would replace later ones."""
         path = self.newest() if resume == "auto" else None if resume == "never" else _checkpoint_at(Path(resume))
         if self.world.is_main and resume == "auto":
             for unfinished in self.folder.glob(".step-*"):
@@ -136,11 +133,8 @@ class Checkpointer:
         return self.world.broadcast(max(self.folder.glob("step-*"), default=None, key=lambda path: path.name))
 
     def step(self, step: int, now: bool = False) -> None:
-        """Call it after each optimizer step: it saves when a checkpoint is due, or `now`.
-
-        Raises:
-            TuneError: with `on_error="stop"`, a checkpoint could not be written; earlier ones are intact.
-        """
+        """Call it after each optimizer step: it saves when a checkpoint is due, or `now`. With `on_error="stop"` it
+        raises TuneError if a checkpoint could not be written; earlier ones are intact."""
         if self.pending is not None and self.pending.done():
             self.wait()
         if now or (self.every and step % self.every == 0):
@@ -189,9 +183,8 @@ class Checkpointer:
         except (OSError, CheckpointException) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise TuneError(
-                f"the checkpoint of step {step} could not be written: {_cause(error)}. Earlier checkpoints are intact: "
-                f"make room (checkpointer.keep says how many stay); the same command with output_dir="
-                f"{self.folder.parent} continues after step {self.saved}."
+                f"the checkpoint of step {step} could not be written: {_cause(error)}. Earlier ones are intact: make "
+                f"room; the same command with output_dir={self.folder.parent} continues after step {self.saved}."
             ) from error
         self.saved = step
         if self.world.is_main and self.keep:

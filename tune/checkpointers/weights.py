@@ -145,12 +145,8 @@ class Random:
 
 
 def check(model: nn.Module) -> None:
-    """Check with a few tokens whether a model of transformers can be trained, and how documents can share a row. All
-    processes must call it, after loading.
-
-    Raises:
-        TuneError: it cannot be trained.
-    """
+    """Check with a few tokens whether a model of transformers can be trained, and how documents can share a row; if
+    not, raise TuneError. All processes must call it, after loading."""
     if isinstance(model, HuggingFaceModel):
         model.check()
 

@@ -123,18 +123,13 @@ def _require_one_type(unit: nn.Module, parameters: set[nn.Parameter], cast: torc
     trained = {parameter.dtype for parameter in parameters if parameter.requires_grad}
     if kept and (cast or torch.float32, *trained) != (torch.float32, torch.float32):
         raise TuneError(
-            "dtype: DoRA's magnitudes stay in fp32, and FSDP needs one type for all that is trained in a block, but "
-            "adapter.modules_to_save trains other modules there. Take modules inside blocks out of it, or set "
-            "adapter.dora=false, or dtype=fp32 with master_dtype=fp32"
+            "dtype: adapter.dora trains in fp32, and adapter.modules_to_save in another type. FSDP needs one in each "
+            "block: take modules of blocks out of it, or set adapter.dora=false, or dtype=fp32 with master_dtype=fp32"
         )
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: the members of its largest list of modules.
-
-    Raises:
-        TuneError: there is no such list.
-    """
+    """The blocks of a model: the members of its largest list of modules. Raises TuneError if there is none."""
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise TuneError(f"{type(model).__name__} has no nn.ModuleList of blocks: nothing to shard by")

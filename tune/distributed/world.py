@@ -124,9 +124,8 @@ def init(
         if not ALLOCATOR_SETTINGS & os.environ.keys():  # read when the device is first used
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         if local_rank >= torch.cuda.device_count():
-            raise TuneError(
-                f"device: {size} processes, {torch.cuda.device_count()} GPUs. Start fewer, or set device=cpu"
-            )
+            found = torch.cuda.device_count()
+            raise TuneError(f"device: process {local_rank} has no GPU; {found} found. Start fewer, or set device=cpu")
         torch.cuda.set_device(local_rank)
     if kind == "mps" and size > 1:
         raise TuneError(f"device: mps is one device; found {size} processes. Start one process, or set device=cpu")
@@ -142,7 +141,10 @@ def init(
     size = dist.get_world_size()
     shards = size // dp_replicate if dp_shard == "auto" else dp_shard
     if dp_replicate * shards != size:
-        raise TuneError(f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} does not make {size} processes")
+        raise TuneError(
+            f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} does not make {size} processes. "
+            f"dp_replicate must divide {size}; with dp_shard=auto the rest follows"
+        )
     sizes = {"dp_replicate": dp_replicate, "dp_shard": shards}
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     mesh = init_device_mesh("cuda" if kind == "cuda" else "cpu", shape, mesh_dim_names=AXES)

@@ -47,7 +47,9 @@ class ConfigFile:
             what = "is a file" if folder.exists() else "does not exist"
             is_of_the_hub = not folder.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder))
             hint = f". To download it from the Hugging Face hub: `tune download {folder}`" if is_of_the_hub else ""
-            raise TuneError(f"model.path: {folder} {what}; it must have config.json and *.safetensors{hint}")
+            raise TuneError(
+                f"model.path: {folder} {what}; it must be a folder with config.json and *.safetensors{hint}"
+            )
         self.fields = read_json(self.path)
         self._read: set[str] = set()
         self._sections: list[ConfigFile] = []

@@ -59,11 +59,8 @@ class Rope:
         self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
 
     def __call__(self, positions: Tensor, documents: Documents | None, cached: bool, dtype: torch.dtype) -> Rotation:
-        """For tokens at `positions` `[batch, seq]`.
-
-        Raises:
-            TuneError: the rotation would depend on the rest of the batch, or on future tokens.
-        """
+        """For tokens at `positions` `[batch, seq]`. Raises TuneError if the rotation would depend on the rest of the
+        batch, or on future tokens."""
         if positions.device not in self._frequencies:
             # Computed on the CPU, so that the bits are the same for every device.
             frequencies, magnitude = SCALINGS[self.config.kind](self.config)

@@ -66,11 +66,8 @@ adapter.__signature__ = inspect.signature(LoRA)  # type: ignore[attr-defined]  #
 
 
 def read_adapter(path: str) -> LoRA:
-    """The settings of the adapter in the folder `path`.
-
-    Raises:
-        TuneError: there is none, or it is of a kind or has an option that is not supported.
-    """
+    """The settings of the adapter in the folder `path`. Raises TuneError if there is none, or it is of a kind or has an
+    option that is not supported."""
     file = Path(path) / CONFIG
     settings = read_json(file, "adapter.path")
     if settings.get("peft_type") != "LORA":
@@ -100,11 +97,8 @@ def read_adapter(path: str) -> LoRA:
 
 
 def load_adapter(model: nn.Module, path: str) -> None:
-    """Load the trained parameters of `model` from the folder `path`. Each process reads its own slices.
-
-    Raises:
-        TuneError: names or shapes do not fit; all are named.
-    """
+    """Load the trained parameters of `model` from the folder `path`. Each process reads its own slices. Raises
+    TuneError if names or shapes do not fit, with all of them."""
     file, parts = Path(path) / WEIGHTS, _parts(model)
     wanted = {
         own_name(name): list(tensor.shape)
@@ -114,8 +108,7 @@ def load_adapter(model: nn.Module, path: str) -> None:
     tied = _trains_tied_embedding(model)
     if tied and not json.loads((Path(path) / CONFIG).read_text()).get("ensure_weight_tying"):
         raise TuneError(
-            f"adapter.path: {path} has an embedding that was trained apart from the output head (no "
-            f"ensure_weight_tying in its {CONFIG}), but in model.path they are tied"
+            f"adapter.path: in {path} the embedding was trained apart from the output head, which model.path ties to it"
         )
     try:
         with safe_open(file, framework="pt") as tensors:

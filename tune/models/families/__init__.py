@@ -55,11 +55,7 @@ def supported() -> list[str]:
 
 
 def family(model_type: str) -> Family:
-    """The family of a `model_type`.
-
-    Raises:
-        TuneError: it is not supported; the message lists those that are.
-    """
+    """The family of a `model_type`. Raises TuneError if it is not supported, with those that are."""
     if found := FAMILIES.get(model_type):
         return found
     raise TuneError(
