@@ -17,13 +17,13 @@ from tune.checkpointers.disk import disk_tensors, has_weights
 from tune.checkpointers.hf_tensors import hf_tensors
 from tune.checkpointers.weights import Pretrained
 from tune.distributed import World
+from tune.distributed.parallelize import DTYPES
 from tune.errors import TuneError
 from tune.secrets import without_secrets
 
 SHARD_BYTES = 5 * 10**9
 CONFIGS = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
 HUB_ID = Path(".cache", "huggingface", "hub_id")  # in a folder that was downloaded
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class SavesItself(Protocol):

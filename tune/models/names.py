@@ -67,10 +67,6 @@ class Names:
             return [self.module(name)]
         return [each.removesuffix(".weight") for each in on_disk if isinstance(each, str)]
 
-    def is_stack(self, name: str) -> bool:
-        """Whether the module `name` is a stack of modules on disk."""
-        return isinstance(self.on_disk.get(f"{name}.weight"), list)
-
     def is_joined(self, name: str) -> bool:
         """Whether the experts `name` are one tensor on disk that, as in transformers, is no module's weight."""
         on_disk = self.on_disk.get(f"{name}.weight")

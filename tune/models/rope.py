@@ -68,8 +68,10 @@ class Rope:
         frequencies, magnitude = self._frequencies[positions.device]
         if self.config.kind in ("dynamic", "longrope"):
             self._check_length(positions, documents, cached)
-        if self.config.kind == "longrope":  # short or long factors, by the length of the token's document
-            frequencies = frequencies[(_document_lengths(positions, documents) > self._original).long()]
+        if self.config.kind == "longrope" and documents is None:  # short or long factors, by the length of the document
+            frequencies = frequencies[int(positions.shape[1] > self._original)]
+        elif self.config.kind == "longrope" and documents is not None:
+            frequencies = frequencies[(documents.boundaries.diff()[documents.ids] > self._original).long()]
         angles = positions[..., None].float() * frequencies
         doubled = angles.repeat_interleave(2, dim=-1) if self.config.interleaved else torch.cat([angles] * 2, dim=-1)
         angles = doubled[:, :, None]
@@ -111,13 +113,6 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
         first, second = heads.chunk(2, dim=-1)
         turned = torch.cat([-second, first], dim=-1)
     return heads * rotation.cos + turned * rotation.sin
-
-
-def _document_lengths(positions: Tensor, documents: Documents | None) -> Tensor:
-    """The length of each token's document, `[batch, seq]`."""
-    if documents is None:
-        return torch.full_like(positions, positions.shape[1])
-    return documents.boundaries.diff()[documents.ids]
 
 
 def _plain(config: RopeConfig) -> Tensor:

@@ -36,10 +36,8 @@ class Adapted:
         kinds: dict[str, list[nn.Module]] = {}
         for name, layer in {**self.layers, **self.whole}.items():
             kinds.setdefault(re.sub(r"\d+", "*", name), []).append(layer)
-        lines = [
-            f"adapters: {self.trainable:,} of {self.total:,} parameters are trained ({self.trainable / self.total:.2%})"
-        ]
-        width = max(map(len, kinds)) + 2
+        share, width = f"{self.trainable / self.total:.2%}", max(map(len, kinds)) + 2
+        lines = [f"adapters: {self.trainable:,} of {self.total:,} parameters are trained ({share})"]
         for kind, layers in kinds.items():
             lines.append(f"  {kind:<{width}}x {len(layers):<4} {', '.join(sorted({_how(layer) for layer in layers}))}")
         return "\n".join(lines)

@@ -76,7 +76,7 @@ def _unsupported(name: str, layer: nn.Module, chosen: Collection[str], names: Na
         return None
     # PEFT finds experts by the last part of their name in transformers, adapts gate and up together, and has one rank
     # for all of them.
-    if not names.is_stack(name):
+    if not isinstance(names.on_disk[f"{name}.weight"], list):
         return "has another name in transformers than in a checkpoint, and PEFT finds experts by the former; omit it"
     parent, _, last = name.rpartition(".")
     if (other := {"gate": "up", "up": "gate"}.get(last)) and f"{parent}.{other}" not in chosen:

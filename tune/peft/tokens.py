@@ -22,6 +22,7 @@ class TokenRows(nn.Module):
     PARTS: ClassVar = {"rows": "token_adapter.trainable_tokens_delta"}
     casts_parameters: ClassVar = True
 
+    weight: Tensor
     rows: nn.Parameter
     tokens: list[int]
     token_ids: Tensor
@@ -32,18 +33,13 @@ class TokenRows(nn.Module):
         assert isinstance(module, TokenRows)
         module.tokens = tokens
         module.register_buffer("token_ids", torch.tensor(tokens, device="cpu"), persistent=False)
-        weight = module.base_weight()
-        rows = weight.new_empty(len(tokens), weight.shape[1])
+        rows = module.weight.new_empty(len(tokens), module.weight.shape[1])
         module.rows = nn.Parameter(rows) if tied_to is None else tied_to.rows
         return module
 
-    def base_weight(self) -> Tensor:
-        assert isinstance(self.weight, Tensor)
-        return self.weight
-
     def initial_values(self, generator: torch.Generator) -> dict[str, Tensor]:
         """Initial values of the parameters, in full: the rows of the weight."""
-        return {"rows": full_tensor(self.base_weight())[self.tokens]}
+        return {"rows": full_tensor(self.weight)[self.tokens]}
 
     def merged(self, weight: Tensor) -> Tensor:
         """`weight`, the full base weight, with the trained rows: all processes must call it."""
@@ -52,8 +48,7 @@ class TokenRows(nn.Module):
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and weight whose product is the logits, for a loss that computes it in chunks. Of a head."""
-        weight = self.base_weight()
-        return hidden, weight.index_copy(0, self.token_ids, self.rows.to(weight.dtype))
+        return hidden, self.weight.index_copy(0, self.token_ids, self.rows.to(self.weight.dtype))
 
 
 class TokenEmbedding(TokenRows, nn.Embedding):

@@ -20,21 +20,15 @@ ACTIVATION_NAMES = {
 }  # fmt: skip
 
 
-def _are_positive(value: Any) -> bool:
-    return isinstance(value, list) and all(map(is_positive, value))
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 # The fields that `rope_scaling` and `rope_parameters` may have, and the check of each.
 ROPE_FIELDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"), is_positive),
     **dict.fromkeys(("attention_factor", "low_freq_factor", "high_freq_factor"), is_positive),
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), is_positive),
-    **dict.fromkeys(("short_factor", "long_factor"), _are_positive),
-    **dict.fromkeys(("truncate", "finetuned"), _is_flag),
+    **dict.fromkeys(
+        ("short_factor", "long_factor"), lambda value: isinstance(value, list) and all(map(is_positive, value))
+    ),
+    **dict.fromkeys(("truncate", "finetuned"), lambda value: isinstance(value, bool)),
 }
 NEEDED = {
     "linear": ("factor",),
