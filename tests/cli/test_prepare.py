@@ -43,11 +43,11 @@ def test_without_weights(arguments, checkpoint, tmp_path, capsys):
 
 def test_config_finds_its_recipe(arguments, tmp_path):
     (tmp_path / "mine.yaml").write_text("adapter: {rank: 4}\n")
-    cfg = settings([str(tmp_path / "mine.yaml"), *arguments])
+    cfg = settings(str(tmp_path / "mine.yaml"), arguments)
     assert cfg.adapter.rank == 4
     (tmp_path / "mine.yaml").write_text("adapter: {rnk: 4}\n")
     with pytest.raises(TuneError, match=r"adapter\.rnk: .* Did you mean 'rank'\?"):
-        settings([str(tmp_path / "mine.yaml"), *arguments])
+        settings(str(tmp_path / "mine.yaml"), arguments)
 
 
 def test_settings_of_which_no_recipe_knows(arguments, tmp_path, capsys):
@@ -56,4 +56,4 @@ def test_settings_of_which_no_recipe_knows(arguments, tmp_path, capsys):
     assert "load has no argument 'wrkers'. Did you mean 'workers'?" in capsys.readouterr().err
     (tmp_path / "script.py").write_text("print(1)\n")
     with pytest.raises(TuneError, match="does not name its settings"):
-        settings([str(tmp_path / "script.py")])
+        settings(str(tmp_path / "script.py"), [])

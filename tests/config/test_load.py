@@ -86,11 +86,11 @@ def test_a_file_that_is_not_text(folder: Path) -> None:
 
 
 def test_a_file_that_is_not_there(folder: Path) -> None:
-    assert failure("--config", "sub/mine.yaml") == "there is no file sub/mine.yaml."
+    assert "there is no config 'sub/mine.yaml': neither a file nor" in failure("--config", "sub/mine.yaml")
     assert "there is no config 'full_finetun'" in failure("--config", "full_finetun")
     assert "Did you mean 'full_finetune'?" in failure("--config", "full_finetun")
     (folder / "runs").mkdir()
-    assert "runs is a folder, not a config." in failure("--config", "runs")
+    assert "there is no config 'runs': neither a file nor" in failure("--config", "runs")
 
 
 def test_saved_settings_reproduce_the_run(folder: Path) -> None:

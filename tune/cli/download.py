@@ -30,23 +30,20 @@ def download(hub_id: str, revision: str | None, out: Path) -> None:
         raise TuneError("`tune download` needs the hf extra: pip install 'tune-recipes[hf]'") from error
     from tune.checkpointers.export import HUB_ID
 
+    login = "log in with `hf auth login` or set HF_TOKEN"
+    explanations = {
+        errors.HFValidationError: f"'{hub_id}' is not the name of a model on the hub, such as Qwen/Qwen3-0.6B.",
+        errors.GatedRepoError: f"{hub_id} is gated: accept its terms on its page, then {login}.",
+        errors.RevisionNotFoundError: f"{hub_id} has no revision '{revision}'.",
+        errors.RepositoryNotFoundError: f"{hub_id} is not on the hub, or is private: check the name, or {login}.",
+    }
     try:
         model = huggingface_hub.HfApi().model_info(hub_id, revision=revision)
         for file in wanted(sibling.rfilename for sibling in model.siblings):
             huggingface_hub.hf_hub_download(hub_id, file, revision=model.sha, local_dir=out)
         (out / HUB_ID).write_text(model.id)  # for the cards of what is trained from it
-    except errors.HFValidationError as error:
-        raise TuneError(f"'{hub_id}' is not the name of a model on the hub, such as Qwen/Qwen3-0.6B.") from error
-    except errors.GatedRepoError as error:
-        raise TuneError(
-            f"{hub_id} is gated: accept its terms on its page, then log in with `hf auth login` or set HF_TOKEN."
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise TuneError(f"{hub_id} has no revision '{revision}'.") from error
-    except errors.RepositoryNotFoundError as error:
-        raise TuneError(
-            f"{hub_id} is not on the hub, or is private: check the name, or log in with `hf auth login`."
-        ) from error
+    except tuple(explanations) as error:
+        raise TuneError(next(text for kind, text in explanations.items() if isinstance(error, kind))) from error
     except (errors.HTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise TuneError(
             f"the hub did not answer as it should for {hub_id} ({error}). Check the network and run the same "

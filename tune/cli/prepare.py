@@ -18,10 +18,9 @@ from tune.secrets import without_secrets
 
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.usage = "tune prepare RECIPE [--config FILE_OR_NAME] [key=value ...]"
-    if not arguments or arguments[0] in ("-h", "--help"):
-        parser.print_help()
-        return
-    cfg = settings(arguments)
+    parser.add_argument("recipe", metavar="RECIPE")
+    options, rest = parser.parse_known_args(arguments)
+    cfg = settings(options.recipe, rest)
 
     from tune.datasets import Stream
     from tune.datasets.display import parts_of
@@ -37,22 +36,16 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     print("\n  ".join(["warnings", *found] if found else ["no warnings"]))
 
 
-def settings(arguments: Sequence[str]) -> DictConfig:
+def settings(name: str, arguments: list[str]) -> DictConfig:
     """The settings of a run, given its recipe or its config and what stands behind it on the command line."""
-    first, *rest = arguments
-    is_config = first.endswith((".yaml", ".yml"))
-    recipe = Path(first).with_suffix(".py") if is_config else config.find_recipe(first)
+    is_config = name.endswith((".yaml", ".yml"))
+    recipe = Path(name).with_suffix(".py") if is_config else config.find_recipe(name)
     default = default_config(recipe) if recipe.is_file() else None
-    if default and (not is_config or Path(default) == Path(first)):
+    if default and (not is_config or Path(default) == Path(name)):
         sys.path.insert(0, str(recipe.resolve().parent))  # components beside the recipe can be named
-        return config.load(default, rest)
+        return config.load(default, arguments)
     if not is_config:
         raise TuneError(f"{recipe} does not name its settings: @config.entrypoint(...) is not in it")
-    rest = ["--config", first, *rest]
-    return config.load(min(config.list_recipes(), key=lambda name: _count_unknown(name, rest)), rest)
-
-
-def _count_unknown(recipe: str, arguments: Sequence[str]) -> int:
-    """Settings that are none of this recipe's."""
-    _, findings = config.read(recipe, arguments, imports=False)
-    return len(findings)
+    arguments = ["--config", name, *arguments]
+    findings = {each: config.read(each, arguments, imports=False)[1] for each in config.list_recipes()}
+    return config.load(min(findings, key=lambda each: len(findings[each])), arguments)

@@ -4,7 +4,7 @@ are those of `tune run`; RECIPE may be a config: then the recipe is the one that
 
 import io
 import sys
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -35,14 +35,14 @@ pre {{ font-family: monospace; white-space: pre-wrap; overflow-wrap: anywhere; m
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     run = "RECIPE [--config FILE_OR_NAME] [key=value ...]"
     parser.usage = f"tune preview {run} [--rows N] [--source NAME] [--html FILE]"
-    parser.add_argument("--rows", metavar="N", type=_positive, default=3, help="show the first N rows (default: 3)")
+    parser.add_argument("--rows", metavar="N", type=int, default=3, help="show the first N rows (default: 3)")
     parser.add_argument("--source", metavar="NAME", help="only this: training, validation, or a source of a mixture")
     parser.add_argument("--html", metavar="FILE", help="write a page instead")
+    parser.add_argument("recipe", metavar="RECIPE")
     options, rest = parser.parse_known_args(arguments)
-    if not rest:
-        parser.print_help()
-        return
-    cfg = settings(rest)
+    if options.rows < 1:
+        parser.error(f"argument --rows: {options.rows} is not a positive integer")
+    cfg = settings(options.recipe, rest)
 
     tokenizer = instantiate(cfg.tokenizer)
     dataset, validation = instantiate_data(cfg, tokenizer)
@@ -121,9 +121,3 @@ def _bars(lengths: list[tuple[int, int, int]]) -> Iterator[str]:
     width, most = max(map(len, ranges)), max(count for _, _, count in lengths)
     for range_, (_, _, count) in zip(ranges, lengths, strict=True):
         yield f"  {range_:>{width}}  {'█' * -(-BAR * count // most)} {count:,}"
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise ArgumentTypeError(f"{text} is not a positive integer")
-    return int(text)

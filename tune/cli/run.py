@@ -10,6 +10,7 @@ What stands before RECIPE goes to torchrun (`torchrun --help`), what stands afte
 import ast
 import logging
 import os
+import re
 import runpy
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -95,11 +96,6 @@ def launch(options: list[str], recipe: Path, settings: list[str]) -> None:
 
 
 def default_config(recipe: Path) -> str | None:
-    """The default of the recipe's `entrypoint("default")`, read without running it; None for a script without one."""
-    for node in ast.walk(ast.parse(recipe.read_text(), filename=str(recipe))):
-        match node:
-            case ast.Call(
-                func=ast.Attribute(attr="entrypoint") | ast.Name(id="entrypoint"), args=[ast.Constant(value=str(name))]
-            ):
-                return str(config.find_default(recipe, name))
-    return None
+    """The default of the recipe's `@config.entrypoint("default")`, read without running it; None without one."""
+    found = re.search(r"""^@.*\bentrypoint\(\s*["'](.+)["']\s*\)""", recipe.read_text(), re.MULTILINE)
+    return str(config.find_default(recipe, found[1])) if found else None

@@ -23,37 +23,22 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
         if (component := value(key)) in UNSUPPORTED:
             yield key, f"{component} {UNSUPPORTED[component]}"
     if value("optimizer_in_backward") and value("max_grad_norm") is not None:
-        yield (
-            "max_grad_norm",
-            "gradients are gone before their norm is known when optimizer_in_backward=true. Set max_grad_norm=null, or "
-            "optimizer_in_backward=false.",
-        )
+        problem = "gradients are gone before their norm is known when optimizer_in_backward=true."
+        yield "max_grad_norm", f"{problem} Set max_grad_norm=null, or optimizer_in_backward=false."
     if value("optimizer_in_backward") and value("memory.cpu_offload"):
-        yield (
-            "memory.cpu_offload",
-            "gradients may still be on their way to the host when optimizer_in_backward=true uses them. Set one of the "
-            "two to false.",
-        )
+        problem = "gradients may still be on their way to the host when optimizer_in_backward=true uses them."
+        yield "memory.cpu_offload", f"{problem} Set one of the two to false."
     is_selective = value("memory.activation_checkpointing") == "selective" and not value("compile")
     if value("memory.activation_offload") and is_selective:
-        yield (
-            "memory.activation_offload",
-            "what activation_checkpointing=selective keeps is offloaded only from compiled blocks. Set "
-            "memory.activation_checkpointing to full or none, or compile=true.",
-        )
+        problem = "what activation_checkpointing=selective keeps is offloaded only from compiled blocks."
+        yield "memory.activation_offload", f"{problem} Set that to full or none, or compile=true."
     if value("validation_dataset") and value("validation_dataset.path", default=True):
         for key in keys:
             if key.endswith(".validation_fraction") and value(key):
-                yield (
-                    key,
-                    "the rows it holds out would be used nowhere, as validation_dataset is what is validated on. Set "
-                    "it to 0, or leave the validation dataset out.",
-                )
+                problem = "the rows it holds out would be used nowhere, as validation_dataset is what is validated on."
+                yield key, f"{problem} Set it to 0, or leave the validation dataset out."
     is_loaded = value("dataset._component_") == "tune.datasets.load" and not value("dataset.validation_fraction")
     for key in ("validate_every", "validate_first"):
         if value(key) and is_loaded and value("validation_dataset.path", default=True) is None:
-            yield (
-                key,
-                "there is nothing to validate on. Give validation_dataset.path or dataset.validation_fraction, or "
-                "leave it out.",
-            )
+            choices = "validation_dataset.path or dataset.validation_fraction"
+            yield key, f"there is nothing to validate on. Give {choices}, or leave it out."

@@ -51,11 +51,5 @@ def _find(kind: str, name: str, suffix: str) -> Path:
     stem = name.removesuffix(suffix)
     if stem in known:
         return _folder(f"{kind}s") / f"{stem}{suffix}"
-    if path.is_dir():
-        raise TuneError(f"{name} is a folder, not a {kind}. Give a file or one of: {', '.join(known)}.")
-    if path.parent != Path():
-        raise TuneError(f"there is no file {name}.")
-    raise TuneError(
-        f"there is no {kind} '{name}': neither a file in {Path.cwd()} nor one of: {', '.join(known)}."
-        + did_you_mean(stem, known)
-    )
+    hint = did_you_mean(stem, known)
+    raise TuneError(f"there is no {kind} '{name}': neither a file nor one of: {', '.join(known)}.{hint}")

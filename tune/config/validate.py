@@ -139,15 +139,16 @@ class _Combination:
         if COMPONENT in node:
             problem = self._argument_problem(str(node[COMPONENT]), str(name), value, default, prefix)
             return problem or mismatch(value, OPTIONS.get(key, Any))
-        return mismatch(value, OPTIONS.get(key) or _infer(place))
+        says_nothing = place is None or _is_open(place)
+        return mismatch(value, OPTIONS.get(key, Any if says_nothing else type(place)))
 
     def _argument_problem(self, component: str, name: str, value: Any, default: Values, prefix: str) -> str:
         parameters = self.signature(component).parameters
         usual = self.signature(default[COMPONENT]).parameters if default else {}
-        if name not in default and name in usual and usual[name].required:
+        if name not in default and name in usual and usual[name].default is usual[name].empty:
             return "is given by the recipe itself, not in the configuration."
         if name in parameters:
-            return mismatch(value, parameters[name].kind)
+            return mismatch(value, parameters[name].annotation)
         if self.signature(component).accepts_any:
             return ""
         hint = did_you_mean(name, parameters) or self._place_of(name, [], prefix)
@@ -174,18 +175,13 @@ def _signature(component: str) -> Signature:
 def _takes(signature: Signature, name: str, value: Any) -> bool:
     if name not in signature.parameters:
         return signature.accepts_any
-    return _is_open(value) or fits(value, signature.parameters[name].kind)
+    return _is_open(value) or fits(value, signature.parameters[name].annotation)
 
 
 def _elsewhere(key: str) -> str:
     """Which recipes have this setting."""
     recipes = [name for name in list_recipes() if key in OmegaConf.load(find_config(name))]
     return f" {' and '.join(recipes)} has it: use that recipe." if recipes else ""
-
-
-def _infer(default: Any) -> Any:
-    """The type of a setting, from its default; null says nothing about it."""
-    return Any if default is None or _is_open(default) else type(default)
 
 
 def _is_open(value: Any) -> bool:

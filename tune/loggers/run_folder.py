@@ -5,7 +5,6 @@ import itertools
 import os
 import socket
 import time
-import uuid
 from datetime import datetime
 from pathlib import Path
 
@@ -33,30 +32,25 @@ def resumption(path: Path, resume: str) -> str:
     return "auto" if is_restart and any(path.glob("checkpoints/step-*")) else resume
 
 
-def claim(path: Path, resume: str) -> str:
-    """Make the folder; why it cannot be the run's, or nothing."""
+def refusal(path: Path, resume: str, mark: Path) -> str:
+    """Make the folder, and a file in it to know it by; why it cannot be the run's, or nothing."""
     if resume == "never" and ((path / "config.yaml").exists() or (path / "checkpoints").exists()):
         return f"output_dir: {path} holds a run already, and resume=never. Give another output_dir, or resume=auto"
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return f"output_dir: {path} cannot be made ({error.strerror}). Give one in a folder that you may write to"
-    if not os.access(path, os.W_OK):
-        return f"output_dir: {path} is not writable for this user. Give another output_dir"
-    try:
         with contextlib.suppress(FileNotFoundError), (path / "log.txt").open("r+", encoding="utf-8") as log:
             require_free(log)
+        mark.touch()
+    except OSError as error:
+        where = "Give one in a folder that you may write to"
+        return f"output_dir: {path} cannot be made or written ({error.strerror}). {where}"
     except TuneError as error:
         return str(error)
     return ""
 
 
-def require_shared(path: Path, world: World) -> None:
-    """Raises TuneError on all ranks if one does not find in the folder what rank 0 writes there."""
-    mark = path / f".{world.broadcast(uuid.uuid4().hex)}"
-    if world.is_main:
-        mark.touch()
-    world.barrier()
+def require_shared(mark: Path, world: World) -> None:
+    """Raises TuneError on all ranks if one does not find the file that rank 0 has made in the run folder."""
     deadline = time.monotonic() + PATIENCE
     while not (found := mark.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -65,7 +59,6 @@ def require_shared(path: Path, world: World) -> None:
         mark.unlink()
     if without:
         raise TuneError(
-            f"output_dir: {path} is not one folder for all processes: those on {', '.join(without)} do not find there "
-            "what the first one writes, and checkpoints would be in pieces. Give a folder on a file system that all "
-            "nodes share, as an absolute path"
+            f"output_dir: {mark.parent} is not one folder for all processes: those on {', '.join(without)} do not find "
+            "there what the first one writes. Give a folder on a file system that all nodes share, as an absolute path"
         )

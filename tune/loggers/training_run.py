@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any, Self, TypeVar
 
@@ -59,9 +60,10 @@ class Run:
         self.resume_setting = resume
         self.path = run_folder.choose(output_dir, recipe, world)
         self.resume = world.broadcast(run_folder.resumption(self.path, resume))
-        if refusal := world.broadcast(run_folder.claim(self.path, self.resume) if world.is_main else ""):
+        mark = self.path / f".{world.broadcast(uuid.uuid4().hex)}"
+        if refusal := world.broadcast(run_folder.refusal(self.path, self.resume, mark) if world.is_main else ""):
             raise TuneError(refusal)
-        run_folder.require_shared(self.path, world)
+        run_folder.require_shared(mark, world)
         self.sinks: list[Sink] = [Console(console_every)] if world.is_main else []
         self.messages: list[str] = []
         self.data: dict[str, Any] = {}
