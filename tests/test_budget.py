@@ -9,20 +9,20 @@ HOUSE = Path(tune.__file__).parent
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
     "checkpointers": 1228,
-    "cli": 592,
+    "cli": 572,
     "collators": 167,
-    "config": 752,
+    "config": 695,
     "datasets": 3775,
     "distributed": 587,
     "generation": 40,
-    "loggers": 804,
+    "loggers": 772,
     "losses": 416,
     "models": 3114,
     "optimizers": 347,
     "peft": 1275,
     "quantization": 171,
     "tokenizers": 1232,
-    "beside": 243,  # the files beside the packages
+    "beside": 242,  # the files beside the packages
 }
 
 

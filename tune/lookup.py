@@ -1,4 +1,4 @@
-"""What a word in the settings stands for: functions by their dotted path, and the known word that was meant."""
+"""Functions and classes by their dotted path, and suggestions for misspelt words."""
 
 import difflib
 import importlib

@@ -1,4 +1,4 @@
-"""What must not leave the machine: keys, tokens, and credentials in URLs."""
+"""Settings and text without keys, tokens and credentials."""
 
 import os
 import re

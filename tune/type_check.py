@@ -1,4 +1,4 @@
-"""Does a value from YAML fit a type, and how is that said to a person."""
+"""Whether a value from YAML fits a type, and what to tell the user if it does not."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

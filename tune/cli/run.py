@@ -59,13 +59,13 @@ def split(arguments: Sequence[str]) -> tuple[list[str], Path, list[str]]:
 
 
 def check(default: str, settings: list[str]) -> None:
-    """Tell wrong keys and values at once, then those of components, whose imports take seconds."""
-    _, told = config.read(default, settings, imports=False)
-    if told:
-        print("\n  ".join(["error: in the configuration:", *told]), file=sys.stderr, flush=True)
+    """Report wrong keys and values at once, then those of components, whose imports take seconds."""
+    _, found = config.read(default, settings, imports=False)
+    if found:
+        print("\n  ".join(["error: in the configuration:", *found]), file=sys.stderr, flush=True)
         _, findings = config.read(default, settings)
         for each in findings:
-            if each not in told:
+            if each not in found:
                 print(f"  {each}", file=sys.stderr)
         sys.exit(2)
 

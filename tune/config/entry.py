@@ -1,4 +1,4 @@
-"""From a recipe's command line to its `main(cfg)`, with mistakes explained instead of traced back."""
+"""Call a recipe's `main(cfg)` with the settings of its command line, and explain errors in place of tracebacks."""
 
 import errno
 import functools
@@ -64,7 +64,7 @@ def entrypoint(default: str) -> Callable[[Main], Callable[..., None]]:
 def explained_errors(cfg: DictConfig | None = None) -> Iterator[None]:
     """Print a user's mistake, or what to do about a full disk or memory, and exit; `--debug` shows the traceback.
 
-    Without `cfg` it is the settings that are read: every process finds the same, and only the first one tells.
+    Without `cfg` the settings are being read: every process finds the same error, and only the first one prints it.
     """
     rank, debug = _rank(), "--debug" in sys.argv[1:]
     try:
@@ -107,7 +107,7 @@ def _print_error(message: str) -> None:
 
 
 def _let_torchrun_end_this() -> None:
-    """Where one process has told what is wrong, the others have nothing to add: torchrun ends them once it has left."""
+    """Wait: another process has ended with an error message, so torchrun ends this one, which has nothing to add."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(PATIENCE)

@@ -16,8 +16,8 @@ COMPONENT = "_component_"
 def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Call `node._component_` with `args`, the other keys of `node` (as plain lists and dicts), and `kwargs`.
 
-    A key that is a Python keyword goes to the parameter with an underscore behind it: `async` to `async_`. What the
-    component finds wrong is said with the place of `node` in the settings.
+    A key that is a Python keyword goes to the parameter with an underscore behind it: `async` to `async_`. A TuneError
+    of the component gets the key of `node` in front.
     """
     values: dict[str, Any] = dict(node)
     if isinstance(node, DictConfig):

@@ -19,7 +19,7 @@ from tune.type_check import fits, mismatch, show
 
 Values = dict[str, Any]
 
-# How an optimizer is computed: what one has for sharded parameters another lacks, and each knows its own best.
+# Arguments that choose the kernels of an optimizer: others lack them for sharded parameters, or have a better default.
 KERNELS = ("fused", "foreach")
 ANYTHING = Signature(accepts_any=True)
 
@@ -27,8 +27,8 @@ ANYTHING = Signature(accepts_any=True)
 def combine(layers: Sequence[tuple[Values, str]], imports: bool = True) -> tuple[DictConfig, list[str]]:
     """Merge settings onto the first ones, the defaults; returns the resolved settings and all that is wrong with them.
 
-    Later settings win; each come with what is said behind a problem of theirs. Without `imports` (torch's take
-    seconds), what a component takes is not known: keys and plain values are checked.
+    Later settings win. The text beside them ends each message about them: ` (mine.yaml)`. Without `imports`, which
+    take seconds, arguments of components are not checked, but keys and plain values are.
     """
     default = layers[0][0]
     run = _Combination(default, imports, functools.cache(_signature) if imports else lambda _: ANYTHING)

@@ -1,4 +1,4 @@
-"""How much there is to compute: for model FLOPs utilisation (Chowdhery et al., PaLM, 2022, appendix B)."""
+"""Floating-point operations of a model, for model FLOPs utilisation (Chowdhery et al., PaLM, 2022, appendix B)."""
 
 from typing import Any
 

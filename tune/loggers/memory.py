@@ -1,4 +1,4 @@
-"""Memory of a process: the most it has had, and what it will hold."""
+"""Peak memory of a process, and the memory that a run will hold."""
 
 import resource
 import sys

@@ -1,4 +1,4 @@
-"""The run folder: which one it is, and whether this run may have it."""
+"""Choose the run folder, and check that this run can use it."""
 
 import contextlib
 import itertools
@@ -33,7 +33,7 @@ def resumption(path: Path, resume: str) -> str:
 
 
 def refusal(path: Path, resume: str, mark: Path) -> str:
-    """Make the folder, and a file in it to know it by; why it cannot be the run's, or nothing."""
+    """Make the folder and the empty file `mark` in it; why the run cannot use it, or nothing."""
     if resume == "never" and ((path / "config.yaml").exists() or (path / "checkpoints").exists()):
         return f"output_dir: {path} holds a run already, and resume=never. Give another output_dir, or resume=auto"
     try:

@@ -1,4 +1,4 @@
-"""A run: its folder, its metrics, and who is told about them."""
+"""A run: its folder, its metrics and its messages."""
 
 import contextlib
 import itertools
@@ -57,8 +57,9 @@ class Run:
         """`settings` are all those of the recipe, to be recorded in config.yaml and W&B."""
         require_installed(tensorboard, wandb)
         self.world, self.settings, self.tensorboard, self.wandb = world, settings, tensorboard, wandb
-        self.resume_setting = resume
         self.path = run_folder.choose(output_dir, recipe, world)
+        # The command that continues this run, in words.
+        self.again = f"the same command with output_dir={self.path}{'' if resume == 'auto' else ' resume=auto'}"
         self.resume = world.broadcast(run_folder.resumption(self.path, resume))
         mark = self.path / f".{world.broadcast(uuid.uuid4().hex)}"
         if refusal := world.broadcast(run_folder.refusal(self.path, self.resume, mark) if world.is_main else ""):
@@ -69,7 +70,7 @@ class Run:
         self.data: dict[str, Any] = {}
         self.first_row = ""
         self.stream: Stream | None = None
-        self.last = time.perf_counter()
+        self.step_began = time.perf_counter()
         self.data_seconds, self.flops_per_token = 0.0, 0.0
 
     def __enter__(self) -> Self:
@@ -87,13 +88,8 @@ class Run:
         for sink in self.sinks:
             sink.close()
 
-    @property
-    def again(self) -> str:
-        """The command that continues this run, in words."""
-        return f"the same command with output_dir={self.path}{' resume=auto' if self.resume_setting != 'auto' else ''}"
-
     def info(self, message: str) -> None:
-        """Tell the person who watches, and log.txt."""
+        """Send a message to the console and log.txt."""
         message = without_secrets(message)
         self.messages.append(message)
         for sink in self.sinks:
@@ -112,8 +108,8 @@ class Run:
         compile: bool,
         activation_checkpointing: str,
     ) -> None:
-        """Say what will be trained on what, and what in the data is seldom meant so; the accounting, these warnings and
-        the first row of the data are kept. `source` is the folder that the model comes from."""
+        """Report the model, the data and warnings about them; data.json and first_row.txt keep those of the data.
+        `source` is the folder that the model comes from."""
         parameters = list(model.parameters())
         trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         accounting = data.dataset.accounting
@@ -167,22 +163,18 @@ class Run:
             for sink, message in itertools.product(sinks, self.messages):
                 sink.message(message)
             self.sinks += sinks
-            self._tell_of_earlier_starts(start)
+            self._report_earlier_starts(start)
             (self.path / "data.json").write_text(json.dumps(self.data, indent=2) + "\n")
             (self.path / "first_row.txt").write_text(self.first_row, encoding="utf-8")
         for sink in self.sinks:
             sink.start(start, total)
-        self.last = time.perf_counter()
-        iterator = iter(data)
-        while True:
-            begin = time.perf_counter()
-            item = next(iterator, None)
+        begin = self.step_began = time.perf_counter()
+        for item in data:
             self.data_seconds = time.perf_counter() - begin
-            if item is None:
-                return
             yield item
+            begin = time.perf_counter()
 
-    def _tell_of_earlier_starts(self, start: int) -> None:
+    def _report_earlier_starts(self, start: int) -> None:
         is_first = not (self.path / "config.yaml").exists()
         changed = config.save(self.settings, self.path)
         if start or not is_first:
@@ -197,12 +189,12 @@ class Run:
         """Leave what happens inside out of the step's time."""
         begin = time.perf_counter()
         yield
-        self.last += time.perf_counter() - begin
+        self.step_began += time.perf_counter() - begin
 
     def log(self, step: int, *, tokens: int, supervised_tokens: int, **metrics: float | None) -> None:
         """Record the metrics of an optimizer step (docs/runs.md says what each counts); None or NaN leaves one out."""
         now = time.perf_counter()
-        seconds, self.last = now - self.last, now
+        seconds, self.step_began = now - self.step_began, now
         values = {name: value for name, value in metrics.items() if value is not None and not math.isnan(value)}
         if steps_per_epoch := self.data.get("steps_per_epoch"):
             values["epoch"] = step / steps_per_epoch
