@@ -26,3 +26,4 @@ NonNegativeFloat = Annotated[float, Range("a non-negative number", minimum=0)]
 Fraction = Annotated[float, Range("a number from 0 to below 1", minimum=0, below=1)]
 StepsOrFraction = NonNegativeInt | Fraction
 UnitInterval = Annotated[float, Range("a number from 0 to 1", minimum=0, maximum=1)]
+Share = Annotated[float, Range("a number above 0 and up to 1", above=0, maximum=1)]

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tune.checkpointers import load_model
-from tune.generation import generate
+from tune.generation import Sampler
 from tune.tokenizers import Tokenizer
 
 FOLDER = Path("examples/home_commands")
@@ -79,8 +79,9 @@ def answers(folder: Path, system: str, requests: list[str]) -> list[str]:
     for request in requests:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": request}]
         prompts.append(tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True)))
-    replies = generate(load_model(str(folder)), prompts, max_new_tokens=32, stop_ids=tokenizer.stop_ids)
-    return [tokenizer.decode(reply, skip_special_tokens=True) for reply in replies]
+    sampler = Sampler(max_new_tokens=32, temperature=0, stop_ids=tokenizer.stop_ids)
+    replies = sampler(load_model(str(folder)), prompts)
+    return [tokenizer.decode(reply.tokens, skip_special_tokens=True) for (reply,) in replies]
 
 
 def matches(replies: list[str], expected: list[str]) -> int:

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from tune.collators import Batch
 from tune.models import attention
 from tune.models.attention import Scoring, attend, attend_cached, attend_masked
-from tune.models.context import LayerCache
+from tune.models.context import KeyValueCache
 
 LENGTHS = [[7, 1, 24], [32], [5, 5, 5, 17]]  # documents of three rows of 32 tokens
 SCORINGS = {
@@ -89,13 +89,22 @@ def test_one_document_a_row_needs_no_documents(kind, kv_heads):
 @pytest.mark.parametrize("kind", SCORINGS)
 def test_token_by_token_with_a_cache(kind):
     (query, key, value), _ = make()
-    cache, outputs = LayerCache(capacity=40), []
-    for start, stop in [(0, 9), *((i, i + 1) for i in range(9, 32))]:
-        positions = torch.arange(start, stop).expand(3, -1)
-        keys, values = cache.update(key[:, start:stop], value[:, start:stop], positions=positions)
-        outputs.append(attend_cached(query[:, start:stop], keys, values, positions, SCORINGS[kind]))
-    expected = attend(query, key, value, None, SCORINGS[kind])
-    assert_close(torch.cat(outputs, dim=1), expected, atol=1e-5, rtol=1e-5)
+    scoring, lengths = SCORINGS[kind], [9, 4, 1]  # at first
+    heads = [torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])[None] for rows in (query, key, value)]
+    documents = torch.arange(3).repeat_interleave(torch.tensor(lengths))[None]
+    cache = KeyValueCache([scoring.window or 40], rows=3, capacity=40)
+    cache.start([2, 0, 1], Batch.of(torch.zeros(1, 14), documents=documents), torch.device("cpu"))
+    layer = cache.layers[0]
+    layer.write(*heads[1:])
+    order = [1, 2, 0]  # the row of make's that row i of the cache is
+    expected = attend(query, key, value, None, scoring)
+    for step in range(20):
+        positions = [lengths[row] + step for row in order]
+        cache.extend(positions, torch.device("cpu"))
+        query_now, *now = (heads[order, positions][:, None] for heads in (query, key, value))
+        layer.write(*now)
+        found = attend_cached(query_now, *layer.read(), layer.place.visible, scoring)
+        assert_close(found[:, 0], expected[order, positions], atol=1e-5, rtol=1e-5)
 
 
 def test_sinks_learn():

@@ -80,7 +80,7 @@ def test_by_the_compiler_that_users_have(tmp_path):
     (rope,) = model.ropes.values()
     batch = Batch.of(tokens, tokens)
     peft.set_dropout_keys(model, 0, 1, batch)
-    context = Context(rope(batch.positions, None, False, torch.float32), batch.documents, batch.positions, None)
+    context = Context(rope(batch.positions, None, torch.float32), batch.documents, batch.positions, None)
     inputs = [hidden, *(parameter for parameter in block.parameters() if parameter.requires_grad)]
 
     def gradients():

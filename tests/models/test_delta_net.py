@@ -59,6 +59,19 @@ def test_a_document_sees_nothing_of_another():
     assert_close(output[:, 70:], alone, atol=1e-6, rtol=1e-6)
 
 
+def test_memories_at_the_ends_of_documents():
+    inputs = [tensor[:1].float() for tensor in make_inputs(3 * CHUNK + 7, 1)]
+    ends = torch.tensor([0, 4, CHUNK - 1, CHUNK, 2 * CHUNK + 9, 3 * CHUNK + 6])
+    documents = torch.searchsorted(ends, torch.arange(3 * CHUNK + 7))[None]
+    output, memories = gated_delta_rule(*inputs, documents, ends=ends)
+    assert_close(output, gated_delta_rule(*inputs, documents)[0])
+    starts = [0, *(ends[:-1] + 1).tolist()]
+    for start, end, memory in zip(starts, ends.tolist(), memories, strict=True):
+        document = [tensor[:, start : end + 1] for tensor in inputs]
+        _, alone = gated_delta_rule(*document, torch.zeros(1, end + 1 - start, dtype=torch.long))
+        assert_close(memory[None], alone, atol=1e-6, rtol=1e-6)
+
+
 def test_rates_start_evenly_between_0_and_16():
     rates = DeltaNet.initializers["log_rate"](torch.empty(10_000), torch.Generator().manual_seed(0)).exp()
     assert 0.01 <= rates.min() < 0.1 and 15.9 < rates.max() <= 16

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from tune import distributed
 from tune.checkpointers import Random, export, load_model
 from tune.collators import Batch
-from tune.generation import generate
+from tune.generation import Sampler
 from tune.losses import LinearCrossEntropy
 from tune.models import build
 
@@ -265,13 +265,13 @@ def test_documents_in_a_row_do_not_see_each_other(pair):
     assert_close(ours(Batch.of(tokens, documents=documents)), alone, atol=1e-5, rtol=1e-5)
 
 
-def test_cached_greedy_decoding(pair):
+def test_greedy_decoding(pair):
     theirs, ours = pair
-    prompts = [random_tokens(1, length)[0].tolist() for length in (3, 17)]
-    outputs = generate(ours, prompts, max_new_tokens=32)
-    for prompt, output in zip(prompts, outputs, strict=True):
+    prompts = [random_tokens(1, length)[0].tolist() for length in (3, 27, 17, 1)]
+    outputs = Sampler(max_new_tokens=32, temperature=0, max_rows=3)(ours, prompts)
+    for prompt, (completion,) in zip(prompts, outputs, strict=True):
         expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)
-        assert output == expected[0, len(prompt) :].tolist()
+        assert completion.tokens == expected[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text"])
@@ -291,19 +291,6 @@ def test_gemmas_roundings_in_bf16(family, tmp_path):
         normed = theirs.model.layers[0].input_layernorm(embedded)
     for found, expected in zip(seen[0], (embedded, normed), strict=True):
         assert (found != expected).float().mean() < 0.01
-
-
-def test_greedy_decoding_ends_with_a_stop_token(tmp_path):
-    theirs, ours = make_pair(transformers.LlamaConfig(**SMALL), tmp_path)
-    prompts = [random_tokens(1, length)[0].tolist() for length in (3, 17)]
-    whole = generate(ours, prompts, max_new_tokens=32)
-    stop_ids = {whole[0][4], whole[1][9]}
-    for prompt, output in zip(prompts, generate(ours, prompts, max_new_tokens=32, stop_ids=stop_ids), strict=True):
-        expected = theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=sorted(stop_ids)
-        )
-        assert output == expected[0, len(prompt) :].tolist()
-        assert output[-1] in stop_ids and len(output) <= 10
 
 
 def check_export(ours, source, folder):

@@ -46,7 +46,7 @@ def test_frequencies_and_magnitude_are_those_of_transformers(kind, tmp_path):
 def test_angles_are_exact_at_positions_that_bf16_does_not_know():
     config = RopeConfig(size=8, max_positions=8192, theta=100.0)
     positions = torch.tensor([[0, 1, 257, 4097, 8191]])
-    rotation = Rope(config)(positions, None, cached=False, dtype=torch.bfloat16)
+    rotation = Rope(config)(positions, None, dtype=torch.bfloat16)
     angles = positions.double()[..., None] / 100.0 ** (torch.arange(0, 8, 2) / 8)
     for found, exact in ((rotation.cos, angles.cos()), (rotation.sin, angles.sin())):
         assert found.dtype == torch.bfloat16

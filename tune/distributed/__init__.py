@@ -1,7 +1,7 @@
 """Process group and mesh, sharding with FSDP2, activation memory, signals: one path for 1 to N processes."""
 
 from tune.distributed.interrupt import Interrupt
-from tune.distributed.parallelize import clip_grad_norm_, parallelize, set_gradient_sync, stored_dtype
+from tune.distributed.parallelize import clip_grad_norm_, gathered, parallelize, set_gradient_sync, stored_dtype
 from tune.distributed.shards import full_tensor, local_shard
 from tune.distributed.world import World, init
 
@@ -10,6 +10,7 @@ __all__ = [
     "World",
     "clip_grad_norm_",
     "full_tensor",
+    "gathered",
     "init",
     "local_shard",
     "parallelize",

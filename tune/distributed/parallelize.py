@@ -1,7 +1,8 @@
 """From a model on the meta device to shards: activation checkpointing -> compile -> FSDP2 -> memory."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -134,6 +135,22 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     if not lists:
         raise TuneError(f"{type(model).__name__} has no nn.ModuleList of blocks: nothing to shard by")
     return max(lists, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """All weights of a model that `parallelize` has sharded are whole within: its forwards, without gradients, wait for
+    no other process, so that each can run as many as it likes. All processes enter it together."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
+            unit.set_reshard_after_forward(unit is not model, recurse=False)  # as `_shard` has it
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:

@@ -1,5 +1,6 @@
-"""Sampling from a model."""
+"""Sampling from a model: `Sampler` runs it, `choose` takes a token for each row of logits."""
 
-from tune.generation.generate import generate
+from tune.generation.choose import choose
+from tune.generation.sampler import Completion, Sampler
 
-__all__ = ["generate"]
+__all__ = ["Completion", "Sampler", "choose"]

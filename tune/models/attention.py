@@ -56,10 +56,14 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, documents: Document
     return _masked(query, key, value, same_document & _visible(order, order, scoring), scoring)
 
 
-def attend_cached(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Attention of new tokens at `positions` `[batch, new]` to a cache with position j in slot j."""
-    slots = torch.arange(key.shape[1], device=key.device)
-    return _masked(query, key, value, _visible(positions, slots, scoring), scoring)
+def attend_cached(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+    """Attention of one token per row, `query` `[rows, 1, heads, head_dim]`, to what is `visible` `[rows, slots]` of
+    `key`, `value` `[rows, slots, kv_heads, head_dim]`."""
+    if scoring.sinks is not None or query.shape[2] == key.shape[2]:
+        return _masked(query, key, value, visible[:, None], scoring)
+    # The heads that share a key become its queries: keys and values are not repeated.
+    shared = query.view(len(query), key.shape[2], -1, query.shape[-1]).transpose(1, 2)
+    return _masked(shared, key, value, visible[:, None], scoring).transpose(1, 2).flatten(1, 2)[:, None]
 
 
 def _document(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:

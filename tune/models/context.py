@@ -1,36 +1,98 @@
 """What a block gets beside hidden states: rotation, documents, positions and cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tune.collators import Documents
+from tune.collators import Batch, Documents
 from tune.models.rope import Rotation
 
 
-class LayerCache:
-    """Keys and values of one layer, with position j of a row in slot j; or the state of a recurrent layer."""
+@dataclass(frozen=True)
+class Place:
+    """Where the tokens of a forward belong in a layer's cache: written are those in `kept` (None: all), to `written`.
 
-    def __init__(self, capacity: int):
-        self.capacity = capacity
+    With one new token per row, `read` is what they attend to, where `visible` `[rows, slots]`.
+    """
+
+    written: tuple[Any, ...]
+    kept: Tensor | None = None
+    read: tuple[slice, ...] = ()
+    visible: Tensor | None = None
+
+
+class LayerCache:
+    """Keys and values of one layer `[rows, slots, heads, size]`, with position j of a document in slot j % `slots`; or
+    with `slots=None` the states of a recurrent layer, `[rows, ...]`."""
+
+    place: Place
+
+    def __init__(self, rows: int, slots: int | None):
+        self.rows, self.slots = rows, slots
         self.storage: tuple[Tensor, ...] = ()
 
-    def update(self, *new: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Write `new` tensors `[batch, new, heads, size]` at `positions` `[batch, new]`. Returns all slots of each."""
+    def write(self, *new: Tensor) -> None:
+        """Keys and values of all tokens `[batch, seq, ...]`, or the states after each document `[documents, ...]`."""
+        if self.slots is not None:
+            new = tuple(tensor.flatten(0, 1) for tensor in new)
         if not self.storage:
-            self.storage = tuple(tensor.new_zeros(len(tensor), self.capacity, *tensor.shape[2:]) for tensor in new)
-        rows = torch.arange(len(positions), device=positions.device)[:, None]
-        for slots, tensor in zip(self.storage, new, strict=True):
-            slots[rows, positions] = tensor
-        return self.storage
+            shape = (self.rows,) if self.slots is None else (self.rows, self.slots)
+            self.storage = tuple(tensor.new_zeros(*shape, *tensor.shape[1:]) for tensor in new)
+        for stored, tensor in zip(self.storage, new, strict=True):
+            stored[self.place.written] = tensor if self.place.kept is None else tensor[self.place.kept]
+
+    def read(self) -> tuple[Tensor, ...]:
+        """What the rows in use have, one tensor for each that was written."""
+        return tuple(stored[self.place.read] for stored in self.storage)
 
 
 class KeyValueCache:
-    """A `LayerCache` for each layer, for `capacity` tokens per row."""
+    """What the layers keep of `rows` documents of at most `capacity` tokens.
 
-    def __init__(self, num_layers: int, capacity: int):
-        self.layers = [LayerCache(capacity) for _ in range(num_layers)]
+    `windows` are those of the layers: `capacity` where all tokens are attended to, None for recurrent layers. Each
+    forward is preceded by `start` or `extend`, which say what its tokens are.
+    """
+
+    def __init__(self, windows: Sequence[int | None], rows: int, capacity: int):
+        self.layers = [LayerCache(rows, None if window is None else min(window, capacity)) for window in windows]
+
+    def start(self, rows: list[int], batch: Batch, device: torch.device) -> None:
+        """Next are the documents of `batch`, which is one row on the host: each becomes one of `rows`."""
+        lengths = np.array(batch.documents.lengths)
+        row, position, ends = np.repeat(rows, lengths), batch.positions[0].numpy(), np.repeat(lengths, lengths)
+        places: dict[int | None, Place] = {None: Place((torch.tensor(rows, device=device),))}
+        for layer in self.layers:
+            if layer.slots is not None and layer.slots not in places:
+                kept = np.flatnonzero(position >= ends - layer.slots)  # the last ones of each document
+                indices = kept, row[kept], position[kept] % layer.slots
+                tokens, *written = (torch.from_numpy(each).to(device) for each in indices)
+                places[layer.slots] = Place(tuple(written), tokens)
+            layer.place = places[layer.slots]
+
+    def extend(self, positions: list[int], device: torch.device) -> Tensor:
+        """Next is a token at each of `positions`, of rows 0, 1, ... Returns the positions `[rows, 1]`."""
+        count, longest, last = len(positions), max(positions) + 1, torch.tensor(positions, device=device)
+        row = torch.arange(count, device=device)
+        places: dict[int | None, Place] = {None: Place((slice(count),), read=(slice(count),))}
+        for layer in self.layers:
+            if layer.slots is not None and layer.slots not in places:
+                used = min(longest, layer.slots)
+                visible = torch.arange(used, device=device) <= last[:, None]
+                read = slice(count), slice(used)
+                places[layer.slots] = Place((row, last % layer.slots), read=read, visible=visible)
+            layer.place = places[layer.slots]
+        return last[:, None]
+
+    def copy(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Give the second row of each of `moves` what the first has."""
+        if moves:
+            source, target = (list(rows) for rows in zip(*moves, strict=True))
+            for stored in (stored for layer in self.layers for stored in layer.storage):
+                stored[target] = stored[source]
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,11 @@ class Decoder(nn.Module):
         """The length of documents that the model was trained for; None without rotary embeddings."""
         return min((rope.config.trained_length for rope in self.ropes.values()), default=None)
 
+    @property
+    def max_generated(self) -> int | None:
+        """The length of documents that can be generated with a cache; None without rotary embeddings."""
+        return min((rope.config.cached_length for rope in self.ropes.values()), default=None)
+
     def forward(
         self,
         batch: Batch | Tensor,
@@ -124,7 +129,9 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Any:
-        """`positions` `[rows, seq]` (by default, from 0) and `cache` are for generation from tokens."""
+        """For generation, a `cache` knows what comes: documents in one row, of which each gets the logits of its
+        last token `[documents, 1, vocab]`, or one token for each row of the cache, at `positions` `[rows, 1]`.
+        """
         if isinstance(batch, Batch):
             tokens, positions, documents = batch.tokens, batch.positions, batch.documents
         else:
@@ -132,6 +139,8 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         hidden = self.run_blocks(self.embed(tokens), positions, documents, cache)
+        if cache is not None and documents is not None:
+            hidden = hidden[0][documents.boundaries[1:] - 1, None]
         hidden, weight = self.output_operands(hidden)
         softcap = self.config.logit_softcap
         if head is not None:
@@ -139,6 +148,12 @@ class Decoder(nn.Module):
             return head(hidden, weight, batch, **{"softcap": softcap} if softcap else {})
         logits = F.linear(hidden, weight)
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+    def new_cache(self, rows: int, capacity: int) -> KeyValueCache:
+        """A cache for `rows` documents of at most `capacity` tokens."""
+        parts = [layer.attention for layer in self.config.layers]
+        windows = [None if part.pair_width == 0 else getattr(part, "window", None) or capacity for part in parts]
+        return KeyValueCache(windows, rows, capacity)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """`[rows, seq]` -> `[rows, seq, hidden]`."""
@@ -150,9 +165,7 @@ class Decoder(nn.Module):
     def run_blocks(
         self, hidden: Tensor, positions: Tensor, documents: Documents | None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        rotations = {
-            config: rope(positions, documents, cache is not None, hidden.dtype) for config, rope in self.ropes.items()
-        }
+        rotations = {config: rope(positions, documents, hidden.dtype) for config, rope in self.ropes.items()}
         stats = []
         for index, (block, layer) in enumerate(zip(self.blocks, self.config.layers, strict=True)):
             rotation = rotations[layer.attention.rope] if layer.attention.rope else None

@@ -58,10 +58,12 @@ class DeltaNet(nn.Module):
 
     def forward(self, hidden: Tensor, context: Context) -> Tensor:
         config = self.config
-        mixed, memory = self.query_key_value(hidden), None
+        mixed, memory, cache, ends = self.query_key_value(hidden), None, context.cache, None
         before = mixed.new_zeros(len(mixed), config.kernel - 1, mixed.shape[2])
-        if context.cache is not None and context.cache.storage:
-            before, memory = context.cache.storage
+        if cache is not None and context.documents is not None:
+            ends = context.documents.boundaries[1:] - 1
+        elif cache is not None:
+            before, memory = cache.read()
         mixed = torch.cat([before, mixed], dim=1)
         query, key, value = F.silu(self._convolved(mixed, context.positions)).split(self.widths, dim=-1)
         query, key = (_unit(heads.unflatten(-1, (-1, config.key_dim)).float()) for heads in (query, key))
@@ -72,10 +74,11 @@ class DeltaNet(nn.Module):
         log_decay = -self.log_rate.float().exp() * F.softplus(self.step(hidden).float() + self.step_bias)
         documents = (context.positions == 0).cumsum(dim=1) if context.documents is None else context.documents.ids
         output, memory = gated_delta_rule(
-            query * config.key_dim**-0.5, key, value, log_decay, strength, documents, memory
+            query * config.key_dim**-0.5, key, value, log_decay, strength, documents, memory, ends
         )
-        if context.cache is not None:
-            context.cache.storage = (mixed[:, mixed.shape[1] - config.kernel + 1 :], memory)
+        if cache is not None:  # and the last tokens that were convolved
+            last = mixed.unfold(1, config.kernel - 1, 1).mT
+            cache.write(last[:, -1] if ends is None else last[0][ends + 1], memory)
         gate = F.silu(self.gate(hidden).float()).view_as(output)
         return self.readout((self.norm(output.to(hidden.dtype)) * gate).to(hidden.dtype).flatten(-2))
 
@@ -99,8 +102,10 @@ def gated_delta_rule(
     strength: Tensor,
     documents: Tensor,
     memory: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[batch, seq, heads, value_dim]` and the last memory `[batch, heads, key_dim, value_dim]`.
+    """Outputs `[batch, seq, heads, value_dim]` and the last memory `[batch, heads, key_dim, value_dim]`, or in a batch
+    of one the memories after the tokens at `ends` `[documents]`.
 
     Each token updates the memory M to d M + s k (v - d Mᵀ k)ᵀ and outputs Mᵀ q, with d = exp(`log_decay`) and
     s = `strength`, both `[batch, seq, heads]`; `query`, `key` are `[batch, seq, heads, key_dim]`, `value` likewise. M
@@ -134,14 +139,21 @@ def gated_delta_rule(
     within = (query @ key.mT) * between
 
     memory = key.new_zeros(batch, heads, key_dim, value.shape[-1]) if memory is None else memory
-    outputs = []
+    outputs, memories, writings = [], [], []
     parts = (written, recalled, within, query * arriving, key * staying, arriving[..., -1:, :])
-    for written, recalled, within, query, key, left in zip(*(part.unbind(2) for part in parts), strict=True):
-        written = written - recalled @ memory
-        outputs.append(query @ memory + within @ written)
-        memory = memory * left + key.mT @ written
-    output = torch.stack(outputs, dim=2).movedim(1, 3).flatten(1, 2)
-    return output[:, :length], memory
+    for new, known, inside, queries, keys, left in zip(*(part.unbind(2) for part in parts), strict=True):
+        new = new - known @ memory
+        memories.append(memory)
+        writings.append(new)
+        outputs.append(queries @ memory + inside @ new)
+        memory = memory * left + keys.mT @ new
+    output = torch.stack(outputs, dim=2).movedim(1, 3).flatten(1, 2)[:, :length]
+    if ends is None:
+        return output, memory
+    chunks, at = ends // chunk, ends % chunk
+    before, new = (torch.stack(tensors, dim=2)[0][:, chunks] for tensors in (memories, writings))
+    keys = key[0][:, chunks] * between[0][:, chunks, at, :, None]
+    return output, (before * arriving[0][:, chunks, at, :, None] + keys.mT @ new).transpose(0, 1)
 
 
 def _unit(heads: Tensor) -> Tensor:

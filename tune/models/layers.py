@@ -132,11 +132,13 @@ class Attention(nn.Module):
 
 
 def attend_in(context: Context, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """`attend` within the context's documents; with a cache, `attend_cached` after adding the new keys and values."""
-    if context.cache is None:
-        return attend(query, key, value, context.documents, scoring)
-    key, value = context.cache.update(key, value, positions=context.positions)
-    return attend_cached(query, key, value, context.positions, scoring)
+    """`attend` within the context's documents, or `attend_cached` for one more token per row of a cache."""
+    if context.cache is not None:
+        context.cache.write(key, value)
+        if (visible := context.cache.place.visible) is not None:
+            key, value = context.cache.read()
+            return attend_cached(query, key, value, visible, scoring)
+    return attend(query, key, value, context.documents, scoring)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,13 @@ class RopeConfig:
         stretched = self.scaling.get("original_max_position_embeddings", 0) * (self.scaling.get("factor") or 1)
         return max(self.max_positions, int(stretched))
 
+    @property
+    def cached_length(self) -> int:
+        """The number of tokens up to which the rotation of a token does not depend on those that follow it."""
+        if self.kind == "longrope":
+            return self.scaling["original_max_position_embeddings"]
+        return self.max_positions if self.kind == "dynamic" else self.trained_length
+
 
 class Rotation(NamedTuple):
     """Cosines and sines `[batch, seq, 1, size]`, and the factor of queries `[batch, seq, 1, 1]`."""
@@ -58,18 +65,23 @@ class Rope:
         self.config = config
         self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
 
-    def __call__(self, positions: Tensor, documents: Documents | None, cached: bool, dtype: torch.dtype) -> Rotation:
+    def __call__(self, positions: Tensor, documents: Documents | None, dtype: torch.dtype) -> Rotation:
         """For tokens at `positions` `[batch, seq]`. Raises TuneError if the rotation would depend on the rest of the
-        batch, or on future tokens."""
+        batch."""
         if positions.device not in self._frequencies:
             # Computed on the CPU, so that the bits are the same for every device.
             frequencies, magnitude = SCALINGS[self.config.kind](self.config)
             self._frequencies[positions.device] = frequencies.to(positions.device), magnitude
         frequencies, magnitude = self._frequencies[positions.device]
-        if self.config.kind in ("dynamic", "longrope"):
-            self._check_length(positions, documents, cached)
+        longest = positions.shape[1] if documents is None else max(documents.lengths)
+        if self.config.kind == "dynamic" and longest > self.config.max_positions:
+            raise TuneError(
+                f"max_seq_len: a document of {longest} tokens is longer than the {self.config.max_positions} "
+                "this model was trained for, and its 'dynamic' rope scaling would make the loss depend on what else is "
+                "in the batch. Lower max_seq_len, or set rope_scaling in config.json to 'linear' or 'yarn'."
+            )
         if self.config.kind == "longrope" and documents is None:  # short or long factors, by the length of the document
-            frequencies = frequencies[int(positions.shape[1] > self._original)]
+            frequencies = frequencies[int(longest > self._original)]
         elif self.config.kind == "longrope" and documents is not None:
             frequencies = frequencies[(documents.boundaries.diff()[documents.ids] > self._original).long()]
         angles = positions[..., None].float() * frequencies
@@ -81,20 +93,6 @@ class Rope:
             growth = self.config.query_growth * torch.log1p((positions // self._original).float())
             query_scale = (1 + growth)[..., None, None].to(dtype)
         return Rotation(cos, sin, self.config.interleaved, query_scale)
-
-    def _check_length(self, positions: Tensor, documents: Documents | None, cached: bool) -> None:
-        if cached:
-            longest = int(positions.max()) + 1
-        else:
-            longest = positions.shape[1] if documents is None else max(documents.lengths)
-        if self.config.kind == "dynamic" and longest > self.config.max_positions:
-            raise TuneError(
-                f"max_seq_len: a document of {longest} tokens is longer than the {self.config.max_positions} "
-                "this model was trained for, and its 'dynamic' rope scaling would make the loss depend on what else is "
-                "in the batch. Lower max_seq_len, or set rope_scaling in config.json to 'linear' or 'yarn'."
-            )
-        if self.config.kind == "longrope" and cached and longest > self._original:
-            raise TuneError(f"generation: 'longrope' cannot cache more than {self._original} tokens. Ask for fewer")
 
     @property
     def _original(self) -> int:

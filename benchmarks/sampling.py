@@ -1,0 +1,68 @@
+"""Seconds for 64 new tokens after each of 32 prompts, greedily: `tune.generation` and `transformers.generate`.
+
+    python benchmarks/sampling.py MODEL [--prompts 32 --new 64 --rounds 5]
+
+The prompts are pieces of this repository's documentation, 16 to 192 tokens long. transformers gets them as one batch,
+padded on the left. The two run in turns, in one process with all cores; printed are the times of each round, their
+medians, and whether the tokens are the same.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+from tune.checkpointers import load_model
+from tune.generation import Sampler
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="float32")
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+    text = " ".join(file.read_text() for file in sorted(Path("docs").glob("*.md")))
+    ids = transformers.AutoTokenizer.from_pretrained(args.model)(text, verbose=False)["input_ids"]
+    draw = random.Random(0)
+    lengths = [draw.randint(16, 192) for _ in range(args.prompts)]
+    prompts = [ids[start : start + length] for length in lengths for start in [draw.randrange(len(ids) - length)]]
+
+    ours = load_model(args.model, dtype=dtype).to(args.device)
+    sampler = Sampler(max_new_tokens=args.new, temperature=0, max_rows=args.prompts)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(args.device)
+    longest = max(lengths)
+    padded = torch.tensor([[0] * (longest - len(each)) + each for each in prompts], device=args.device)
+    mask = torch.tensor([[0] * (longest - length) + [1] * length for length in lengths], device=args.device)
+
+    def tune():
+        return [completion.tokens for (completion,) in sampler(ours, prompts)]
+
+    def generate():
+        settings = {"max_new_tokens": args.new, "min_new_tokens": args.new, "do_sample": False, "pad_token_id": 0}
+        return theirs.generate(padded, attention_mask=mask, **settings)[:, longest:].tolist()
+
+    seconds = {tune: [], generate: []}
+    for _ in range(args.rounds):
+        results = []
+        for run in seconds:
+            start = time.perf_counter()
+            results.append(run())
+            seconds[run].append(time.perf_counter() - start)
+        same = sum(left == right for left, right in zip(*results, strict=True))
+        times = "   ".join(f"{run.__name__} {seconds[run][-1]:6.2f} s" for run in seconds)
+        print(f"{times}   {same} of {args.prompts} the same", flush=True)
+    mine, other = (statistics.median(each) for each in seconds.values())
+    print(f"median: tune {mine:.2f} s, transformers {other:.2f} s, {other / mine:.2f} times as fast")
+
+
+if __name__ == "__main__":
+    main()

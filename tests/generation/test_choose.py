@@ -1,0 +1,73 @@
+"""What is chosen follows the distribution, and the top of it is what transformers takes."""
+
+import math
+import statistics
+from itertools import islice
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tune.generation.choose import _kept, choose, uniforms
+
+transformers = pytest.importorskip("transformers")
+
+LOGITS = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)) * 3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])
+def test_inverse_of_the_cumulative_distribution(temperature):
+    probs = (LOGITS.double() / temperature).softmax(dim=-1)
+    for uniform in (0.0, 0.123456, 0.5, 0.9, 1 - 2**-53):
+        ids, log_probs = choose(LOGITS, torch.full((5,), uniform, dtype=torch.float64), temperature=temperature)
+        below = torch.stack([row[:id].sum() for row, id in zip(probs, ids, strict=True)])
+        chosen = probs.gather(1, ids[:, None])[:, 0]
+        assert (below <= uniform + 1e-6).all() and (uniform < below + chosen + 1e-6).all()
+        assert_close(log_probs, chosen.log().float(), atol=1e-5, rtol=1e-5)
+
+
+def test_share_of_each_token():
+    logits = torch.tensor([0.5, 0.0, 0.3, 0.2]).log().expand(4000, -1)
+    ids, _ = choose(logits, (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000)
+    assert ids.bincount().tolist() == pytest.approx([2000, 0, 1200, 800], abs=1)
+
+
+def test_temperature_0_takes_the_most_likely_with_its_log_prob_at_1():
+    ids, log_probs = choose(LOGITS, torch.zeros(5), temperature=0)
+    assert torch.equal(ids, LOGITS.argmax(dim=-1))
+    assert_close(log_probs, LOGITS.log_softmax(dim=-1).amax(dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [
+        *((7, None, None), (1000, None, None), (1, None, None), (None, 0.8, None), (None, 1e-9, None)),
+        *((None, 1.0, None), (None, None, 0.05), (None, None, 1.0), (40, 0.9, 0.02), (20, 0.5, None)),
+    ],
+)
+def test_top_is_that_of_transformers(top_k, top_p, min_p):
+    settings = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    expected = LOGITS
+    processors = transformers.generation.logits_process
+    for name, processor in {
+        "top_k": processors.TopKLogitsWarper, "top_p": processors.TopPLogitsWarper, "min_p": processors.MinPLogitsWarper
+    }.items():  # fmt: skip
+        expected = expected if settings[name] is None else processor(settings[name])(None, expected)
+    kept = _kept(LOGITS.log_softmax(dim=-1), top_k, top_p, min_p)
+    assert torch.equal(kept.isfinite(), expected.isfinite())
+    draws = torch.rand(5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ids, log_probs = choose(LOGITS, draws, **settings)
+    assert expected.gather(1, ids[:, None]).isfinite().all()
+    assert_close(log_probs, LOGITS.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0])  # of the whole distribution
+
+
+def test_equally_likely_tokens_are_kept_together():
+    assert _kept(torch.full((1, 4), math.log(0.25)), 2, 0.3, None).isfinite().all()
+
+
+def test_uniforms():
+    draws = list(islice(uniforms(1, 2, 3, 4), 20_000))
+    assert min(draws) >= 0 and max(draws) < 1 and statistics.mean(draws) == pytest.approx(0.5, abs=0.01)
+    assert len({next(uniforms(*keys)) for keys in [(1, 2, 3, 4), (2, 1, 3, 4), (1, 2, 4, 3), (0, 0, 0, 0)]}) == 4
+    # Of numpy's Philox and SeedSequence, which stay the same from version to version.
+    assert list(islice(uniforms(0, 0, 0, 0), 2)) == [0.014067035665647709, 0.2577672456246177]

@@ -1,0 +1,260 @@
+"""Samples are those of one row at a time, without a cache."""
+
+import math
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import run_processes
+from models.test_families import SMALL, VARIANTS, make_pair
+from torch import nn
+from torch.testing import assert_close
+
+from tune import distributed
+from tune.checkpointers import Pretrained, load_model
+from tune.collators import Batch
+from tune.errors import TuneError
+from tune.generation import Completion, Sampler
+from tune.generation.choose import uniforms
+from tune.models import build, hf
+from tune.peft import LoRA, add_adapters, initialize
+from tune.tokenizers import Tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+LENGTHS = [3, 40, 1, 12, 12, 25, 7]  # of prompts; the windows are 16 tokens wide
+KINDS = ["llama", "gemma3_text", "gpt_oss", "qwen3_5_text", "deepseek_v3", "phi3-longrope", "mixtral-window"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request, tmp_path_factory):
+    config_class, changes = VARIANTS[request.param]
+    config = getattr(transformers, config_class)(**SMALL | changes)
+    return make_pair(config, tmp_path_factory.mktemp(request.param))[1]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make_pair(transformers.LlamaConfig(**SMALL), tmp_path_factory.mktemp("llama"))
+
+
+def make_prompts(lengths=LENGTHS):
+    draw = torch.Generator().manual_seed(2)
+    return [torch.randint(SMALL["vocab_size"], (length,), generator=draw).tolist() for length in lengths]
+
+
+def by_definition(model, prompt, count, temperature, *keys):
+    """The whole document forward for each token, and the inverse of the cumulative distribution."""
+    tokens = list(prompt)
+    for uniform in islice(uniforms(*keys), count):
+        logits = model(torch.tensor([tokens]))[0, -1].double() / temperature
+        tokens.append(int((logits.softmax(dim=-1).cumsum(dim=-1) <= uniform).sum()))
+    return tokens[len(prompt) :]
+
+
+@torch.no_grad()
+def test_samples_and_log_probs(model):
+    prompts = make_prompts()[:4]
+    sampler = Sampler(max_new_tokens=18, temperature=0.7, seed=5)
+    outputs = sampler(model, prompts, samples=3, step=9)
+    for index, (prompt, completions) in enumerate(zip(prompts, outputs, strict=True)):
+        for sample, completion in enumerate(completions):
+            assert completion.tokens == by_definition(model, prompt, 18, 0.7, 5, 9, index, sample)
+        assert len({tuple(each.tokens) for each in completions}) == 3
+
+    completions = [(prompt, each) for prompt, row in zip(prompts, outputs, strict=True) for each in row]
+    texts = [torch.tensor(prompt + each.tokens) for prompt, each in completions]
+    ids = torch.arange(len(texts)).repeat_interleave(torch.tensor([len(text) for text in texts]))
+    logits = model(Batch.of(torch.cat(texts)[None], documents=ids[None]))[0].split([len(text) for text in texts])
+    for (prompt, completion), text, scores in zip(completions, texts, logits, strict=True):
+        expected = (scores[:-1] / 0.7).log_softmax(dim=-1).gather(1, text[1:, None])[len(prompt) - 1 :, 0]
+        assert_close(torch.tensor(completion.log_probs), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 5])
+def test_any_number_of_rows(model, max_rows):
+    prompts = make_prompts()
+    settings = {"max_new_tokens": 20, "stop_ids": range(9)}  # so that rows end at all times
+    expected = Sampler(**settings)(model, prompts, samples=3)
+    ends = [len(each.tokens) for completions in expected for each in completions]
+    assert len(set(ends)) > 5
+    found = Sampler(**settings, max_rows=max_rows)(model, prompts, samples=3)
+    assert [[each.tokens for each in row] for row in found] == [[each.tokens for each in row] for row in expected]
+    assert_close(
+        [torch.tensor(each.log_probs) for row in found for each in row],
+        [torch.tensor(each.log_probs) for row in expected for each in row],
+        atol=1e-5, rtol=1e-5,
+    )  # fmt: skip
+
+
+def test_any_order_and_share_of_the_prompts(llama):
+    prompts, sampler = make_prompts(), Sampler(max_new_tokens=12)
+    expected = sampler(llama[1], prompts, samples=2)
+    for indices in ([6, 2, 0, 5], [1], [4, 3]):
+        assert sampler(llama[1], [prompts[each] for each in indices], samples=2, indices=indices) == approximately(
+            [expected[each] for each in indices]
+        )
+    assert sampler(llama[1], [], samples=2) == []
+    # The number of samples does not change the first of them; step and seed do.
+    assert [row[:1] for row in expected] == approximately(sampler(llama[1], prompts))
+    for other in (sampler(llama[1], prompts, step=1), Sampler(max_new_tokens=12, seed=1)(llama[1], prompts)):
+        assert all(each.tokens != row[0].tokens for (each,), row in zip(other, expected, strict=True))
+
+
+def approximately(outputs):
+    return [
+        [Completion(each.tokens, pytest.approx(each.log_probs, abs=1e-5), each.finish) for each in row]
+        for row in outputs
+    ]
+
+
+def test_stop_ids(llama):
+    theirs, ours = llama
+    prompts = make_prompts([3, 17])
+    free = [each.tokens for (each,) in Sampler(max_new_tokens=32, temperature=0)(ours, prompts)]
+    stop_ids = {free[0][4], free[1][9]}
+    outputs = Sampler(max_new_tokens=32, temperature=0, stop_ids=stop_ids)(ours, prompts)
+    for prompt, (completion,) in zip(prompts, outputs, strict=True):
+        settings = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": sorted(stop_ids)}
+        expected = theirs.generate(torch.tensor([prompt]), **settings)
+        assert completion.tokens == expected[0, len(prompt) :].tolist()
+        assert completion.tokens[-1] in stop_ids and completion.finish == "stop"
+        assert len(completion.log_probs) == len(completion.tokens) <= 10
+
+
+def test_the_last_token_may_be_a_stop(llama):
+    (prompt,) = make_prompts([3])
+    free = Sampler(max_new_tokens=5, temperature=0)(llama[1], [prompt])[0][0]
+    assert free.finish == "length" and len(free.tokens) == 5
+    stopped = Sampler(max_new_tokens=5, temperature=0, stop_ids=free.tokens[4:])(llama[1], [prompt])[0][0]
+    assert stopped.finish == ("stop" if free.tokens[4] not in free.tokens[:4] else stopped.finish)
+
+
+def test_stop_strings_over_several_tokens(checkpoint):
+    tokenizer, model = Tokenizer(str(checkpoint)), load_model(str(checkpoint))
+    prompts = [tokenizer.encode(text) for text in ("the cat", "a red dog ran")]
+    settings = {"max_new_tokens": 40, "seed": 3}
+    for prompt, free in zip(prompts, Sampler(**settings)(model, prompts), strict=True):
+        text = tokenizer.decode(free[0].tokens)
+        for stop in {text[5:12], text[20:40], text[10:11], text[3:50]} - {""}:
+            sampler = Sampler(**settings, stop_strings=["not there", stop], decode=tokenizer.decode)
+            indices = [prompts.index(prompt)]
+            (completion,) = sampler(model, [prompt], indices=indices)[0]
+            count = len(completion.tokens)
+            assert completion.tokens == free[0].tokens[:count] and completion.finish == "stop"
+            assert stop in tokenizer.decode(completion.tokens)
+            assert stop not in tokenizer.decode(completion.tokens[:-1])
+
+
+def test_prompts_are_read_once_and_without_padding(llama):
+    shapes = []
+    hook = llama[1].embedding.register_forward_hook(lambda module, inputs, output: shapes.append(inputs[0].shape))
+    Sampler(max_new_tokens=3)(llama[1], make_prompts([5, 9]), samples=4)
+    assert shapes == [(1, 14), (8, 1), (8, 1)]
+    shapes.clear()
+    Sampler(max_new_tokens=3, max_rows=3)(llama[1], make_prompts([5, 9]), samples=4)
+    assert shapes == [(1, 5), (3, 1), (3, 1), (1, 9), (3, 1), (3, 1), (2, 1), (2, 1)]
+    hook.remove()
+
+
+@pytest.mark.parametrize("adapter", [{}, {"dora": True}])
+def test_adapters_and_their_dropout(adapter, llama):
+    model = load_model(str(llama[0].saved_in))
+    add_adapters(model, LoRA(rank=4, dropout=0.5, **adapter))
+    initialize(model, seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "magnitude" not in name:
+                parameter.normal_(std=0.3)
+    model.train()
+    (prompt,) = make_prompts([7])
+    (completion,) = Sampler(max_new_tokens=12)(model, [prompt])[0]
+    assert model.training and all(module.training for module in model.modules())
+    with torch.no_grad():
+        assert completion.tokens == by_definition(model.eval(), prompt, 12, 1.0, 0, 0, 0, 0)
+        assert completion.tokens != by_definition(llama[1], prompt, 12, 1.0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_compiled_recomputed_and_in_two_precisions(llama, dtype):
+    """In bf16 the weights are those of FSDP, which casts them."""
+    with torch.device("meta"):
+        model = build(str(llama[0].saved_in))
+    weights = Pretrained(str(llama[0].saved_in), model)
+    options = {"activation_checkpointing": "full", "compile": True}
+    distributed.parallelize(model, distributed.init("cpu"), dtype=dtype, **options)
+    weights.load(model)
+    plain = load_model(str(llama[0].saved_in), dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    sampler = Sampler(max_new_tokens=10)
+    found, expected = (sampler(each, make_prompts()) for each in (model, plain))
+    assert found == expected
+
+
+def test_one_wait_a_token(llama, monkeypatch):
+    """The transfer of what was chosen is the only one."""
+    from recipes.test_synchronisation import Waits
+
+    copies, cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copies.append(tensor.shape) or cpu(tensor))
+    with Waits() as waits:
+        Sampler(max_new_tokens=6, max_rows=2, top_k=5, top_p=0.9)(llama[1], make_prompts([5]), samples=2)
+    assert copies == [(2, 2)] * 6
+    assert not waits.found
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_sharded_over_processes(llama, count):
+    script = Path(__file__).with_name("sharded_sampling.py")
+    output = run_processes(script, count, str(llama[0].saved_in), str(make_prompts()))
+    expected = Sampler(max_new_tokens=10, stop_ids=range(9))(llama[1], make_prompts(), samples=2)
+    assert output.splitlines()[-1] == str([[each.tokens for each in row] for row in expected])
+
+
+WRONG = {
+    "max_new_tokens: 0 is not a positive integer": {"max_new_tokens": 0},
+    "temperature: nan is not a non-negative number": {"temperature": math.nan},
+    "temperature: -1 is": {"temperature": -1},
+    "top_p: 0 is not a number above 0 and up to 1": {"top_p": 0},
+    "top_p: 1.5 is": {"top_p": 1.5},
+    "top_k: 0 is": {"top_k": 0},
+    "min_p: 2 is": {"min_p": 2},
+    "max_rows: 0 is": {"max_rows": 0},
+    "seed: -1 is": {"seed": -1},
+    "none may be empty": {"stop_strings": ["a", ""], "decode": str},
+    "need decode": {"stop_strings": ["a"]},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_settings(message):
+    with pytest.raises(TuneError, match=message):
+        Sampler(**{"max_new_tokens": 4} | WRONG[message])
+
+
+@pytest.mark.parametrize(
+    ("message", "prompts", "settings"),
+    [
+        ("prompt 1 is empty", [[1], []], {}),
+        ("128 in prompt 0 is not one of the 128 tokens", [[1, 128]], {}),
+        ("-1 in prompt 0", [[-1]], {}),
+        ("prompt 0 has 250 tokens .* Lower one by 2$", [[1] * 250], {}),
+        ("500 in stop_ids", [[1]], {"stop_ids": [3, 500]}),
+    ],
+)
+def test_wrong_prompts(message, prompts, settings, llama):
+    with pytest.raises(TuneError, match=message):
+        Sampler(max_new_tokens=8, **settings)(llama[1], prompts)
+
+
+def test_wrong_models(llama):
+    sampler = Sampler(max_new_tokens=4)
+    with pytest.raises(TuneError, match=r"HuggingFaceModel has no cache here. Use model._component_=tune\.models\.build"):
+        sampler(hf(str(llama[0].saved_in)), [[1]])
+    with pytest.raises(TuneError, match="Linear has no cache"):
+        sampler(nn.Linear(2, 2), [[1]])
+    broken = load_model(str(llama[0].saved_in)).train()
+    broken.norm.weight.data[0] = math.nan
+    with pytest.raises(TuneError, match="NaN or infinite after 0 new tokens"):
+        sampler(broken, [[1]])
+    assert broken.training

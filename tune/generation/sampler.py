@@ -1,0 +1,246 @@
+"""Batched sampling from a decoder: completions that end leave the batch, and prompts that wait join it."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tune.collators import Batch
+from tune.distributed import gathered
+from tune.errors import TuneError
+from tune.generation.choose import choose, uniforms
+from tune.models import Decoder
+from tune.type_check import mismatch
+from tune.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share, UnitInterval
+
+PREFILL_TOKENS = 8192  # prompts are read together up to so many tokens
+
+
+@dataclass
+class Completion:
+    """What was sampled after a prompt, its end included.
+
+    `log_probs` are those of `tokens` under the whole distribution at the sampler's temperature: what a trainer computes
+    at that temperature. `finish` is "stop" after a stop id or stop string, "length" after `max_new_tokens`.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finish: Literal["stop", "length"] = "length"
+
+
+@dataclass
+class _Row:
+    """A completion in the making, and the random numbers of its tokens."""
+
+    prompt: tuple[int, ...]
+    completion: Completion
+    uniforms: Iterator[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """Samples completions of prompts from a model.
+
+        sampler = Sampler(max_new_tokens=64, stop_ids=tokenizer.stop_ids)
+        (completions,) = sampler(model, [tokenizer.encode("Once upon a time")], samples=4)
+        for completion in completions:
+            print(tokenizer.decode(completion.tokens), sum(completion.log_probs), completion.finish)
+
+    The model may be sharded, adapted and quantised: its weights are gathered once for all prompts. At most `max_rows`
+    completions are computed at a time, each with a cache for the longest prompt and `max_new_tokens`.
+
+    A completion ends with one of `stop_ids`, or with the token that completes one of `stop_strings` in the text that
+    `decode` makes of ids. `temperature`, `top_k`, `top_p` and `min_p` are those of `choose`. The random number of a
+    token is a function of seed, step, prompt, sample and position: what is sampled does not depend on `max_rows`, on
+    the order of prompts or on which process has them.
+    """
+
+    max_new_tokens: PositiveInt
+    temperature: NonNegativeFloat = 1.0
+    top_k: PositiveInt | None = None
+    top_p: Share | None = None
+    min_p: UnitInterval | None = None
+    stop_ids: Collection[int] = ()
+    stop_strings: Collection[str] = ()
+    decode: Callable[[list[int]], str] | None = None
+    seed: NonNegativeInt = 0
+    max_rows: PositiveInt = 64
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if problem := mismatch(getattr(self, each.name), each.type):
+                raise TuneError(f"sampling.{each.name}: {problem}")
+        if self.stop_strings and ("" in self.stop_strings or self.decode is None):
+            raise TuneError("sampling.stop_strings: none may be empty, and they need decode=tokenizer.decode")
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: nn.Module,
+        prompts: Sequence[Sequence[int]],
+        *,
+        samples: int = 1,
+        step: int = 0,
+        indices: Sequence[int] | None = None,
+    ) -> list[list[Completion]]:
+        """`samples` completions of each of `prompts`, which are token ids.
+
+        `indices` are the numbers of the prompts, where these are a share of all (by default from 0). All processes over
+        which the model is sharded call it at the same time; they may have different prompts, or none.
+
+        Raises:
+            TuneError: the model is not a `tune.models.Decoder`, a prompt or a stop id does not fit it, or it gives NaN.
+        """
+        indices = range(len(prompts)) if indices is None else indices
+        decoder = self._check(model, prompts, indices)
+        outputs = [[Completion() for _ in range(samples)] for _ in prompts]
+        waiting = deque(
+            _Row(tuple(prompt), completion, uniforms(self.seed, step, index, sample))
+            for prompt, index, completions in zip(prompts, indices, outputs, strict=True)
+            for sample, completion in enumerate(completions)
+        )
+        training = model.training
+        model.eval()
+        try:
+            # Compiled blocks run as they are: they would be compiled again for every number of rows.
+            with gathered(model), torch.compiler.set_stance("force_eager"):
+                if waiting:
+                    _Rollout(self, decoder, waiting).run()
+        finally:
+            model.train(training)
+        return outputs
+
+    def stops(self, tokens: list[int]) -> bool:
+        """Whether a completion ends with the last of its `tokens`."""
+        if tokens[-1] in self.stop_ids or self.decode is None or not self.stop_strings:
+            return tokens[-1] in self.stop_ids
+        # A token is a byte at the least: so many may hold a string. Decoders may drop a blank before the first.
+        text = self.decode(tokens[-max(len(each.encode()) for each in self.stop_strings) - 4 :])
+        return any(each in text for each in self.stop_strings)
+
+    def _check(self, model: nn.Module, prompts: Sequence[Sequence[int]], indices: Sequence[int]) -> Decoder:
+        if not isinstance(model, Decoder):
+            raise TuneError(
+                f"sampling: a {type(model).__name__} has no cache here. Use model._component_=tune.models.build if it "
+                "has the family, or load the export in transformers and call its generate"
+            )
+        count, longest = model.config.vocab_size, model.max_generated
+        named = {f"prompt {index}": prompt for index, prompt in zip(indices, prompts, strict=True)}
+        for name, ids in {"stop_ids": self.stop_ids, **named}.items():
+            if unknown := [each for each in ids if not 0 <= each < count]:
+                raise TuneError(
+                    f"sampling: {unknown[0]} in {name} is not one of the {count} tokens of the model. Is the tokenizer "
+                    "that of the model?"
+                )
+        for name, prompt in named.items():
+            if not prompt:
+                raise TuneError(f"sampling: {name} is empty. Begin it with a token, BOS for example")
+            if longest is not None and len(prompt) + self.max_new_tokens > longest:
+                raise TuneError(
+                    f"sampling: {name} has {len(prompt)} tokens and max_new_tokens is {self.max_new_tokens}, together "
+                    f"more than the {longest} for which the model can generate. Lower one by "
+                    f"{len(prompt) + self.max_new_tokens - longest}"
+                )
+        return model
+
+
+class _Rollout:
+    """Completes the rows that wait, at most `max_rows` at a time.
+
+    Their completions are filled in. The cache has one row more: for a prompt some of whose samples still wait.
+    """
+
+    def __init__(self, settings: "Sampler", model: Decoder, waiting: deque[_Row]):
+        self.settings, self.model, self.waiting = settings, model, waiting
+        self.device = model.embedding.weight.device
+        self.rows: dict[int, _Row] = {}  # by their row of the cache
+        self.spare = min(settings.max_rows, len(waiting))
+        self.spare_prompt: dict[tuple[int, ...], Tensor] = {}  # what the spare row has, and the logits after it
+        longest = max(len(row.prompt) for row in waiting)
+        self.cache = model.new_cache(self.spare + 1, longest + settings.max_new_tokens)
+
+    def run(self) -> None:
+        while self.waiting or self.rows:
+            while self.waiting and len(self.rows) < self.spare:
+                self._join()
+            self._close_up()
+            if self.rows:
+                self._advance([self.rows[slot] for slot in range(len(self.rows))])
+
+    def _join(self) -> None:
+        """Rows that wait take what is free. Prompts are read packed; their other samples get copies of the cache."""
+        after = dict(self.spare_prompt)  # logits after each prompt
+        source = dict.fromkeys(after, self.spare)
+        copies, joined, tokens = list[tuple[int, int]](), list[int](), 0
+        for slot in range(self.spare):
+            if slot in self.rows:
+                continue
+            prompt = self.waiting[0].prompt
+            if prompt in source:
+                copies.append((source[prompt], slot))
+            elif joined and tokens + len(prompt) > PREFILL_TOKENS:
+                break
+            else:
+                source[prompt] = slot
+                tokens += len(prompt)
+            self.rows[slot] = self.waiting.popleft()
+            joined.append(slot)
+            if not self.waiting:
+                break
+        if new := [prompt for prompt in source if prompt not in after]:
+            after |= zip(new, self._prefill(new, [source[prompt] for prompt in new]), strict=True)
+        following = self.waiting[0].prompt if self.waiting else ()
+        if source.get(following, self.spare) != self.spare:
+            copies.append((source[following], self.spare))
+            self.spare_prompt = {following: after[following]}
+        self.cache.copy(copies)
+        self._take(joined, torch.stack([after[self.rows[slot].prompt] for slot in joined]))
+
+    def _prefill(self, prompts: list[tuple[int, ...]], slots: list[int]) -> Tensor:
+        """The logits after each prompt, `[prompts, vocab]`."""
+        documents = np.repeat(np.arange(len(prompts)), [len(prompt) for prompt in prompts])
+        batch = Batch.of(np.concatenate(prompts)[None], documents=documents[None])
+        self.cache.start(slots, batch, self.device)
+        return self.model(batch.to(self.device), cache=self.cache)[:, 0]
+
+    def _advance(self, rows: list[_Row]) -> None:
+        """One more token for each row."""
+        last = [len(row.prompt) + len(row.completion.tokens) - 1 for row in rows]
+        positions = self.cache.extend(last, self.device)
+        tokens = torch.tensor([row.completion.tokens[-1:] for row in rows], device=self.device)
+        self._take(range(len(rows)), self.model(tokens, positions=positions, cache=self.cache)[:, 0])
+
+    def _take(self, slots: Sequence[int], logits: Tensor) -> None:
+        """Choose a token for the rows in `slots` from `logits` `[slots, vocab]`. Rows that end leave."""
+        draws = [next(self.rows[slot].uniforms) for slot in slots]
+        top = self.settings.top_k, self.settings.top_p, self.settings.min_p
+        ids, log_probs = choose(logits, torch.tensor(draws, dtype=torch.float64), self.settings.temperature, *top)
+        # Both in one transfer: the only time that the host waits for the device.
+        fetched = torch.stack([ids.int(), log_probs.view(torch.int32)]).cpu()
+        values = fetched[0].tolist(), fetched[1].view(torch.float32).tolist()
+        for slot, token, log_prob in zip(slots, *values, strict=True):
+            completion = self.rows[slot].completion
+            if math.isnan(log_prob):
+                raise TuneError(
+                    f"sampling: the logits are NaN or infinite after {len(completion.tokens)} new tokens. The weights "
+                    "have become so, or activations overflow: go back to an earlier checkpoint, or use dtype=fp32"
+                )
+            completion.tokens.append(token)
+            completion.log_probs.append(log_prob)
+            completion.finish = "stop" if self.settings.stops(completion.tokens) else "length"
+            if completion.finish == "stop" or len(completion.tokens) == self.settings.max_new_tokens:
+                del self.rows[slot]
+
+    def _close_up(self) -> None:
+        """The last rows move to what is free, so that all are the first of the cache."""
+        free = [slot for slot in range(len(self.rows)) if slot not in self.rows]
+        moved = [slot for slot in self.rows if slot >= len(self.rows)]
+        self.cache.copy(list(zip(moved, free, strict=True)))
+        for slot, target in zip(moved, free, strict=True):
+            self.rows[target] = self.rows.pop(slot)
