@@ -14,7 +14,7 @@ CEILINGS = {
     "config": 695,
     "datasets": 3775,
     "distributed": 587,
-    "generation": 40,
+    "generation": 300,
     "loggers": 772,
     "losses": 416,
     "models": 3114,
@@ -22,7 +22,7 @@ CEILINGS = {
     "peft": 1275,
     "quantization": 171,
     "tokenizers": 1232,
-    "beside": 242,  # the files beside the packages
+    "beside": 243,  # the files beside the packages
 }
 
 

@@ -1,5 +1,5 @@
-"""In each of several processes: `sharded_sampling.py FOLDER PROMPTS`: sampling before steps of training. Prints what the
-processes have sampled from their shares of the prompts."""
+"""In each of several processes: `sharded_sampling.py FOLDER PROMPTS`: sampling before steps of training. Prints
+what the processes have sampled from their shares of the prompts."""
 
 import sys
 

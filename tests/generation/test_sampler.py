@@ -249,12 +249,14 @@ def test_wrong_prompts(message, prompts, settings, llama):
 
 def test_wrong_models(llama):
     sampler = Sampler(max_new_tokens=4)
-    with pytest.raises(TuneError, match=r"HuggingFaceModel has no cache here. Use model._component_=tune\.models\.build"):
+    with pytest.raises(
+        TuneError, match=r"HuggingFaceModel has no cache here. Use model._component_=tune\.models\.build"
+    ):
         sampler(hf(str(llama[0].saved_in)), [[1]])
     with pytest.raises(TuneError, match="Linear has no cache"):
         sampler(nn.Linear(2, 2), [[1]])
     broken = load_model(str(llama[0].saved_in)).train()
     broken.norm.weight.data[0] = math.nan
-    with pytest.raises(TuneError, match="NaN or infinite after 0 new tokens"):
+    with pytest.raises(TuneError, match="logits after 0 new tokens are NaN or infinite"):
         sampler(broken, [[1]])
     assert broken.training

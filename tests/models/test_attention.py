@@ -90,7 +90,10 @@ def test_one_document_a_row_needs_no_documents(kind, kv_heads):
 def test_token_by_token_with_a_cache(kind):
     (query, key, value), _ = make()
     scoring, lengths = SCORINGS[kind], [9, 4, 1]  # at first
-    heads = [torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])[None] for rows in (query, key, value)]
+    heads = [
+        torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])[None]
+        for rows in (query, key, value)
+    ]
     documents = torch.arange(3).repeat_interleave(torch.tensor(lengths))[None]
     cache = KeyValueCache([scoring.window or 40], rows=3, capacity=40)
     cache.start([2, 0, 1], Batch.of(torch.zeros(1, 14), documents=documents), torch.device("cpu"))

@@ -107,8 +107,7 @@ class Sampler:
         )
         training = model.training
         model.eval()
-        try:
-            # Compiled blocks run as they are: they would be compiled again for every number of rows.
+        try:  # compiled blocks as they are: they would be compiled again for every number of rows
             with gathered(model), torch.compiler.set_stance("force_eager"):
                 if waiting:
                     _Rollout(self, decoder, waiting).run()
@@ -134,27 +133,20 @@ class Sampler:
         named = {f"prompt {index}": prompt for index, prompt in zip(indices, prompts, strict=True)}
         for name, ids in {"stop_ids": self.stop_ids, **named}.items():
             if unknown := [each for each in ids if not 0 <= each < count]:
-                raise TuneError(
-                    f"sampling: {unknown[0]} in {name} is not one of the {count} tokens of the model. Is the tokenizer "
-                    "that of the model?"
-                )
+                raise TuneError(f"sampling: {unknown[0]} in {name} is not one of the {count} tokens of the model")
         for name, prompt in named.items():
             if not prompt:
                 raise TuneError(f"sampling: {name} is empty. Begin it with a token, BOS for example")
-            if longest is not None and len(prompt) + self.max_new_tokens > longest:
+            if longest is not None and (total := len(prompt) + self.max_new_tokens) > longest:
                 raise TuneError(
                     f"sampling: {name} has {len(prompt)} tokens and max_new_tokens is {self.max_new_tokens}, together "
-                    f"more than the {longest} for which the model can generate. Lower one by "
-                    f"{len(prompt) + self.max_new_tokens - longest}"
+                    f"more than the {longest} up to which the model can generate. Lower one by {total - longest}"
                 )
         return model
 
 
 class _Rollout:
-    """Completes the rows that wait, at most `max_rows` at a time.
-
-    Their completions are filled in. The cache has one row more: for a prompt some of whose samples still wait.
-    """
+    """Completes the rows that wait. The cache has one row more, for a prompt some of whose samples still wait."""
 
     def __init__(self, settings: "Sampler", model: Decoder, waiting: deque[_Row]):
         self.settings, self.model, self.waiting = settings, model, waiting
@@ -178,9 +170,8 @@ class _Rollout:
         after = dict(self.spare_prompt)  # logits after each prompt
         source = dict.fromkeys(after, self.spare)
         copies, joined, tokens = list[tuple[int, int]](), list[int](), 0
-        for slot in range(self.spare):
-            if slot in self.rows:
-                continue
+        free = [slot for slot in range(self.spare) if slot not in self.rows]
+        for slot in free[: len(self.waiting)]:
             prompt = self.waiting[0].prompt
             if prompt in source:
                 copies.append((source[prompt], slot))
@@ -191,8 +182,6 @@ class _Rollout:
                 tokens += len(prompt)
             self.rows[slot] = self.waiting.popleft()
             joined.append(slot)
-            if not self.waiting:
-                break
         if new := [prompt for prompt in source if prompt not in after]:
             after |= zip(new, self._prefill(new, [source[prompt] for prompt in new]), strict=True)
         following = self.waiting[0].prompt if self.waiting else ()
@@ -228,8 +217,8 @@ class _Rollout:
             completion = self.rows[slot].completion
             if math.isnan(log_prob):
                 raise TuneError(
-                    f"sampling: the logits are NaN or infinite after {len(completion.tokens)} new tokens. The weights "
-                    "have become so, or activations overflow: go back to an earlier checkpoint, or use dtype=fp32"
+                    f"sampling: the logits after {len(completion.tokens)} new tokens are NaN or infinite, as weights "
+                    "or activations are. Go back to an earlier checkpoint, or use dtype=fp32"
                 )
             completion.tokens.append(token)
             completion.log_probs.append(log_prob)
