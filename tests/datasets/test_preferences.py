@@ -22,10 +22,10 @@ def said(text):
 def read(folder, tmp_path):
     tokenizer = Tokenizer(str(folder))
 
-    def read(*rows, max_seq_len=400, **options):
+    def read(*rows, max_seq_len=400, kind="preferences", **options):
         file = tmp_path / "data.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return load(tokenizer, str(file), max_seq_len=max_seq_len, kind="preferences", **options)
+        return load(tokenizer, str(file), max_seq_len=max_seq_len, kind=kind, **options)
 
     def learned(*rows, **options):
         """Of each sample what is read and what is learned of it."""
@@ -76,11 +76,35 @@ def test_answers_to_one_prompt_are_a_group_in_which_only_they_are_learned(read, 
         {"instruction": "Hi?", "output": "Yes", "label": True},
     ],
 )
-def test_labelled_answers_are_alone(read, row):
-    (first, second) = read(row, {**row, "label": False}).samples
-    assert (first.columns, second.columns) == ({"label": 1}, {"label": 0})
-    learned = read.learned(row)[0][1]
-    assert learned == (" 2</s>" if "prompt" in row else "Yes<|im_end|>")
+def test_labelled_answers_come_with_a_mismatched_one(read, row):
+    other = {"prompt": "Q: 2+2?", "completion": " 4", "label": False}
+    rows = [row, other] if "prompt" in row else [row, {"messages": [user("b"), said("No")], "label": False}]
+    if "output" in row:
+        rows[1] = {"instruction": "b", "output": "No", "label": False}
+    data = read(*rows, kind="labelled")
+    columns = [(each.columns["label"], each.columns["answer"], each.columns["group"]) for each in data.samples]
+    assert columns == [(1, 0, 1), (1, 1, 1), (0, 0, 2), (0, 1, 2)]
+    texts = read.learned(*rows, kind="labelled")
+    ends = [learned for _, learned in texts]
+    assert ends == (
+        [" 2</s>", " 4</s>", " 4</s>", " 2</s>"]
+        if "prompt" in row
+        else [f"{each}<|im_end|>" for each in ("Yes", "No", "No", "Yes")]
+    )
+    prompts = [text.removesuffix("\n").removesuffix(learned) for text, learned in texts]
+    assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
+
+
+def test_pairs_are_good_and_bad_answers_whose_mismatched_ones_are_of_other_prompts(read):
+    rows = [{"prompt": f"{name}:", "chosen": f" {name}1", "rejected": f" {name}2"} for name in "ab"]
+    data = read(*rows, kind="labelled")
+    assert [sample.columns["label"] for sample in data.samples] == [1, 1, 0, 0] * 2
+    texts = [text for text, _ in read.learned(*rows, kind="labelled")]
+    assert [text[3:-4] for text in texts] == [
+        "a: a1", "a: b1", "a: a2", "a: b1", "b: b1", "b: a1", "b: b2", "b: a1",
+    ]  # fmt: skip
+    with pytest.raises(TuneError, match="streaming"):
+        read(*rows, kind="labelled", streaming=True)
 
 
 def test_only_the_last_answer_is_compared_and_margins_come_along(read):
@@ -152,14 +176,14 @@ def test_pairs_of_no_use_are_dropped_and_counted(read, row, reason):
 )
 def test_wrong_rows_are_told_with_their_place(read, row, message):
     with pytest.raises(TuneError, match=r"data.jsonl:1") as error:
-        read(row)
+        read(row, kind="labelled" if "label" in row else "preferences")
     assert message in str(error.value)
 
 
 def test_options_that_part_answers_are_refused(read):
     row = {"prompt": "p", "chosen": "a", "rejected": "b"}
     for options in ({"train_on": "all"}, {"too_long": "split"}):
-        with pytest.raises(TuneError, match="kind=preferences"):
+        with pytest.raises(TuneError, match="preferences rows"):
             read(row, **options)
     with pytest.raises(TuneError, match="no format of preferences rows"):
         read(row, format="chat")

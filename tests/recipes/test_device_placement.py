@@ -4,6 +4,7 @@ The device is `meta`: it has shapes and types but no values, and torch refuses o
 """
 
 import importlib
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +46,12 @@ SETTINGS = {
         "transformers": ["model._component_=tune.models.hf", "adapter.dropout=0.1"],
         "NF4, DoRA": ["quantization.weights=nf4", "adapter.dora=true", "adapter.dropout=0.1"],
     },
+    "preference_finetune": {
+        "DPO": [],
+        "KTO": ["loss._component_=tune.losses.KTO"],
+        "ORPO, packed": ["loss._component_=tune.losses.ORPO", "packed=true"],
+        "adapter off": ["adapter={_component_: tune.peft.adapter, dropout: 0.1}", "reference=adapter_off"],
+    },
 }
 
 
@@ -70,10 +77,14 @@ def step(chats, tmp_path, monkeypatch):
 
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(chats.read_text().splitlines(keepends=True)[:4]))
+    pair = {"instruction": "Hi?", "chosen": "Yes.", "rejected": "No, never."}
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps({**pair, "chosen": f"Yes, {number}."}) + "\n" for number in range(4)))
 
     def run(recipe, folder, *settings):
+        data = pairs if recipe == "preference_finetune" else rows
         overrides = [
-            f"model.path={folder}", f"dataset.path={rows}", f"validation_dataset.path={rows}", "max_seq_len=128",
+            f"model.path={folder}", f"dataset.path={data}", f"validation_dataset.path={data}", "max_seq_len=128",
             "global_batch_size=4", "micro_batch_size=4", "dtype=fp32", "validate_every=1",
             f"output_dir={tmp_path / recipe}", *settings,
         ]  # fmt: skip

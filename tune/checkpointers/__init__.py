@@ -4,7 +4,7 @@ from tune.checkpointers.checkpointer import Checkpointer
 from tune.checkpointers.export import export, model_card
 from tune.checkpointers.hf_tensors import hf_tensors
 from tune.checkpointers.vocabulary import add_tokens
-from tune.checkpointers.weights import Pretrained, Random, check, load_model
+from tune.checkpointers.weights import Pretrained, Random, check, load_frozen, load_model
 
 __all__ = [
     "Checkpointer",
@@ -14,6 +14,7 @@ __all__ = [
     "check",
     "export",
     "hf_tensors",
+    "load_frozen",
     "load_model",
     "model_card",
 ]

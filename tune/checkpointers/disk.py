@@ -1,8 +1,9 @@
 """Reading the tensors of a checkpoint folder, from safetensors or torch files."""
 
+import hashlib
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,19 @@ def shape_differences(found: Mapping[str, list[int]], wanted: Mapping[str, list[
         if found.get(name, shape) != shape
     ]
     return "\n  ".join(lines[:12] + ([f"and {len(lines) - 12} more"] if len(lines) > 12 else []))
+
+
+def sampled_digest(names: Iterable[str], files: Iterable[Path]) -> str:
+    """A digest of `names`, and of the files' sizes and samples of their bytes."""
+    digest = hashlib.sha256("".join(names).encode())
+    for file in sorted(files):
+        size = file.stat().st_size
+        digest.update(size.to_bytes(8))
+        with file.open("rb") as content:
+            for sample in range(64):
+                content.seek(size * sample // 64)
+                digest.update(content.read(4096))
+    return digest.hexdigest()
 
 
 def has_weights(folder: Path) -> bool:

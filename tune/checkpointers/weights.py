@@ -1,17 +1,16 @@
 """Loading the weights that training starts from into a model, sharded or not."""
 
-import hashlib
 import operator
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tune.checkpointers.disk import disk_tensors, shape_differences
-from tune.distributed import local_shard
+from tune.checkpointers.disk import disk_tensors, sampled_digest, shape_differences
+from tune.distributed import World, local_shard, parallelize
 from tune.errors import TuneError
 from tune.models import Decoder, HuggingFaceModel, build
 from tune.models.names import Names, disk_parts, stored_tensors
@@ -46,22 +45,14 @@ class Pretrained:
     def state_dict(self) -> dict[str, Any]:
         """A digest of the weights (names, shapes, sizes of the files and samples of their bytes), and how the model
         quantises them."""
-        digest = hashlib.sha256()
-        for tensor in self.tensors.values():
-            digest.update(f"{tensor.name} {tensor.shape} {tensor.dtype}".encode())
-        for file in sorted({tensor.file for tensor in self.tensors.values()}):
-            size = file.stat().st_size
-            digest.update(size.to_bytes(8))
-            with file.open("rb") as content:
-                for sample in range(64):
-                    content.seek(size * sample // 64)
-                    digest.update(content.read(4096))
+        names = [f"{tensor.name} {tensor.shape} {tensor.dtype}" for tensor in self.tensors.values()]
+        digest = sampled_digest(names, {tensor.file for tensor in self.tensors.values()})
         settings = "quantization.weights=null"
         for module in self.model.modules():
             if isinstance(module, NF4Weight):
                 double = str(module.ranges is not None).lower()
                 settings = f"quantization.weights=nf4 quantization.double={double}"
-        return {"sha256": digest.hexdigest(), "quantization": settings}
+        return {"sha256": digest, "quantization": settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores nothing. Raises TuneError if the state is of other weights or of another quantisation."""
@@ -149,6 +140,17 @@ def check(model: nn.Module) -> None:
     not, raise TuneError. All processes must call it, after loading."""
     if isinstance(model, HuggingFaceModel):
         model.check()
+
+
+def load_frozen(path: str, world: World, dtype: Literal["bf16", "fp32"]) -> tuple[nn.Module, Pretrained]:
+    """A second model beside the one that is trained, sharded as that is and without dropout: a reference, a teacher."""
+    with torch.device("meta"):
+        model: nn.Module = build(path)
+    weights = Pretrained(path, model)
+    parallelize(model.requires_grad_(False).eval(), world, dtype=dtype, master_dtype=dtype)
+    weights.load(model)
+    check(model)
+    return model, weights
 
 
 def load_model(path: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:

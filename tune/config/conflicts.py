@@ -32,6 +32,14 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
     if value("memory.activation_offload") and is_selective:
         problem = "what activation_checkpointing=selective keeps is offloaded only from compiled blocks."
         yield "memory.activation_offload", f"{problem} Set that to full or none, or compile=true."
+    if value("quantization.weights") and "adapter" in cfg and not cfg.adapter:
+        yield "quantization.weights", "quantised weights are frozen, and nothing else is trained: give adapter.rank=16."
+    if value("reference") == "adapter_off":
+        trained = [f"adapter.{each}" for each in ("path", "modules_to_save", "trainable_tokens")]
+        others = " and ".join(filter(value, trained))
+        if not value("adapter") or others:
+            problem = f"with {others} it is not the model before the first step" if others else "there is none"
+            yield "reference", f"the adapter cannot be switched off: {problem}. Use reference=precomputed."
     if value("validation_dataset") and value("validation_dataset.path", default=True):
         for key in keys:
             if key.endswith(".validation_fraction") and value(key):

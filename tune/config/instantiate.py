@@ -50,6 +50,8 @@ def instantiate_data(cfg: DictConfig, tokenizer: Any, vocab_size: int | None = N
     """`cfg.dataset`, and what is validated on: `cfg.validation_dataset` if it is given, else what `cfg.dataset` holds
     out, or None. Raises TuneError if a token is not one of the model's `vocab_size`."""
     rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed}
+    if kind := getattr(locate(cfg.loss[COMPONENT]), "rows", None):  # what the loss compares
+        rows["kind"] = kind
     dataset = instantiate(cfg.dataset, tokenizer, **rows)
     validation = dataset.validation
     if cfg.validation_dataset.get("path", True):  # another component than `load` may have no path

@@ -22,6 +22,8 @@ OPTIONS: dict[str, Any] = {
     "optimizer.weight_decay": NonNegativeFloat,
     "optimizer.momentum": NonNegativeFloat,
     "parameter_groups.lr_ratios": dict[str, PositiveFloat],
+    "adapter": dict | None,
+    "reference": str,
     "quantization.weights": Literal["nf4"] | None,
     "max_grad_norm": PositiveFloat | None,
     "device": Literal["auto", "cpu", "cuda", "mps"],
@@ -39,3 +41,6 @@ OPTIONS: dict[str, Any] = {
     "profiler.start": PositiveInt | None,
     "profiler.steps": PositiveInt,
 }
+
+# A setting that is null by default, and the component whose arguments it has where it names none.
+OFF_BY_DEFAULT = {"adapter": "tune.peft.adapter"}

@@ -10,7 +10,7 @@ from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryV
 
 from tune.config.conflicts import conflicts
 from tune.config.instantiate import COMPONENT
-from tune.config.options import OPTIONS
+from tune.config.options import OFF_BY_DEFAULT, OPTIONS
 from tune.config.paths import find_config, list_recipes
 from tune.config.signature import Signature, signature_of
 from tune.errors import TuneError
@@ -40,6 +40,10 @@ def combine(layers: Sequence[tuple[Values, str]], imports: bool = True) -> tuple
                 run.given_in[key] = len(run.origins)
         run.origins.append(origin)
         values = merge(values, known)
+    for name, component in OFF_BY_DEFAULT.items():
+        if isinstance(values.get(name), dict) and COMPONENT not in values[name]:
+            values[name] = {COMPONENT: component, **values[name]}
+            run.given_in[f"{name}.{COMPONENT}"] = 0
     run.drop_inherited(values)
     cfg = OmegaConf.create(values)
     run.check(cfg, default)
@@ -181,7 +185,7 @@ def _takes(signature: Signature, name: str, value: Any) -> bool:
 def _elsewhere(key: str) -> str:
     """Which recipes have this setting."""
     recipes = [name for name in list_recipes() if key in OmegaConf.load(find_config(name))]
-    return f" {' and '.join(recipes)} has it: use that recipe." if recipes else ""
+    return f" It is one of {', '.join(recipes)}: use that recipe." if recipes else ""
 
 
 def _is_open(value: Any) -> bool:

@@ -26,6 +26,7 @@ from tune.datasets.loader import DataLoader, GlobalBatch, validation_batches
 from tune.datasets.mix import Mixture, mix
 from tune.datasets.packing import pack
 from tune.datasets.rows import Outcome, RowReader
+from tune.datasets.scores import add_scores
 from tune.datasets.stream import Stream
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "RowReader",
     "Sample",
     "Stream",
+    "add_scores",
     "load",
     "mix",
     "pack",

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from tune.collators import Sample
+from tune.collators import IGNORE, Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.packing import pack
 from tune.datasets.rows import Outcome, fitted
@@ -89,6 +89,10 @@ class Dataset:
         """The samples' columns by name, each with an example: an array if it has values per token."""
         return {name: np.asarray(value) for name, value in self._samples.columns_of(0, slice(0, 1)).items()}
 
+    def add_column(self, name: str, values: np.ndarray) -> None:
+        """Another column, with a value for each sample."""
+        self._samples = replace(self._samples, columns={**self._samples.columns, name: values})
+
     @property
     def copies(self) -> int:
         """Samples whose tokens are those of an earlier one."""
@@ -129,6 +133,37 @@ def renumbered(sample: Sample, first: int) -> Sample:
     if "group" in columns:
         columns["group"] += first
     return replace(sample, index=first + sample.index, columns=columns)
+
+
+def with_mismatched(dataset: Dataset, max_seq_len: int) -> Dataset:
+    """Each labelled answer in a group with another: its prompt with the answer of the next row, whose log-probs tell
+    how far the policy is from the reference (KTO). Of pairs, the chosen answer is good and the rejected one bad."""
+    samples, capacity = dataset.samples, dataset.accounting.row_capacity
+    groups = [sample.columns.get("group", index) for index, sample in enumerate(samples)]
+    outcomes = []
+    for index, sample in enumerate(samples):
+        other = (index + 1) % len(samples)
+        while groups[other] == groups[index] and other != index:
+            other = (other + 1) % len(samples)
+        label = int(sample.columns["label"] if "label" in sample.columns else sample.columns["answer"] == 0)
+        tokens, labels = _answering(sample, samples[other])
+        pair = [
+            replace(sample, columns={"label": label, "answer": 0, "group": index}),
+            Sample(tokens, labels, columns={"label": label, "answer": 1, "group": index}),
+        ]
+        room = capacity - len(sample.tokens) if capacity else max_seq_len
+        outcomes += _together([fitted(pair[0], max_seq_len), fitted(pair[1], max(1, room))])
+    made = Accounting(dataset.accounting.source)
+    flat = in_memory([chunk(outcomes)], made)
+    counts = {name: getattr(made, name) for name in ("samples", "tokens", "supervised_tokens", "lengths")}
+    return Dataset(flat, replace(dataset.accounting, **counts), capacity)
+
+
+def _answering(sample: Sample, other: Sample) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and labels of a sample's prompt with another's answer."""
+    first, others_first = (int(np.flatnonzero(each.labels != IGNORE)[0]) for each in (sample, other))
+    tokens = np.concatenate([sample.tokens[: first + 1], other.tokens[others_first + 1 :]])
+    return tokens, np.concatenate([sample.labels[:first], other.labels[others_first:]])
 
 
 def _together(outcomes: list[Outcome]) -> list[Outcome]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from tune.datasets.accounting import NAMES_SHOWN, Accounting
 from tune.datasets.cache import cache_folder, content_of, hash_of, key_of, prepared
-from tune.datasets.dataset import Dataset
+from tune.datasets.dataset import Dataset, with_mismatched
 from tune.datasets.formats import FORMATS, Format, Kind, recognise
 from tune.datasets.rows import CANNOT_BE_USED, RowReader, TooLong
 from tune.datasets.samples import Chunk, chunk
@@ -78,11 +78,9 @@ def load(
     `streaming` keeps nothing: rows are tokenised while they are read, and shuffled and packed among `shuffle_buffer` of
     them (default: 8,192).
     """
-    if kind == "preferences":
+    if kind != "supervised":
         if train_on != "assistant" or too_long == "split":
-            raise TuneError(
-                "kind=preferences: answers are learned, and not split: leave out train_on and too_long=split"
-            )
+            raise TuneError(f"{kind} rows: answers are learned, and not split: leave out train_on and too_long=split")
         too_long = too_long or "truncate"
     reader = RowReader(
         tokenizer, max_seq_len, _named(format, kind), dict(columns or {}), filter, train_on, train_on_end_of_turn,
@@ -94,6 +92,8 @@ def load(
     source = open_source(path, split, subset, take)
     pack_to = max_seq_len if packed else None
     if streaming:
+        if kind == "labelled":
+            raise TuneError("streaming: labelled answers are compared with those to other prompts; set streaming=false")
         return _stream(source, reader, pack_to, workers, shuffle_buffer or WINDOW)
     if shuffle_buffer:
         raise TuneError("shuffle_buffer: without streaming=true all rows are shuffled together; remove it")
@@ -103,7 +103,8 @@ def load(
     def dataset(reader: RowReader, accounting: Accounting) -> Dataset:
         key = key_of(content, take, tokenizer.fingerprint, _settings(reader))
         chunks = _chunks(source, reader, accounting, workers)  # nothing is read until it is iterated
-        return Dataset(prepared(chunks, key, accounting, folder), accounting, pack_to)
+        data = Dataset(prepared(chunks, key, accounting, folder), accounting, pack_to)
+        return with_mismatched(data, max_seq_len) if kind == "labelled" else data
 
     training = dataset(reader, Accounting(path, ignored_files=source.ignored_files))
     if validation_fraction:

@@ -11,6 +11,7 @@ import numpy as np
 from tune.collators import Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset, renumbered
+from tune.datasets.formats import Kind
 from tune.datasets.from_path import load
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
@@ -19,7 +20,7 @@ from tune.type_check import mismatch
 from tune.types import PositiveInt
 
 # What all sources have in common, and streams, which cannot be mixed.
-NOT_OF_A_SOURCE = ("tokenizer", "max_seq_len", "packed", "streaming", "shuffle_buffer")
+NOT_OF_A_SOURCE = ("tokenizer", "max_seq_len", "packed", "kind", "streaming", "shuffle_buffer")
 
 EpochEnds = PositiveInt | Literal["all_exhausted", "first_exhausted"]
 
@@ -30,6 +31,7 @@ def mix(
     *,
     max_seq_len: int,
     packed: bool = False,
+    kind: Kind = "supervised",
     weigh_by: Literal["rows", "tokens"] = "rows",
     epoch_ends: EpochEnds = "all_exhausted",
 ) -> "Mixture":
@@ -43,7 +45,7 @@ def mix(
     for name, source in sources.items():
         arguments = {key: value for key, value in source.items() if key != "weight"}
         try:
-            part = load(tokenizer, max_seq_len=max_seq_len, packed=packed, **arguments)
+            part = load(tokenizer, max_seq_len=max_seq_len, packed=packed, kind=kind, **arguments)
         except TuneError as error:
             raise TuneError(f"sources.{name}: {error}") from error
         assert isinstance(part, Dataset)
@@ -69,7 +71,6 @@ class Mixture:
     ) -> None:
         self.parts = dict(parts)
         datasets = list(self.parts.values())
-        self.columns = datasets[0].columns
         names = {name: sorted(part.columns) for name, part in self.parts.items()}
         if any(each != sorted(self.columns) for each in names.values()):
             raise TuneError(f"sources: all must have the same extra_columns; found {names}")
@@ -94,6 +95,11 @@ class Mixture:
             {name: part.accounting for name, part in self.parts.items()},
             {name: int(rows) for name, rows in zip(self.parts, self.drawn, strict=True)},
         )
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """Those of all of them, each with an example."""
+        return next(iter(self.parts.values())).columns
 
     @property
     def validation(self) -> "Mixture | None":

@@ -1,9 +1,21 @@
 """The run folder and everything that is told about a run."""
 
 from tune.loggers.flops import flops_per_token
-from tune.loggers.model_metrics import accuracy, evaluate, routing
+from tune.loggers.model_metrics import accuracy, add, evaluate, means, routing, validate
 from tune.loggers.profiler import profile
 from tune.loggers.sinks import Sink
 from tune.loggers.training_run import Run, require_finite
 
-__all__ = ["Run", "Sink", "accuracy", "evaluate", "flops_per_token", "profile", "require_finite", "routing"]
+__all__ = [
+    "Run",
+    "Sink",
+    "accuracy",
+    "add",
+    "evaluate",
+    "flops_per_token",
+    "means",
+    "profile",
+    "require_finite",
+    "routing",
+    "validate",
+]

@@ -1,7 +1,6 @@
 """Metrics that the model gives: the loss on validation data, the accuracy, routing. All processes call them."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from tune.collators import Batch
 from tune.distributed import World
 
 
-@torch.no_grad()
 def evaluate(
     model: nn.Module, batches: Iterable[tuple[Iterable[str], Batch]], loss_fn: Callable[..., Any], world: World
 ) -> dict[str, float]:
@@ -19,17 +17,43 @@ def evaluate(
 
     `batches` are those of `tune.datasets.validation_batches`; `loss_fn` returns a sum over supervised tokens.
     """
-    model.eval()  # no dropout
-    sums: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for metrics, batch in batches:
+
+    def measure(batch: Batch) -> dict[str, Tensor]:
         loss = model(batch.to(world.device), loss_fn)
-        for metric in metrics:
-            sums[metric] += loss
-            counts[metric] += batch.num_supervised
+        return {"loss": torch.stack([loss, torch.full_like(loss, batch.num_supervised)])}
+
+    return world.fetch(**means(validate(model, batches, measure), world), **accuracy(loss_fn, world, "validation_"))
+
+
+@torch.no_grad()
+def validate(
+    model: nn.Module,
+    batches: Iterable[tuple[Iterable[str], Batch]],
+    measure: Callable[[Batch], Mapping[str, Tensor]],
+) -> dict[str, Tensor]:
+    """What `measure` gives for each of this process's `batches` (by metric a sum, and of how many it is), added up
+    without dropout, for all of them and for each source: the metric `loss` becomes `validation_loss`, and so on."""
+    model.eval()  # no dropout
+    totals: dict[str, Tensor] = {}
+    for names, batch in batches:
+        for metric, value in measure(batch).items():
+            add(totals, {name.replace("loss", metric, 1): value for name in names})
     model.train()
-    means = {metric: world.sum(sums[metric]) / world.sum(counts[metric]) for metric in sums}
-    return world.fetch(**means, **accuracy(loss_fn, world, "validation_"))
+    return totals
+
+
+def add(totals: dict[str, Tensor], measured: Mapping[str, Tensor]) -> None:
+    """Add sums to `totals`, by metric."""
+    for name, value in measured.items():
+        totals[name] = totals.get(name, 0) + value.detach()
+
+
+def means(totals: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
+    """The means over all processes of metrics, each of them given as `[2]`: a sum, and of how many."""
+    if not totals:
+        return {}
+    sums = world.sum(torch.stack([*totals.values()]))
+    return {name: total / count for name, (total, count) in zip(totals, sums, strict=True)}
 
 
 def accuracy(loss_fn: Any, world: World, prefix: str = "") -> dict[str, Tensor]:

@@ -4,9 +4,9 @@ A new kind of adapter is a class beside `LoRALinear`; `adapters.py` chooses the 
 `files.py` reads and writes PEFT's format.
 """
 
-from tune.peft.adapters import Adapted, adapted_modules, add_adapters, initialize
+from tune.peft.adapters import Adapted, adapted_modules, add_adapters, initialize, switched_off
 from tune.peft.dropout import set_dropout_keys
-from tune.peft.files import adapter, export_adapter, load_adapter, read_adapter
+from tune.peft.files import adapter, digest, export_adapter, export_trained, load_adapter, read_adapter, start
 from tune.peft.lora import LoRA, LoRALinear
 from tune.peft.merging import merge
 from tune.peft.tokens import untrained_tokens
@@ -18,11 +18,15 @@ __all__ = [
     "adapted_modules",
     "adapter",
     "add_adapters",
+    "digest",
     "export_adapter",
+    "export_trained",
     "initialize",
     "load_adapter",
     "merge",
     "read_adapter",
     "set_dropout_keys",
+    "start",
+    "switched_off",
     "untrained_tokens",
 ]

@@ -3,6 +3,8 @@
 import re
 import sys
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -100,6 +102,19 @@ def initialize(model: nn.Module, seed: int) -> None:
             for part, full in layer.initial_values(generator).items():
                 shard, where = local_shard(getattr(layer, part))
                 shard.copy_(full[where])
+
+
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """The model computes what its base does. Parameters that are trained in full stay as they are."""
+    layers = [layer for layer in adapted_modules(model).values() if isinstance(layer, LowRank)]
+    for layer in layers:
+        layer.is_off = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_off = False
 
 
 def _largest_rank(layer: nn.Module) -> int:

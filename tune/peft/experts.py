@@ -29,6 +29,8 @@ class LoRAExperts(LowRank, ExpertLinear):
         return merged
 
     def forward(self, rows: Tensor, plan: Dispatch) -> Tensor:
+        if self.is_off:
+            return super().forward(rows, plan)
         a, b = (factor.to(rows.dtype).mT for factor in (self.lora_a, self.lora_b))
         low_rank = grouped_product(self._dropped(rows, plan), a, plan.ends) * self.scaling
         return super().forward(rows, plan) + grouped_product(low_rank, b, plan.ends)

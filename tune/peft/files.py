@@ -15,13 +15,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tune.atomic import written_aside
-from tune.checkpointers.disk import shape_differences
+from tune.checkpointers import Pretrained, export
+from tune.checkpointers.disk import sampled_digest, shape_differences
 from tune.checkpointers.export import SavesItself
 from tune.distributed import World, full_tensor, local_shard
 from tune.errors import TuneError
 from tune.models.config_file import read_json
 from tune.models.names import Names, own_name, peft_name
-from tune.peft.adapters import Adapter, adapted_modules
+from tune.peft.adapters import Adapter, adapted_modules, initialize
 from tune.peft.experts import LoRAExperts, joined, parted
 from tune.peft.lora import LoRA, LowRank
 from tune.peft.targets import is_tied
@@ -166,6 +167,42 @@ def export_adapter(
             (unfinished / GENERATION).write_text(generation.read_text() if generation.exists() else "{}\n")
             tokenizer.save(unfinished)
     world.barrier()
+
+
+def start(model: nn.Module, lora: LoRA | None, seed: int) -> None:
+    """Load the adapter's files, or initialize a new one; without an adapter nothing happens."""
+    if lora and lora.path:
+        load_adapter(model, lora.path)
+    else:
+        initialize(model, seed)
+
+
+def digest(lora: LoRA | None) -> str:
+    """Of the adapter's files; empty for a new one, which changes nothing before it is trained."""
+    return sampled_digest([], [Path(lora.path) / WEIGHTS, Path(lora.path) / CONFIG]) if lora and lora.path else ""
+
+
+def export_trained(
+    model: nn.Module,
+    lora: LoRA | None,
+    folder: Path,
+    world: World,
+    *,
+    base: Pretrained,
+    tokenizer: SavesItself,
+    card: str = "",
+    merge: bool = False,
+) -> str:
+    """Write what was trained: the adapter to `folder`/adapter, and with `merge`, or without an adapter, the model to
+    `folder`/model. Returns where it is, in words. All processes take part."""
+    written = []
+    if lora:
+        export_adapter(model, lora, folder / "adapter", world, base=base.path, tokenizer=tokenizer, card=card)
+        written.append(f"the adapter is in {folder / 'adapter'}")
+    if merge or not lora:
+        export(model, tokenizer, folder / "model", world, source=base.path, card=card, base=base if lora else None)
+        written.append(f"the {'base with the adapter merged in' if lora else 'model'} is in {folder / 'model'}")
+    return ", ".join(written)
 
 
 def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:

@@ -85,6 +85,7 @@ class LowRank(nn.Module):
     # The trained parameters, and the ends of their names in PEFT's files.
     PARTS: ClassVar = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
     casts_parameters: ClassVar = True
+    is_off = False  # computes without the adapter
 
     in_features: int
     lora_a: nn.Parameter
@@ -165,6 +166,8 @@ class LoRALinear(LowRank, nn.Linear):
         return start if self.magnitude is None else start | {"magnitude": self._full_weight().norm(dim=1)}
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.is_off:
+            return self._base(input)
         dropped = self._dropped(input)
         a, b = (factor.to(input.dtype) for factor in self.factors())
         low_rank = F.linear(dropped, a) * self.scaling
@@ -181,6 +184,8 @@ class LoRALinear(LowRank, nn.Linear):
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and weight whose product is `forward`, for a loss that computes it in chunks. Without bias."""
         assert isinstance(self.weight, Tensor)
+        if self.is_off:
+            return hidden, self.weight
         dropped = self._dropped(hidden)
         a, b = (factor.to(hidden.dtype) for factor in self.factors())
         low_rank = F.linear(dropped, a) * self.scaling
@@ -252,6 +257,8 @@ class LoRAEmbedding(LowRank, nn.Embedding):
         return torch.addmm(weight.float(), a.T, b.T, alpha=self.scaling)
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.is_off:
+            return super().forward(input)
         a, b = (factor.to(self.weight.dtype) for factor in (self.lora_a, self.lora_b))
         return super().forward(input) + F.linear(F.embedding(input, a.T) * self.scaling, b)
 

@@ -86,15 +86,15 @@ def tokens(row: Row) -> Content | str:
             f"labels has {wrong[1]} where input_ids has {wrong[0]}; it must have the same token (not the next one) "
             f"or {IGNORE}"
         )
-    for mask in (columns[name] for name in SUPERVISION if name in columns):
+    for mask in (columns[name] for name in LEARNED if name in columns):
         labels = [label if on else IGNORE for label, on in zip(labels, mask, strict=True)]
     if "attention_mask" in columns:
         ids, labels = _without_padding(ids, labels, columns["attention_mask"])
     return Tokens(ids, labels)
 
 
-SUPERVISION = ("completion_mask", "assistant_masks")
-MASKS = ("attention_mask", *SUPERVISION)
+LEARNED = ("completion_mask", "assistant_masks")
+MASKS = ("attention_mask", *LEARNED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,24 +108,30 @@ class Format:
     is_chat: bool = False
 
 
-Kind = Literal["supervised", "preferences"]
+Kind = Literal["supervised", "preferences", "labelled"]
+"""What is learned of rows: what they say, which of several answers is better, or whether an answer is good."""
 
-FORMATS: dict[Kind, tuple[Format, ...]] = {
-    "supervised": (
-        Format("chat", chat, ("messages",), ("tools", "system"), is_chat=True),
-        Format("sharegpt", sharegpt, ("conversations",), ("tools", "system"), is_chat=True),
-        Format("prompt_completion", prompt_completion, ("prompt", "completion"), ("tools",)),
-        Format("alpaca", alpaca, ("instruction", "output"), ("input", "system"), is_chat=True),
-        Format("tokens", tokens, ("input_ids",), ("labels", *MASKS)),
-        Format("text", text, ("text",)),
-    ),
-    "preferences": (
-        Format("instruction_preference", instructed, ("instruction", "chosen", "rejected"), ("system", "margin"), True),
-        Format("preference", preference, ("chosen", "rejected"), ("prompt", "system", "tools", "margin")),
-        Format("labelled_completion", labelled(prompt_completion), ("prompt", "completion", "label"), ("tools",)),
-        Format("labelled_chat", labelled(chat), ("messages", "label"), ("tools", "system"), is_chat=True),
-        Format("labelled_alpaca", labelled(alpaca), ("instruction", "output", "label"), ("input", "system"), True),
-    ),
+SUPERVISED = (
+    Format("chat", chat, ("messages",), ("tools", "system"), is_chat=True),
+    Format("sharegpt", sharegpt, ("conversations",), ("tools", "system"), is_chat=True),
+    Format("prompt_completion", prompt_completion, ("prompt", "completion"), ("tools",)),
+    Format("alpaca", alpaca, ("instruction", "output"), ("input", "system"), is_chat=True),
+    Format("tokens", tokens, ("input_ids",), ("labels", *MASKS)),
+    Format("text", text, ("text",)),
+)
+PREFERENCES = (
+    Format("instruction_preference", instructed, ("instruction", "chosen", "rejected"), ("system", "margin"), True),
+    Format("preference", preference, ("chosen", "rejected"), ("prompt", "system", "tools", "margin")),
+)
+LABELLED = (
+    Format("labelled_completion", labelled(prompt_completion), ("prompt", "completion", "label"), ("tools",)),
+    Format("labelled_chat", labelled(chat), ("messages", "label"), ("tools", "system"), is_chat=True),
+    Format("labelled_alpaca", labelled(alpaca), ("instruction", "output", "label"), ("input", "system"), True),
+)
+FORMATS = {
+    "supervised": SUPERVISED,
+    "preferences": PREFERENCES,
+    "labelled": (*LABELLED, *PREFERENCES),  # of a pair, the chosen answer is a good one and the rejected a bad one
 }
 """The formats that `dataset.format` can name, by kind, in the order in which they are recognised."""
 

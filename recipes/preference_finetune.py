@@ -1,0 +1,210 @@
+"""Preference tuning, of all parameters or of LoRA adapters: DPO, IPO, SimPO, CPO, ORPO, KTO.
+
+    python recipes/preference_finetune.py model.path=./SmolLM2-135M dataset.path=./pairs.jsonl
+    torchrun --nproc-per-node 8 recipes/preference_finetune.py --config my.yaml loss._component_=tune.losses.SimPO
+    tune run --nproc-per-node 8 preference_finetune --config my.yaml adapter.rank=32
+
+The loss is a function of the log-probs of whole answers, sums over their tokens; of DPO, for a chosen answer w and a
+rejected one l, with ^ for the frozen reference: -log sigmoid(beta ((log p_w - log ^p_w) - (log p_l - log ^p_l))).
+
+1. The loss is the mean over the pairs of the global batch. Several rejected answers to a prompt are as many pairs.
+2. The reference's log-probs are computed once, before the first step, and kept in the run folder by the hash of weights
+   and data; or they are those of the base, with the adapter switched off. Dropout is off in them.
+3. KTO compares labelled answers with the policy's mean log-ratio on mismatched ones (each prompt with the next one's
+   answer): that of the whole global batch, in a pass without gradient.
+
+Every setting is in configs/preference_finetune.yaml. Copy this file (`tune cp preference_finetune my.py`), change it.
+"""
+
+import sys
+
+import torch
+
+from tune import checkpointers, config, datasets, distributed, loggers, losses, optimizers, peft, quantization
+from tune.config import instantiate, instantiate_data
+from tune.models import balance_loss
+
+
+@config.entrypoint("preference_finetune")
+def main(cfg):
+    world = distributed.init(cfg.device, cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.timeout)
+    run = loggers.Run("preference_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
+
+    with torch.device("meta"):
+        model = instantiate(cfg.model)  # its shape only: no memory yet
+    weights = checkpointers.Pretrained(cfg.model.path, model)
+    if cfg.quantization.weights:
+        quantization.quantize_linears(model, double=cfg.quantization.double)
+    lora = instantiate(cfg.adapter) if cfg.adapter else None
+    adapted = peft.add_adapters(model, lora) if lora else None
+    loss_fn = instantiate(cfg.loss)
+    log_probs = losses.LogProbs(cfg.memory.loss_chunk_tokens)
+
+    tokenizer = instantiate(cfg.tokenizer)
+    dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)
+    pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
+    data = datasets.DataLoader(
+        dataset,
+        world,
+        cfg.global_batch_size,
+        cfg.micro_batch_size,
+        epochs=cfg.epochs,
+        max_steps=cfg.max_steps,
+        seed=cfg.seed,
+        accumulate=not cfg.optimizer_in_backward,
+        pad_to=pad_to,
+    )
+    run.describe(
+        model, data, tokenizer, validation, source=cfg.model.path,
+        dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
+        activation_checkpointing=cfg.memory.activation_checkpointing,
+    )  # fmt: skip
+    if adapted:
+        run.info(adapted.table())
+
+    distributed.parallelize(
+        model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
+        activation_checkpointing=cfg.memory.activation_checkpointing,
+        activation_offload=cfg.memory.activation_offload,
+        cpu_offload=cfg.memory.cpu_offload,
+    )  # fmt: skip
+    weights.load(model)
+    peft.start(model, lora, cfg.seed)
+    checkpointers.check(model)
+
+    if loss_fn.needs_reference and cfg.reference != "adapter_off":
+        frozen, of_weights = model.eval(), weights
+        if cfg.reference != "precomputed":
+            frozen, of_weights = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)
+        for part in filter(None, (dataset, validation)):
+            datasets.add_scores(
+                part, "reference", lambda batch: losses.per_document(frozen(batch, log_probs).log_probs, batch), world,
+                micro_batch_size=cfg.micro_batch_size, pad_to=pad_to, folder=run.path,
+                made_of=[of_weights.state_dict(), peft.digest(lora), cfg.dtype],
+            )  # fmt: skip
+        del frozen  # frees a second model
+        model.train()
+
+    def score(batch):
+        """The log-probs of a batch's answers, and the entropies of their tokens."""
+        reference = batch.columns.get("reference")
+        if loss_fn.needs_reference and reference is None:
+            with torch.no_grad(), peft.switched_off(model):
+                reference = losses.per_document(model(batch, log_probs).log_probs, batch)
+        tokens = model(batch, log_probs)
+        policy = losses.per_document(tokens.log_probs, batch)
+        return losses.AnswerLogProbs(policy, reference, batch.documents.num_supervised), tokens.entropies
+
+    def measure(batch, kl=None):
+        """The loss and the metrics of a micro-batch on the host: sums, and of how many they are."""
+        first, others = (index.to(world.device) for index in losses.pairs_of(batch))
+        batch = batch.to(world.device)
+        answers, entropies = score(batch)
+        if kl is None:
+            chosen, rejected = answers.at(first), answers.at(others)
+            measured = losses.of_pairs(loss_fn, chosen, rejected)
+            loss = loss_fn(chosen, rejected)
+        else:
+            labelled, is_good = answers.at(first), batch.columns["label"][first] == 1
+            measured = {"kl": losses.sum_and_count(kl[None]), **losses.of_labelled(loss_fn, labelled, is_good)}
+            loss = loss_fn(labelled, is_good, kl)
+        return {"loss": losses.sum_and_count(loss), "entropy": losses.sum_and_count(entropies), **measured}
+
+    @torch.no_grad()
+    def mean_ratio(batches):
+        """KTO's constant: the mean log-ratio of the mismatched answers of all processes, at the least 0."""
+        if loss_fn.rows != "labelled":
+            return None
+        totals: dict[str, torch.Tensor] = {}
+        model.eval()
+        for batch in batches:
+            _, mismatched = losses.pairs_of(batch)
+            ratios = score(batch.to(world.device))[0].ratio[mismatched.to(world.device)]
+            loggers.add(totals, {"kl": losses.sum_and_count(ratios)})
+        model.train()
+        return loggers.means(totals, world)["kl"].clamp(min=0).to(world.device, torch.float32)
+
+    def validate():
+        def batches():
+            return datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
+
+        kl = mean_ratio(batch for _, batch in batches())
+        totals = loggers.validate(model, batches(), lambda batch: measure(batch, kl))
+        return world.fetch(**loggers.means(totals, world))
+
+    groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
+    optimizer = instantiate(cfg.optimizer, groups)
+    in_backward = optimizers.InBackward(optimizer, world) if cfg.optimizer_in_backward else None
+    schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
+    checkpointer = instantiate(
+        cfg.checkpointer,
+        run.path / "checkpoints",
+        world,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        data=data,
+        tell=run.info,
+        base=weights if lora else None,
+        adapter=lora,
+    )
+    start = checkpointer.resume(run.resume)
+    interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
+
+    with run:  # closes its files and loggers, however the training ends
+        steps = run.track(data, start, total=len(data))
+        for step, batch in loggers.profile(steps, run.path / "profile", world, **cfg.profiler):
+            if step == 1 and validation and cfg.validate_first:
+                with run.pause():
+                    run.record(0, validate())
+            kl = mean_ratio(batch.micro_batches)
+            totals: dict[str, torch.Tensor] = {}
+            for index, micro_batch in enumerate(batch.micro_batches, 1):
+                is_last = index == len(batch.micro_batches)
+                peft.set_dropout_keys(model, cfg.seed, step, micro_batch.to(world.device))
+                distributed.set_gradient_sync(model, is_last or cfg.parallel.reduce_every_micro_batch)
+                measured = measure(micro_batch, kl)
+                loss = measured["loss"][0] / batch.num_pairs + balance_loss(model) / batch.num_supervised
+                if in_backward:  # the last moment before weights change
+                    loggers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
+                loss.backward()
+                loggers.add(totals, measured)
+
+            if in_backward:
+                grad_norm = in_backward.norm()
+            else:
+                grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+            metrics = world.fetch(  # the one wait for the device in a step
+                grad_norm=grad_norm,
+                interrupted=world.any(interrupt.requested),
+                **loggers.routing(model, world),
+                **loggers.means(totals, world),
+            )
+            interrupted = metrics.pop("interrupted")
+            loggers.require_finite(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"])
+            metrics |= optimizers.learning_rates(optimizer)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+            is_end = step == len(data) or interrupted
+            if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
+                with run.pause():
+                    metrics |= validate()
+            run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **metrics)
+            checkpointer.step(step, now=is_end)
+            if interrupted:
+                saved = checkpointer.wait()
+                run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
+                sys.exit(130)
+
+        checkpointer.wait()
+        card = checkpointers.model_card("preference_finetune", cfg.model.path, dataset.accounting.source)
+        where = peft.export_trained(
+            model, lora, run.path, world, base=weights, tokenizer=tokenizer, card=card, merge=cfg.export.merge
+        )
+        run.info(f"done: {where}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""A column that a model computes once, before the training: log-probs of a reference, rewards."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tune.atomic import written_aside
+from tune.collators import Batch
+from tune.datasets.cache import TELL, hash_of
+from tune.datasets.dataset import Dataset
+from tune.datasets.loader import validation_batches
+from tune.datasets.mix import Mixture
+from tune.datasets.stream import Stream
+from tune.distributed import World
+from tune.errors import TuneError
+
+
+@torch.no_grad()
+def add_scores(
+    dataset: Dataset | Mixture | Stream,
+    name: str,
+    score: Callable[[Batch], torch.Tensor],
+    world: World,
+    *,
+    micro_batch_size: int,
+    pad_to: int | None,
+    folder: Path,
+    made_of: Any,
+) -> None:
+    """Adds the column `name`: what `score` gives for each document of a batch, `[documents]`, in fp32.
+
+    The values are kept in `folder` under a hash of the data and of `made_of`, all that decides them (values of JSON),
+    and read again where they are there. All processes take part. Raises TuneError for a stream.
+    """
+    if isinstance(dataset, Stream):
+        raise TuneError(f"{name}: the rows of {dataset.name} are streamed, and cannot be computed before the training")
+    for part in dataset.parts.values() if isinstance(dataset, Mixture) else [dataset]:
+        file = folder / f"{name}-{hash_of(part.fingerprint, made_of)}.npy"
+        values = world.broadcast(np.load(file) if world.is_main and file.exists() else None)
+        if values is None:
+            values = _scores(part, name, score, world, micro_batch_size, pad_to)
+            if world.is_main:
+                with written_aside(file) as unfinished, unfinished.open("wb") as stream:
+                    np.save(stream, values)
+        part.add_column(name, values)
+
+
+def _scores(
+    dataset: Dataset,
+    name: str,
+    score: Callable[[Batch], torch.Tensor],
+    world: World,
+    micro_batch_size: int,
+    pad_to: Any,
+) -> np.ndarray:
+    values = torch.zeros(dataset.accounting.samples, device=world.device)
+    last, done = time.monotonic(), 0
+    for _, batch in validation_batches(dataset, world, micro_batch_size, pad_to):
+        batch = batch.to(world.device)
+        values.index_add_(0, batch.documents.samples, score(batch).float())  # 0 for padding
+        done += world.data_size * batch.tokens.shape[0]
+        if world.is_main and time.monotonic() - last > TELL:
+            last = time.monotonic()
+            print(
+                f"computing {name}: {min(done, len(dataset)):,} of {len(dataset):,} rows", file=sys.stderr, flush=True
+            )
+    return world.sum(values).float().cpu().numpy()

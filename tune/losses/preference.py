@@ -1,0 +1,184 @@
+"""Losses that compare answers to a prompt: functions of the log-probs of whole answers.
+
+Each takes the better and the worse answers, `[pairs]` each, and returns a loss for every pair, `[pairs]`, in nats. Its
+`reward` is what the answers are worth to it, `[answers]`. `rows` is the kind of rows that it needs (`kind` of
+`tune.datasets.load`). Those with `needs_reference` compare the policy that is trained with a frozen reference.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tune.collators import Batch
+from tune.types import Fraction, NonNegativeFloat, PositiveFloat
+
+
+class AnswerLogProbs(NamedTuple):
+    """Log-probs of answers (sums over their tokens) under the policy and the reference, and their numbers of tokens,
+    `[answers]`."""
+
+    policy: Tensor
+    reference: Tensor | None
+    lengths: Tensor
+
+    def at(self, index: Tensor) -> "AnswerLogProbs":
+        reference = None if self.reference is None else self.reference[index]
+        return AnswerLogProbs(self.policy[index], reference, self.lengths[index])
+
+    @property
+    def ratio(self) -> Tensor:
+        """The policy's log-prob less the reference's."""
+        assert self.reference is not None
+        return self.policy - self.reference
+
+    @property
+    def mean(self) -> Tensor:
+        """The policy's log-prob of a token."""
+        return self.policy / self.lengths
+
+
+def pairs_of(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The documents to compare, `[pairs]` each: the first answer of each group with each of the others. Give it a batch
+    on the host: on a GPU it would wait for the device."""
+    answers = batch.columns["answer"]
+    others = answers.nonzero()[:, 0]
+    return others - answers[others], others
+
+
+def of_pairs(loss_fn: Any, chosen: AnswerLogProbs, rejected: AnswerLogProbs) -> dict[str, Tensor]:
+    """Metrics of pairs: by name a sum, and of how many, `[2]`."""
+    better, worse = loss_fn.reward(chosen), loss_fn.reward(rejected)
+    values = {
+        "rewards/chosen": better,
+        "rewards/rejected": worse,
+        "rewards/margins": better - worse,
+        "rewards/accuracies": (better > worse).float(),
+        "logps/chosen": chosen.policy,
+        "logps/rejected": rejected.policy,
+    }
+    return {name: sum_and_count(value) for name, value in values.items()}
+
+
+def of_labelled(loss_fn: Any, answers: AnswerLogProbs, is_good: Tensor) -> dict[str, Tensor]:
+    """The same of labelled answers, whose good ones count as chosen and the bad ones as rejected."""
+    values = {"rewards": loss_fn.reward(answers), "logps": answers.policy}
+    sides = {"chosen": is_good, "rejected": ~is_good}
+    return {f"{name}/{side}": sum_and_count(value, at) for name, value in values.items() for side, at in sides.items()}
+
+
+def sum_and_count(values: Tensor, weights: Tensor | None = None) -> Tensor:
+    """`[2]`: the sum of the `values`, or of those whose weight is 1 and not 0, and how many these are."""
+    weights = torch.ones_like(values) if weights is None else weights.to(values.dtype)
+    return torch.stack([(values * weights).sum(), weights.sum()])
+
+
+class DPO:
+    """-(1 - e) log s(m) - e log s(-m), where m is beta times the difference of the answers' log-ratios and e is
+    `label_smoothing` (Rafailov et al. 2023; Mitchell 2023). `length_normalized` takes means over tokens; it wants a
+    `beta` of about 5 (Meng et al. 2024)."""
+
+    rows, needs_reference = "preferences", True
+
+    def __init__(self, beta: PositiveFloat = 0.1, label_smoothing: Fraction = 0.0, length_normalized: bool = False):
+        self.beta, self.label_smoothing, self.length_normalized = beta, label_smoothing, length_normalized
+
+    def __call__(self, chosen: AnswerLogProbs, rejected: AnswerLogProbs) -> Tensor:
+        margin = self.reward(chosen) - self.reward(rejected)
+        return -(1 - self.label_smoothing) * F.logsigmoid(margin) - self.label_smoothing * F.logsigmoid(-margin)
+
+    def reward(self, answers: AnswerLogProbs) -> Tensor:
+        return self.beta * (answers.ratio / answers.lengths if self.length_normalized else answers.ratio)
+
+
+class IPO:
+    """(m - 1 / (2 beta))^2, where m is the difference of the log-ratios, means over tokens (Azar et al. 2023)."""
+
+    rows, needs_reference = "preferences", True
+
+    def __init__(self, beta: PositiveFloat = 0.1):
+        self.beta = beta
+
+    def __call__(self, chosen: AnswerLogProbs, rejected: AnswerLogProbs) -> Tensor:
+        return ((chosen.ratio / chosen.lengths - rejected.ratio / rejected.lengths) - 1 / (2 * self.beta)).square()
+
+    def reward(self, answers: AnswerLogProbs) -> Tensor:
+        return self.beta * answers.ratio / answers.lengths
+
+
+class SimPO:
+    """-log s(beta (a_w - a_l) - gamma), where a are means over tokens (Meng et al. 2024, whose gamma / beta is `gamma`
+    divided by `beta` here)."""
+
+    rows, needs_reference = "preferences", False
+
+    def __init__(self, beta: PositiveFloat = 2.0, gamma: NonNegativeFloat = 1.0):
+        self.beta, self.gamma = beta, gamma
+
+    def __call__(self, chosen: AnswerLogProbs, rejected: AnswerLogProbs) -> Tensor:
+        return -F.logsigmoid(self.reward(chosen) - self.reward(rejected) - self.gamma)
+
+    def reward(self, answers: AnswerLogProbs) -> Tensor:
+        return self.beta * answers.mean
+
+
+class CPO:
+    """-log s(beta (l_w - l_l)) + nll * NLL_w, where l are sums and NLL_w is the mean over the chosen answer's tokens
+    (Xu et al. 2024)."""
+
+    rows, needs_reference = "preferences", False
+
+    def __init__(self, beta: PositiveFloat = 0.1, nll: NonNegativeFloat = 1.0):
+        self.beta, self.nll = beta, nll
+
+    def __call__(self, chosen: AnswerLogProbs, rejected: AnswerLogProbs) -> Tensor:
+        return -F.logsigmoid(self.reward(chosen) - self.reward(rejected)) - self.nll * chosen.mean
+
+    def reward(self, answers: AnswerLogProbs) -> Tensor:
+        return self.beta * answers.policy
+
+
+class ORPO:
+    """NLL_w - beta log s(log odds_w - log odds_l), where odds = p / (1 - p) and log p is the mean over an answer's
+    tokens (Hong et al. 2024)."""
+
+    rows, needs_reference = "preferences", False
+
+    def __init__(self, beta: PositiveFloat = 0.1):
+        self.beta = beta
+
+    def __call__(self, chosen: AnswerLogProbs, rejected: AnswerLogProbs) -> Tensor:
+        log_odds = _log_odds(chosen.mean) - _log_odds(rejected.mean)
+        return -chosen.mean - self.beta * F.logsigmoid(log_odds)
+
+    def reward(self, answers: AnswerLogProbs) -> Tensor:
+        return self.beta * answers.mean
+
+
+class KTO:
+    """desirable (1 - s(beta (r - z))) for good answers, undesirable (1 - s(beta (z - r))) for bad ones, where r is the
+    log-ratio and z = max(0, mean log-ratio of the global batch's prompts with answers to others) is a constant
+    (Ethayarajh et al. 2024). Weigh the two so that together the good and the bad answers count about the same."""
+
+    rows, needs_reference = "labelled", True
+
+    def __init__(
+        self, beta: PositiveFloat = 0.1, desirable: NonNegativeFloat = 1.0, undesirable: NonNegativeFloat = 1.0
+    ):
+        self.beta, self.desirable, self.undesirable = beta, desirable, undesirable
+
+    def __call__(self, answers: AnswerLogProbs, is_good: Tensor, mismatched_ratio: Tensor) -> Tensor:
+        """`is_good` `[answers]`; `mismatched_ratio` is the mean of the mismatched ones, a scalar."""
+        margin = self.beta * (answers.ratio - mismatched_ratio.clamp(min=0))
+        good, bad = self.desirable * torch.sigmoid(-margin), self.undesirable * torch.sigmoid(margin)
+        return torch.where(is_good, good, bad)
+
+    def reward(self, answers: AnswerLogProbs) -> Tensor:
+        return self.beta * answers.ratio
+
+
+def _log_odds(log_p: Tensor) -> Tensor:
+    """log(p / (1 - p)), in fp32 also for small p; a p of 1 counts as a little less, or it would be infinite."""
+    log_p = log_p.clamp(max=-1e-6)
+    return log_p - torch.where(log_p > -0.7, torch.log(-torch.expm1(log_p)), torch.log1p(-torch.exp(log_p)))
