@@ -57,6 +57,10 @@ class Outcome:
     needs: int = 0  # tokens before the first learned one, where all of these were cut off
 
 
+class Dropped(Exception):
+    """A row is of no use; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A row's content as text, with the character spans to learn."""
@@ -99,16 +103,15 @@ class RowReader:
         drafts = [_with_place(place, self._drafts, row) for place, row in rows]
         texts = [draft.text for each in drafts if isinstance(each, list) for draft in each]
         encodings = iter(self.tokenizer.encode_with_offsets(texts))
-        outcomes = [
-            _with_place(place, self._together, place, each, [next(encodings) for _ in each])
-            if isinstance(each, list)
-            else each
-            for (place, _), each in zip(rows, drafts, strict=True)
+
+        def finished(place: str, row: Row, drafts: list[Draft]) -> Outcome:
+            outcome = self._together(place, drafts, [next(encodings) for _ in drafts])
+            return self._with_columns(row, outcome) if self.extra_columns else outcome
+
+        return [
+            _with_place(place, finished, place, row, each) if isinstance(each, list) else each
+            for (place, row), each in zip(rows, drafts, strict=True)
         ]
-        if self.extra_columns:
-            pairs = zip(rows, outcomes, strict=True)
-            outcomes = [_with_place(place, self._with_columns, row, outcome) for (place, row), outcome in pairs]
-        return outcomes
 
     @property
     def format_name(self) -> str | None:
@@ -120,20 +123,20 @@ class RowReader:
         (encoding,) = self.tokenizer.encode_with_offsets([draft.text])
         return self._labelled(draft, encoding)
 
-    def _drafts(self, row: Any) -> list[Draft] | Outcome:
-        """What a row says: one content, or in preference rows one for each answer."""
+    def _drafts(self, row: Any) -> list[Draft]:
+        """What a row says: one content, or one for each answer of a preference row. Raises Dropped if it is of no use."""
         if isinstance(row, TuneError):
             raise row
         if not isinstance(row, dict):
             raise TuneError(f"the row is {'null' if row is None else shown(row)}; it must be an object with columns")
         if self._is_held_out(row) != self.validation:
-            return Outcome(dropped=FOR_TRAINING if self.validation else HELD_OUT)
+            raise Dropped(FOR_TRAINING if self.validation else HELD_OUT)
         if self.filter and not _called(self.filter, "filter", row):
-            return Outcome(dropped=LEFT_OUT + self.filter)
+            raise Dropped(LEFT_OUT + self.filter)
         if isinstance(self.format, str):
             row = _called(self.format, "format", row)
             if row is None:
-                return Outcome(dropped=LEFT_OUT + self.format)
+                raise Dropped(LEFT_OUT + self.format)
             if not isinstance(row, dict):
                 raise TuneError(f"{self.format} gives {shown(row)}; it must give a row, or None to leave it out")
             format = recognise(row, {}, f"what {self.format} gives", FORMATS[self.kind])
@@ -142,27 +145,20 @@ class RowReader:
         row = renamed(row, format, self.columns)
         content = format.read(row)
         if isinstance(content, str):
-            return Outcome(dropped=content)
+            raise Dropped(content)
         if isinstance(content, Answers):
-            drafts = [self._draft(row, format, each) for each in content.contents]
-            if refused := [each for each in drafts if isinstance(each, Outcome)]:
-                return refused[0]
-            return [
-                replace(draft, columns=columns)
-                for draft, columns in zip(drafts, content.columns, strict=True)
-                if isinstance(draft, Draft)
-            ]
-        draft = self._draft(row, format, content)
-        return draft if isinstance(draft, Outcome) else [draft]
+            answers = zip(content.contents, content.columns, strict=True)
+            return [replace(self._draft(row, format, each), columns=columns) for each, columns in answers]
+        return [self._draft(row, format, content)]
 
-    def _draft(self, row: Row, format: Format, content: Content) -> Draft | Outcome:
+    def _draft(self, row: Row, format: Format, content: Content) -> Draft:
         used_or_ignored = (*self.ignore, *self.extra_columns)
         require_meaning(row, format, content, used_or_ignored)
         if isinstance(content, Chat):
             content = flagged(content, self.train_on)
             if not any(message["train"] for message in content.messages):
                 has_answer = any(message["role"] == "assistant" for message in content.messages)
-                return Outcome(dropped="no message to learn" if has_answer else "no assistant message")
+                raise Dropped("no message to learn" if has_answer else "no assistant message")
         draft = self._rendered(content)
         found = remarks(content, draft.text, self.tokenizer) if isinstance(content, Chat) else []
         return replace(draft, remarks=found + columns_left_out(row, format, used_or_ignored, draft.text))
@@ -246,7 +242,7 @@ class RowReader:
         reader = self
         if (total := sum(lengths)) > self.max_seq_len:
             if self.too_long == "drop":
-                return Outcome(dropped=TOO_LONG)
+                raise Dropped(TOO_LONG)
             if self.too_long == "error":
                 raise TuneError(f"the row has {total:,} tokens, which is more than max_seq_len={self.max_seq_len}")
             left, limit = self.max_seq_len, 0
@@ -262,7 +258,7 @@ class RowReader:
         samples = [outcome.samples[0] for outcome in outcomes]
         if any(np.array_equal(samples[0].tokens, each.tokens) for each in samples[1:]):
             is_cut = any(outcome.cut for outcome in outcomes)
-            return Outcome(dropped=f"chosen equal to rejected{' as far as they fit' * is_cut}")
+            raise Dropped(f"chosen equal to rejected{' as far as they fit' * is_cut}")
         group = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big")
         return Outcome(
             [replace(sample, columns={**sample.columns, "group": group}) for sample in samples],
@@ -385,10 +381,12 @@ def _messages_of(chat: Chat, head: int, start: int, end: int) -> Chat:
 
 
 def _with_place(place: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What the function gives; a TuneError becomes the row's mistake, unless the row says something else: all rows are
-    likely to do so."""
+    """What the function gives, or what became of the row instead. A row that says something else than its format is an
+    error at once: all rows are likely to do so."""
     try:
         return function(*arguments)
+    except Dropped as reason:
+        return Outcome(dropped=str(reason))
     except OtherMeaning as error:
         raise OtherMeaning(f"{place}: {error}") from None
     except TuneError as error:
