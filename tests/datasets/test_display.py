@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tune.datasets import Dataset, RowReader, load, mix
-from tune.datasets.display import document, first_row, histogram, marked, parts_of, preview
+from tune.datasets.display import document, first_row, histogram, marked, parts_of
 from tune.datasets.stream import Stream
 from tune.datasets.warnings import overlap, warnings_of
 from tune.tokenizers import Tokenizer
@@ -97,8 +97,8 @@ def test_histogram_counts_each_sample_in_a_range_of_doubled_width():
 
 def test_copies_are_samples_with_the_tokens_of_an_earlier_one(dataset, tokenizer):
     one, other = chat("a", "b"), chat("a", "c")
-    assert preview(dataset([one, other, one, {**one, "id": 3}]), tokenizer, 1).copies == 2
-    assert preview(dataset([one, other]), tokenizer, 1).copies == 0
+    assert dataset([one, other, one, {**one, "id": 3}]).copies == 2
+    assert dataset([one, other]).copies == 0
 
 
 def test_validation_samples_that_are_trained_on(dataset):

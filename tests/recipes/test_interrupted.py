@@ -205,7 +205,7 @@ def test_one_of_two_processes_is_killed(inputs, run_recipe):
         ("dataset.path=nowhere.jsonl", "dataset: nowhere.jsonl does not exist"),
         ("output_dir=/proc/run", "output_dir: /proc/run cannot be made"),
         ("optimizer.lr=1e30", "loss is nan at step"),
-        ("{one_row}", "has 1 rows for 2 data-parallel processes: use at most 1 processes"),
+        ("{one_row}", "has 1 rows for 2 data-parallel processes: use at most 1"),
     ],
 )
 def test_two_processes_say_it_once(override, says, inputs, contents):

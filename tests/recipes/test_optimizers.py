@@ -154,7 +154,7 @@ def test_in_backward_or_in_a_step_is_the_same(recipe, common, tmp_path):
 
 def test_in_backward_wants_one_micro_batch(common, tmp_path):
     one_backward = ["optimizer_in_backward=true", "max_grad_norm=null", "micro_batch_size=2"]
-    with pytest.raises(TuneError, match="Set micro_batch_size to 8, or global_batch_size to 2"):
+    with pytest.raises(TuneError, match="Set global_batch_size to 2, or micro_batch_size to 8"):
         train("full_finetune", tmp_path / "run", *common, *one_backward)
 
 

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from tune.cli.prepare import settings
 from tune.config import instantiate, instantiate_data
-from tune.datasets.display import MARKS, Document, Preview, marked, parts_of, preview
+from tune.datasets import Dataset
+from tune.datasets.display import MARKS, Document, first_rows, histogram, marked, parts_of
 from tune.datasets.stream import Stream
 from tune.datasets.warnings import warnings_about
 from tune.errors import TuneError
@@ -59,7 +60,8 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
             hint = did_you_mean(options.source, names)
             raise TuneError(f"--source {options.source}: there is no such part.{hint} There are {', '.join(names)}")
 
-    previews = {name: preview(part, tokenizer, options.rows) for name, part in (training | held_out).items()}
+    parts = training | held_out
+    shown = {name: (part, [*first_rows(part, tokenizer, options.rows)]) for name, part in parts.items()}
     warnings = warnings_about(training, held_out, tokenizer)
     if isinstance(dataset, Stream):
         tables.append("a stream: only its first rows were read")
@@ -71,7 +73,7 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
             file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor", no_color=False
         )
     colours = console.color_system is not None and not console.no_color
-    for line in report(previews, tables, warnings, colours):
+    for line in report(shown, tables, warnings, colours):
         if colours:
             console.print(line, soft_wrap=True)
         else:
@@ -84,15 +86,19 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         print(f"{options.html} is written; warnings: {len(warnings)}")
 
 
-def report(previews: dict[str, Preview], tables: list[str], warnings: list[str], colours: bool) -> Iterator[Text]:
+Shown = tuple[Dataset, list[list[Document]]]
+"""A dataset, and the documents of its first rows."""
+
+
+def report(parts: dict[str, Shown], tables: list[str], warnings: list[str], colours: bool) -> Iterator[Text]:
     """The whole report, one paragraph at a time; without colours, learned tokens stand between marks."""
     if colours:
         yield Text.assemble("tokens that are ", ("learned", STYLES[True][0]), " or ", ("only read", STYLES[False][0]))
     else:
         yield Text(f"learned tokens stand between {MARKS[0]} and {MARKS[1]}")
-    for name, shown in previews.items():
-        capacity = shown.accounting.row_capacity
-        for number, row in enumerate(shown.rows, 1):
+    for name, (dataset, rows) in parts.items():
+        capacity = dataset.accounting.row_capacity
+        for number, row in enumerate(rows, 1):
             tokens = sum(len(document.tokens) for document in row)
             packing = f", {tokens:,} of {capacity:,} tokens ({tokens / capacity:.1%} full)" if capacity else ""
             documents = f"{len(row)} document{'s' * (len(row) > 1)}"
@@ -102,8 +108,8 @@ def report(previews: dict[str, Preview], tables: list[str], warnings: list[str],
                 yield Text(f"sample {index}: {len(document.tokens):,} tokens, {learned:,} learned", "italic")
                 yield _coloured(document) if colours else Text(marked(document))
         yield Text(f"\n{name}, tokens per sample", "bold")
-        yield from map(Text, _bars(shown.lengths))
-        yield Text(f"copies of another sample: {shown.copies:,} of {shown.accounting.samples:,}")
+        yield from map(Text, _bars(histogram(dataset.lengths)))
+        yield Text(f"copies of another sample: {dataset.copies:,} of {len(dataset.lengths):,}")
     for table in tables:
         yield Text(f"\n{table}")
     yield Text("\nwarnings" if warnings else "\nno warnings", "bold")

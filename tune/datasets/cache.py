@@ -177,11 +177,8 @@ def _elsewhere(file: File) -> str:
     about = file.filesystem.info(file.path)
     if told := {name: str(value) for name, value in about.items() if value and CHANGES.search(name)}:
         return hash_of(file.path, about.get("size"), told)
-    digest = hashlib.blake2b()
     with file.filesystem.open(file.path, "rb") as stream:
-        while block := stream.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "blake2b").hexdigest()
 
 
 def _digest(file: Path, memory: Path) -> str:

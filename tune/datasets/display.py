@@ -1,13 +1,13 @@
 """What is worth a look in a dataset before it is trained on, as facts."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 
 from tune.collators import IGNORE, Sample
-from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset
 from tune.datasets.mix import Mixture
 from tune.datasets.stream import Stream
@@ -40,20 +40,6 @@ class Document:
         return int(np.count_nonzero(np.asarray(self.sample.labels) != IGNORE))
 
 
-@dataclass(frozen=True)
-class Preview:
-    """The first training rows of a dataset, and what all of its samples are like.
-
-    `lengths` counts the samples of each range of tokens, both ends included: (first, last, samples). `copies` counts
-    samples whose tokens are those of an earlier one.
-    """
-
-    rows: list[list[Document]]
-    accounting: Accounting
-    lengths: list[tuple[int, int, int]]
-    copies: int
-
-
 def parts_of(dataset: Dataset | Mixture | Stream | None, name: str) -> dict[str, Dataset]:
     """A mixture's sources as name/source, of a stream its first window, or the dataset itself."""
     if isinstance(dataset, Mixture):
@@ -65,18 +51,13 @@ def parts_of(dataset: Dataset | Mixture | Stream | None, name: str) -> dict[str,
 
 def first_row(dataset: Dataset | Mixture | Stream, tokenizer: Tokenizer) -> list[Document]:
     """The documents of the first row of what will be trained on, not in the order of training."""
-    part = next(iter(parts_of(dataset, "").values()))
-    return [document(sample, tokenizer) for sample in part.row(0)]
+    return next(first_rows(next(iter(parts_of(dataset, "").values())), tokenizer, 1))
 
 
-def preview(dataset: Dataset, tokenizer: Tokenizer, rows: int) -> Preview:
-    """Its first rows, and what all of it is like."""
-    return Preview(
-        [[document(sample, tokenizer) for sample in dataset.row(index)] for index in range(min(rows, len(dataset)))],
-        dataset.accounting,
-        histogram(dataset.lengths),
-        dataset.copies,
-    )
+def first_rows(dataset: Dataset, tokenizer: Tokenizer, number: int) -> Iterator[list[Document]]:
+    """The documents of each of the first rows."""
+    for index in range(min(number, len(dataset))):
+        yield [document(sample, tokenizer) for sample in dataset.row(index)]
 
 
 def document(sample: Sample, tokenizer: Tokenizer) -> Document:

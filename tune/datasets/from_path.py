@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any, Literal
 
@@ -120,10 +121,7 @@ def _stream(source: Source, reader: RowReader, pack_to: int | None, workers: int
     workers = workers or max(1, available_cores() // here)
     names = [file.name for file in source.files]
     fingerprint = hash_of(names, reader.tokenizer.fingerprint, _settings(reader), bool(pack_to), window)
-
-    def chunks(start: int) -> Iterator[Chunk]:
-        return _chunks(source, reader, Accounting(), workers, start)
-
+    chunks = partial(_chunks, source, reader, Accounting(), workers)
     return Stream(chunks, source.name, reader.max_seq_len, pack_to, window, fingerprint)
 
 

@@ -167,32 +167,27 @@ def _steps_of_a_stream(stream: Stream, epochs: int, max_steps: int | None) -> in
 
 def _check_rows(dataset: Dataset | Mixture, ranks: int) -> None:
     if len(dataset) < ranks:
-        rows = f"{len(dataset)} packed rows" if dataset.accounting.row_capacity else f"{len(dataset)} rows"
-        instead = f" or packed=false ({dataset.accounting.samples} rows)" if dataset.accounting.row_capacity else ""
+        instead = f", or packed=false ({dataset.accounting.samples} rows)" if dataset.accounting.row_capacity else ""
         raise TuneError(
-            f"{dataset.accounting.source} has {rows} for {ranks} data-parallel processes: "
-            f"use at most {len(dataset)} processes{instead}"
+            f"{dataset.accounting.source} has {len(dataset)} rows for {ranks} data-parallel processes: "
+            f"use at most {len(dataset)}{instead}"
         )
 
 
 def _check_sizes(ranks: int, global_batch_size: int, micro_batch_size: int, accumulate: bool) -> None:
     together = ranks * micro_batch_size
-    if not accumulate and global_batch_size != together:
-        whole = f"micro_batch_size to {global_batch_size // ranks}" if global_batch_size % ranks == 0 else ""
-        raise TuneError(
-            f"optimizer_in_backward=true updates in the one backward of a step: global_batch_size={global_batch_size} "
-            f"must be micro_batch_size={micro_batch_size} x {ranks} data-parallel processes. Set "
-            f"{whole + ', or ' if whole else ''}global_batch_size to {together}"
-        )
-    if global_batch_size % together == 0:
+    if global_batch_size == together or (accumulate and global_batch_size % together == 0):
         return
-    message = (
-        f"global_batch_size={global_batch_size} is not a multiple of {together} "
-        f"(micro_batch_size={micro_batch_size} x {ranks} data-parallel processes). "
+    wrong, fitting = "is not a multiple of", [together]
+    micro = [size for size in range(1, global_batch_size) if global_batch_size % (ranks * size) == 0]
+    if accumulate:
+        below = global_batch_size // together * together
+        fitting = [size for size in (below, below + together) if size]
+    else:
+        wrong = "with optimizer_in_backward=true, which updates in the one backward of a step, must be"
+        micro = [global_batch_size // ranks] if global_batch_size % ranks == 0 else []
+    others = f", or micro_batch_size to {', '.join(map(str, micro))}" if micro else ""
+    raise TuneError(
+        f"global_batch_size={global_batch_size} {wrong} {together} (micro_batch_size={micro_batch_size} x {ranks} "
+        f"data-parallel processes). Set global_batch_size to {' or '.join(map(str, fitting))}{others}"
     )
-    below = global_batch_size // together * together
-    message += f"Set global_batch_size to {f'{below} or ' if below else ''}{below + together}"
-    fitting = [size for size in range(1, global_batch_size) if global_batch_size % (ranks * size) == 0]
-    if fitting:
-        message += f", or micro_batch_size to {', '.join(map(str, fitting))}"
-    raise TuneError(message)

@@ -124,7 +124,7 @@ class RowReader:
         return self._labelled(draft, encoding)
 
     def _drafts(self, row: Any) -> list[Draft]:
-        """What a row says: one content, or one for each answer of a preference row. Raises Dropped if it is of no use."""
+        """What a row says: one content, or one for each of several answers. Raises Dropped if it is of no use."""
         if isinstance(row, TuneError):
             raise row
         if not isinstance(row, dict):

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from tune.errors import TuneError
 from tune.tokenizers import Message
 
 Row = dict[str, Any]
@@ -45,6 +46,12 @@ class Answers:
 
 Content = Chat | Plain | Tokens
 """What is read and learned as one sample."""
+
+
+def require(is_right: bool, place: str, value: Any, kind: str) -> None:
+    """Raises TuneError unless it `is_right`: the value there must be of this kind."""
+    if not is_right:
+        raise TuneError(f"{place} is {shown(value)}; it must be {kind}")
 
 
 def shown(value: Any) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tune.collators import IGNORE
-from tune.datasets.formats.content import Answers, Chat, Content, Plain, Row, Tokens, shown
+from tune.datasets.formats.content import Answers, Chat, Content, Plain, Row, Tokens, require, shown
 from tune.datasets.formats.messages import checked_messages, checked_tools, conversation, is_empty_answer
 from tune.datasets.formats.preferences import instructed, labelled, preference
 from tune.errors import TuneError
@@ -30,8 +30,7 @@ def sharegpt(row: Row) -> Content | str:
 def alpaca(row: Row) -> Content | str:
     """`instruction` and `output`, optional `input` (put behind the instruction) and `system`: a chat of one turn."""
     for name in ("instruction", "output", "input"):
-        if not isinstance(row.get(name), str | None):
-            raise TuneError(f"{name} is {shown(row[name])}; it must be a string")
+        require(isinstance(row.get(name), str | None), name, row.get(name), "a string")
     if not row["output"]:
         return "empty output"
     question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
@@ -61,8 +60,7 @@ def prompt_completion(row: Row) -> Content | str:
 
 def text(row: Row) -> Content | str:
     """`text`: one string, learned from beginning to end."""
-    if not isinstance(row["text"], str | None):
-        raise TuneError(f"text is {shown(row['text'])}; it must be a string")
+    require(isinstance(row["text"], str | None), "text", row["text"], "a string")
     return Plain("", row["text"]) if row["text"] else "empty text"
 
 
@@ -138,8 +136,8 @@ FORMATS = {
 
 def _ids(row: Row, column: str) -> list[int]:
     values = row[column]
-    if not isinstance(values, list) or not all(type(value) is int for value in values):
-        raise TuneError(f"{column} is {shown(values)}; it must be a list of integers")
+    is_right = isinstance(values, list) and all(type(value) is int for value in values)
+    require(is_right, column, values, "a list of integers")
     return values
 
 

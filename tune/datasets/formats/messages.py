@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from tune.datasets.formats.content import Row, shown
+from tune.datasets.formats.content import Row, require, shown
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
 from tune.tokenizers import Message
@@ -27,8 +27,7 @@ def conversation(row: Row, column: str) -> list[Message]:
         messages = _parsed(messages, column)  # all that CSV can hold
     messages = checked_messages(messages, column)
     system = row.get("system")
-    if not isinstance(system, str | None):
-        raise TuneError(f"system is {shown(system)}; it must be a string")
+    require(isinstance(system, str | None), "system", system, "a string")
     if not system or messages[0] == {"role": "system", "content": system}:
         return messages
     if messages[0]["role"] == "system":
@@ -37,8 +36,7 @@ def conversation(row: Row, column: str) -> list[Message]:
 
 
 def checked_messages(messages: Any, column: str) -> list[Message]:
-    if not isinstance(messages, list) or not messages:
-        raise TuneError(f"{column} is {shown(messages)}; it must be a list of messages")
+    require(isinstance(messages, list) and len(messages) > 0, column, messages, "a list of messages")
     return [_checked(message, f"{column}[{index}]") for index, message in enumerate(messages)]
 
 
@@ -51,14 +49,13 @@ def checked_tools(tools: Any) -> list | None:
     """A list of JSON schemas, also as a string (a Parquet column cannot hold schemas of several shapes otherwise)."""
     if isinstance(tools, str):
         tools = _parsed(tools, "tools") if tools.strip() else None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise TuneError(f"tools is {shown(tools)}; it must be a list of JSON schemas")
+    is_right = tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))
+    require(is_right, "tools", tools, "a list of JSON schemas")
     return tools or None
 
 
 def _checked(message: Any, place: str) -> Message:
-    if not isinstance(message, dict):
-        raise TuneError(f"{place} is {shown(message)}; it must be an object with role and content")
+    require(isinstance(message, dict), place, message, "an object with role and content")
     message = {key: value for key, value in message.items() if value is not None}
     if "from" in message and "role" not in message:
         message = _from_share_gpt(message, place)
@@ -72,24 +69,23 @@ def _checked(message: Any, place: str) -> Message:
         if not message["tool_calls"]:
             del message["tool_calls"]
     content = _joined(message.get("content"), f"{place}.content")
-    if not isinstance(content, str) and not (content is None and "tool_calls" in message):
-        raise TuneError(f"{place}.content is {shown(content)}; it must be a string")
+    is_right = isinstance(content, str) or (content is None and "tool_calls" in message)
+    require(is_right, f"{place}.content", content, "a string")
     if content is not None:
         message["content"] = content
     for name in REASONING:
-        if not isinstance(message.get(name, ""), str):
-            raise TuneError(f"{place}.{name} is {shown(message[name])}; it must be a string")
+        require(isinstance(message.get(name, ""), str), f"{place}.{name}", message.get(name), "a string")
     return _with_train(message, place)
 
 
 def _from_share_gpt(message: Message, place: str) -> Message:
     """`from` and `value` as `role` and `content`."""
-    name, value = message["from"], message.get("value")
+    name: Any = message["from"]
+    value: Any = message.get("value")
     if not isinstance(name, str) or name not in SHARE_GPT_ROLES:
         hint = did_you_mean(str(name), SHARE_GPT_ROLES)
         raise TuneError(f"{place}.from is {shown(name)}; it must be one of {', '.join(SHARE_GPT_ROLES)}.{hint}")
-    if not isinstance(value, str):
-        raise TuneError(f"{place}.value is {shown(value)}; it must be a string")
+    require(isinstance(value, str), f"{place}.value", value, "a string")
     rest = {key: item for key, item in message.items() if key not in ("from", "value")}
     if name == "function_call":
         calls = _parsed(value, f"{place}.value")
@@ -104,15 +100,14 @@ def _joined(content: Any, place: str) -> Any:
     for index, part in enumerate(content):
         if part.get("type") != "text":
             raise TuneError(f"{place}[{index}].type is {shown(part.get('type'))}; only parts of text can be learned")
-        if not isinstance(part.get("text"), str):
-            raise TuneError(f"{place}[{index}].text is {shown(part.get('text'))}; it must be a string")
+        require(isinstance(part.get("text"), str), f"{place}[{index}].text", part.get("text"), "a string")
     return "".join(part["text"] for part in content)
 
 
 def _tool_calls(calls: Any, role: str, place: str) -> list[dict[str, Any]]:
     """As `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, which all templates read."""
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise TuneError(f"{place} is {shown(calls)}; it must be a list of calls")
+    is_right = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+    require(is_right, place, calls, "a list of calls")
     if calls and role != "assistant":
         raise TuneError(f"{place}: the message is of the role {role}; only the assistant calls tools")
     return [_tool_call(call, f"{place}[{index}]") for index, call in enumerate(calls)]
@@ -132,8 +127,7 @@ def _tool_call(call: dict[str, Any], place: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"{place}.arguments") if arguments.strip() else None
-    if not isinstance(arguments, dict | None):
-        raise TuneError(f"{place}.arguments is {shown(arguments)}; it must be an object, or an object as JSON")
+    require(isinstance(arguments, dict | None), f"{place}.arguments", arguments, "an object, or an object as JSON")
     return {"type": "function", **rest, "function": {**function, "arguments": arguments or {}}}
 
 
@@ -141,11 +135,9 @@ def _with_train(message: Message, place: str) -> Message:
     """`weight: 0 | 1`, as OpenAI's files have it, as `train`."""
     weight = message.pop("weight", None)
     if weight is not None:
-        if weight not in (0, 1):
-            raise TuneError(f"{place}.weight is {shown(weight)}; it must be 0 (not learned) or 1")
+        require(weight in (0, 1), f"{place}.weight", weight, "0 (not learned) or 1")
         message.setdefault("train", bool(weight))
-    if not isinstance(message.get("train", True), bool):
-        raise TuneError(f"{place}.train is {shown(message['train'])}; it must be true or false")
+    require(isinstance(message.get("train", True), bool), f"{place}.train", message.get("train"), "true or false")
     return message
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tune.datasets.formats.content import Answers, Chat, Content, Plain, Row, Tokens, shown
+from tune.datasets.formats.content import Answers, Chat, Content, Plain, Row, Tokens, require, shown
 from tune.datasets.formats.messages import checked_messages, checked_tools, conversation
 from tune.errors import TuneError
 
@@ -35,12 +35,10 @@ def preference(row: Row) -> Answers | str:
 def instructed(row: Row) -> Answers | str:
     """`instruction`, `chosen` and `rejected`: strings, as a chat of one turn; optional `system`."""
     instruction, rejected = row["instruction"], row["rejected"]
-    if not isinstance(instruction, str) or not instruction:
-        raise TuneError(f"instruction is {shown(instruction)}; it must be a string")
+    require(isinstance(instruction, str) and instruction != "", "instruction", instruction, "a string")
     several = rejected if isinstance(rejected, list) else [rejected]
     for name, answer in (("chosen", row["chosen"]), *(("rejected", each) for each in several)):
-        if not isinstance(answer, str | None):
-            raise TuneError(f"{name} is {shown(answer)}; it must be a string")
+        require(isinstance(answer, str | None), name, answer, "a string")
         if not answer:
             return f"empty {name}"
     answers = [[{"role": "assistant", "content": answer}] for answer in (row["chosen"], *several)]
@@ -52,8 +50,8 @@ def labelled(read: Callable[[Row], Content | str]) -> Callable[[Row], Answers | 
 
     def read_labelled(row: Row) -> Answers | str:
         label, content = row["label"], read(row)
-        if label not in (0, 1) or not isinstance(label, bool | int):
-            raise TuneError(f"label is {shown(label)}; it must be true (a good answer) or false (a bad one)")
+        is_right = label in (0, 1) and isinstance(label, bool | int)
+        require(is_right, "label", label, "true (a good answer) or false (a bad one)")
         if isinstance(content, str):
             return content
         assert not isinstance(content, Tokens)
@@ -113,7 +111,6 @@ def _answered(chat: Chat, place: str) -> Chat:
 
 def _compared(row: Row, contents: list[Any]) -> Answers:
     margin = row.get("margin")
-    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
-        raise TuneError(f"margin is {shown(margin)}; it must be a number")
+    require(isinstance(margin, int | float | None) and not isinstance(margin, bool), "margin", margin, "a number")
     columns = [{"answer": index, "margin": float(margin or 0)} for index in range(len(contents))]
     return Answers(contents, columns)
