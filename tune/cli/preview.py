@@ -13,7 +13,6 @@ from rich.text import Text
 
 from tune.cli.prepare import settings
 from tune.config import instantiate, instantiate_data
-from tune.datasets import Dataset
 from tune.datasets.display import MARKS, Document, first_rows, histogram, marked, parts_of
 from tune.datasets.stream import Stream
 from tune.datasets.warnings import warnings_about
@@ -60,8 +59,7 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
             hint = did_you_mean(options.source, names)
             raise TuneError(f"--source {options.source}: there is no such part.{hint} There are {', '.join(names)}")
 
-    parts = training | held_out
-    shown = {name: (part, [*first_rows(part, tokenizer, options.rows)]) for name, part in parts.items()}
+    shown = {name: (each, [*first_rows(each, tokenizer, options.rows)]) for name, each in (training | held_out).items()}
     warnings = warnings_about(training, held_out, tokenizer)
     if isinstance(dataset, Stream):
         tables.append("a stream: only its first rows were read")
@@ -86,12 +84,8 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         print(f"{options.html} is written; warnings: {len(warnings)}")
 
 
-Shown = tuple[Dataset, list[list[Document]]]
-"""A dataset, and the documents of its first rows."""
-
-
-def report(parts: dict[str, Shown], tables: list[str], warnings: list[str], colours: bool) -> Iterator[Text]:
-    """The whole report, one paragraph at a time; without colours, learned tokens stand between marks."""
+def report(parts: dict[str, tuple], tables: list[str], warnings: list[str], colours: bool) -> Iterator[Text]:
+    """The whole report on datasets and their first rows, one paragraph at a time; without colours, with marks."""
     if colours:
         yield Text.assemble("tokens that are ", ("learned", STYLES[True][0]), " or ", ("only read", STYLES[False][0]))
     else:
