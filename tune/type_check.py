@@ -69,6 +69,6 @@ def show(value: Any) -> str:
 
 
 def _expressible(kinds: Iterable[Any]) -> list[Any]:
-    """Those that YAML has values of."""
+    """Those that YAML has values for."""
     known = (Any, Union, UnionType, Annotated, Literal, *LISTS, *GROUPS, *SCALARS)
     return [kind for kind in kinds if (get_origin(kind) or kind) in known]

@@ -83,7 +83,8 @@ def test_an_unknown_key(argument: str, finding: str) -> None:
         ("loss.chunk_tokens=0", "loss.chunk_tokens: 0 is not a positive integer or null."),
         ("memory=full", "memory: is a group of keys, not the single value 'full'. Its keys:"),
         ("optimizer=adam", "optimizer: is a group of keys, not the single value 'adam'. Its keys:"),
-        ("seed.x=1", "seed: is a single value, not a group of keys (x)."),
+        ("seed.x=1", "seed: {'x': 1} is not a non-negative integer."),
+        ("seed._component_=torch.optim.SGD", "seed: {'_component_': 'torch.optim.SGD'} is not a non-negative integer."),
         ("max_steps.x=1", "max_steps: {'x': 1} is not a positive integer or null."),
     ],
 )

@@ -14,6 +14,6 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def find(name: str) -> Path:
-    """A recipe, or a config: by its name with .yaml, or without where no recipe has that name."""
+    """The file of a recipe, or of a config: its name may lack .yaml where no recipe has that name."""
     is_config = name.endswith(".yaml") or name in {*config.list_configs()} - {*config.list_recipes()}
     return config.find_config(name) if is_config else config.find_recipe(name)

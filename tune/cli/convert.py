@@ -20,7 +20,7 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def convert(source: Path, out: Path) -> list[str]:
-    """Write the model at `source` to `out`, which appears when it is complete; returns what people should check.
+    """Write the model at `source` to `out`, which appears when it is complete; returns notes on what to check.
 
     Raises:
         TuneError: `source` has an unknown format or architecture, or is damaged.
@@ -44,7 +44,7 @@ def convert(source: Path, out: Path) -> list[str]:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[None]:
-    """For the code that writes `out`. Raises TuneError if `out` is not empty or the system cannot write it."""
+    """Around the code that writes `out`. Raises TuneError if `out` is not empty or cannot be written."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TuneError(f"{out} exists already. Name a folder that is absent or empty.")
     try:

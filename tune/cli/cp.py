@@ -26,7 +26,7 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     if source.suffix == ".py":
         settings = target.with_suffix(".yaml")
         copies[settings] = config.find_config(source.stem)
-        names = {  # by which a recipe speaks of itself
+        names = {  # how a recipe names itself
             f'"{source.stem}"': f'"{target.stem}"',
             f"recipes/{source.name}": str(target),
             f"configs/{source.stem}.yaml": str(settings),

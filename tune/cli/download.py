@@ -22,7 +22,7 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def download(hub_id: str, revision: str | None, out: Path) -> None:
-    """Write the files of a model that training needs to `out`; those that are complete there are not fetched again."""
+    """Write the files of a model that training needs to `out`; complete files there are not fetched again."""
     try:
         import huggingface_hub
         from huggingface_hub import errors
@@ -41,7 +41,7 @@ def download(hub_id: str, revision: str | None, out: Path) -> None:
         model = huggingface_hub.HfApi().model_info(hub_id, revision=revision)
         for file in wanted(sibling.rfilename for sibling in model.siblings):
             huggingface_hub.hf_hub_download(hub_id, file, revision=model.sha, local_dir=out)
-        (out / HUB_ID).write_text(model.id)  # for the cards of what is trained from it
+        (out / HUB_ID).write_text(model.id)  # for the model cards of what is trained from it
     except tuple(explanations) as error:
         raise TuneError(next(text for kind, text in explanations.items() if isinstance(error, kind))) from error
     except (errors.HTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:

@@ -20,9 +20,9 @@ from tune.errors import TuneError
 from tune.lookup import did_you_mean
 
 STYLES = {True: ("black on pale_green1", "black on pale_green3"), False: ("grey62", "grey50")}
-BAR = 40  # characters of the longest one
+BAR = 40  # characters of the longest bar
 
-# Lines are wrapped where the window ends, which copying them leaves out.
+# The browser wraps long lines, so that text copied from the page has no line breaks that the data lacks.
 HTML = """\
 <!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>tune preview</title>
@@ -85,7 +85,7 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def report(parts: dict[str, tuple], tables: list[str], warnings: list[str], colours: bool) -> Iterator[Text]:
-    """The whole report on datasets and their first rows, one paragraph at a time; without colours, with marks."""
+    """The lines of the report on datasets and their first rows; without colours, with marks around what is learned."""
     if colours:
         yield Text.assemble("tokens that are ", ("learned", STYLES[True][0]), " or ", ("only read", STYLES[False][0]))
     else:
@@ -111,7 +111,7 @@ def report(parts: dict[str, tuple], tables: list[str], warnings: list[str], colo
 
 
 def _coloured(document: Document) -> Text:
-    """Neighbours differ in shade, so that each token is seen."""
+    """Two shades alternate, so that each token is seen."""
     pieces = ((token.text, STYLES[token.is_learned][at % 2]) for at, token in enumerate(document.tokens))
     return Text.assemble(*pieces)
 

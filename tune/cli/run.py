@@ -97,5 +97,5 @@ def launch(options: list[str], recipe: Path, settings: list[str]) -> None:
 
 def default_config(recipe: Path) -> str | None:
     """The default of the recipe's `@config.entrypoint("default")`, read without running it; None without one."""
-    found = re.search(r"""^@.*\bentrypoint\(\s*["'](.+)["']\s*\)""", recipe.read_text(), re.MULTILINE)
+    found = re.search(r"""^@.*\bentrypoint\(\s*["']([^"']+)["']\s*\)""", recipe.read_text(), re.MULTILINE)
     return str(config.find_default(recipe, found[1])) if found else None

@@ -114,7 +114,7 @@ def _let_torchrun_end_this() -> None:
 
 
 def _explanation(error: Exception, cfg: DictConfig) -> str | None:
-    """What the user is told in place of a traceback; None for an error that only its traceback explains."""
+    """What to print in place of a traceback; None for an error that only its traceback explains."""
     name, text = type(error).__name__, str(error)  # torch's errors by name, as importing torch takes seconds
     if isinstance(error, TuneError):
         return text

@@ -3,7 +3,7 @@
 import inspect
 import keyword
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,9 +19,7 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
     A key that is a Python keyword goes to the parameter with an underscore behind it: `async` to `async_`. A TuneError
     of the component gets the key of `node` in front.
     """
-    values: dict[str, Any] = dict(node)
-    if isinstance(node, DictConfig):
-        values = cast(dict[str, Any], OmegaConf.to_container(node, resolve=True))
+    values: Any = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
     if (path := values.pop(COMPONENT, None)) is None:
         raise TuneError(f"a component needs the key {COMPONENT}, the dotted path of a function or class: {values}")
     component = locate(path)
@@ -42,13 +40,13 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
         raise TuneError(f"{key}: {error}") from error
     except (ValueError, AssertionError) as error:
         if not component.__module__.startswith("torch"):
-            raise  # in code of ours or the user's it may be a mistake of that code
+            raise  # in our code or the user's it may be a bug
         raise TuneError(f"{path} does not take these arguments: {error}") from error
 
 
 def instantiate_data(cfg: DictConfig, tokenizer: Any, vocab_size: int | None = None) -> tuple[Any, Any]:
-    """`cfg.dataset`, and what is validated on: `cfg.validation_dataset` if it is given, else what `cfg.dataset` holds
-    out, or None. Raises TuneError if a token is not one of the model's `vocab_size`."""
+    """The training and validation datasets: `cfg.dataset`, and `cfg.validation_dataset` or what `cfg.dataset` holds out
+    or None. Raises TuneError if a token is not one of the model's `vocab_size`."""
     rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed}
     if kind := getattr(locate(cfg.loss[COMPONENT]), "rows", None):  # what the loss compares
         rows["kind"] = kind

@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def load(recipe_default: str, arguments: Sequence[str]) -> DictConfig:
-    """The settings of one run, every value resolved; raises one TuneError that tells all that is wrong with them.
+    """The settings of one run, every value resolved; raises one TuneError that lists all problems.
 
     `recipe_default` is the name or file of the YAML that has every key the recipe knows; `arguments` is the command
     line: `--config FILE_OR_NAME` and `key=value`.
@@ -45,7 +45,7 @@ def load(recipe_default: str, arguments: Sequence[str]) -> DictConfig:
 
 
 def read(recipe_default: str, arguments: Sequence[str], imports: bool = True) -> tuple[DictConfig, list[str]]:
-    """The settings of one run and all that is wrong with them; without `imports`, components are not looked at."""
+    """The settings of one run and their problems; without `imports`, arguments of components are not checked."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # components in the user's folder can be named
     options = parse(arguments)
@@ -92,7 +92,7 @@ def _read(file: Path) -> Values:
 
 
 def _overrides(settings: Sequence[str]) -> tuple[Values, list[str]]:
-    """What `key=value` arguments say, and what is wrong with those that are none."""
+    """The settings of `key=value` arguments, and the problems of all others."""
     values: Values = {}
     findings = []
     for setting in settings:

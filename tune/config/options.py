@@ -1,6 +1,6 @@
-"""Types and ranges of settings whose default says too little: the type of any other is that of its default.
+"""Types and ranges of settings. A setting that is not listed has the type of its default.
 
-Arguments of components are checked by their annotations; here are those of torch's components, which give no range.
+Arguments of components are checked by their annotations; torch's components, which give no range, are listed here.
 """
 
 from typing import Any, Literal

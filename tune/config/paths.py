@@ -1,4 +1,4 @@
-"""Where the recipes and configs that travel with the library are."""
+"""Where the library's recipes and configs are."""
 
 from pathlib import Path
 

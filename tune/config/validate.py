@@ -1,4 +1,4 @@
-"""Put a run's settings together and find everything that is wrong with them, in one pass."""
+"""Merge a run's settings and find all their problems in one pass."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ ANYTHING = Signature(accepts_any=True)
 
 
 def combine(layers: Sequence[tuple[Values, str]], imports: bool = True) -> tuple[DictConfig, list[str]]:
-    """Merge settings onto the first ones, the defaults; returns the resolved settings and all that is wrong with them.
+    """Merge settings onto the first ones, the defaults; returns the resolved settings and their problems.
 
     Later settings win. The text beside them ends each message about them: ` (mine.yaml)`. Without `imports`, which
     take seconds, arguments of components are not checked, but keys and plain values are.
@@ -55,7 +55,7 @@ def combine(layers: Sequence[tuple[Values, str]], imports: bool = True) -> tuple
 
 
 def merge(below: Any, above: Any) -> Any:
-    """Both, where both are groups, key by key; else `above`."""
+    """`above` over `below`; two groups are merged key by key."""
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
     return below | {name: merge(below.get(name), value) for name, value in above.items()}
@@ -79,26 +79,23 @@ class _Combination:
     given_in: dict[str, int] = field(default_factory=dict)  # dotted key -> index of the last layer that has it
 
     def known_keys(self, values: Values, default: Values, origin: str, prefix: str = "") -> Values:
-        """The part of a layer that has its place in the default; the rest is reported."""
+        """The part of a layer whose keys the default has too; the rest is reported."""
         known: Values = {}
         for name, value in values.items():
             key, place = f"{prefix}{name}", cast(Any, default.get(name))
             if name not in default:
                 hint = self._place_of(str(name), default, prefix) or _elsewhere(key) or " --help lists all of them."
-                problem = f"is not a setting.{hint}"
+                self.findings.append(f"{key}: is not a setting.{hint}{origin}")
             elif _is_group(place) and not isinstance(value, dict):
-                problem = f"is a group of keys, not the single value {show(value)}. Its keys: {', '.join(place)}."
-            elif isinstance(value, dict) and not isinstance(place, dict) and place is not None:
-                problem = f"is a single value, not a group of keys ({', '.join(map(str, value))})."
+                keys = f"a group of keys, not the single value {show(value)}. Its keys: {', '.join(place)}."
+                self.findings.append(f"{key}: is {keys}{origin}")
             else:
                 descend = _is_group(place) and COMPONENT not in place
                 known[name] = self.known_keys(value, place, origin, f"{key}.") if descend else value
-                continue
-            self.findings.append(f"{key}: {problem}{origin}")
         return known
 
     def drop_inherited(self, values: Values) -> None:
-        """Where a layer names another component, the arguments from below stay only if that component takes them."""
+        """Where a layer names another component, remove earlier arguments that this one does not take."""
         for key, group in walk(values):
             if not isinstance(group, dict) or COMPONENT not in group:
                 continue
@@ -131,8 +128,8 @@ class _Combination:
 
     def _problem(self, node: DictConfig, name: Any, default: Values, prefix: str) -> str:
         key, value, place = f"{prefix}{name}", node[name], default.get(name)
-        is_group = isinstance(value, DictConfig) and (COMPONENT in value or _is_group(place))
-        if is_group and COMPONENT not in node:
+        is_component = isinstance(value, DictConfig) and COMPONENT in value and place in (None, {})
+        if (is_component or _is_group(place)) and COMPONENT not in node:
             self.check(value, place or {}, f"{key}.")
             return ""
         value = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
@@ -189,7 +186,7 @@ def _elsewhere(key: str) -> str:
 
 
 def _is_open(value: Any) -> bool:
-    """Whether the value is yet to come: missing, or taken from another setting."""
+    """Whether the value is missing, or taken from another setting."""
     return isinstance(value, str) and (value == "???" or "${" in value)
 
 

@@ -1,4 +1,4 @@
-"""The run folder and everything that is told about a run."""
+"""The run folder, metrics and messages of a run."""
 
 from tune.loggers.flops import flops_per_token
 from tune.loggers.model_metrics import accuracy, add, evaluate, means, routing, validate

@@ -8,12 +8,12 @@ from torch import nn
 from tune.models.decoder import Decoder
 from tune.quantization import NF4Weight
 
-# Of dense products in bf16, per second, by what a device's name contains (vendor's data sheets, SXM).
+# FLOPs per second of dense bf16 products, by part of the device's name (vendor's data sheets, SXM).
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The most that the device can compute in bf16, if it is known."""
+    """Peak FLOPs per second of the device in bf16, None if it is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((peak for known, peak in PEAKS.items() if known in name), None)
 
@@ -42,7 +42,7 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
 
 
 def _activated_share(model: nn.Module, name: str, dimensions: int) -> float:
-    """Of experts, whose weights are stacked in one parameter, how many a token is sent to."""
+    """The share of a module's weights that a token uses: below 1 for experts, whose weights are stacked."""
     module = model.get_submodule(name)
     config: Any = getattr(model, "config", None)
     if isinstance(model, Decoder) or dimensions < 3 or "experts" not in name:
@@ -51,7 +51,7 @@ def _activated_share(model: nn.Module, name: str, dimensions: int) -> float:
 
 
 def _pair_widths(model: nn.Module, seq_len: int) -> float:
-    """Dimensions of queries and of values that meet, over all layers and all tokens of a document."""
+    """Dimensions of queries and of values, times the tokens that one attends to, summed over layers."""
     config: Any = getattr(model, "config", None)
     if isinstance(model, Decoder):
         attentions = [layer.attention for layer in config.layers]
@@ -59,7 +59,7 @@ def _pair_widths(model: nn.Module, seq_len: int) -> float:
     if not getattr(config, "num_hidden_layers", None):
         return 0.0
     layers = [config] * config.num_hidden_layers
-    if getattr(config, "is_heterogeneous", False):  # then the config itself does not say what differs
+    if getattr(config, "is_heterogeneous", False):  # then each layer has its own
         layers = list(config.per_layer_config)
     types = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
     total = 0.0

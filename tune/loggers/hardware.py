@@ -16,8 +16,8 @@ def hardware_notes(
     compile: bool,
     activation_checkpointing: str,
 ) -> Iterator[str]:
-    """What will be slow or take much memory. `shape` is that of a micro-batch: rows, and tokens of a row; `longest` is
-    the length of the longest document, in tokens."""
+    """What will be slow or take much memory. `shape` is rows of a micro-batch and tokens of a row; `longest` is the
+    length of the longest document in tokens."""
     if device.type == "cpu" and dtype == "bf16":
         yield "dtype=bf16 is slow on most CPUs: dtype=fp32 is usually several times faster, and exact"
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
@@ -37,7 +37,7 @@ def hardware_notes(
 def score_bytes(
     model: nn.Module, dtype: str, shape: tuple[int, int], longest: int, compile: bool, activation_checkpointing: str
 ) -> int:
-    """Of the scores that backward needs of a micro-batch, where attention is computed by matrix products.
+    """Bytes of the attention scores that backward needs of a micro-batch, where no kernel computes attention.
 
     For each pair of a query and a key that it may see: the result of softmax in fp32 and in bf16, of a soft cap too.
     """

@@ -10,7 +10,7 @@ from tune.distributed import stored_dtype
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory this process has had: allocated on its GPU, or resident on the host. GiB."""
+    """Peak memory of this process in GiB: allocated on its GPU, or resident on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 2**10
@@ -18,7 +18,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def planned_memory(model: nn.Module, dtype: str, master_dtype: str, shards: int) -> dict[str, float]:
-    """What each of `shards` processes will hold from the first step to the last, before any of it exists. GiB.
+    """GiB that each of `shards` processes will hold from the first step to the last; `model` may be on meta.
 
     `optimizer` is that of two states for each trained parameter, as AdamW has them.
     """

@@ -25,7 +25,7 @@ WANDB_OFF: WandbOptions = {"project": None, "name": None}
 
 
 class Sink:
-    """A place that metrics and messages go to; each kind overrides what it cares for."""
+    """A receiver of metrics and messages; subclasses override what they need."""
 
     def start(self, step: int, total: int) -> None: ...
     def message(self, text: str) -> None: ...
@@ -112,7 +112,7 @@ class Console(Sink):
     def __init__(self, every: int):
         self.every = every
         self.progress: Progress | None = None
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that a terminal does not know must not end a run
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a character that a terminal lacks must not end a run
             sys.stdout.reconfigure(errors="backslashreplace")
 
     def start(self, step: int, total: int) -> None:

@@ -77,7 +77,7 @@ class Run:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Close the sinks. What became of a stream's rows is known only at a run's end."""
+        """Close the sinks. A stream's accounting is complete only at the end of a run."""
         if error is None:
             if self.stream:
                 self.info(self.stream.seen.table())
@@ -186,7 +186,7 @@ class Run:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave what happens inside out of the step's time."""
+        """Exclude the time inside from the step's time."""
         begin = time.perf_counter()
         yield
         self.step_began += time.perf_counter() - begin
@@ -212,7 +212,7 @@ class Run:
         self.record(step, values)
 
     def record(self, step: int, values: dict[str, float]) -> None:
-        """Hand metrics to the sinks as they are: those of a validation before the first step, as step 0."""
+        """Send metrics to the sinks unchanged; those of a validation before the first step are step 0."""
         for sink in self.sinks:
             sink.metrics(step, values)
 
