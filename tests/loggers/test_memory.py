@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tune import distributed, peft, quantization
-from tune.loggers.memory import peak_memory_gib, planned_memory
+from tune.loggers.hardware import peak_memory_gib, planned_memory
 from tune.models import build
 
 

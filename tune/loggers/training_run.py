@@ -21,8 +21,7 @@ from tune.distributed import World
 from tune.errors import TuneError
 from tune.loggers import run_folder
 from tune.loggers.flops import flops_per_token, peak_flops
-from tune.loggers.hardware import hardware_notes
-from tune.loggers.memory import peak_memory_gib, planned_memory
+from tune.loggers.hardware import hardware_notes, peak_memory_gib, planned_memory
 from tune.loggers.sinks import WANDB_OFF, Console, Sink, WandbOptions, logged_steps, open_sinks, require_installed
 from tune.peft import untrained_tokens
 from tune.secrets import without_secrets
@@ -126,10 +125,10 @@ class Run:
         self.info(accounting.table())
         known = getattr(model, "max_positions", None)
         if known and accounting.longest > known:
-            self.info(
-                f"there are rows of {accounting.longest:,} tokens, and the model was made for {known:,} "
-                "(max_position_embeddings in its config.json): lower max_seq_len, or scale its rope there"
+            limit = (
+                f"{known:,} (max_position_embeddings in its config.json): lower max_seq_len, or scale its rope"
             )
+            self.info(f"there are rows of {accounting.longest:,} tokens, and the model was made for {limit}")
         row = first_row(data.dataset, tokenizer)
         self.first_row = "\n".join(map(marked, row))
         start = marked(row[0], short=True).rstrip()
@@ -145,9 +144,7 @@ class Run:
         an_epoch = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
         self.info(f"{len(data):,} optimizer steps{an_epoch}")
         if (data.max_steps or 0) > len(data):
-            self.info(
-                f"max_steps={data.max_steps:,} is not reached: epochs={data.epochs} ends before. Raise epochs to go on"
-            )
+            self.info(f"max_steps={data.max_steps:,} is not reached: epochs={data.epochs} ends before. Raise epochs")
         self.data = accounting.as_dict() | {"steps_per_epoch": data.steps_per_epoch}
         if self.world.is_main:
             parts = parts_of(data.dataset, "training"), parts_of(validation, "validation")
