@@ -125,9 +125,7 @@ class Run:
         self.info(accounting.table())
         known = getattr(model, "max_positions", None)
         if known and accounting.longest > known:
-            limit = (
-                f"{known:,} (max_position_embeddings in its config.json): lower max_seq_len, or scale its rope"
-            )
+            limit = f"{known:,} (max_position_embeddings in its config.json): lower max_seq_len, or scale its rope"
             self.info(f"there are rows of {accounting.longest:,} tokens, and the model was made for {limit}")
         row = first_row(data.dataset, tokenizer)
         self.first_row = "\n".join(map(marked, row))
