@@ -105,9 +105,6 @@ class Batch:
         return _each_tensor(self, Tensor.pin_memory)
 
 
-Place = tuple[Sample | None, tuple[int, slice]]  # a document, or padding; its row and columns of the batch
-
-
 def collate(
     rows: list[list[Sample]], pad_to: int | None = None, columns: Mapping[str, np.ndarray] | None = None
 ) -> Batch:
@@ -116,39 +113,28 @@ def collate(
     A row is a list of documents. It may be empty, to fill up a batch. `columns` has an example of each column by name,
     for batches without any document; by default, the columns are those of the first document.
     """
-    if pad_to is None:
-        rows = [[document for row in rows for document in row]]
-        pad_to = max(1, sum(len(document.tokens) for document in rows[0]))
-    tokens, labels, ids = np.zeros((3, len(rows), pad_to), dtype=np.int64)
-    labels.fill(IGNORE)
-    places: list[Place] = []
-    for index, row in enumerate(rows):
-        end = 0
-        for number, document in enumerate(row):
-            start, end = end, end + len(document.tokens)
-            tokens[index, start:end] = document.tokens
-            labels[index, start:end] = document.labels
-            ids[index, start:end] = number
-            places.append((document, (index, slice(start, end))))
-        ids[index, end:] = len(row)
-        if end < pad_to:
-            places.append((None, (index, slice(end, pad_to))))
     present = [document for row in rows for document in row]
+    if pad_to is None:
+        rows, pad_to = [present], max(1, sum(len(document.tokens) for document in present))
     if columns is None:
         columns = {name: np.asarray(value) for name, value in (present[0].columns if present else {}).items()}
-    values = {name: _column(name, example, places, tokens.shape) for name, example in columns.items()}
-    samples = [document.index if document is not None else 0 for document, _ in places]
+    documents: list[Sample] = []
+    for row in rows:
+        padding = pad_to - sum(len(document.tokens) for document in row)
+        zeros = {name: np.zeros(padding if each.ndim else (), each.dtype) for name, each in columns.items()}
+        documents += row
+        if padding:
+            documents.append(Sample(np.zeros(padding, np.int32), np.full(padding, IGNORE, np.int32), columns=zeros))
+    tokens = np.concatenate([document.tokens for document in documents]).reshape(len(rows), pad_to)
+    labels = np.concatenate([document.labels for document in documents]).reshape(len(rows), pad_to)
+    ids = np.arange(len(documents)).repeat([len(each.tokens) for each in documents]).reshape(len(rows), pad_to)
+    values = {}
+    for name, example in columns.items():
+        dtype = np.int64 if example.dtype.kind in "iub" else np.float32
+        of_documents = [np.asarray(document.columns[name], dtype) for document in documents]
+        values[name] = np.concatenate(of_documents).reshape(ids.shape) if example.ndim else np.stack(of_documents)
+    samples = [document.index for document in documents]
     return Batch.of(tokens, labels, ids, samples, values, sum(len(document.tokens) for document in present))
-
-
-def _column(name: str, example: np.ndarray, places: list[Place], shape: tuple[int, ...]) -> np.ndarray:
-    """`[rows, seq]` if the column has a value per token, `[documents]` if one per document."""
-    dtype = np.int64 if example.dtype.kind in "iub" else np.float32
-    column = np.zeros(shape if example.ndim else len(places), dtype)
-    for index, (document, place) in enumerate(places):
-        if document is not None:
-            column[place if example.ndim else index] = document.columns[name]
-    return column
 
 
 def _each_tensor(value: T, function: Callable[[Tensor], Tensor]) -> T:

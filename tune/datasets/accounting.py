@@ -1,4 +1,4 @@
-"""Counts of what became of a dataset's rows."""
+"""Counts of a dataset's rows, kept and dropped, and of its samples and tokens."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -27,8 +27,8 @@ class Accounting:
     clipped: int = 0  # kept, but cut inside what is learned
     split: int = 0  # kept, as several samples
     shortest_prompt: int | None = None  # tokens, of the rows whose answer was cut off
-    endless: int = 0  # kept, but the template writes no token behind the answers to stop at
-    remarks: Counter[str] = field(default_factory=Counter)  # kept, but seldom meant so, by remark
+    endless: int = 0  # kept, but without an end-of-turn token to learn
+    remarks: Counter[str] = field(default_factory=Counter)  # kept, but probably not what was meant, by remark
     samples: int = 0
     tokens: int = 0
     supervised_tokens: int = 0

@@ -1,8 +1,8 @@
 """Samples that were prepared once, in files that all processes map.
 
-A folder below the cache is named by all that decides its content: see `key_of`. It is written under a temporary name
-and renamed when complete, by the one process that holds its lock; the others wait for that without talking to each
-other. The lock is the kernel's: it ends with the process, however that ends.
+A folder of the cache is named by a hash of all that decides its content: see `key_of`. The process that holds its lock
+writes it under a temporary name and renames it when it is complete; the others wait for the lock. The lock is the
+kernel's: it ends with the process, however that ends.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ POLL = 0.2  # seconds between attempts to get a lock
 TELL = 10.0  # seconds between lines on how far it is
 LARGE = 2**24  # bytes of a file whose hash is remembered
 
-# In the names of what file systems elsewhere tell of a file that changes with its content (ETag, Last-Modified, CRC).
+# Names of the fields in a remote file's info that change with its content (ETag, Last-Modified, CRC).
 CHANGES = re.compile("etag|modif|mtime|created|updated|md5|crc|sha|digest|checksum|hex|blob_id|generation", re.I)
 
 
@@ -55,8 +55,8 @@ def key_of(*contents: Any) -> str:
 
 
 def content_of(files: Iterable[File], folder: Path) -> list[str]:
-    """A hash of each file's bytes. That of a large file is remembered in `folder` until the file is changed. A file
-    elsewhere is known by its path, its size and what changes with its content, where its file system tells that."""
+    """A hash of each file's bytes; `folder` remembers that of a large file until the file changes. For a remote file it
+    is a hash of the path, the size and the fields of `CHANGES`, if its file system has any."""
     return [_digest(Path(file.path), folder / "files") if file.is_local else _elsewhere(file) for file in files]
 
 
@@ -160,7 +160,7 @@ def _taken(lock: TextIO) -> bool:
 
 
 def _told(chunks: Iterable[Chunk], source: str) -> Iterator[Chunk]:
-    """Says from time to time how far it is."""
+    """Prints the number of rows every ten seconds."""
     rows, start = 0, time.monotonic()
     last = start
     for chunk in chunks:

@@ -39,7 +39,11 @@ class Dataset:
         order, row_starts = np.arange(len(units)), np.arange(len(units) + 1)
         if pack_to:
             lengths = np.add.reduceat(samples.lengths, units)
-            _require_room(lengths, pack_to, accounting.source)
+            if (longest := int(lengths.max())) > pack_to:
+                raise TuneError(
+                    f"{accounting.source}: a group of samples has {longest:,} tokens together, more than a row of "
+                    f"max_seq_len={pack_to}. Set max_seq_len to {longest} or more, or packed=false"
+                )
             order, row_starts = pack(lengths, pack_to)
         sizes = np.diff(units, append=len(samples))[order]
         before = np.concatenate([[0], np.cumsum(sizes)])
@@ -172,12 +176,3 @@ def _together(outcomes: list[Outcome]) -> list[Outcome]:
     if reason is None or len(outcomes) == 1:
         return outcomes
     return [each if each.dropped else Outcome(dropped=f"of a group with one that is {reason}") for each in outcomes]
-
-
-def _require_room(lengths: np.ndarray, pack_to: int, source: str) -> None:
-    """Raises TuneError for a group that is longer than a row."""
-    if (longest := int(lengths.max())) > pack_to:
-        raise TuneError(
-            f"{source}: a group of samples has {longest:,} tokens together, more than a row of max_seq_len={pack_to}. "
-            f"Set max_seq_len to {longest} or more, or packed=false"
-        )

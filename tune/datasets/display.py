@@ -1,4 +1,4 @@
-"""What is worth a look in a dataset before it is trained on, as facts."""
+"""A dataset for people to look at before training: its text with the learned tokens, its lengths."""
 
 import re
 from collections.abc import Iterator

@@ -62,7 +62,10 @@ class DataLoader:
         self.epochs, self.max_steps = epochs, max_steps
         self.steps_per_epoch: int | None = None
         if isinstance(dataset, Stream):
-            self._steps = _steps_of_a_stream(dataset, epochs, max_steps)
+            if max_steps is None or epochs != 1:
+                missing = "max_steps is missing" if max_steps is None else f"epochs={epochs} must be left out"
+                raise TuneError(f"{missing}: {dataset.name} is streamed, and read until max_steps")
+            self._steps = max_steps
         else:
             _check_rows(dataset, world.data_size)
             self.steps_per_epoch = -(-len(dataset) // global_batch_size)
@@ -155,14 +158,6 @@ def _micro_batches(
         mine = by_length[start : start + together][world.data_rank :: world.data_size]
         missing = micro_batch_size - len(mine)
         yield collate([*map(data.row, mine), *([[]] * missing)], pad_to, data.columns)
-
-
-def _steps_of_a_stream(stream: Stream, epochs: int, max_steps: int | None) -> int:
-    if max_steps is None:
-        raise TuneError(f"max_steps is missing: {stream.name} is streamed, and nobody knows how long it is")
-    if epochs != 1:
-        raise TuneError(f"epochs={epochs}: {stream.name} is streamed, and read until max_steps: remove epochs")
-    return max_steps
 
 
 def _check_rows(dataset: Dataset | Mixture, ranks: int) -> None:

@@ -19,7 +19,7 @@ from tune.tokenizers import Tokenizer
 from tune.type_check import mismatch
 from tune.types import PositiveInt
 
-# What all sources have in common, and streams, which cannot be mixed.
+# Settings of the whole mixture, and those of streams, which cannot be mixed.
 NOT_OF_A_SOURCE = ("tokenizer", "max_seq_len", "packed", "kind", "streaming", "shuffle_buffer")
 
 EpochEnds = PositiveInt | Literal["all_exhausted", "first_exhausted"]
@@ -38,7 +38,7 @@ def mix(
     """Each source has the arguments of `tune.datasets.load`, and a `weight`: its part in the data's rows, or tokens.
 
     An epoch ends when every source has been read at least once, when the first one has been, or after so many training
-    rows. Without weights a source counts by its size. Raises TuneError for weights that cannot be.
+    rows. Without weights a source counts by its size. Raises TuneError for invalid sources or weights.
     """
     _check(sources)
     datasets = {}
@@ -93,7 +93,7 @@ class Mixture:
         self._sample_starts = np.concatenate([[0], np.cumsum([part.accounting.samples for part in datasets])])
         self.accounting = MixtureAccounting(
             {name: part.accounting for name, part in self.parts.items()},
-            {name: int(rows) for name, rows in zip(self.parts, self.drawn, strict=True)},
+            dict(zip(self.parts, self.drawn.tolist(), strict=True)),
         )
 
     @property
@@ -112,12 +112,8 @@ class Mixture:
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """The rows of an epoch in the order of training."""
-        rows = [
-            start + _drawn(size, int(drawn), epoch, [seed, index])
-            for index, (start, size, drawn) in enumerate(
-                zip(self._row_starts, np.diff(self._row_starts), self.drawn, strict=False)
-            )
-        ]
+        sources = enumerate(zip(self._row_starts, self.parts.values(), self.drawn.tolist(), strict=False))
+        rows = [start + _drawn(len(part), drawn, epoch, [seed, index]) for index, (start, part, drawn) in sources]
         return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(np.concatenate(rows))
 
     def row(self, index: int) -> list[Sample]:

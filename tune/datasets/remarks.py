@@ -1,4 +1,4 @@
-"""What is no mistake in a conversation, but seldom meant."""
+"""Remarks on rows that are valid, but probably not what was meant."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,8 @@ COLUMN = "column left out that holds text: "
 
 
 def remarks(chat: Chat, text: str, tokenizer: Tokenizer) -> list[str]:
-    """Of a conversation and its rendering: the roles and tools that the template leaves out, special tokens that
-    messages spell out, which the model then reads as these tokens, and answers without content."""
+    """On a conversation and its rendering: roles and tools that the template leaves out, special tokens spelled out in
+    messages (the model reads them as these tokens), and answers without content."""
     found = [
         f"{message['role']} left out by the template"
         for message in chat.messages

@@ -27,8 +27,8 @@ def load_function(path: str, asked: str) -> Callable[..., Any]:
 
 
 def sources_of(path: str, asked: str) -> dict[str, str]:
-    """By module, a hash of the file that the function is written in, of those that it imports, and of those that these
-    import. What installed packages import is not followed: they change with their version."""
+    """A hash of the source file of each module that the function needs: its own, those that it imports, and so on.
+    Installed packages are not followed: they change with their version."""
     function = inspect.unwrap(load_function(path, asked))
     waiting = deque([path.rpartition(".")[0], str(getattr(function, "__module__", ""))])
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What is seldom meant in data that can be trained on, with what to do about it."""
+"""Warnings about data that can be trained on, but is probably not what was meant, with what to do."""
 
 from collections.abc import Mapping
 
@@ -38,14 +38,14 @@ def overlap(training: Mapping[str, Dataset], validation: Mapping[str, Dataset]) 
 def warnings_about(
     training: Mapping[str, Dataset], validation: Mapping[str, Dataset], tokenizer: Tokenizer
 ) -> list[str]:
-    """What is seldom meant so in parts by name, each and together, with what to do."""
+    """The warnings of each part, by name, and of training and validation data together."""
     parts = {**training, **validation}
     found = [f"{name}: {warning}" for name, part in parts.items() for warning in warnings_of(part, tokenizer)]
     return [*found, both] if (both := overlap(training, validation)) else found
 
 
 def warnings_of(dataset: Dataset, tokenizer: Tokenizer) -> list[str]:
-    """What is seldom meant so, in all of a dataset, with what to do."""
+    """The warnings about one dataset."""
     accounting, found = dataset.accounting, []
     meant = (HELD_OUT, FOR_TRAINING, LEFT_OUT)
     dropped = {reason: count for reason, count in accounting.dropped.most_common() if not reason.startswith(meant)}

@@ -23,8 +23,8 @@ Message = dict[str, Any]
 Span = tuple[int, int]
 """The first character and the one behind the last."""
 
-# What a `{% generation %}` block renders to is put between these, and they are taken out of the text again.
-# Drawn anew in every process, so no text in a dataset can contain or forge them.
+# These stand around the text of a `{% generation %}` block until they are removed again. They are random in every
+# process, so that no text in a dataset can contain them.
 _OPEN, _CLOSE = (f"\ufdd0{secrets.token_hex(8)}{bracket}\ufdd1" for bracket in "[]")
 _MARK = re.compile(f"({re.escape(_OPEN)}|{re.escape(_CLOSE)})")
 
@@ -88,7 +88,7 @@ def _plain_message(message: Message) -> Message:
 
 
 def _plain(value: Any) -> Any:
-    """Lists and dicts of strings, numbers and truth values; a template sees of anything else only what it is called."""
+    """Lists and dicts of strings, numbers and truth values. Anything else becomes the name of its type, as `<date>`."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -127,7 +127,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Dict:
-    """What templates do with `dict`, and not the class, which leads to all others."""
+    """`dict` for templates: the class itself would give them access to other classes."""
 
     def __call__(self, *arguments: Any, **items: Any) -> dict:
         return dict(*arguments, **items)
@@ -137,7 +137,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Jinja's own lets a template reach into Python by attributes with underscores."""
+    """Jinja's namespace, without attributes that begin with underscores: they give access to Python's internals."""
 
     def __init__(self, *arguments: Any, **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)

@@ -1,4 +1,4 @@
-"""What a checkpoint folder says about its vocabulary. Which file is read, and what the others add to it."""
+"""The vocabulary of a checkpoint folder: which file is read, and what the others add to it."""
 
 import json
 from collections.abc import Mapping
@@ -130,8 +130,8 @@ def _configured(folder: Path, config: Mapping[str, Any], special: list[str]) -> 
 def _add(
     tokenizer: tokenizers.Tokenizer, file: Path, configured: dict[int, AddedToken], special: list[str], names: Names
 ) -> None:
-    """Adds the configured tokens, and makes special those that the vocabulary has as mere words. Raises TuneError if a
-    token has another id, or one that we need is not there."""
+    """Adds the configured tokens, and makes `special` those that are ordinary tokens. Raises TuneError if a token has
+    another id than configured, or if BOS, EOS or padding is missing."""
     present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_tokens([token for token in configured.values() if token.content not in present])
     present |= {token.content for token in configured.values()}

@@ -15,7 +15,7 @@ from tune.errors import TuneError
 
 Piece = TypeVar("Piece", str, bytes)
 
-# How Llama 3 and Qwen cut texts into words differs in the digits alone.
+# Llama 3 and Qwen split text into words alike, but for digits.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -78,8 +78,7 @@ _TEKKEN_SPECIAL = [
 def merges(ranks: Mapping[Piece, float]) -> list[tuple[Piece, Piece]]:
     """All pairs of pieces that make a piece, lowest rank first.
 
-    What ranks pieces (tiktoken, sentencepiece) joins whichever neighbours make the piece of the lowest rank;
-    `tokenizers` wants to be told the pairs.
+    tiktoken and sentencepiece join the neighbours that make the piece of the lowest rank; `tokenizers` needs the pairs.
     """
     pairs: list[tuple[Piece, Piece]] = []
     for piece in sorted(ranks, key=ranks.__getitem__):

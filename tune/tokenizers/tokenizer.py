@@ -64,7 +64,7 @@ class Tokenizer:
             self._templates = {"default": self._chosen["chat_template"]}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what Jinja compiled, which cannot be sent to another process."""
+        """Without the compiled templates, which cannot be pickled."""
         return {name: value for name, value in vars(self).items() if name != "_compiled"}
 
     @property
@@ -247,7 +247,7 @@ class Tokenizer:
             )
 
     def _fitting(self) -> str:
-        """The library's templates of which it has the tokens."""
+        """The library's templates whose special tokens are in the vocabulary."""
         return ", ".join(name for name, needed in SHIPPED.items() if self.vocabulary.keys() >= needed)
 
     def _choose(self, name: str) -> str:
@@ -261,7 +261,7 @@ class Tokenizer:
         return source
 
     def _make_special(self, tokens: list[str], setting: str) -> None:
-        """What the vocabulary has as mere words becomes special. Raises TuneError for what it has not."""
+        """Makes tokens of the vocabulary special. Raises TuneError for those that it lacks."""
         if missing := [token for token in tokens if token not in self.vocabulary]:
             names = " ".join(map(repr, missing))
             raise TuneError(

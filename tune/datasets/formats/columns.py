@@ -103,10 +103,6 @@ def _other_meanings(row: Row, content: Content, format: Format) -> list[str]:
     return [*found, IMAGE] if any(IMAGE in prompt for prompt in prompts) else found
 
 
-def first_content(content: Content | Answers) -> Content:
-    return content.contents[0] if isinstance(content, Answers) else content
-
-
 def _advice(row: Row, columns: Mapping[str, str], formats: Iterable[Format]) -> str:
     """What to do about a row that has none of the formats: of what is known to help, what can be read so."""
     chats_first = sorted(formats, key=lambda format: not format.is_chat)
@@ -135,7 +131,8 @@ def _renaming(row: Row, columns: Mapping[str, str], format: Format) -> str | Non
         content = format.read(read)
     except TuneError:
         return None
-    left = [] if isinstance(content, str) else _other_meanings(read, first_content(content), format)
+    content = content.contents[0] if isinstance(content, Answers) else content
+    left = [] if isinstance(content, str) else _other_meanings(read, content, format)
     pairs = ", ".join(f"{ours}: {_yaml(theirs)}" for ours, theirs in mapping.items())
     ignored = f" '{_ignored(left)}'" if left else ""
     return f"'dataset.columns={{{pairs}}}'{ignored} ({'a chat' if format.is_chat else 'plain text'})"
