@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import run_processes
-from models.test_families import SMALL, VARIANTS, make_pair
+from models.test_families import LATENT, SMALL, VARIANTS, make_pair
 from torch import nn
 from torch.testing import assert_close
 
@@ -18,7 +18,10 @@ from tune.errors import TuneError
 from tune.generation import Completion, Sampler
 from tune.generation.choose import uniforms
 from tune.models import build, hf
+from tune.models.delta_net import DeltaNetConfig
+from tune.models.latent_attention import LatentAttentionConfig
 from tune.peft import LoRA, add_adapters, initialize
+from tune.quantization import quantize_linears
 from tune.tokenizers import Tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -31,7 +34,9 @@ KINDS = ["llama", "gemma3_text", "gpt_oss", "qwen3_5_text", "deepseek_v3", "phi3
 def model(request, tmp_path_factory):
     config_class, changes = VARIANTS[request.param]
     config = getattr(transformers, config_class)(**SMALL | changes)
-    return make_pair(config, tmp_path_factory.mktemp(request.param))[1]
+    theirs, ours = make_pair(config, tmp_path_factory.mktemp(request.param))
+    ours.saved_in = theirs.saved_in
+    return ours
 
 
 @pytest.fixture(scope="module")
@@ -159,21 +164,58 @@ def test_prompts_are_read_once_and_without_padding(llama):
 
 
 @pytest.mark.parametrize("adapter", [{}, {"dora": True}])
-def test_adapters_and_their_dropout(adapter, llama):
-    model = load_model(str(llama[0].saved_in))
-    add_adapters(model, LoRA(rank=4, dropout=0.5, **adapter))
-    initialize(model, seed=0)
+def test_adapters_and_their_dropout(model, adapter):
+    check_adapted(model, LoRA(rank=4, dropout=0.5, **adapter))
+
+
+def test_quantised_base(tmp_path):
+    """Of latent attention, which reads weights in other ways than by calling the layer."""
+    widths = {"intermediate_size": 64, "moe_intermediate_size": 64, "q_lora_rank": 64, "kv_lora_rank": 64}
+    config = transformers.DeepseekV3Config(**SMALL | LATENT | widths | {"v_head_dim": 16})
+    theirs, ours = make_pair(config, tmp_path)
+    ours.saved_in = theirs.saved_in
+    check_adapted(ours, LoRA(rank=4), quantize_linears)
+
+
+def check_adapted(model, lora, change=lambda model: None):
+    """An adapted model samples what it gives without a cache, and what `model` does not."""
+    with torch.device("meta"):
+        adapted = build(str(model.saved_in))
+    weights = Pretrained(str(model.saved_in), adapted)
+    change(adapted)
+    add_adapters(adapted, lora)
+    distributed.parallelize(adapted, distributed.init("cpu"), dtype="fp32")
+    weights.load(adapted)
+    initialize(adapted, seed=0)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in adapted.named_parameters():
             if parameter.requires_grad and "magnitude" not in name:
-                parameter.normal_(std=0.3)
-    model.train()
+                parameter.normal_(std=0.1)
+    adapted.train()
     (prompt,) = make_prompts([7])
-    (completion,) = Sampler(max_new_tokens=12)(model, [prompt])[0]
-    assert model.training and all(module.training for module in model.modules())
+    (completion,) = Sampler(max_new_tokens=12)(adapted, [prompt])[0]
+    assert all(module.training for module in adapted.modules())
     with torch.no_grad():
-        assert completion.tokens == by_definition(model.eval(), prompt, 12, 1.0, 0, 0, 0, 0)
-        assert completion.tokens != by_definition(llama[1], prompt, 12, 1.0, 0, 0, 0, 0)
+        assert completion.tokens == by_definition(adapted.eval(), prompt, 12, 1.0, 0, 0, 0, 0)
+        assert completion.tokens != by_definition(model, prompt, 12, 1.0, 0, 0, 0, 0)
+
+
+def test_what_the_caches_keep(model):
+    """Of each token its keys and values, no more of them than a window has; or its latent; or of all one state."""
+    cache = model.new_cache(rows=3, capacity=30)
+    batch = Batch.of([[5] * 10])
+    cache.start([2], batch, torch.device("cpu"))
+    with torch.no_grad():
+        model(batch, cache=cache)
+    for layer, config in zip(cache.layers, model.config.layers, strict=True):
+        shapes, part = [tuple(stored.shape) for stored in layer.storage], config.attention
+        if isinstance(part, LatentAttentionConfig):
+            assert shapes == [(3, 30, part.key_value_rank + part.rope.size)]
+        elif isinstance(part, DeltaNetConfig):
+            memory = (3, part.num_value_heads, part.key_dim, part.value_dim)
+            assert shapes == [(3, part.kernel - 1, 2 * 2 * part.key_dim + 4 * part.value_dim), memory]
+        else:
+            assert shapes == [(3, min(part.window or 30, 30), part.num_kv_heads, part.head_dim)] * 2
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -107,8 +107,8 @@ class Sampler:
         )
         training = model.training
         model.eval()
-        try:  # compiled blocks as they are: they would be compiled again for every number of rows
-            with gathered(model), torch.compiler.set_stance("force_eager"):
+        try:  # nothing is compiled: blocks would be, for every number of rows
+            with gathered(model), torch.compiler.set_stance("eager_on_recompile"):
                 if waiting:
                     _Rollout(self, decoder, waiting).run()
         finally:

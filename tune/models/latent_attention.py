@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tune.models.attention import Scoring
+from tune.models.attention import Scoring, attend, attend_cached
 from tune.models.context import Context
-from tune.models.layers import NormConfig, attend_in
+from tune.models.layers import NormConfig
 from tune.models.rope import RopeConfig, rotate
 
 
@@ -59,13 +59,30 @@ class LatentAttention(nn.Module):
             query = self.query(hidden)
         else:
             query = self.query_up(self.query_norm(self.query_down(hidden)))
-        latent, key_rotated = self.key_value_down(hidden).split([config.key_value_rank, config.rope.size], dim=-1)
-        key_value = self.key_value_up(self.key_value_norm(latent)).unflatten(-1, (config.num_heads, -1))
-        key_plain, value = key_value.split([config.plain_size, config.value_size], dim=-1)
         query = query.unflatten(-1, (config.num_heads, -1))
         query_plain, query_rotated = query.split([config.plain_size, config.rope.size], dim=-1)
+        latent, key_rotated = self.key_value_down(hidden).split([config.key_value_rank, config.rope.size], dim=-1)
         assert context.rotation is not None
-        key_rotated = rotate(key_rotated[:, :, None], context.rotation).expand(-1, -1, config.num_heads, -1)
-        query = torch.cat([query_plain, rotate(query_rotated, context.rotation)], dim=-1)
-        key = torch.cat([key_plain, key_rotated], dim=-1)
-        return self.output(attend_in(context, query, key, value, Scoring(scale=config.scale)).flatten(-2))
+        query_rotated = rotate(query_rotated, context.rotation)
+        key_rotated = rotate(key_rotated[:, :, None], context.rotation)
+        latent, scoring, cache = self.key_value_norm(latent), Scoring(scale=config.scale), context.cache
+        if cache is not None:
+            cache.write(torch.cat([latent, key_rotated[:, :, 0]], dim=-1))
+        if cache is not None and cache.place.visible is not None:
+            # Not the latents of all tokens are projected up, but the query down: then they are the keys and values.
+            plain_up, value_up = self._up(latent).split([config.plain_size, config.value_size], dim=-1)
+            query = torch.cat([torch.einsum("bshd,rhd->bshr", query_plain, plain_up), query_rotated], dim=-1)
+            key = cache.read()[0][:, :, None]
+            found = attend_cached(query, key, key[..., : config.key_value_rank], cache.place.visible, scoring)
+            return self.output(torch.einsum("bshr,rhd->bshd", found, value_up).flatten(-2))
+        key_value = self.key_value_up(latent).unflatten(-1, (config.num_heads, -1))
+        key_plain, value = key_value.split([config.plain_size, config.value_size], dim=-1)
+        query = torch.cat([query_plain, query_rotated], dim=-1)
+        key = torch.cat([key_plain, key_rotated.expand(-1, -1, config.num_heads, -1)], dim=-1)
+        return self.output(attend(query, key, value, context.documents, scoring).flatten(-2))
+
+    def _up(self, like: Tensor) -> Tensor:
+        """What `key_value_up` multiplies latents by, `[rank, heads, size]`, be it adapted or quantised."""
+        up, heads = self.key_value_up, self.config.num_heads
+        matrix = up.weight.mT if type(up) is nn.Linear else up(torch.eye(up.in_features).to(like))
+        return matrix.unflatten(-1, (heads, -1))
