@@ -25,6 +25,8 @@ OPTIONS: dict[str, Any] = {
     "adapter": dict | None,
     "reference": str,
     "quantization.weights": Literal["nf4"] | None,
+    "teacher.dtype": Literal["bf16", "fp32"],
+    "teacher.quantization": Literal["nf4"] | None,
     "max_grad_norm": PositiveFloat | None,
     "device": Literal["auto", "cpu", "cuda", "mps"],
     "dtype": Literal["bf16", "fp32"],

@@ -77,6 +77,17 @@ class Tokenizer:
         """The id of every token, added ones included."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
+    def require_same_ids(self, other: "Tokenizer", setting: str) -> None:
+        """Raises TuneError, which blames `setting`, if an id is another token of `other`."""
+        ours, theirs = ({index: token for token, index in each.vocabulary.items()} for each in (self, other))
+        if differing := sorted(index for index in ours.keys() | theirs if ours.get(index) != theirs.get(index)):
+            examples = ", ".join(f"{at} ({ours.get(at)!r} and {theirs.get(at)!r})" for at in differing[:3])
+            raise TuneError(
+                f"{setting}: {other.path} has another tokenizer than {self.path}: {len(differing):,} ids are not the "
+                f"same token, such as {examples}. Only predictions of the same tokens can be compared: take models of "
+                "one family"
+            )
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all that decides its ids and the text of conversations."""

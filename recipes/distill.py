@@ -1,0 +1,166 @@
+"""Distillation: a student learns a teacher's predictions, in all its parameters or in LoRA adapters.
+
+    python recipes/distill.py model.path=./SmolLM2-135M teacher.path=./SmolLM2-1.7B dataset.path=./chats.jsonl
+    torchrun --nproc-per-node 8 recipes/distill.py --config my.yaml loss._component_=tune.losses.ReverseKL
+    tune run --nproc-per-node 8 distill --config my.yaml adapter.rank=32
+
+The loss is the mean, over the supervised tokens of the global batch, of a divergence D of the student's probabilities p
+from the teacher's q, both at temperature T: the forward KL(q, p) = sum q (log q - log p), the reverse KL(p, q), or the
+generalised Jensen-Shannon divergence b KL(q, m) + (1 - b) KL(p, m), where m = b q + (1 - b) p.
+
+1. Mixed with a share c of the cross-entropy H of the labels, the loss is (1 - c) T^2 D + c H.
+2. The teacher sees the student's batches in the same processes: frozen, sharded as the student is, in its own type.
+3. Both have one tokenizer; heads that are padded to different sizes are cut to its ids.
+
+Every setting is in configs/distill.yaml. Copy this file (`tune cp distill my.py`) and change it.
+"""
+
+import sys
+
+import torch
+
+from tune import checkpointers, config, datasets, distributed, loggers, losses, optimizers, peft, quantization
+from tune.config import instantiate, instantiate_data
+from tune.models import balance_loss, build
+from tune.tokenizers import Tokenizer
+
+
+@config.entrypoint("distill")
+def main(cfg):
+    world = distributed.init(cfg.device, cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.timeout)
+    run = loggers.Run("distill", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
+
+    with torch.device("meta"):
+        model = instantiate(cfg.model)  # its shape only: no memory yet
+        teacher = build(cfg.teacher.path).requires_grad_(False).eval()
+    weights = checkpointers.Pretrained(cfg.model.path, model)
+    if cfg.quantization.weights:
+        quantization.quantize_linears(model, double=cfg.quantization.double)
+    teacher_weights = checkpointers.Pretrained(cfg.teacher.path, teacher)
+    if cfg.teacher.quantization:
+        quantization.quantize_linears(teacher, double=True)
+    lora = instantiate(cfg.adapter) if cfg.adapter else None
+    adapted = peft.add_adapters(model, lora) if lora else None
+
+    tokenizer = instantiate(cfg.tokenizer)
+    tokenizer.require_same_ids(Tokenizer(cfg.teacher.path), "teacher.path")
+    dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)
+    pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
+    data = datasets.DataLoader(
+        dataset,
+        world,
+        cfg.global_batch_size,
+        cfg.micro_batch_size,
+        epochs=cfg.epochs,
+        max_steps=cfg.max_steps,
+        seed=cfg.seed,
+        accumulate=not cfg.optimizer_in_backward,
+        pad_to=pad_to,
+    )
+    run.describe(
+        model, data, tokenizer, validation, source=cfg.model.path,
+        dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
+        activation_checkpointing=cfg.memory.activation_checkpointing,
+    )  # fmt: skip
+    if adapted:
+        run.info(adapted.table())
+
+    distributed.parallelize(
+        model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
+        activation_checkpointing=cfg.memory.activation_checkpointing,
+        activation_offload=cfg.memory.activation_offload,
+        cpu_offload=cfg.memory.cpu_offload,
+    )  # fmt: skip
+    weights.load(model)
+    peft.start(model, lora, cfg.seed)
+    checkpointers.check(model)
+
+    distributed.parallelize(teacher, world, dtype=cfg.teacher.dtype, master_dtype=cfg.teacher.dtype)
+    teacher_weights.load(teacher)
+
+    divergence = instantiate(cfg.loss, vocab_size=tokenizer.vocab_size)
+
+    def loss_fn(hidden, weight, batch, **softcap):
+        """The divergence of the model's head from that of the teacher, which sees the same batch; a sum over tokens."""
+        with torch.no_grad():
+            target = teacher(batch, losses.Teacher.head)
+        return divergence(hidden, weight, batch, teacher=target, **softcap)
+
+    groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
+    optimizer = instantiate(cfg.optimizer, groups)
+    in_backward = optimizers.InBackward(optimizer, world) if cfg.optimizer_in_backward else None
+    schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
+    checkpointer = instantiate(
+        cfg.checkpointer,
+        run.path / "checkpoints",
+        world,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        data=data,
+        tell=run.info,
+        base=weights if lora else None,
+        adapter=lora,
+    )
+    start = checkpointer.resume(run.resume)
+    interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
+
+    with run:  # closes its files and loggers, however the training ends
+        steps = run.track(data, start, total=len(data))
+        for step, batch in loggers.profile(steps, run.path / "profile", world, **cfg.profiler):
+            if step == 1 and validation and cfg.validate_first:
+                with run.pause():
+                    batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
+                    run.record(0, loggers.evaluate(model, batches, loss_fn, world))
+            total_loss = torch.zeros((), device=world.device)
+            for index, micro_batch in enumerate(batch.micro_batches, 1):
+                micro_batch = micro_batch.to(world.device)
+                is_last = index == len(batch.micro_batches)
+                peft.set_dropout_keys(model, cfg.seed, step, micro_batch)
+                distributed.set_gradient_sync(model, is_last or cfg.parallel.reduce_every_micro_batch)
+                loss = model(micro_batch, loss_fn) + balance_loss(model)
+                loss = loss / max(1, batch.num_supervised)
+                if in_backward:  # the last moment before weights change
+                    loggers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
+                loss.backward()
+                total_loss += loss.detach()
+
+            if in_backward:
+                grad_norm = in_backward.norm()
+            else:
+                grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+            metrics = world.fetch(  # the one wait for the device in a step
+                loss=world.sum(total_loss),
+                grad_norm=grad_norm,
+                interrupted=world.any(interrupt.requested),
+                **loggers.routing(model, world),
+            )
+            interrupted = metrics.pop("interrupted")
+            loggers.require_finite(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"])
+            metrics |= optimizers.learning_rates(optimizer)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+            is_end = step == len(data) or interrupted
+            if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
+                with run.pause():
+                    batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
+                    metrics |= loggers.evaluate(model, batches, loss_fn, world)
+            run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **metrics)
+            checkpointer.step(step, now=is_end)
+            if interrupted:
+                saved = checkpointer.wait()
+                run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
+                sys.exit(130)
+
+        checkpointer.wait()
+        card = checkpointers.model_card("distill", cfg.model.path, dataset.accounting.source)
+        where = peft.export_trained(
+            model, lora, run.path, world, base=weights, tokenizer=tokenizer, card=card, merge=cfg.export.merge
+        )
+        run.info(f"done: {where}")
+
+
+if __name__ == "__main__":
+    main()

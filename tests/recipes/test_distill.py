@@ -1,0 +1,220 @@
+"""Distillation end to end: against a loop of transformers, in any layout, continued, from wrong teachers."""
+
+import json
+import shutil
+from pathlib import Path
+
+import distill
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import run_processes, save_checkpoint
+
+from tune import config
+from tune.datasets import DataLoader, load
+from tune.errors import TuneError
+from tune.tokenizers import Tokenizer
+
+transformers = pytest.importorskip("transformers")
+RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """Of another family and width than the student."""
+    folder = tmp_path_factory.mktemp("teacher")
+    return save_checkpoint(folder, "Qwen3Config", head_dim=16, hidden_size=128, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def common(checkpoint, teacher, chats):
+    return [
+        f"model.path={checkpoint}", f"teacher.path={teacher}", f"dataset.path={chats}", "max_seq_len=128", "device=cpu",
+        "dtype=fp32", "teacher.dtype=fp32", "global_batch_size=8", "micro_batch_size=4", "optimizer.lr=1e-3",
+        "epochs=10", "checkpointer.every=null",
+    ]  # fmt: skip
+
+
+def run(folder, settings):
+    distill.main(config.load("distill", [*settings, f"output_dir={folder}"]))
+    return curve(folder)
+
+
+def curve(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def kl(p, q):
+    return F.kl_div(q, p, reduction="sum", log_target=True)
+
+
+def jensen_shannon(student, teacher):
+    """As TRL 1.16 writes it, for its beta of 0.25."""
+    mixture = torch.logsumexp(torch.stack([student + torch.tensor(0.75).log(), teacher + torch.tensor(0.25).log()]), 0)
+    return 0.25 * kl(teacher, mixture) + 0.75 * kl(student, mixture)
+
+
+FORMULAS = {
+    "forward": (["loss._component_=tune.losses.ForwardKL"], lambda s, t: kl(t, s), 1.0, 0.0),
+    "reverse": (["loss._component_=tune.losses.ReverseKL", "loss.temperature=2"], kl, 2.0, 0.0),
+    "mixed": (["loss.temperature=2", "loss.cross_entropy=0.3"], lambda s, t: kl(t, s), 2.0, 0.3),
+    "Jensen-Shannon": (["loss._component_=tune.losses.JensenShannon", "loss.beta=0.25"], jensen_shannon, 1.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_loop_of_transformers_has_these_losses(name, common, checkpoint, teacher, chats, tmp_path):
+    settings, divergence, temperature, share = FORMULAS[name]
+    ours = run(
+        tmp_path, [*common, *settings, "max_steps=20", "schedule._component_=tune.optimizers.constant",
+                   "schedule.warmup=0"],
+    )  # fmt: skip
+    student, fixed = (transformers.AutoModelForCausalLM.from_pretrained(each).eval() for each in (checkpoint, teacher))
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0)
+    expected = []
+    data = load(Tokenizer(str(checkpoint)), str(chats), max_seq_len=128)
+    for _, batch in zip(range(20), DataLoader(data, Alone(), 8, 8, epochs=10, seed=0), strict=False):
+        total = 0.0
+        for sample in (data.row(row)[0] for row in batch[1].rows):
+            labels = torch.from_numpy(sample.labels).long()
+            learned = labels != -100
+            tokens = torch.from_numpy(sample.tokens)[None].long()
+            with torch.no_grad():
+                target = (fixed(tokens).logits[0, learned] / temperature).log_softmax(-1)
+            logits = student(tokens).logits[0, learned]
+            loss = divergence((logits / temperature).log_softmax(-1), target)
+            if share:
+                cross_entropy = F.cross_entropy(logits, labels[learned], reduction="sum")
+                loss = (1 - share) * temperature**2 * loss + share * cross_entropy
+            loss = loss / batch[1].num_supervised
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(total)
+    assert len(ours) == 20 and ours[-1] < 0.8 * ours[0]
+    assert ours == pytest.approx(expected, rel=1e-4)
+
+
+class Alone:
+    data_rank, data_size = 0, 1
+
+
+WAYS = {
+    "plainly": [],
+    "micro-batches of 1": ["micro_batch_size=1"],
+    "micro-batches of 2": ["micro_batch_size=2"],
+    "packed": ["packed=true"],
+    "chunks": ["memory.loss_chunk_tokens=5"],
+    "recomputed": ["memory.activation_checkpointing=full"],
+    "on the host": ["memory.cpu_offload=true"],
+    "reduced once": ["parallel.reduce_every_micro_batch=false", "micro_batch_size=2"],
+}
+METHODS = {
+    "forward": [],
+    "reverse": ["loss._component_=tune.losses.ReverseKL"],
+    "Jensen-Shannon": ["loss._component_=tune.losses.JensenShannon"],
+    "mixed": ["loss.cross_entropy=0.5", "loss.temperature=3"],
+    "adapter": ["adapter.rank=4"],
+    "adapter on NF4": ["adapter.rank=4", "quantization.weights=nf4"],
+    "NF4 teacher": ["teacher.quantization=nf4"],
+}
+
+
+@pytest.fixture(scope="module")
+def plainly(common, tmp_path_factory):
+    """The curves of one process."""
+    folder = tmp_path_factory.mktemp("plainly")
+    return {name: run(folder / name, [*common, *settings, "max_steps=5"]) for name, settings in METHODS.items()}
+
+
+@pytest.mark.parametrize("way", list(WAYS)[1:])
+def test_one_curve_in_one_process(way, common, plainly, tmp_path):
+    settings = [*common, *WAYS[way], "max_steps=5"]
+    if way == "packed":  # other rows, in another order
+        settings += ["global_batch_size=2", "micro_batch_size=2"]
+        packed = run(tmp_path / "packed", settings)
+        assert packed == pytest.approx(run(tmp_path / "again", [*settings, "micro_batch_size=1"]), rel=1e-5)
+        return
+    assert run(tmp_path, settings) == pytest.approx(plainly["forward"], rel=1e-5)
+
+
+def test_one_curve_in_two_processes(common, plainly, tmp_path):
+    variants = METHODS | {f"{name}, HSDP": [*METHODS[name], "parallel.dp_replicate=2"] for name in ("forward", "mixed")}
+    settings = [*common, "max_steps=5"]
+    run_processes(RUN_VARIANTS, 2, "distill", str(tmp_path), json.dumps(settings), json.dumps(variants))
+    for name in variants:
+        assert curve(tmp_path / name) == pytest.approx(plainly[name.removesuffix(", HSDP")], rel=1e-5), name
+
+
+def test_methods_differ(plainly):
+    assert len({curve[0] for curve in plainly.values()}) == len(METHODS) - 1  # a fresh adapter changes nothing
+    assert plainly["adapter"][0] == pytest.approx(plainly["forward"][0], rel=1e-6)
+    assert all(curve[-1] < curve[0] for curve in plainly.values())
+
+
+@pytest.mark.parametrize("name", ["mixed", "adapter"])
+def test_continued_bitwise(name, common, plainly, tmp_path):
+    settings = [*common, *METHODS[name], "max_steps=5", "checkpointer.every=1", "checkpointer.keep=null"]
+    whole = run(tmp_path / "whole", settings)
+    stopped = shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
+    for step in (4, 5):
+        shutil.rmtree(stopped / "checkpoints" / f"step-{step:08d}")
+    lines = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (stopped / "metrics.jsonl").write_text("".join(lines[:4]))
+    assert run(stopped, settings) == whole == plainly[name]
+    exported = "model/model.safetensors" if name == "mixed" else "adapter/adapter_model.safetensors"
+    assert (stopped / exported).read_bytes() == (tmp_path / "whole" / exported).read_bytes()
+
+
+def test_the_own_teacher_teaches_nothing(common, checkpoint, chats, tmp_path):
+    settings = [*common, f"teacher.path={checkpoint}", f"validation_dataset.path={chats}", "max_steps=1"]
+    (loss,) = run(tmp_path, settings)
+    (metrics,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert loss == pytest.approx(0, abs=1e-6) and 0 < metrics["validation_loss"] < 1e-2
+
+
+def test_padded_vocabularies(common, teacher, tmp_path):
+    """The same weights in a longer table, as members of one family have them: nothing changes."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(teacher)
+    before = len(model.get_input_embeddings().weight)
+    model.resize_token_embeddings(before + 24)
+    torch.nn.init.normal_(model.get_input_embeddings().weight.data[before:])
+    shutil.copytree(teacher, tmp_path / "padded")
+    model.save_pretrained(tmp_path / "padded")
+    first, second = (
+        run(tmp_path / str(each), [*common, "max_steps=2", f"teacher.path={folder}"])
+        for each, folder in enumerate((teacher, tmp_path / "padded"))
+    )
+    assert second == pytest.approx(first, rel=1e-6)
+
+
+def test_another_tokenizer(common, teacher, tmp_path):
+    other = shutil.copytree(teacher, tmp_path / "other")
+    file = other / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    one, two = (next(token for token, index in vocabulary.items() if index == at) for at in (100, 101))
+    vocabulary[one], vocabulary[two] = 101, 100
+    file.write_text(json.dumps(content))
+    with pytest.raises(TuneError, match=r"teacher.path: .*other has another tokenizer than .*: 2 ids .* 100 \('"):
+        run(tmp_path / "run", [*common, f"teacher.path={other}"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["teacher.path=nowhere"], "nowhere"),
+        (["teacher.dtype=fp64"], "teacher.dtype"),
+        (["teacher.quantization=int8"], "teacher.quantization"),
+        (["loss.temperature=0"], "loss.temperature"),
+        (["loss.cross_entropy=1.5"], "loss.cross_entropy"),
+        (["loss._component_=tune.losses.JensenShannon", "loss.beta=1"], "loss.beta"),
+        (["loss.beta=0.5"], "loss.beta"),
+        (["quantization.weights=nf4"], "quantization.weights"),
+    ],
+)
+def test_wrong_settings(settings, message, common, tmp_path):
+    with pytest.raises(TuneError, match=message):
+        run(tmp_path, [*common, *settings])
