@@ -142,6 +142,8 @@ class Reader:
     def python(self, arguments: list[str], line: str) -> None:
         if arguments[0].startswith("benchmarks/"):  # they measure for minutes: only their arguments are read
             self.read_arguments(arguments)
+        elif arguments[0].startswith("examples/"):
+            self.script(arguments[1:], argparse.Namespace(training_script=arguments[0]))
         else:
             self.script(self.completed(arguments)[1:], argparse.Namespace(training_script=arguments[0]))
 

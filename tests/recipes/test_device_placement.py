@@ -46,6 +46,15 @@ SETTINGS = {
         "transformers": ["model._component_=tune.models.hf", "adapter.dropout=0.1"],
         "NF4, DoRA": ["quantization.weights=nf4", "adapter.dora=true", "adapter.dropout=0.1"],
     },
+    "distill": {
+        "forward KL": ["teacher.path=${model.path}"],
+        "mixed": ["teacher.path=${model.path}", "loss.cross_entropy=0.5", "loss.temperature=2"],
+        "reverse KL": ["teacher.path=${model.path}", "loss._component_=tune.losses.ReverseKL", "packed=true"],
+        "adapter, Jensen-Shannon": [
+            "teacher.path=${model.path}", "loss._component_=tune.losses.JensenShannon", "adapter.dropout=0.1"
+        ],
+        "NF4": ["teacher.path=${model.path}", "teacher.quantization=nf4", "teacher.dtype=fp32"],
+    },
     "preference_finetune": {
         "DPO": [],
         "KTO": ["loss._component_=tune.losses.KTO"],
