@@ -185,6 +185,8 @@ class Reader:
         tiny = TINY | ({"output_dir": f"runs/{next(self.numbers)}"} if is_run else {})
         if given.get("model._component_") == "my_family.build":
             tiny["from_scratch"] = "true"
+        if "teacher.path" in given:
+            tiny["teacher.path"] = tiny["model.path"]
         for argument in (*arguments, given.get("model.path", "")):
             self.stand_in(argument.removeprefix("./"))
         kept = [argument for argument in arguments if "..." not in argument]

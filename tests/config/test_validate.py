@@ -38,7 +38,8 @@ def test_everything_wrong_is_told_at_once() -> None:
         ("zzz.yyy=1", "zzz: is not a setting. --help lists all of them."),
         (
             "quantization.weights=nf4",
-            "quantization: is not a setting. It is one of distill, lora_finetune, preference_finetune: use that recipe.",
+            "quantization: is not a setting. It is one of distill, lora_finetune, preference_finetune: use that "
+            "recipe.",
         ),
         ("optimizer.warmup=3", "optimizer.warmup: AdamW has no argument 'warmup'. Did you mean 'schedule.warmup'?"),
         ("optimizer.params=3", "optimizer.params: is given by the recipe itself, not in the configuration."),

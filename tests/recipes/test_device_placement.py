@@ -51,7 +51,9 @@ SETTINGS = {
         "mixed": ["teacher.path=${model.path}", "loss.cross_entropy=0.5", "loss.temperature=2"],
         "reverse KL": ["teacher.path=${model.path}", "loss._component_=tune.losses.ReverseKL", "packed=true"],
         "adapter, Jensen-Shannon": [
-            "teacher.path=${model.path}", "loss._component_=tune.losses.JensenShannon", "adapter.dropout=0.1"
+            "teacher.path=${model.path}",
+            "loss._component_=tune.losses.JensenShannon",
+            "adapter.dropout=0.1",
         ],
         "NF4": ["teacher.path=${model.path}", "teacher.quantization=nf4", "teacher.dtype=fp32"],
     },
