@@ -194,7 +194,8 @@ def _settings(reader: RowReader) -> dict[str, Any]:
     functions = [
         (name, asked) for name, asked in ((reader.filter, "filter"), (reader.format, "format")) if isinstance(name, str)
     ]
-    return {**given, "format": reader.format_name, "functions": [sources_of(*each) for each in functions]}
+    name = reader.format.name if isinstance(reader.format, Format) else reader.format
+    return {**given, "format": name, "functions": [sources_of(*each) for each in functions]}
 
 
 def _content_of_rows(source: Source) -> str:

@@ -113,10 +113,6 @@ class RowReader:
             for (place, row), each in zip(rows, drafts, strict=True)
         ]
 
-    @property
-    def format_name(self) -> str | None:
-        return self.format.name if isinstance(self.format, Format) else self.format
-
     def sample(self, content: Content) -> Sample:
         """One content as one sample, however long."""
         draft = self._rendered(flagged(content, self.train_on) if isinstance(content, Chat) else content)
@@ -165,7 +161,7 @@ class RowReader:
 
     def _with_columns(self, row: Row, outcome: Outcome) -> Outcome:
         """The samples with the row's `extra_columns`: a number is one of each sample, a list has one for each token."""
-        samples = list(outcome.samples)
+        samples, columns = outcome.samples, {}
         for name in self.extra_columns if samples else ():
             value = np.asarray(row.get(name, "absent"))
             whole = len(samples[0].tokens) + outcome.cut
@@ -177,11 +173,8 @@ class RowReader:
                     "of extra_columns has one for each of the input_ids, and is not for dataset.too_long=split"
                 )
             value = value.astype(np.float32)
-            values = [value[: len(each.tokens)] if value.ndim else value for each in samples]
-            samples = [
-                replace(each, columns={**each.columns, name: its}) for each, its in zip(samples, values, strict=True)
-            ]
-        return replace(outcome, samples=samples)
+            columns[name] = value[: len(samples[0].tokens)] if value.ndim else value
+        return replace(outcome, samples=[replace(each, columns={**each.columns, **columns}) for each in samples])
 
     def _rendered(self, content: Content) -> Draft:
         if isinstance(content, Chat):
