@@ -313,7 +313,7 @@ def test_counts(checkpoint):
         (LoRA(modules_to_save=["nrm"]), "modules_to_save: 'nrm' matches no layer. Did you mean 'norm'?"),
         (LoRA(modules_to_save=["mlp"]), "'mlp' matches no layer"),
         (LoRA(modules_to_save=["q_proj"]), "query has an adapter too (target_modules); choose one"),
-        (LoRA(trainable_tokens=[5, 300]), "300 is no row of the embedding, which has 300"),
+        (LoRA(trainable_tokens=[5, 300]), "300 is no row of the embedding, which has 300."),
         (LoRA(trainable_tokens=[5, 5]), "named twice"),
         (LoRA(trainable_tokens=[5], modules_to_save=["lm_head"]), "is trained already in another way"),
         (LoRA(rank=65), "65 is more than"),

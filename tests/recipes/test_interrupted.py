@@ -70,7 +70,7 @@ def test_disk_full_while_the_model_is_written(short, contents):
     before = contents(run / "model")
     message = explained(limited([*settings, "max_steps=1"], file=100_000))
     assert "the model could not be written" in message
-    assert f"Make room, run the command with output_dir={run}, which continues" in message
+    assert f"Make room and run the same command with output_dir={run}, which continues" in message
     assert contents(run / "model") == before
     assert not list(run.glob(".model*"))
 

@@ -79,7 +79,7 @@ def test_adapter_with_a_damaged_file(adapter, inputs, run_recipe, capfd):
     (adapter / "adapter_model.safetensors").write_bytes(b"damaged")
     settings = [f"adapter.path={adapter}", f"output_dir={inputs.folder / 'new'}"]
     assert run_recipe([*inputs.settings(), *settings], lora_finetune) == 2
-    assert "adapter_model.safetensors cannot be read" in capfd.readouterr().err
+    assert "adapter_model.safetensors is damaged" in capfd.readouterr().err
 
 
 def test_adapter_in_the_folder_of_a_full_finetuning(inputs, run_recipe, capfd):

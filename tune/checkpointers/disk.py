@@ -47,7 +47,7 @@ def disk_tensors(folder: Path) -> dict[str, DiskTensor]:
         if index.exists():
             return _indexed(index)
         if (folder / whole).exists():
-            return {tensor.name: tensor for tensor in _headers(folder / whole)}
+            return {tensor.name: tensor for tensor in headers(folder / whole)}
         stem, _, suffix = whole.rpartition(".")
         files = sorted(folder.glob(f"{stem}-*.{suffix}"))
         if suffix == "safetensors":
@@ -111,7 +111,7 @@ def _indexed(index: Path) -> dict[str, DiskTensor]:
 def _disjoint(files: list[Path]) -> dict[str, DiskTensor]:
     tensors: dict[str, DiskTensor] = {}
     for file in files:
-        for tensor in _headers(file):
+        for tensor in headers(file):
             if tensor.name in tensors:
                 raise TuneError(f"model.path: {tensor.name} is in {file} and {tensors[tensor.name].file}: remove one")
             tensors[tensor.name] = tensor
@@ -128,7 +128,8 @@ def _require_all_shards(files: list[Path]) -> None:
                 raise TuneError(f"model.path: {file.parent} has no {', '.join(missing)}. Download them again")
 
 
-def _headers(file: Path) -> Iterator[DiskTensor]:
+def headers(file: Path) -> Iterator[DiskTensor]:
+    """The tensors of one file."""
     if file.suffix != ".safetensors":
         for name, tensor in load_torch_file(file).items():
             yield DiskTensor(name, file, list(tensor.shape), tensor.dtype)
@@ -139,7 +140,7 @@ def _headers(file: Path) -> Iterator[DiskTensor]:
                 header = tensors.get_slice(name)
                 yield DiskTensor(name, file, header.get_shape(), SAFETENSORS_DTYPES[header.get_dtype()])
     except SafetensorError as error:
-        raise TuneError(f"model.path: {file} is damaged ({error}). Download it again") from error
+        raise TuneError(f"{file} is damaged ({error}). Download it again") from error
 
 
 def load_torch_file(file: Path) -> dict[str, Tensor]:

@@ -101,7 +101,9 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
             run = folder.parent
             is_run = (run / "checkpoints").is_dir()
             again = f"with output_dir={run}, which continues after the last checkpoint" if is_run else "again"
-            raise TuneError(f"the model could not be written ({error}). Make room, run the command {again}") from error
+            raise TuneError(
+                f"the model could not be written: {error}. Make room and run the same command {again}"
+            ) from error
         held.clear()
 
     for name, tensor in tensors:

@@ -101,7 +101,9 @@ def _files(folder: Path) -> list[Path]:
 def _read_params(file: Path) -> dict[str, Any]:
     params = read_json(file, "tune convert")
     if unknown := {name: value for name, value in params.items() if name not in PARAMS and value is not None}:
-        raise TuneError(f"{file}: not of a Llama 1, 2 or 3 text model: {', '.join(unknown)}. Take Hugging Face's")
+        raise TuneError(
+            f"{file}: not of a Llama 1, 2 or 3 text model: {', '.join(unknown)}. Take the model in Hugging Face layout"
+        )
     if missing := [name for name in ("dim", "n_layers", "n_heads", "norm_eps") if name not in params]:
         raise TuneError(f"{file} has no {', '.join(missing)}")
     return params

@@ -2,18 +2,18 @@
 
 import operator
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tune.checkpointers.disk import disk_tensors, sampled_digest, shape_differences
+from tune.checkpointers.disk import DiskTensor, disk_tensors, sampled_digest, shape_differences
 from tune.distributed import World, local_shard, parallelize
 from tune.errors import TuneError
 from tune.models import Decoder, HuggingFaceModel, build
-from tune.models.names import Names, disk_parts, stored_tensors
+from tune.models.names import Names, OnDisk, disk_parts, stored_tensors
 from tune.quantization import NF4Weight
 
 
@@ -79,24 +79,25 @@ class Pretrained:
                 if isinstance(target, NF4Weight):
                     assert isinstance(on_disk, str)  # only linear layers are quantised
                     target.load(self.tensors[on_disk].read((target.local_rows(),)))
-                    continue
-                shard, where = local_shard(target)
-                if isinstance(on_disk, str):
-                    shard.copy_(self.tensors[on_disk].read(where))
-                    continue
-                for member, names in zip(shard, on_disk[where[0]], strict=True):
-                    self._load_member(member, [names] if isinstance(names, str) else names, where[1:])
+                else:
+                    load_shard(target, on_disk, self.tensors)
 
-    def _load_member(self, member: Tensor, names: Sequence[str], where: tuple[slice, ...]) -> None:
+
+def load_shard(parameter: Tensor, on_disk: OnDisk, tensors: Mapping[str, DiskTensor]) -> None:
+    """Load this process's slice of `parameter` from those of `tensors` that it has `on_disk`."""
+    shard, where = local_shard(parameter)
+    if isinstance(on_disk, str):
+        shard.copy_(tensors[on_disk].read(where))
+        return
+    _, rows, *others = where
+    for member, names in zip(shard, on_disk[where[0]], strict=True):
         begin = 0
-        for name in names:
-            rows = self.tensors[name].shape[0]
-            start, stop = max(where[0].start - begin, 0), min(where[0].stop - begin, rows)
+        for part in [tensors[name] for name in ([names] if isinstance(names, str) else names)]:
+            start, stop = max(rows.start - begin, 0), min(rows.stop - begin, part.shape[0])
             if start < stop:
-                at = begin + start - where[0].start
-                part = self.tensors[name].read((slice(start, stop), *where[1:]))
-                member[at : at + stop - start].copy_(part)
-            begin += rows
+                at = begin + start - rows.start
+                member[at : at + stop - start].copy_(part.read((slice(start, stop), *others)))
+            begin += part.shape[0]
 
 
 class Random:

@@ -123,7 +123,7 @@ class HuggingFaceModel(nn.Module):
         logits = self.body(input_ids=tokens, return_dict=True, **arguments).logits
         hidden = self.head_input.take()
         if self.checks_logits and not _close(logits, self._softcapped(hidden * self.scale), tolerance=1e-2):
-            raise TuneError(f"model: {type(self.body).__name__} changes its logits in a way that is not supported")
+            raise TuneError(f"model: {type(self.body).__name__} changes its logits: it cannot be trained here")
         return hidden
 
     @property
@@ -138,7 +138,7 @@ class HuggingFaceModel(nn.Module):
         tokens, documents = batch.tokens, batch.documents
         longest = max(documents.lengths)
         if self.longest and longest > self.longest:
-            raise TuneError(f"max_seq_len: beyond {self.longest} tokens this model {self.beyond}. Found {longest}")
+            raise TuneError(f"max_seq_len: {longest} exceeds {self.longest}, where this model {self.beyond}. Lower it")
         if self.separates_documents and len(documents.lengths) * longest > MAX_PADDING * tokens.numel():
             return self._run(tokens, batch.positions)
         # One document per row. Tokens after its end do not affect it (attention is causal) and are dropped afterwards.
@@ -237,7 +237,10 @@ def _disk_names(model: Any) -> list[tuple[int, str, OnDisk]]:
     names = []
     for name, tensor in model.state_dict(keep_vars=True).items():
         if (on_disk := _parts(model, name, tensor.detach())) is None:
-            raise TuneError(f"model: how transformers converts {name} of {type(model).__name__} is not supported")
+            raise TuneError(
+                f"model: how transformers converts {name} of {type(model).__name__} is not supported. Use "
+                "tune.models.build if it has this architecture"
+            )
         names.append((id(tensor), name, on_disk))
     return names
 

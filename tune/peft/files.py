@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 from tune.atomic import written_aside
 from tune.checkpointers import Pretrained, export
-from tune.checkpointers.disk import sampled_digest, shape_differences
+from tune.checkpointers.disk import DiskTensor, headers, sampled_digest, shape_differences
 from tune.checkpointers.export import SavesItself
+from tune.checkpointers.weights import load_shard
 from tune.distributed import World, full_tensor, local_shard
 from tune.errors import TuneError
 from tune.models.config_file import read_json
-from tune.models.names import Names, own_name, peft_name
+from tune.models.names import Names, OnDisk, disk_parts, own_name, peft_name
 from tune.peft.adapters import Adapter, adapted_modules, initialize
 from tune.peft.experts import LoRAExperts, joined, parted
 from tune.peft.lora import LoRA, LowRank
@@ -101,35 +101,29 @@ def load_adapter(model: nn.Module, path: str) -> None:
     """Load the trained parameters of `model` from the folder `path`. Each process reads its own slices. Raises
     TuneError if names or shapes do not fit, with all of them."""
     file, parts = Path(path) / WEIGHTS, _parts(model)
-    wanted = {
-        own_name(name): list(tensor.shape)
-        for part in parts
-        for name, tensor in part.on_disk(torch.empty(part.parameter.shape, device="meta")).items()
-    }
+    stored = [part.stored(torch.empty(part.parameter.shape, device="meta")) for part in parts]
+    needed = {own_name(name): list(tensor.shape) for each in stored for name, tensor in each.items()}
     tied = _trains_tied_embedding(model)
     if tied and not json.loads((Path(path) / CONFIG).read_text()).get("ensure_weight_tying"):
         raise TuneError(
             f"adapter.path: in {path} the embedding was trained apart from the output head, which model.path ties to it"
         )
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            slices = {own_name(name): tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-            for copy in [name for name in slices if name.endswith(BASE_COPY)]:
-                _require_equal(model, copy, slices.pop(copy), path)
-            found = {name: tensor.get_shape() for name, tensor in slices.items()}
-            if tied:
-                found.pop(PREFIX + HEAD, None)
-            if differences := shape_differences(found, wanted, "this model needs"):
-                raise TuneError(f"adapter.path: {path} is for another model:\n  {differences}")
-            with torch.no_grad():
-                for part in parts:
-                    shard, where = local_shard(part.parameter)
-                    part.load(slices, shard, where)
-    except (SafetensorError, OSError) as error:
-        raise TuneError(f"adapter.path: {file} cannot be read: {error}") from error
+    if not file.exists():
+        raise TuneError(f"adapter.path: {path} has no {WEIGHTS}")
+    found = {own_name(tensor.name): tensor for tensor in headers(file)}
+    for copy in [name for name in found if name.endswith(BASE_COPY)]:
+        _require_equal(model, copy, found.pop(copy), path)
+    if tied:
+        found.pop(PREFIX + HEAD, None)
+    shapes = {name: tensor.shape for name, tensor in found.items()}
+    if differences := shape_differences(shapes, needed, "this model needs"):
+        raise TuneError(f"adapter.path: {path} is for another model:\n  {differences}")
+    with torch.no_grad():
+        for part, each in zip(parts, stored, strict=True):
+            part.load({name: found[own_name(name)] for name in each})
 
 
-def _require_equal(model: nn.Module, name: str, copy: Any, path: str) -> None:
+def _require_equal(model: nn.Module, name: str, copy: DiskTensor, path: str) -> None:
     """PEFT saves an adapted embedding or head beside its adapter: it must be equal to that of `model`."""
     names = Names.of(model)
     modules = {own_name(names.module(ours)): module for ours, module in adapted_modules(model).items()}
@@ -138,7 +132,7 @@ def _require_equal(model: nn.Module, name: str, copy: Any, path: str) -> None:
         if weight.is_meta:  # as in `merge`, where only the adapter is loaded
             return
         shard, where = local_shard(weight)
-        if copy.get_shape() == list(weight.shape) and torch.equal(shard, copy[where].to(shard)):
+        if copy.shape == list(weight.shape) and torch.equal(shard, copy.read(where).to(shard)):
             return
     raise TuneError(f"adapter.path: {path} is for another model: {name.removeprefix(PREFIX)} differs from model.path")
 
@@ -154,7 +148,7 @@ def export_adapter(
     for part in _parts(model):
         full = full_tensor(part.value().detach()).to("cpu", torch.float32)
         if world.is_main:
-            for name, tensor in part.on_disk(full).items():
+            for name, tensor in part.stored(full).items():
                 tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
                 if name.endswith("embed_tokens.weight") and _trains_tied_embedding(model):
                     tensors[PREFIX + HEAD] = tensor.clone()  # PEFT expects tied weights twice
@@ -211,7 +205,7 @@ def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:
     layers = {name: layer for name, layer in adapted.items() if isinstance(layer, LowRank)}
     tokens = {name: layer.tokens for name, layer in adapted.items() if isinstance(layer, TokenRows)}
     parameters = {names.module(name) for name in _joined_experts(model)}
-    whole = {part.names[0].removeprefix(PREFIX) for part in _parts(model) if not isinstance(part.module, Adapter)}
+    whole = {str(part.on_disk).removeprefix(PREFIX) for part in _parts(model) if not isinstance(part.module, Adapter)}
     # With a frozen start the exported rank is twice the trained one, at the same scaling.
     rank_factor = 1 if lora.init == "default" else 2
     alpha_factor = math.sqrt(rank_factor) if lora.rank_stabilized else rank_factor
@@ -256,9 +250,9 @@ def _shortest(model: nn.Module, adapted: set[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Part:
-    """A trained parameter and its `names` in PEFT's file: of experts, one of each or, if `is_joined`, one of all."""
+    """A trained parameter in PEFT's file: of experts, a tensor for each or, if `is_joined`, one for all."""
 
-    names: list[str]
+    on_disk: OnDisk
     module: nn.Module
     kind: str
     is_joined: bool = False
@@ -273,21 +267,16 @@ class _Part:
             return self.module.factors()[("lora_a", "lora_b").index(self.kind)]
         return self.parameter
 
-    def on_disk(self, full: torch.Tensor) -> dict[str, torch.Tensor]:
-        if self.is_joined:
-            return {self.names[0]: joined(self.kind, full)}
-        return dict(zip(self.names, full if isinstance(self.module, LoRAExperts) else [full], strict=True))
+    def stored(self, full: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors of the file that have the values `full`."""
+        return dict(disk_parts(self.on_disk, joined(self.kind, full) if self.is_joined else full))
 
-    def load(self, slices: Mapping[str, Any], shard: torch.Tensor, where: tuple[slice, ...]) -> None:
-        """Copy the slice `where` of the parameter to `shard`."""
-        tensors = [slices[own_name(name)] for name in self.names]
-        if self.is_joined:
-            shard.copy_(parted(self.kind, tensors[0][:], self.parameter.shape[0])[where])
-        elif isinstance(self.module, LoRAExperts):
-            for expert, tensor in zip(shard, tensors[where[0]], strict=True):
-                expert.copy_(tensor[where[1:]])
-        else:
-            shard.copy_(tensors[0][where])
+    def load(self, tensors: Mapping[str, DiskTensor]) -> None:
+        if not self.is_joined:
+            load_shard(self.parameter, self.on_disk, tensors)
+            return
+        (tensor,), (shard, where) = tensors.values(), local_shard(self.parameter)
+        shard.copy_(parted(self.kind, tensor.read(), self.parameter.shape[0])[where])
 
 
 def _parts(model: nn.Module) -> list[_Part]:
@@ -298,13 +287,15 @@ def _parts(model: nn.Module) -> list[_Part]:
         modules = [experts[name]] if name in experts else [peft_name(each) for each in names.members(name)]
         for kind, ending in module.PARTS.items():
             if (parameter := getattr(module, kind)) is not None:
-                part = _Part([f"{PREFIX}{each}.{ending}" for each in modules], module, kind, name in experts)
+                tensors = [f"{PREFIX}{each}.{ending}" for each in modules]
+                is_stack = isinstance(module, LoRAExperts) and name not in experts
+                part = _Part(tensors if is_stack else tensors[0], module, kind, name in experts)
                 parts.setdefault(parameter, part)  # the rows of a tied head are those of the embedding
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in parts:
             owner, _, kind = name.rpartition(".")
             on_disk = peft_name(str(names.on_disk.get(name, name)))
-            parts[parameter] = _Part([PREFIX + on_disk], model.get_submodule(owner), kind)
+            parts[parameter] = _Part(PREFIX + on_disk, model.get_submodule(owner), kind)
     return list(parts.values())
 
 

@@ -57,7 +57,7 @@ def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
             if not any(matches(key, name) for name in known):
                 ends = ", ".join(sorted(set(map(_last, known))))
                 raise TuneError(
-                    f"adapter.{setting}: no adapted layer's name ends with '{key}' or matches it, but {ends}"
+                    f"adapter.{setting}: no adapted layer's name ends with '{key}' or matches it; they end with {ends}"
                 )
     return chosen
 
@@ -124,7 +124,10 @@ def token_modules(
     if type(embedding) is not nn.Embedding:
         raise TuneError(f"adapter.trainable_tokens: {name} is a {type(embedding).__name__}, which is not supported")
     if outside := [token for token in tokens if not 0 <= token < size]:
-        raise TuneError(f"adapter.trainable_tokens: {outside[0]} is no row of the embedding, which has {size}")
+        raise TuneError(
+            f"adapter.trainable_tokens: {outside[0]} is no row of the embedding, which has {size}. To add tokens to "
+            "the base first: tune add-tokens"
+        )
     if len(set(tokens)) < len(tokens):
         raise TuneError("adapter.trainable_tokens: a token is named twice")
     return embedding, next(iter(heads.values()), None)

@@ -32,9 +32,7 @@ def read_qwen3_5_text(file: ConfigFile) -> DecoderConfig:
     rope = read.rope(file, partial=True, fields=fields)
     attention = read.attention(file, rope, bias_field="attention_bias", query_key_norm=norm, gated=True)
     kinds: dict[str, AttentionPartConfig] = {"linear_attention": _delta_net(file), "full_attention": attention}
-    types = read.by_layer(file, "layer_types", lambda layer: list(kinds)[(layer + 1) % every == 0])
-    if unknown := [name for name in types if name not in kinds]:
-        raise TuneError(f"{file.path}: layer_types has {unknown[0]!r}; supported: {', '.join(kinds)}")
+    types = read.by_layer(file, "layer_types", lambda layer: list(kinds)[(layer + 1) % every == 0], kinds)
     mlp = read.mlp(file)
     return read.decoder(file, [LayerConfig(kinds[name], mlp) for name in types], norm)
 

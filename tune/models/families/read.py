@@ -1,6 +1,6 @@
 """Readers of the fields of config.json that most families share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -56,12 +56,14 @@ def num_layers(file: ConfigFile) -> int:
     return file.integer("num_hidden_layers")
 
 
-def by_layer(file: ConfigFile, name: str, default: Callable[[int], T]) -> list[T]:
-    """A list with an entry for each layer."""
+def by_layer(file: ConfigFile, name: str, default: Callable[[int], T], known: Collection[T] = ()) -> list[T]:
+    """A list with an entry for each layer, of those that are `known`, if given."""
     count = num_layers(file)
     found = file.entries(name, [default(layer) for layer in range(count)])
     if len(found) != count:
         raise TuneError(f"{file.path}: {name} has {len(found)} entries for num_hidden_layers={count}")
+    if unknown := [entry for entry in found if known and entry not in known]:
+        raise TuneError(f"{file.path}: {name} has {unknown[0]!r}; supported: {', '.join(map(str, known))}")
     return found
 
 
@@ -111,9 +113,7 @@ def windows(
     on, sliding, full = switch is None or file.flag(switch), "sliding_attention", "full_attention"
     window = file.integer_or_none("sliding_window") if on else None
     file.ignore("sliding_window")  # 0 in some files where windows are off
-    types = by_layer(file, "layer_types", lambda layer: sliding if slides(layer) else full)
-    if unknown := [name for name in types if name not in (sliding, full)]:
-        raise TuneError(f"{file.path}: layer_types has {unknown[0]!r}; supported: {sliding}, {full}")
+    types = by_layer(file, "layer_types", lambda layer: sliding if slides(layer) else full, (sliding, full))
     return [window if name == sliding else None for name in types]
 
 
