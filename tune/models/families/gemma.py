@@ -25,7 +25,7 @@ def read_gemma(file: ConfigFile) -> DecoderConfig:
     if file.get("hidden_act", "gelu") == "gelu":  # the first releases say so, but use the approximation by tanh
         file.fields["hidden_act"] = "gelu_pytorch_tanh"
     attention = read.attention(file, read.rope(file), bias_field="attention_bias")
-    return _decoder(file, [LayerConfig(attention, read.mlp(file))] * read.num_layers(file))
+    return _decoder(file, LayerConfig(attention, read.mlp(file)))
 
 
 def read_gemma2(file: ConfigFile) -> DecoderConfig:
@@ -76,7 +76,7 @@ def _gemma2_layer(file: ConfigFile, rope: RopeConfig, **special: Any) -> LayerCo
     return LayerConfig(attention, read.mlp(file, "hidden_activation"), norm_after=True)
 
 
-def _decoder(file: ConfigFile, layers: list[LayerConfig], **special: Any) -> DecoderConfig:
+def _decoder(file: ConfigFile, layers: LayerConfig | list[LayerConfig], **special: Any) -> DecoderConfig:
     return read.decoder(file, layers, _norm(file), embedding_multiplier=file.integer("hidden_size") ** 0.5, **special)
 
 

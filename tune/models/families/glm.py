@@ -1,5 +1,7 @@
 """GLM-4: half of each head rotated. Dense: in neighbouring pairs, gate and up as one projection."""
 
+from functools import partial
+
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
 from tune.models.families import Family, read, register
@@ -15,7 +17,7 @@ GLM4_MOE_NAMES = LLAMA_NAMES | read.QUERY_KEY_NORM_NAMES | CORRECTED_EXPERT_NAME
 
 
 def read_glm(file: ConfigFile, norm_after: bool = False) -> DecoderConfig:
-    """GLM-4 before 0414."""
+    """GLM-4; since 0414 with norms on both sides of attention and feed-forward."""
     file.set_defaults(
         head_dim=128, num_key_value_heads=2, attention_bias=True, max_position_embeddings=131072,
         rms_norm_eps=1.5625e-07, partial_rotary_factor=0.5,
@@ -23,11 +25,6 @@ def read_glm(file: ConfigFile, norm_after: bool = False) -> DecoderConfig:
     rope = read.rope(file, partial=True, interleaved=True)
     attention = read.attention(file, rope, bias=file.flag("attention_bias"))
     return read.decoder(file, LayerConfig(attention, read.mlp(file, fused=True), norm_after=norm_after))
-
-
-def read_glm4(file: ConfigFile) -> DecoderConfig:
-    """GLM-4-0414: with norms on both sides of attention and feed-forward."""
-    return read_glm(file, norm_after=True)
 
 
 def read_glm4_moe(file: ConfigFile) -> DecoderConfig:
@@ -43,5 +40,5 @@ def read_glm4_moe(file: ConfigFile) -> DecoderConfig:
 
 
 register("glm", Family(read_glm, GLM_NAMES))
-register("glm4", Family(read_glm4, GLM4_NAMES))
+register("glm4", Family(partial(read_glm, norm_after=True), GLM4_NAMES))
 register("glm4_moe", Family(read_glm4_moe, GLM4_MOE_NAMES, IGNORED))
