@@ -5,9 +5,7 @@ import json
 import pytest
 import torch
 
-from tune.checkpointers import Random
 from tune.errors import TuneError
-from tune.generation import generate
 from tune.models import build
 from tune.models.families import supported
 
@@ -156,12 +154,10 @@ def test_dynamic_rope_is_refused_beyond_the_trained_length(tmp_path):
         model(torch.zeros(1, 65, dtype=torch.long))
 
 
-def test_longrope_is_refused_where_a_cache_would_be_wrong(tmp_path):
-    model = build_from(tmp_path, PHI3).to_empty(device="cpu")
-    Random(0).load(model)
-    generate(model, [[1, 2, 3]], max_new_tokens=61)
-    with pytest.raises(TuneError, match="generation: 'longrope' cannot cache more than 64 tokens"):
-        generate(model, [[1, 2, 3]], max_new_tokens=63)
+def test_longrope_is_generated_as_far_as_a_cache_is_right(tmp_path):
+    """Longer documents have another rotation, also of the tokens in the cache."""
+    model = build_from(tmp_path, PHI3)
+    assert (model.max_generated, model.max_positions) == (64, 256)
 
 
 def test_null_is_not_left_out(tmp_path):
