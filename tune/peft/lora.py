@@ -29,10 +29,9 @@ class LoRA:
     and alpha of the layers whose name ends with a key or matches it. The modules named in `modules_to_save` are trained
     in full, and the rows of `trainable_tokens` in embedding and head.
 
-    `init` sets the initial values. With each of them the model computes at first what it did without: `pissa` (Meng et
-    al., 2024) starts at the largest singular vectors of the weight, `olora` (Büyükakyüz, 2024) at the first columns of
-    its QR decomposition, and a frozen copy of that start is subtracted. An exported adapter includes that copy and has
-    twice the rank.
+    `init` sets the initial values: `pissa` (Meng et al., 2024) those of the weight's largest singular vectors, `olora`
+    (Büyükakyüz, 2024) of the first columns of its QR decomposition. A frozen copy of them is subtracted, so that the
+    model computes at first what it does without an adapter. An exported adapter includes that copy, at twice the rank.
     """
 
     rank: PositiveInt = 16
