@@ -53,9 +53,9 @@ HOW = {
 FACTORS = WHAT | HOW
 PLAIN = {name: next(iter(values)) for name, values in HOW.items()}
 REFUSED = {
-    "adapter: is not a setting. lora_finetune has it": {"trained": "all", "dropout": "0.2"},
-    "quantization: is not a setting. lora_finetune has it": {"trained": "all", "quantization": "nf4"},
-    "quantization: is not a setting. lora_finetune has it: use": {"trained": "all", "quantization": "double"},
+    "adapter: is not a setting. It is one of": {"trained": "all", "dropout": "0.2"},
+    "quantization: is not a setting. It is one of": {"trained": "all", "quantization": "nf4"},
+    "quantization: is not a setting. It is one": {"trained": "all", "quantization": "double"},
     "memory.cpu_offload: gradients may still": {"in_backward": "true", "cpu_offload": "true"},
     "memory.activation_offload: what activation_checkpointing=selective keeps": {
         "activation_offload": "true", "checkpointing": "selective", "compile": "false"
