@@ -4,6 +4,7 @@ import math
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import run_processes
@@ -15,7 +16,7 @@ from tune import distributed
 from tune.checkpointers import Pretrained, load_model
 from tune.collators import Batch
 from tune.errors import TuneError
-from tune.generation import Completion, Sampler
+from tune.generation import Completion, Sampler, choose
 from tune.generation.choose import uniforms
 from tune.models import build, hf
 from tune.models.delta_net import DeltaNetConfig
@@ -231,6 +232,42 @@ def test_compiled_recomputed_and_in_two_precisions(llama, dtype):
     sampler = Sampler(max_new_tokens=10)
     found, expected = (sampler(each, make_prompts()) for each in (model, plain))
     assert found == expected
+
+
+def test_on_a_device_that_is_not_the_cpu(model):
+    """`meta` has no values, but refuses tensors of two devices: prompts, three tokens, a copy, and what is chosen."""
+    device = torch.device("meta")
+    with device:
+        moved = build(str(model.saved_in))
+    cache = moved.new_cache(rows=3, capacity=40)
+    batch = Batch.of([[5] * 30], documents=[[0] * 20 + [1] * 10])
+    with torch.no_grad():
+        cache.start([1, 0], batch, device)
+        logits = moved(batch.to(device), cache=cache)
+        cache.copy([(0, 2)])
+        for positions in ([20, 10], [21, 11, 20], [21]):
+            draws = torch.rand(len(logits), dtype=torch.float64)
+            ids, log_probs = choose(logits[:, 0], draws, 0.7, top_k=3, top_p=0.5, min_p=0.1)
+            assert ids.is_meta and log_probs.is_meta
+            tokens = torch.zeros(len(positions), 1, dtype=torch.long, device=device)
+            logits = moved(tokens, positions=cache.extend(positions, device), cache=cache)
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple])
+def test_prompts_of_any_kind(llama, kind):
+    prompts, sampler = make_prompts(), Sampler(max_new_tokens=1)
+    expected = sampler(llama[1], prompts, samples=2)
+    assert sampler(llama[1], [kind(prompt) for prompt in prompts], samples=2) == expected
+    assert [len(each.tokens) for row in expected for each in row] == [1] * 14
+    assert sampler(llama[1], prompts, samples=0) == [[] for _ in prompts]
+
+
+def test_a_prompt_that_comes_again_is_read_once(llama):
+    (prompt,) = make_prompts([5])
+    alone = Sampler(max_new_tokens=6)(llama[1], [prompt], samples=2, indices=[1])
+    both = Sampler(max_new_tokens=6)(llama[1], [prompt] * 3, samples=2)
+    assert both[1:2] == approximately(alone)
+    assert len({tuple(each.tokens) for row in both for each in row}) == 6
 
 
 def test_one_wait_a_token(llama, monkeypatch):

@@ -101,7 +101,7 @@ class Sampler:
         decoder = self._check(model, prompts, indices)
         outputs = [[Completion() for _ in range(samples)] for _ in prompts]
         waiting = deque(
-            _Row(tuple(prompt), completion, uniforms(self.seed, step, index, sample))
+            _Row(tuple(map(int, prompt)), completion, uniforms(self.seed, step, index, sample))
             for prompt, index, completions in zip(prompts, indices, outputs, strict=True)
             for sample, completion in enumerate(completions)
         )
@@ -135,7 +135,7 @@ class Sampler:
             if unknown := [each for each in ids if not 0 <= each < count]:
                 raise TuneError(f"sampling: {unknown[0]} in {name} is not one of the {count} tokens of the model")
         for name, prompt in named.items():
-            if not prompt:
+            if not len(prompt):
                 raise TuneError(f"sampling: {name} is empty. Begin it with a token, BOS for example")
             if longest is not None and (total := len(prompt) + self.max_new_tokens) > longest:
                 raise TuneError(
