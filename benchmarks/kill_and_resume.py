@@ -116,8 +116,10 @@ def make_inputs(folder: Path, recipe: str = "full_finetune") -> list[str]:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "model" / "tokenizer.json"))
     (folder / "model" / "tokenizer_config.json").write_text(json.dumps({"eos_token": alphabet[0]}))
-    rows = ({"prompt": f"count to {n % 9}: ", "completion": " ".join(map(str, range(n % 9)))} for n in range(1, 41))
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows if row["completion"]))
+    better = "chosen" if recipe == "preference_finetune" else "completion"
+    worse = {"rejected": "nothing"} if recipe == "preference_finetune" else {}
+    rows = ({"prompt": f"count to {n % 9}: ", better: " ".join(map(str, range(n % 9))), **worse} for n in range(1, 41))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows if row[better]))
     return [
         recipe, f"model.path={folder / 'model'}", f"dataset.path={folder / 'rows.jsonl'}", "device=cpu", "dtype=fp32",
         "max_seq_len=64", "global_batch_size=4", "epochs=9", f"max_steps={STEPS}", "optimizer.lr=1e-2",

@@ -96,9 +96,9 @@ def main(cfg):
         return losses.AnswerLogProbs(policy, reference, batch.documents.num_supervised), tokens.entropies
 
     def measure(batch, kl=None):
-        """The loss and the metrics of a micro-batch on the host: sums, and of how many they are."""
-        first, others = (index.to(world.device) for index in losses.pairs_of(batch))
+        """The loss and the metrics of a micro-batch: sums, and of how many they are."""
         batch = batch.to(world.device)
+        first, others = batch.pairs
         answers, entropies = score(batch)
         if kl is None:
             chosen, rejected = answers.at(first), answers.at(others)
@@ -118,9 +118,9 @@ def main(cfg):
         totals: dict[str, torch.Tensor] = {}
         model.eval()
         for batch in batches:
-            _, mismatched = losses.pairs_of(batch)
-            ratios = score(batch.to(world.device))[0].ratio[mismatched.to(world.device)]
-            loggers.add(totals, {"kl": losses.sum_and_count(ratios)})
+            batch = batch.to(world.device)
+            mismatched = batch.pairs[1]
+            loggers.add(totals, {"kl": losses.sum_and_count(score(batch)[0].ratio[mismatched])})
         model.train()
         return loggers.means(totals, world)["kl"].clamp(min=0).to(world.device, torch.float32)
 

@@ -165,9 +165,7 @@ def test_losses_without_a_reference_need_none():
 def test_pairs_are_the_first_answer_of_a_group_with_each_of_the_others():
     answer = torch.tensor([0, 1, 0, 1, 2, 3, 0, 1])
     labels = torch.ones(1, 8, dtype=torch.long)
-    batch = Batch.of(labels, labels, torch.arange(8)[None])
-    batch.columns["answer"] = answer
-    first, others = losses.pairs_of(batch)
+    first, others = Batch.of(labels, labels, torch.arange(8)[None], columns={"answer": answer}).pairs
     assert first.tolist() == [0, 2, 2, 2, 6] and others.tolist() == [1, 3, 4, 5, 7]
 
 

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import random
 import shutil
 import signal
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import full_finetune
 import pytest
 import torch
+from helpers import WORDS
 from safetensors.torch import load_file, save_file
 
 
@@ -70,6 +72,23 @@ def run_recipe():
         return 0
 
     return run
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory):
+    """16 prompts, some with two rejected answers; their texts tell good and bad answers apart."""
+    draw = random.Random(3)
+    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+
+    def text(most):
+        return " ".join(draw.choices(WORDS, k=draw.randint(1, most)))
+
+    rows = [
+        {"instruction": text(9), "chosen": text(6), "rejected": [f"{text(9)}.", *[text(5)] * (number % 3 == 0)]}
+        for number in range(16)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,8 @@ WHAT = {
         "head": ["adapter.target_modules=[q_proj,lm_head,embed_tokens]"],
         "tokens": ["adapter.trainable_tokens=[2,30,7]", "adapter.modules_to_save=[norm]"],
         "experts": ["adapter.target_modules='.*(q_proj|experts.*)'"],
+        "DPO": ["adapter.rank=4", "reference=adapter_off"],
+        "KTO": ["adapter.rank=4", "loss._component_=tune.losses.KTO"],
     },
     "dropout": {"0": [], "0.2": ["adapter.dropout=0.2"]},
     "quantization": {
@@ -100,7 +102,7 @@ def described(row):
 
 
 @pytest.fixture(scope="module")
-def run(chats, checkpoint, tmp_path_factory):
+def run(chats, pairs, checkpoint, tmp_path_factory):
     """Runs two steps of settings; returns loss and norm of the gradient of each."""
     experts = save_checkpoint(
         tmp_path_factory.mktemp("experts"), "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, head_dim=16,
@@ -108,13 +110,17 @@ def run(chats, checkpoint, tmp_path_factory):
     )  # fmt: skip
 
     def run(row):
+        is_compared = row["trained"] in ("DPO", "KTO")
         recipe = "full_finetune" if row["trained"] == "all" else "lora_finetune"
+        if is_compared:
+            recipe = "preference_finetune"
         folder = tmp_path_factory.mktemp("run")
         settings = [setting for name, value in row.items() for setting in FACTORS[name][value]]
         cfg = config.load(
             recipe,
             [
-                f"model.path={experts if row['trained'] == 'experts' else checkpoint}", f"dataset.path={chats}",
+                f"model.path={experts if row['trained'] == 'experts' else checkpoint}",
+                f"dataset.path={pairs if is_compared else chats}",
                 f"output_dir={folder}", "max_seq_len=128", "device=cpu", "dtype=fp32", "global_batch_size=8",
                 "micro_batch_size=8", "max_steps=2", "max_grad_norm=null", "optimizer.lr=1e-3", "schedule.warmup=0",
                 "checkpointer.every=null", *settings,

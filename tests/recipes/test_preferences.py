@@ -1,47 +1,35 @@
 """Preference tuning end to end: the first loss, what is trained, references, one curve in any layout."""
 
 import json
-import random
+import shutil
 from math import log
+from pathlib import Path
 
 import preference_finetune
 import pytest
 import torch
-from helpers import WORDS
+from helpers import run_processes, save_checkpoint
 from safetensors.torch import load_file
 
 LOSSES = ["DPO", "IPO", "SimPO", "CPO", "ORPO", "KTO"]
+RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
+MIXED = "tune.datasets.mix"
 NO_REFERENCE = ("SimPO", "CPO", "ORPO")
-
-
-@pytest.fixture(scope="session")
-def pairs(tmp_path_factory):
-    draw = random.Random(3)
-    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-
-    def text(most):
-        return " ".join(draw.choices(WORDS, k=draw.randint(1, most)))
-
-    rows = [
-        {"instruction": text(9), "chosen": text(6), "rejected": [f"{text(9)}.", *[text(5)] * (number % 3 == 0)]}
-        for number in range(16)
-    ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
 
 
 @pytest.fixture
 def settings(checkpoint, pairs, tmp_path):
     return [
         f"model.path={checkpoint}", f"dataset.path={pairs}", f"output_dir={tmp_path / 'run'}", "max_seq_len=256",
-        "device=cpu", "dtype=fp32", "global_batch_size=16", "epochs=3", "optimizer.lr=1e-3", "schedule.warmup=0",
+        "device=cpu", "dtype=fp32", "global_batch_size=40", "epochs=3", "optimizer.lr=1e-3", "schedule.warmup=0",
     ]  # fmt: skip
 
 
 @pytest.fixture
 def run(run_recipe, settings, tmp_path):
     def run(*overrides, folder=tmp_path / "run"):
-        assert run_recipe([*settings, f"output_dir={folder}", *overrides], preference_finetune) == 0
+        given = [each for each in settings if not (each.startswith("dataset.path") and MIXED in "".join(overrides))]
+        assert run_recipe([*given, f"output_dir={folder}", *overrides], preference_finetune) == 0
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
     return run
@@ -60,3 +48,194 @@ def test_every_loss_trains_and_raises_the_reward_of_the_better_answers(name, run
     assert last["loss"] < first["loss"]
     before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "run" / "model"))
     assert all(not torch.equal(after[each], before[each]) for each in before)
+
+
+LORA = ["adapter.rank=4", "adapter.dropout=0"]
+
+
+def losses(steps):
+    return [step["loss"] for step in steps]
+
+
+def references(folder):
+    """The files with log-probs of a reference, and when each was written."""
+    return {file: file.stat().st_mtime_ns for file in folder.glob("reference-*.npy")}
+
+
+@pytest.mark.parametrize("name", ["DPO", "KTO"])
+def test_references_agree(name, run, checkpoint, tmp_path):
+    curves = {
+        reference: losses(
+            run(f"loss._component_=tune.losses.{name}", *LORA, f"reference={reference}", folder=tmp_path / str(number))
+        )
+        for number, reference in enumerate(("precomputed", "adapter_off", str(checkpoint)))
+    }
+    precomputed, *others = curves.values()
+    assert len(precomputed) == 3 and precomputed[-1] < precomputed[0] - 1e-4
+    assert others == [pytest.approx(precomputed, rel=1e-5)] * 2
+
+
+def test_another_model_is_the_reference(run, tied_checkpoint, checkpoint, tmp_path):
+    """Its log-probs are those that transformers gives, and not the policy's."""
+    (step, *_) = run(f"reference={tied_checkpoint}", "epochs=1")
+    assert abs(step["loss"] - log(2)) > 1e-3
+    ratio = step["rewards/chosen"] / 0.1
+    (own, *_) = run(f"model.path={tied_checkpoint}", "epochs=1", folder=tmp_path / "other")
+    assert step["logps/chosen"] - own["logps/chosen"] == pytest.approx(ratio, rel=1e-4)
+
+
+def test_an_adapter_that_is_trained_on_is_part_of_the_reference(run, tmp_path):
+    run(*LORA, folder=tmp_path / "first")
+    adapter = f"adapter={{_component_: tune.peft.adapter, path: {tmp_path / 'first' / 'adapter'}}}"
+    (step, *_) = run(adapter, folder=tmp_path / "second")
+    assert step["loss"] == pytest.approx(log(2), abs=1e-6) and step["rewards/margins"] == 0
+
+
+def test_the_reference_is_that_of_the_model_before_the_first_step_also_when_continued(run, tmp_path):
+    constant = ["schedule._component_=tune.optimizers.constant", "epochs=4"]
+    whole = losses(run(*constant, folder=tmp_path / "whole"))
+    folder = tmp_path / "run"
+    run(*constant, "max_steps=1")
+    (written,) = references(folder).items()
+    run(*constant, "max_steps=2")
+    assert references(folder) == dict([written])  # read, and not computed again
+    written[0].unlink()
+    assert losses(run(*constant)) == whole
+    assert [*references(folder)] == [written[0]]
+
+
+def test_other_data_or_weights_have_their_own_reference(run, pairs, tied_checkpoint, tmp_path):
+    """Also where the folder is that of an earlier run."""
+    folder = tmp_path / "run"
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(pairs.read_text().splitlines(keepends=True)[4:]))
+    counts = []
+    for changed in ([], [f"dataset.path={other}"], [f"model.path={tied_checkpoint}"]):
+        steps = run(*changed, "epochs=1")
+        assert steps[-1]["loss"] == pytest.approx(log(2), abs=1e-6)
+        counts.append(len(references(folder)))
+        for each in ("checkpoints", "model"):
+            shutil.rmtree(folder / each)
+    assert counts == [1, 2, 3]
+
+
+WAYS = {
+    "micro-batches of 1": ["micro_batch_size=1"],
+    "micro-batches of 2": ["micro_batch_size=2"],
+    "micro-batches of 8": ["micro_batch_size=8"],
+    "packed": ["packed=true", "micro_batch_size=2"],
+    "packed, micro-batches of 1": ["packed=true"],
+    "recomputed": ["memory.activation_checkpointing=full", "micro_batch_size=8"],
+    "small chunks": ["memory.loss_chunk_tokens=3", "micro_batch_size=8"],
+}
+METHODS = {
+    "DPO": [],
+    "KTO": ["loss._component_=tune.losses.KTO", "loss.undesirable=0.7"],
+    "ORPO": ["loss._component_=tune.losses.ORPO"],
+    "DPO, adapter off": ["adapter={_component_: tune.peft.adapter, rank: 4}", "reference=adapter_off"],
+}
+# What does not depend on the way: the norm of gradients does not either, but sums more roundings.
+FIGURES = ("loss", "grad_norm", "entropy", "logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected", "kl")
+
+
+def assert_one_curve(steps, plain):
+    assert len(steps) == len(plain) == 3
+    for one, other in zip(steps, plain, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        for name in FIGURES:
+            assert one.get(name, 0) == pytest.approx(other.get(name, 0), rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_curve_whatever_the_micro_batches(method, run, tmp_path):
+    curves = {way: run(*METHODS[method], *WAYS[way], folder=tmp_path / way) for way in WAYS}
+    plain = curves["micro-batches of 1"]
+    assert plain[-1]["loss"] < plain[0]["loss"] - 1e-3
+    for curve in curves.values():
+        assert_one_curve(curve, plain)
+
+
+@pytest.mark.slow
+def test_one_curve_on_two_processes(run, settings, pairs, tmp_path):
+    variants = {
+        f"{method}: {way}": [*METHODS[method], *overrides]
+        for method in METHODS
+        for way, overrides in {
+            "micro-batches of 1": ["micro_batch_size=1"],
+            "two copies of the model": ["micro_batch_size=8", "parallel.dp_replicate=2"],
+            "packed": ["packed=true"],
+            "gradients reduced once": ["micro_batch_size=2", "parallel.reduce_every_micro_batch=false"],
+        }.items()
+    }
+    common = [*settings, f"validation_dataset.path={pairs}"]
+    run_processes(RUN_VARIANTS, 2, "preference_finetune", str(tmp_path), json.dumps(common), json.dumps(variants))
+    for method in METHODS:
+        plain = run(*METHODS[method], f"validation_dataset.path={pairs}", folder=tmp_path / "alone" / method)
+        for name in variants:
+            if name.startswith(f"{method}: "):
+                curve = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+                assert_one_curve(curve, plain)
+                assert curve[-1]["validation_loss"] == pytest.approx(plain[-1]["validation_loss"], rel=1e-5)
+
+
+def test_validation(run, pairs, tmp_path):
+    """On the training rows, before the first step, it is what the first step measures."""
+    for method in ("DPO", "KTO"):
+        steps = run(
+            *METHODS[method], f"validation_dataset.path={pairs}", "validate_first=true", "micro_batch_size=4",
+            folder=tmp_path / method,
+        )  # fmt: skip
+        before, first, *_, last = steps
+        names = [name for name in FIGURES if name in first and name != "grad_norm"]
+        assert len(names) == (7 if method == "KTO" else 6)
+        for name in names:
+            assert before[f"validation_{name}"] == pytest.approx(first[name], rel=1e-5, abs=1e-6), name
+        assert last["validation_loss"] < before["validation_loss"]
+
+
+@pytest.mark.parametrize("method", ["DPO", "KTO"])
+def test_rows_held_out_and_mixtures(method, run, pairs, tmp_path):
+    steps = run(*METHODS[method], "dataset.validation_fraction=0.3", "epochs=1", "micro_batch_size=4")
+    assert {"validation_loss", "validation_rewards/chosen", "validation_logps/chosen"} <= steps[-1].keys()
+    lines = pairs.read_text().splitlines(keepends=True)
+    files = {"few": tmp_path / "few.jsonl", "many": tmp_path / "many.jsonl"}
+    files["few"].write_text("".join(lines[:4]))
+    files["many"].write_text("".join(lines[4:]))
+    sources = "{" + ", ".join(f"{name}: {{path: {file}, weight: 1}}" for name, file in files.items()) + "}"
+    mixed = [f"dataset._component_={MIXED}", f"dataset.sources={sources}"]
+    folder = tmp_path / "mixed"
+    steps = run(
+        *METHODS[method], *mixed, *(each.replace("dataset", "validation_dataset", 1) for each in mixed), "epochs=1",
+        "validate_first=true", folder=folder,
+    )  # fmt: skip
+    if method == "DPO":
+        first = [steps[0]["validation_loss/few"], steps[0]["validation_loss"], steps[1]["loss"]]
+        assert first == pytest.approx([log(2)] * 3, abs=1e-6)
+    assert steps[-1]["validation_loss/few"] != steps[-1]["validation_loss/many"]
+    assert len(references(folder)) == 2  # of each source once, although it is also validated on
+
+
+@pytest.mark.parametrize("reference", ["precomputed", "adapter_off"])
+def test_adapters_of_a_quantised_base(reference, run, tmp_path):
+    steps = run(*LORA, "quantization.weights=nf4", f"reference={reference}", "micro_batch_size=4")
+    assert steps[0]["loss"] == pytest.approx(log(2), abs=1e-6)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1e-4
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("settings_of", ["all", "experts"])
+def test_mixtures_of_experts(settings_of, run, tmp_path):
+    experts = save_checkpoint(
+        tmp_path / "model", "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, head_dim=16,
+        moe_intermediate_size=32, num_hidden_layers=2,
+    )  # fmt: skip
+    trained = ["adapter={_component_: tune.peft.adapter, target_modules: '.*(q_proj|experts.*)'}"]
+    settings = [f"model.path={experts}", *(trained if settings_of == "experts" else []), "micro_batch_size=4"]
+    plain = run(*settings, folder=tmp_path / "plain")
+    assert plain[0]["loss"] == pytest.approx(log(2), abs=1e-6)
+    assert plain[-1]["loss"] < plain[0]["loss"]
+    if settings_of == "experts":
+        off = run(*settings, "reference=adapter_off", folder=tmp_path / "off")
+        assert_one_curve(off, plain)
+        for one, other in zip(off, plain, strict=True):  # of the policy alone
+            assert one["expert_load"] == pytest.approx(other["expert_load"], rel=1e-5)

@@ -1,10 +1,13 @@
 """Whatever ends a run, the same command continues it as if nothing had happened."""
 
 import functools
+import itertools
 import json
 import random
 import shutil
 
+import full_finetune
+import preference_finetune
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,6 +22,10 @@ def curve(run):
     return [tuple(line[name] for name in ("step", "loss", "grad_norm", "lr", "tokens")) for line in lines]
 
 
+def exported(run):
+    return next(run.glob("*/*.safetensors"))
+
+
 def checkpoints(run):
     return sorted((run / "checkpoints").iterdir())
 
@@ -30,18 +37,37 @@ def state(checkpoint, folder):
     return tensors, json.loads((checkpoint / "state.json").read_text())
 
 
+METHODS = {
+    "full": [],
+    "DPO": ["global_batch_size=6", "packed=true"],
+    "KTO": ["loss._component_=tune.losses.KTO"],
+    "adapter": ["adapter.dropout=0.1", "reference=adapter_off", "global_batch_size=6"],
+}
+
+
 @pytest.fixture(scope="module")
-def settings(finished):
+def method(request):
+    return getattr(request, "param", "full")
+
+
+@pytest.fixture(scope="module")
+def train(run_recipe, method):
+    return functools.partial(run_recipe, recipe=full_finetune if method == "full" else preference_finetune)
+
+
+@pytest.fixture(scope="module")
+def settings(finished, pairs, method):
     return [
-        f"model.path={finished / 'model'}", f"dataset.path={finished / 'chats.jsonl'}", "max_seq_len=128", "device=cpu",
-        "dtype=fp32", "global_batch_size=16", "epochs=2", "optimizer.lr=1e-3", "checkpointer.every=1",
+        f"model.path={finished / 'model'}", f"dataset.path={finished / 'chats.jsonl' if method == 'full' else pairs}",
+        "max_seq_len=128", "device=cpu", "dtype=fp32", "global_batch_size=16", "epochs=2", "optimizer.lr=1e-3",
+        "checkpointer.every=1", *METHODS[method],
     ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(settings, run_recipe, tmp_path_factory):
+def uninterrupted(settings, train, tmp_path_factory):
     run = tmp_path_factory.mktemp("uninterrupted") / "run"
-    assert run_recipe([*settings, f"output_dir={run}", "checkpointer.keep=null"]) == 0
+    assert train([*settings, f"output_dir={run}", "checkpointer.keep=null"]) == 0
     assert [path.name for path in checkpoints(run)] == [f"step-{step:08d}" for step in range(1, STEPS + 1)]
     return run
 
@@ -49,7 +75,7 @@ def uninterrupted(settings, run_recipe, tmp_path_factory):
 def stopped_after(step, uninterrupted, folder):
     """What a process leaves that dies while it saves the step after this one."""
     run = shutil.copytree(uninterrupted, folder / "stopped")
-    shutil.rmtree(run / "model")
+    shutil.rmtree(exported(run).parent)
     for path in checkpoints(run)[step + 1 :]:
         shutil.rmtree(path)
     (run / "checkpoints" / f"step-{step + 1:08d}").rename(run / "checkpoints" / f".step-{step + 1:08d}.0123abcd")
@@ -58,75 +84,99 @@ def stopped_after(step, uninterrupted, folder):
     return run
 
 
-@pytest.mark.parametrize("saving", ["async", "sync"])
-@pytest.mark.parametrize("step", [1, 3, 4])
-def test_a_continued_run_equals_the_uninterrupted_one(step, saving, uninterrupted, settings, run_recipe, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "saving", "step"),
+    [
+        *itertools.product(["full"], ["async", "sync"], [1, 3, 4]),
+        *itertools.product(["DPO", "KTO", "adapter"], ["async"], [4]),
+    ],
+    indirect=["method"],
+    scope="module",
+)
+def test_a_continued_run_equals_the_uninterrupted_one(method, saving, step, uninterrupted, settings, train, tmp_path):
     run = stopped_after(step, uninterrupted, tmp_path)
-    assert run_recipe([*settings, f"output_dir={run}", f"checkpointer.async={saving == 'async'}"]) == 0
+    assert train([*settings, f"output_dir={run}", f"checkpointer.async={saving == 'async'}"]) == 0
     assert curve(run) == curve(uninterrupted)
-    ours, theirs = (load_file(each / "model" / "model.safetensors") for each in (run, uninterrupted))
+    ours, theirs = (load_file(exported(each)) for each in (run, uninterrupted))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     ours, theirs = (state(checkpoints(each)[-1], tmp_path) for each in (run, uninterrupted))
     torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=0)
     assert ours[1] == theirs[1]
 
 
-def test_only_the_newest_checkpoints_are_kept(uninterrupted, settings, run_recipe, tmp_path):
+def test_only_the_newest_checkpoints_are_kept(uninterrupted, settings, train, tmp_path):
     run = stopped_after(4, uninterrupted, tmp_path)
-    assert run_recipe([*settings, f"output_dir={run}", "checkpointer.keep=2"]) == 0
+    assert train([*settings, f"output_dir={run}", "checkpointer.keep=2"]) == 0
     assert [path.name for path in checkpoints(run)] == ["step-00000005", "step-00000006"]
 
 
 @pytest.mark.parametrize("where", ["step-00000003", "run"])
-def test_a_run_continues_from_another_ones_checkpoint(where, uninterrupted, settings, run_recipe, contents, tmp_path):
+def test_a_run_continues_from_another_ones_checkpoint(where, uninterrupted, settings, train, contents, tmp_path):
     source = stopped_after(3, uninterrupted, tmp_path)
     before = contents(source)
     path = source if where == "run" else source / "checkpoints" / where
-    assert run_recipe([*settings, f"output_dir={tmp_path / 'new'}", f"resume={path}"]) == 0
+    assert train([*settings, f"output_dir={tmp_path / 'new'}", f"resume={path}"]) == 0
     assert curve(tmp_path / "new") == curve(uninterrupted)[3:]
     assert contents(source) == before
 
 
-def test_a_finished_run_only_exports_again(uninterrupted, settings, run_recipe, contents, tmp_path):
+def test_a_finished_run_only_exports_again(uninterrupted, settings, train, contents, tmp_path):
     run = shutil.copytree(uninterrupted, tmp_path / "run")
     shutil.rmtree(run / "model")
-    assert run_recipe([*settings, f"output_dir={run}", "checkpointer.keep=null"]) == 0
+    assert train([*settings, f"output_dir={run}", "checkpointer.keep=null"]) == 0
     ours, theirs = contents(run), contents(uninterrupted)
     assert ours.keys() == theirs.keys()
     assert {str(file) for file in ours if ours[file] != theirs[file]} == {"log.txt"}
     assert "continued after step 6\n" in (run / "log.txt").read_text()
 
 
-def test_steps_that_the_epochs_do_not_reach_are_told(uninterrupted, settings, run_recipe, capsys, tmp_path):
+def test_steps_that_the_epochs_do_not_reach_are_told(uninterrupted, settings, train, capsys, tmp_path):
     run = shutil.copytree(uninterrupted, tmp_path / "run")
-    assert run_recipe([*settings, f"output_dir={run}", "max_steps=7"]) == 0
+    assert train([*settings, f"output_dir={run}", "max_steps=7"]) == 0
     assert "max_steps=7 is not reached: epochs=2 ends before" in capsys.readouterr().out
 
 
-def test_a_longer_run_continues_a_shorter_one(uninterrupted, settings, run_recipe, tmp_path):
+def test_a_longer_run_continues_a_shorter_one(uninterrupted, settings, train, tmp_path):
     """Possible where the learning rate does not depend on the number of steps."""
     constant = ["schedule._component_=tune.optimizers.constant", f"output_dir={tmp_path}"]
-    assert run_recipe([*settings, *constant, "epochs=1"]) == 0
-    assert run_recipe([*settings, *constant, "epochs=2"]) == 0
+    assert train([*settings, *constant, "epochs=1"]) == 0
+    assert train([*settings, *constant, "epochs=2"]) == 0
     assert [step for step, *_ in curve(tmp_path)] == list(range(1, STEPS + 1))
 
 
 @pytest.fixture(scope="module")
 def killed(killing, tmp_path_factory):
-    """The settings of the runs to kill, and for a number of processes the run that is not killed."""
+    """Of a recipe the settings of the runs to kill, and with a number of processes the run that is not killed."""
     folder = tmp_path_factory.mktemp("killed")
-    settings = killing.make_inputs(folder)
-    return settings, functools.cache(lambda count: killing.Reference(settings, folder / f"reference-{count}", count))
+
+    @functools.cache
+    def inputs(recipe):
+        (folder / recipe).mkdir()
+        return killing.make_inputs(folder / recipe, recipe)
+
+    @functools.cache
+    def reference(recipe, count):
+        return killing.Reference(inputs(recipe), folder / recipe / f"reference-{count}", count)
+
+    return inputs, reference
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "saving", "kills"),
-    [([1], "async", 2), ([1], "sync", 1), ([2], "async", 1), ([2], "sync", 1), ([2, 1], "async", 1)],
+    ("recipe", "processes", "saving", "kills"),
+    [
+        ("full_finetune", [1], "async", 2),
+        ("full_finetune", [1], "sync", 1),
+        ("full_finetune", [2], "async", 1),
+        ("full_finetune", [2], "sync", 1),
+        ("full_finetune", [2, 1], "async", 1),
+        ("preference_finetune", [1], "async", 2),
+        ("preference_finetune", [2], "async", 1),
+    ],
 )
-def test_a_killed_run_is_continued(processes, saving, kills, killing, killed, tmp_path):
-    settings, reference = killed
-    command = [*settings, f"checkpointer.async={saving == 'async'}"]
-    found = killing.kill_and_resume("", command, tmp_path, reference(processes[0]), processes, kills, random.Random(0))
+def test_a_killed_run_is_continued(recipe, processes, saving, kills, killing, killed, tmp_path):
+    inputs, reference = killed
+    command, unbroken = [*inputs(recipe), f"checkpointer.async={saving == 'async'}"], reference(recipe, processes[0])
+    found = killing.kill_and_resume("", command, tmp_path, unbroken, processes, kills, random.Random(0))
     assert found.kills == kills
     assert found.as_wanted(same_layout=len(processes) == 1), found

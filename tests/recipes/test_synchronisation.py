@@ -5,6 +5,7 @@ from collections import Counter
 
 import full_finetune
 import lora_finetune
+import preference_finetune
 import pytest
 import torch
 from helpers import save_checkpoint
@@ -47,10 +48,14 @@ class Waits(TorchDispatchMode):
         (full_finetune, ["dtype=bf16"], {"config_class": "MixtralConfig", **EXPERTS}),
         (lora_finetune, ["adapter.dropout=0.1", "quantization.weights=nf4", "adapter.trainable_tokens=[5,7]"], {}),
         (lora_finetune, ["adapter.dora=true", "dtype=bf16"], {}),
+        (preference_finetune, ["micro_batch_size=2"], {}),
+        (preference_finetune, ["loss._component_=tune.losses.KTO", "packed=true"], {}),
+        (preference_finetune, ["adapter.rank=4", "reference=adapter_off"], {}),
     ],
 )
-def test_one_wait_a_step(recipe, settings, model, chats, run_recipe, tmp_path, monkeypatch):
+def test_one_wait_a_step(recipe, settings, model, chats, pairs, run_recipe, tmp_path, monkeypatch):
     folder = save_checkpoint(tmp_path / "model", hidden_size=128, **model)
+    rows = pairs if recipe is preference_finetune else chats
     waits, before_fetch = Waits(), []
     main, fetch, tolist = threading.main_thread(), World.fetch, torch.Tensor.tolist
 
@@ -70,8 +75,9 @@ def test_one_wait_a_step(recipe, settings, model, chats, run_recipe, tmp_path, m
     with waits:
         code = run_recipe(
             [
-                f"model.path={folder}", f"dataset.path={chats}", f"output_dir={tmp_path / 'run'}", "max_seq_len=128",
-                "device=cpu", "dtype=fp32", "global_batch_size=4", "max_steps=5", "checkpointer.every=null", *settings,
+                f"model.path={folder}", f"dataset.path={rows}", f"output_dir={tmp_path / 'run'}", "max_seq_len=128",
+                "device=cpu", "dtype=fp32", "global_batch_size=4", "max_steps=5", "epochs=2",
+                "checkpointer.every=null", *settings,
             ],
             recipe,
         )  # fmt: skip

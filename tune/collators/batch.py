@@ -54,6 +54,7 @@ class Batch:
     documents: Documents
     supervised: Tensor  # int64 [num_supervised]: ascending indices into the flattened batch
     columns: dict[str, Tensor]  # `[rows, seq]` or `[documents]`; 0 for padding
+    pairs: Tensor  # int64 [2, pairs]: documents to compare, the first answer of each group with each of the others
     num_tokens: int  # without padding
     num_supervised: int
 
@@ -80,6 +81,8 @@ class Batch:
         lengths = np.diff(begins, append=tokens.size)
         positions = np.arange(tokens.size) - begins.repeat(lengths)
         supervised = labels.ravel() != IGNORE
+        answers = np.asarray((columns or {}).get("answer", []), dtype=np.int64)  # its number in the group
+        others = np.flatnonzero(answers)
         return cls(
             torch.from_numpy(tokens),
             torch.from_numpy(labels),
@@ -94,6 +97,7 @@ class Batch:
             ),
             torch.from_numpy(np.flatnonzero(supervised)),
             {name: torch.as_tensor(np.asarray(values)) for name, values in (columns or {}).items()},
+            torch.from_numpy(np.stack([others - answers[others], others])),
             num_tokens=tokens.size if num_tokens is None else num_tokens,
             num_supervised=int(supervised.sum()),
         )

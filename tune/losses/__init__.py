@@ -17,7 +17,6 @@ from tune.losses.preference import (
     SimPO,
     of_labelled,
     of_pairs,
-    pairs_of,
     sum_and_count,
 )
 
@@ -39,7 +38,6 @@ __all__ = [
     "TokenLogProbs",
     "of_labelled",
     "of_pairs",
-    "pairs_of",
     "per_document",
     "sum_and_count",
 ]

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tune.collators import Batch
 from tune.types import Fraction, NonNegativeFloat, PositiveFloat
 
 
@@ -37,14 +36,6 @@ class AnswerLogProbs(NamedTuple):
     def mean(self) -> Tensor:
         """The policy's log-prob of a token."""
         return self.policy / self.lengths
-
-
-def pairs_of(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The documents to compare, `[pairs]` each: the first answer of each group with each of the others. Give it a batch
-    on the host: on a GPU it would wait for the device."""
-    answers = batch.columns["answer"]
-    others = answers.nonzero()[:, 0]
-    return others - answers[others], others
 
 
 def of_pairs(loss_fn: Any, chosen: AnswerLogProbs, rejected: AnswerLogProbs) -> dict[str, Tensor]:

@@ -106,13 +106,16 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 @contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    """The model computes what its base does. Parameters that are trained in full stay as they are."""
+    """The model computes what its base does, in evaluation. Parameters that are trained in full stay as they are."""
     layers = [layer for layer in adapted_modules(model).values() if isinstance(layer, LowRank)]
+    was_training = model.training
+    model.eval()
     for layer in layers:
         layer.is_off = True
     try:
         yield
     finally:
+        model.train(was_training)
         for layer in layers:
             layer.is_off = False
 
