@@ -1,7 +1,7 @@
 """A recipe's settings: YAML defaults, `--config` files and `key=value`, checked before data or weights are read."""
 
 from tune.config.entry import entrypoint
-from tune.config.instantiate import instantiate, instantiate_data
+from tune.config.instantiate import instantiate, instantiate_data, instantiate_weighted
 from tune.config.load import load, read, save
 from tune.config.paths import find_config, find_default, find_recipe, list_configs, list_recipes
 
@@ -12,6 +12,7 @@ __all__ = [
     "find_recipe",
     "instantiate",
     "instantiate_data",
+    "instantiate_weighted",
     "list_configs",
     "list_recipes",
     "load",

@@ -1,11 +1,12 @@
 """Build what a config names with `_component_`."""
 
+import functools
 import inspect
 import keyword
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from tune.errors import TuneError
 from tune.lookup import locate
@@ -58,3 +59,19 @@ def instantiate_data(cfg: DictConfig, tokenizer: Any, vocab_size: int | None = N
         for part in filter(None, (dataset, validation)):
             part.require_vocabulary(vocab_size)
     return dataset, validation
+
+
+def instantiate_weighted(setting: Any) -> list[tuple[str, Callable[..., Any], float]]:
+    """One function or several, each with its name and its weight, which is 1 by default.
+
+    Each is a dotted path or a component: a function that gets the other keys as further arguments, or a class whose
+    instances are called."""
+    found = list[tuple[str, Callable[..., Any], float]]()
+    for each in setting if isinstance(setting, ListConfig | list) else [setting]:
+        values: dict[str, Any] = {COMPONENT: each} if isinstance(each, str) else dict(each)
+        weight, component = float(values.pop("weight", 1)), locate(str(values.pop(COMPONENT, None)))
+        function: Any = component(**values) if inspect.isclass(component) else functools.partial(component, **values)
+        if component.__name__ in [name for name, *_ in found]:
+            raise TuneError(f"{component.__name__}: there are two functions of this name, by which they are logged")
+        found.append((component.__name__, function, weight))
+    return found

@@ -25,6 +25,7 @@ from tune.datasets.from_path import load
 from tune.datasets.loader import DataLoader, GlobalBatch, validation_batches
 from tune.datasets.mix import Mixture, mix
 from tune.datasets.packing import pack
+from tune.datasets.prompts import Prompt, PromptLoader, Prompts, load_prompts
 from tune.datasets.rows import Outcome, RowReader
 from tune.datasets.scores import add_scores
 from tune.datasets.stream import Stream
@@ -36,11 +37,15 @@ __all__ = [
     "GlobalBatch",
     "Mixture",
     "Outcome",
+    "Prompt",
+    "PromptLoader",
+    "Prompts",
     "RowReader",
     "Sample",
     "Stream",
     "add_scores",
     "load",
+    "load_prompts",
     "mix",
     "pack",
     "validation_batches",

@@ -106,6 +106,19 @@ def require_free(log: TextIO) -> None:
         return
 
 
+# The metrics on the console, as far as a run has them.
+SHOWN = {
+    "reward": ".4f",
+    "loss": ".4f",
+    "rewards/accuracies": ".3f",
+    "lr": ".2e",
+    "grad_norm": ".3f",
+    "validation_reward": ".4f",
+    "validation_loss": ".4f",
+    "validation_rewards/accuracies": ".3f",
+}
+
+
 class Console(Sink):
     """A progress bar on a terminal, plain lines elsewhere."""
 
@@ -133,17 +146,16 @@ class Console(Sink):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        if "loss" not in values:  # a validation before the first step
-            self.message(f"step {step}/{self.total} | validation_loss {values['validation_loss']:.4f}")
-            return
-        loss = f"loss {values['loss']:.4f}"
-        speed = f"{values['tokens_per_second']:,.0f} tokens/s | {values['peak_memory_gib']:.2f} GiB"
-        if self.progress:
-            self.progress.update(self.task, completed=step, description=f"{loss} | {speed}")
-        validation = f" | validation_loss {values['validation_loss']:.4f}" if "validation_loss" in values else ""
-        if validation or (not self.progress and step % self.every == 0):
-            optimizer = f"lr {values['lr']:.2e} | grad_norm {values['grad_norm']:.3f}"
-            self.message(f"step {step}/{self.total} | {loss} | {optimizer} | {speed}{validation}")
+        shown = [f"{name} {values[name]:{form}}" for name, form in SHOWN.items() if name in values]
+        validated = [name for name in SHOWN if name.startswith("validation_") and name in values]
+        if "tokens_per_second" in values:  # no validation before the first step
+            speed = f"{values['tokens_per_second']:,.0f} tokens/s | {values['peak_memory_gib']:.2f} GiB"
+            at = len(shown) - len(validated)
+            if self.progress:
+                self.progress.update(self.task, completed=step, description=f"{shown[0]} | {speed}")
+            shown[at:at] = [speed]
+        if validated or (not self.progress and step % self.every == 0):
+            self.message(" | ".join([f"step {step}/{self.total}", *shown]))
 
     def close(self) -> None:
         if self.progress:

@@ -94,6 +94,31 @@ class Run:
         for sink in self.sinks:
             sink.message(message)
 
+    def describe_model(
+        self,
+        model: nn.Module,
+        shape: tuple[int, int],
+        longest: int,
+        mean: int,
+        *,
+        dtype: str,
+        master_dtype: str,
+        compile: bool,
+        activation_checkpointing: str,
+    ) -> None:
+        """Report the processes, the model and its memory. `shape` is that of a micro-batch: rows, and tokens of a row;
+        `longest` and `mean` are lengths of documents in tokens."""
+        parameters = list(model.parameters())
+        trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
+        self.info(f"model: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable")
+        planned = planned_memory(model, dtype, master_dtype, self.world.mesh["dp_shard"].size())
+        held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
+        self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
+        self.flops_per_token = flops_per_token(model, mean)
+        for note in hardware_notes(model, self.world.device, dtype, shape, longest, compile, activation_checkpointing):
+            self.info(note)
+
     def describe(
         self,
         model: nn.Module,
@@ -109,19 +134,16 @@ class Run:
     ) -> None:
         """Report the model, the data and warnings about them; data.json and first_row.txt keep those of the data.
         `source` is the folder that the model comes from."""
-        parameters = list(model.parameters())
-        trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         accounting = data.dataset.accounting
-        self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
-        self.info(f"model: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable")
-        planned = planned_memory(model, dtype, master_dtype, self.world.mesh["dp_shard"].size())
-        held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
-        self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
-        self.flops_per_token = flops_per_token(model, accounting.tokens // max(1, accounting.samples))
         longest = data.dataset.max_seq_len if isinstance(data.dataset, Stream) else accounting.longest
-        shape = (data.micro_batch_size, accounting.row_capacity or longest)
-        for note in hardware_notes(model, self.world.device, dtype, shape, longest, compile, activation_checkpointing):
-            self.info(note)
+        shape, mean = (
+            (data.micro_batch_size, accounting.row_capacity or longest),
+            accounting.tokens // max(1, accounting.samples),
+        )
+        self.describe_model(
+            model, shape, longest, mean,
+            dtype=dtype, master_dtype=master_dtype, compile=compile, activation_checkpointing=activation_checkpointing,
+        )  # fmt: skip
         self.info(accounting.table())
         known = getattr(model, "max_positions", None)
         if known and accounting.longest > known:
@@ -205,6 +227,13 @@ class Run:
         if peak := peak_flops(self.world.device):
             values["mfu"] = values["tokens_per_second"] * self.flops_per_token / peak
         self.record(step, values)
+
+    def append(self, file: str, records: list[dict[str, Any]]) -> None:
+        """Add all processes' `records`, as lines of JSON, to a file in the run folder."""
+        gathered = self.world.all_gather(records)
+        if self.world.is_main:
+            with (self.path / file).open("a", encoding="utf-8") as lines:
+                lines.writelines(json.dumps(record, ensure_ascii=False) + "\n" for each in gathered for record in each)
 
     def record(self, step: int, values: dict[str, float]) -> None:
         """Send metrics to the sinks unchanged; those of a validation before the first step are step 0."""

@@ -7,6 +7,7 @@ count of the whole optimizer step. `LogProbs` is a head that returns values per 
 from tune.losses.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL, Teacher
 from tune.losses.linear_cross_entropy import LinearCrossEntropy
 from tune.losses.log_probs import LogProbs, TokenLogProbs, per_document
+from tune.losses.policy import GSPO, ClippedPolicy, PolicyGradient, kl_estimate, of_tokens
 from tune.losses.preference import (
     CPO,
     DPO,
@@ -23,21 +24,30 @@ from tune.losses.preference import (
 __all__ = [
     "CPO",
     "DPO",
+    "GSPO",
     "IPO",
     "KTO",
     "ORPO",
     "AnswerLogProbs",
+    "ClippedPolicy",
     "Divergence",
     "ForwardKL",
     "JensenShannon",
     "LinearCrossEntropy",
     "LogProbs",
+    "PolicyGradient",
     "ReverseKL",
     "SimPO",
     "Teacher",
     "TokenLogProbs",
+    "kl_estimate",
     "of_labelled",
     "of_pairs",
+<<<<<<< HEAD
+=======
+    "of_tokens",
+    "pairs_of",
+>>>>>>> 995fbc4 (recipes/grpo.py: reinforcement learning from verifiable rewards, with rollouts by the sampler in the same processes)
     "per_document",
     "sum_and_count",
 ]

@@ -1,0 +1,225 @@
+"""Reinforcement learning from verifiable rewards, of all parameters or of LoRA adapters: GRPO.
+
+    python recipes/grpo.py model.path=./SmolLM2-135M dataset.path=./requests.jsonl reward=my_rewards.is_right
+    torchrun --nproc-per-node 8 recipes/grpo.py --config my.yaml group_size=16
+    tune run --nproc-per-node 8 grpo --config my.yaml adapter.rank=32
+
+A step samples `group_size` completions of each prompt and rewards them. The advantage A of a completion is its reward
+less the mean of its group. With r = p / p_sampled, the loss of a step is
+
+    - sum over tokens of  min(r, 2).detach() A log p  /  number of these tokens
+
+1. A is not divided by the group's standard deviation, which would favour prompts of which nearly all or nearly no
+   completion is right. Tokens of all completions of the global batch weigh the same, so length is not rewarded.
+2. r corrects for the difference of sampler and trainer, and for older policies where `updates` is above 1. Others:
+   loss._component_=tune.losses.ClippedPolicy or GSPO.
+3. Groups whose rewards are all equal carry nothing; with `dynamic_sampling` others are sampled in their place.
+4. There is no KL term unless `kl` is above 0. The reference is the base without its adapter, or another checkpoint.
+
+Every setting is in configs/grpo.yaml. Copy this file (`tune cp grpo my.py`) and change it.
+"""
+
+import sys
+from dataclasses import replace
+
+import torch
+
+from tune import (
+    checkpointers,
+    config,
+    datasets,
+    distributed,
+    generation,
+    loggers,
+    losses,
+    optimizers,
+    peft,
+    quantization,
+)
+from tune.config import instantiate, instantiate_weighted
+from tune.lookup import locate
+from tune.models import balance_loss
+
+
+@config.entrypoint("grpo")
+def main(cfg):
+    world = distributed.init(cfg.device, cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.timeout)
+    run = loggers.Run("grpo", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
+
+    with torch.device("meta"):
+        model = instantiate(cfg.model)  # its shape only: no memory yet
+    weights = checkpointers.Pretrained(cfg.model.path, model)
+    if cfg.quantization.weights:
+        quantization.quantize_linears(model, double=cfg.quantization.double)
+    lora = instantiate(cfg.adapter) if cfg.adapter else None
+    adapted = peft.add_adapters(model, lora) if lora else None
+    rewards = [generation.Reward(*each) for each in instantiate_weighted(cfg.reward)]
+    loss_fn = instantiate(cfg.loss)
+    log_probs = losses.LogProbs(cfg.memory.loss_chunk_tokens, cfg.sampling.temperature)
+
+    tokenizer = instantiate(cfg.tokenizer)
+    sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)
+    dataset = instantiate(cfg.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len)
+    environment = locate(cfg.environment) if cfg.environment else None
+    validation = []
+    if cfg.validation_dataset.path:
+        validation = instantiate(cfg.validation_dataset, tokenizer, max_prompt_len=cfg.max_prompt_len).prompts
+    data = datasets.PromptLoader(
+        dataset, cfg.prompts_per_step, epochs=cfg.epochs, max_steps=cfg.max_steps, seed=cfg.seed
+    )
+    pad_to = cfg.max_prompt_len + sampler.max_new_tokens if cfg.compile else None  # batches of one shape
+    longest = cfg.max_prompt_len + sampler.max_new_tokens
+    run.describe_model(
+        model, (cfg.micro_batch_size, longest), longest, longest,
+        dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
+        activation_checkpointing=cfg.memory.activation_checkpointing,
+    )  # fmt: skip
+    run.info(dataset.table())
+    if adapted:
+        run.info(adapted.table())
+
+    distributed.parallelize(
+        model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
+        activation_checkpointing=cfg.memory.activation_checkpointing,
+        activation_offload=cfg.memory.activation_offload,
+        cpu_offload=cfg.memory.cpu_offload,
+    )  # fmt: skip
+    weights.load(model)
+    peft.start(model, lora, cfg.seed)
+    checkpointers.check(model)
+    frozen = None
+    if cfg.kl and cfg.reference != "adapter_off":
+        frozen, _ = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)
+
+    def reference(batch):
+        """Log-probs of the supervised tokens under the frozen reference."""
+        with torch.no_grad():
+            if frozen is not None:
+                return frozen(batch, log_probs).log_probs
+            with peft.switched_off(model):
+                return model(batch, log_probs).log_probs
+
+    def sample(prompts, step, sampler=sampler, samples=cfg.group_size):
+        return generation.rollout(
+            model, sampler, tokenizer, prompts, rewards, world, samples=samples, step=step,
+            environment=environment, max_turns=cfg.max_turns,
+        )  # fmt: skip
+
+    def sample_live(prompts, step):
+        """With dynamic sampling, other groups in the place of those whose rewards are all equal."""
+        groups = sample(prompts, step)
+        for _ in range(cfg.dynamic_sampling):
+            live = [group for group in groups if generation.is_live(group)]
+            dead = world.fetch(groups=world.sum(len(groups) - len(live)))["groups"]
+            if not dead:
+                break
+            groups = live + sample(data.draw(int(dead)), step)
+        return groups
+
+    def with_advantages(group):
+        """The samples of a group that are trained on."""
+        values = torch.tensor([episode.reward for episode in group], dtype=torch.float64)
+        baseline = values.mean()
+        if cfg.baseline == "leave_one_out":
+            baseline = (values.sum() - values) / (len(group) - 1)
+        pairs = zip(group, (values - baseline).tolist(), strict=True)
+        kept = [pair for pair in pairs if not (cfg.mask_truncated and pair[0].finish == "length")]
+        return [episode.sample(advantage) for episode, advantage in kept] if generation.is_live(group) else []
+
+    def measure(batch):
+        """The loss of a micro-batch's tokens, and metrics: sums, and of how many they are."""
+        anchor = reference(batch) if cfg.kl else None
+        found = model(batch, log_probs)
+        advantages, sampled = losses.of_tokens("advantage", batch), losses.of_tokens("sampled", batch)
+        loss, clipped = loss_fn(found.log_probs, sampled, advantages, batch)
+        measured = {"entropy": found.entropies, "clipped_share": clipped.float()}
+        measured["mismatch_kl"] = losses.kl_estimate(sampled, found.log_probs.detach())
+        if anchor is not None:
+            measured["kl"] = losses.kl_estimate(found.log_probs, anchor)
+            loss = loss + cfg.kl * measured["kl"]
+        return {name: losses.sum_and_count(values) for name, values in {"loss": loss, **measured}.items()}
+
+    def validate():
+        groups = sample(validation, 0, replace(sampler, temperature=0), 1)
+        means = loggers.means(generation.statistics(groups, rewards), world)
+        return world.fetch(**{f"validation_{name}": value for name, value in means.items()})
+
+    groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
+    optimizer = instantiate(cfg.optimizer, groups)
+    schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data) * cfg.updates)
+    checkpointer = instantiate(
+        cfg.checkpointer,
+        run.path / "checkpoints",
+        world,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        data=data,
+        tell=run.info,
+        base=weights if lora else None,
+        adapter=lora,
+    )
+    start = checkpointer.resume(run.resume)
+    interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
+
+    with run:  # closes its files and loggers, however the training ends
+        steps = run.track(data, start, total=len(data))
+        for step, prompts in loggers.profile(steps, run.path / "profile", world, **cfg.profiler):
+            if step == 1 and validation and cfg.validate_first:
+                with run.pause():
+                    run.record(0, validate())
+            rollout = sample_live(prompts, step)
+            samples = [each for group in rollout for each in with_advantages(group)]
+            micro_batches = generation.micro_batches(samples, cfg.micro_batch_size, world, pad_to)
+            metrics = world.fetch(
+                interrupted=world.any(interrupt.requested),
+                tokens=world.sum(sum(batch.num_tokens for batch in micro_batches)),
+                supervised_tokens=world.sum(sum(batch.num_supervised for batch in micro_batches)),
+                dead_groups=world.sum(sum(not generation.is_live(group) for group in rollout)),
+                **loggers.means(generation.statistics(rollout, rewards), world),
+            )
+            interrupted = metrics.pop("interrupted")
+            for _ in range(cfg.updates if metrics["supervised_tokens"] else 0):  # nothing to learn from dead groups
+                totals: dict[str, torch.Tensor] = {}
+                for index, micro_batch in enumerate(micro_batches, 1):
+                    is_last = index == len(micro_batches)
+                    micro_batch = micro_batch.to(world.device)
+                    peft.set_dropout_keys(model, cfg.seed, step, micro_batch)
+                    distributed.set_gradient_sync(model, is_last or cfg.parallel.reduce_every_micro_batch)
+                    measured = measure(micro_batch)
+                    loss = (measured["loss"][0] + balance_loss(model)) / metrics["supervised_tokens"]
+                    loss.backward()
+                    loggers.add(totals, measured)
+                grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+                metrics |= world.fetch(
+                    grad_norm=grad_norm, **loggers.routing(model, world), **loggers.means(totals, world)
+                )
+                indices = [prompt.index for prompt in prompts]
+                loggers.require_finite(step, indices, loss=metrics["loss"], grad_norm=metrics["grad_norm"])
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            metrics |= optimizers.learning_rates(optimizer)
+
+            is_end = step == len(data) or interrupted
+            if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
+                with run.pause():
+                    metrics |= validate()
+            run.append("samples.jsonl", [episode.record(step) for group in rollout for episode in group])
+            run.log(step, **metrics)  # type: ignore[arg-type]
+            checkpointer.step(step, now=is_end)
+            if interrupted:
+                saved = checkpointer.wait()
+                run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
+                sys.exit(130)
+
+        checkpointer.wait()
+        card = checkpointers.model_card("grpo", cfg.model.path, dataset.name)
+        where = peft.export_trained(
+            model, lora, run.path, world, base=weights, tokenizer=tokenizer, card=card, merge=cfg.export.merge
+        )
+        run.info(f"done: {where}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Prompts to sample answers to, and their order."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tune.datasets.cache import hash_of
+from tune.datasets.formats import Row, shown
+from tune.datasets.formats.messages import checked_messages, checked_tools, conversation
+from tune.datasets.rows import TOO_LONG
+from tune.datasets.sources import open_source
+from tune.errors import TuneError
+from tune.tokenizers import Message, Tokenizer
+from tune.types import PositiveInt
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The start of a conversation or a text, as tokens; `row` is the whole row of the data, which rewards read."""
+
+    index: int
+    tokens: list[int]
+    row: Row
+    messages: list[Message] | None = None
+    tools: list | None = None
+
+
+class Prompts:
+    """The prompts of a dataset; `dropped` counts rows by the reason why they are not among them."""
+
+    def __init__(self, name: str, prompts: list[Prompt], dropped: Mapping[str, int]) -> None:
+        self.name, self.prompts, self.dropped = name, prompts, dict(dropped)
+        self.fingerprint = hash_of([prompt.tokens for prompt in prompts])
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def table(self) -> str:
+        """What there is, in a line."""
+        lengths = [len(prompt.tokens) for prompt in self.prompts]
+        dropped = "".join(f", {count:,} dropped: {reason}" for reason, count in self.dropped.items())
+        return f"{self.name}: {len(self):,} prompts of {min(lengths)} to {max(lengths)} tokens{dropped}"
+
+
+def load_prompts(
+    tokenizer: Tokenizer,
+    path: str,
+    split: str = "train",
+    *,
+    max_prompt_len: PositiveInt,
+    columns: Mapping[str, str] | None = None,
+    subset: str | None = None,
+    take: PositiveInt | None = None,
+) -> Prompts:
+    """Reads the prompts of a dataset, which is opened as by `tune.datasets.load`.
+
+    A row has `messages` (answers at their end are left out), or `prompt` (a list of messages, or a string: plain text),
+    or `instruction` (a string: a chat of one turn); optional `system` and `tools`. `columns` gives the data's names for
+    these. A prompt of more than `max_prompt_len` tokens is dropped and counted.
+
+    Raises:
+        TuneError: a row has none of these columns, or they are not as they must be; or no prompt is left.
+    """
+    prompts: list[Prompt] = []
+    dropped: Counter[str] = Counter()
+    for place, row in open_source(path, split, subset, take):
+        try:
+            prompt = _prompt(tokenizer, row, dict(columns or {}), len(prompts))
+        except TuneError as error:
+            raise TuneError(f"{place}: {error}") from error
+        if len(prompt.tokens) > max_prompt_len:
+            dropped[TOO_LONG.replace("max_seq_len", "max_prompt_len")] += 1
+        else:
+            prompts.append(prompt)
+    if not prompts:
+        raise TuneError(f"{path}: no prompt is left of {dropped.total():,} rows: {dict(dropped) or 'there are none'}")
+    return Prompts(path, prompts, dropped)
+
+
+def _prompt(tokenizer: Tokenizer, row: Any, columns: Mapping[str, str], index: int) -> Prompt:
+    if not isinstance(row, dict):
+        raise TuneError(f"the row is {shown(row)}; it must be an object with columns")
+    named = {**row, **{ours: row.get(theirs) for ours, theirs in columns.items()}}
+    if isinstance(text := named.get("prompt"), str):
+        return Prompt(index, [*tokenizer.prefix_ids, *tokenizer.encode(text)], row)
+    if isinstance(named.get("instruction"), str):
+        named["messages"] = [{"role": "user", "content": named["instruction"]}]
+    column = "prompt" if named.get("prompt") else "messages"
+    if not named.get(column):
+        raise TuneError(
+            f"there is no messages, prompt or instruction; it has {', '.join(row)}. If a column only has another name, "
+            "say so: 'dataset.columns={instruction: its_name}'"
+        )
+    messages = conversation({**named, column: checked_messages(named[column], column)}, column)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise TuneError(f"{column} has only answers")
+    tokenizer.require_chat_template()
+    tools = checked_tools(named.get("tools"))
+    text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
+    return Prompt(index, tokenizer.encode(text), row, messages, tools)
+
+
+class PromptLoader:
+    """Iterates over the steps of a run: `for step, prompts in data`, with `step` from 1 to `len(data)`.
+
+    The order is a function of (seed, epoch); every process gets all prompts of a step. `draw` gives more of them, for
+    steps that want others in the place of some.
+    """
+
+    def __init__(
+        self, dataset: Prompts, prompts_per_step: int, *, epochs: int = 1, max_steps: int | None = None, seed: int = 0
+    ) -> None:
+        self.dataset, self.prompts_per_step, self.seed = dataset, prompts_per_step, seed
+        if prompts_per_step > len(dataset):
+            raise TuneError(
+                f"prompts_per_step={prompts_per_step} is more than the {len(dataset)} of {dataset.name}: lower it"
+            )
+        whole = epochs * (len(dataset) // prompts_per_step)
+        self.steps = whole if max_steps is None else min(whole, max_steps)
+        self.step = self.position = 0
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[tuple[int, list[Prompt]]]:
+        while self.step < self.steps:
+            self.step += 1
+            yield self.step, self.draw(self.prompts_per_step)
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The next prompts, in epoch after epoch."""
+        drawn = []
+        for position in range(self.position, self.position + count):
+            epoch, at = divmod(position, len(self.dataset))
+            order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(len(self.dataset))
+            drawn.append(self.dataset.prompts[order[at]])
+        self.position += count
+        return drawn
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the step that was given last."""
+        return {"step": self.step, "position": self.position, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue behind a saved step. Raises TuneError if the prompts or their order are others."""
+        now = self._identity()
+        changed = [f"{name} was {state[name]} and is now {now[name]}" for name in now if state[name] != now[name]]
+        if changed:
+            raise TuneError(
+                f"the checkpoint was made with other prompts: {'; '.join(changed)}. Restore these settings, or start "
+                "anew with resume=never and another output_dir"
+            )
+        self.step, self.position = state["step"], state["position"]
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "fingerprint": self.dataset.fingerprint, "seed": self.seed, "prompts_per_step": self.prompts_per_step,
+        }  # fmt: skip

@@ -1,0 +1,202 @@
+"""Rollouts: completions of prompts with their rewards, and the batches that are made of them."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from tune.collators import IGNORE, Batch, Sample, collate
+from tune.datasets import Prompt
+from tune.distributed import World
+from tune.errors import TuneError
+from tune.generation.sampler import Sampler
+from tune.tokenizers import Message, Tokenizer
+
+EXAMPLES = {"advantage": np.zeros((), np.float32), "sampled": np.zeros(1, np.float32)}  # of the columns
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A function from a row of the data and the text of a completion to a number, which counts `weight` times."""
+
+    name: str
+    function: Callable[[dict[str, Any], str], float]
+    weight: float = 1.0
+
+    def __call__(self, row: dict[str, Any], completion: str) -> float:
+        """Raises TuneError if the function raises, or gives something else than a finite number."""
+        shown = repr(completion if len(completion) <= 80 else completion[:77] + "...")
+        try:
+            value = self.function(row, completion)
+        except Exception as error:  # whatever the user's function does
+            raise TuneError(f"reward: {self.name} fails on {shown}: {type(error).__name__}: {error}") from error
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise TuneError(f"reward: {self.name} gives {value!r} for {shown}; it must give a finite number")
+        return float(value)
+
+
+class Environment(Protocol):
+    """Answers a completion: a game, a tool, a judge that asks back. There is one for each completion."""
+
+    def start(self, row: dict[str, Any]) -> None: ...
+
+    def step(self, message: Message) -> tuple[float, list[Message], bool]:
+        """The reward for the assistant's `message`, the messages that answer it, and whether that was the end."""
+        ...
+
+
+@dataclass
+class Episode:
+    """What was sampled after a prompt: its tokens, with those of an environment's messages between, which have no
+    log-prob. `rewards` are by name, `reward` is their weighted sum; `finish` is that of the last completion."""
+
+    prompt: Prompt
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float | None] = field(default_factory=list)
+    text: str = ""
+    finish: str = "length"
+    rewards: dict[str, float] = field(default_factory=dict)
+    reward: float = 0.0
+
+    def sample(self, advantage: float) -> Sample:
+        """The prompt with the episode, whose sampled tokens are learned. Its columns are the `advantage`, and by token
+        the log-probs of what was `sampled`."""
+        first = len(self.prompt.tokens) - 1
+        tokens = np.array([*self.prompt.tokens, *self.tokens[:-1]], dtype=np.int32)
+        labels = np.full(len(tokens), IGNORE, dtype=np.int32)
+        sampled = np.zeros(len(tokens), dtype=np.float32)
+        for at, (token, log_prob) in enumerate(zip(self.tokens, self.log_probs, strict=True), first):
+            if log_prob is not None:
+                labels[at], sampled[at] = token, log_prob
+        return Sample(tokens, labels, columns={"advantage": np.float32(advantage), "sampled": sampled})
+
+    def record(self, step: int) -> dict[str, Any]:
+        """For samples.jsonl."""
+        return {
+            "step": step, "prompt": self.prompt.index, "reward": self.reward, **self.rewards, "finish": self.finish,
+            "tokens": len(self.tokens), "text": self.text, "row": self.prompt.row,
+        }  # fmt: skip
+
+
+def is_live(group: Sequence[Episode]) -> bool:
+    """Whether the rewards differ: otherwise nothing is learned from them."""
+    return len({episode.reward for episode in group}) > 1
+
+
+def statistics(groups: Sequence[Sequence[Episode]], rewards: Sequence[Reward]) -> dict[str, torch.Tensor]:
+    """Metrics of this process's episodes: by name a sum, and of how many it is, `[2]`."""
+    episodes = [episode for group in groups for episode in group]
+    values: dict[str, list[float]] = {
+        "reward": [episode.reward for episode in episodes],
+        **{f"reward/{each.name}": [episode.rewards[each.name] for episode in episodes] for each in rewards},
+        "truncated_share": [episode.finish == "length" for episode in episodes],
+        "completion_tokens": [len(episode.tokens) for episode in episodes],
+    }
+    return {name: torch.tensor([sum(each), len(each)], dtype=torch.float64) for name, each in values.items()}
+
+
+def rollout(
+    model: nn.Module,
+    sampler: Sampler,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    rewards: Sequence[Reward],
+    world: World,
+    *,
+    samples: int,
+    step: int,
+    environment: Callable[[], Environment] | None = None,
+    max_turns: int = 1,
+) -> list[list[Episode]]:
+    """`samples` episodes of each of this process's share of `prompts`, with their rewards. All processes call it.
+
+    With an `environment`, an episode goes on for up to `max_turns` completions, and what it gives is a reward too.
+    """
+    mine = prompts[world.data_rank :: world.data_size]
+    groups = [[Episode(prompt) for _ in range(samples)] for prompt in mine]
+    if environment is None:
+        found = sampler(
+            model, [prompt.tokens for prompt in mine], samples=samples, step=step, indices=[each.index for each in mine]
+        )
+        for episode, completion in zip(chain(*groups), chain(*found), strict=True):
+            episode.tokens, episode.log_probs = completion.tokens, list(completion.log_probs)
+            episode.finish = completion.finish
+            episode.text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+    else:
+        _converse(model, sampler, tokenizer, groups, world, step, environment, max_turns)
+    for episode in chain(*groups):
+        episode.rewards |= {each.name: each(episode.prompt.row, episode.text) for each in rewards}
+        weights = {each.name: each.weight for each in rewards}
+        episode.reward = sum(weights.get(name, 1.0) * value for name, value in episode.rewards.items())
+    return groups
+
+
+def _converse(
+    model: nn.Module,
+    sampler: Sampler,
+    tokenizer: Tokenizer,
+    groups: list[list[Episode]],
+    world: World,
+    step: int,
+    environment: Callable[[], Environment],
+    max_turns: int,
+) -> None:
+    """Completions and an environment's answers in turn. Sampled ids are never tokenised again: what the template writes
+    behind an answer is appended."""
+    running = [(episode, number, environment()) for group in groups for number, episode in enumerate(group)]
+    conversations = {id(episode): list(episode.prompt.messages or []) for episode, *_ in running}
+    for episode, _, its_environment in running:
+        if episode.prompt.messages is None:
+            raise TuneError("environment: its prompts must be conversations: messages, or instruction")
+        its_environment.start(episode.prompt.row)
+        episode.rewards["environment"] = 0.0
+    for turn in range(max_turns):
+        if not world.fetch(any=world.any(bool(running)))["any"]:
+            return
+        found = sampler(
+            model,
+            [[*episode.prompt.tokens, *episode.tokens] for episode, *_ in running],
+            step=step * max_turns + turn,
+            indices=[episode.prompt.index * len(groups[0]) + number for episode, number, _ in running],
+        )
+        still = []
+        for (episode, number, its_environment), (completion,) in zip(running, found, strict=True):
+            episode.tokens += completion.tokens
+            episode.log_probs += completion.log_probs
+            episode.finish = completion.finish
+            text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+            episode.text += text
+            message = {"role": "assistant", "content": text}
+            reward, messages, done = its_environment.step(message)
+            episode.rewards["environment"] += reward
+            if done or completion.finish == "length" or turn == max_turns - 1:
+                continue
+            conversation = conversations[id(episode)]
+            before = tokenizer.apply_chat_template([*conversation, message], tools=episode.prompt.tools)
+            conversation += [message, *messages]
+            behind = tokenizer.apply_chat_template(conversation, tools=episode.prompt.tools, add_generation_prompt=True)
+            stop = tokenizer.decode(completion.tokens[-1:])
+            end = before.rindex(stop) + len(stop) if stop in before else 0
+            if not end or not behind.startswith(before[:end]):
+                raise TuneError("environment: the chat template changes what stands before a new message")
+            suffix = tokenizer.encode(behind[end:])
+            episode.tokens += suffix
+            episode.log_probs += [None] * len(suffix)
+            still.append((episode, number, its_environment))
+        running = still
+
+
+def micro_batches(
+    samples: Sequence[Sample], micro_batch_size: int, world: World, pad_to: int | None = None
+) -> list[Batch]:
+    """This process's `samples` in batches of `micro_batch_size`, the longest first; as many on every process, some of
+    them empty. All processes call it."""
+    rows = [[sample] for sample in sorted(samples, key=lambda sample: -len(sample.tokens))]
+    most = max(world.all_gather(-(-len(rows) // micro_batch_size)))
+    rows += [[]] * (most * micro_batch_size - len(rows))
+    return [collate(rows[at : at + micro_batch_size], pad_to, EXAMPLES) for at in range(0, len(rows), micro_batch_size)]
