@@ -57,6 +57,10 @@ SETTINGS = {
         ],
         "NF4": ["teacher.path=${model.path}", "teacher.quantization=nf4", "teacher.dtype=fp32"],
     },
+    "grpo": {
+        "kl": ["adapter.rank=4", "kl=0.1", "reference=adapter_off"],
+        "GSPO": ["loss._component_=tune.losses.GSPO"],
+    },
     "preference_finetune": {
         "DPO": [],
         "KTO": ["loss._component_=tune.losses.KTO"],
@@ -94,10 +98,12 @@ def step(chats, tmp_path, monkeypatch):
 
     def run(recipe, folder, *settings):
         data = pairs if recipe == "preference_finetune" else rows
+        batches = ["max_seq_len=128", "global_batch_size=4"]
+        if recipe == "grpo":
+            batches = ["reward=recipes.test_grpo.different", "sampling.max_new_tokens=3", "prompts_per_step=2"]
         overrides = [
-            f"model.path={folder}", f"dataset.path={data}", f"validation_dataset.path={data}", "max_seq_len=128",
-            "global_batch_size=4", "micro_batch_size=4", "dtype=fp32", "validate_every=1",
-            f"output_dir={tmp_path / recipe}", *settings,
+            f"model.path={folder}", f"dataset.path={data}", f"validation_dataset.path={data}", *batches,
+            "micro_batch_size=4", "dtype=fp32", "validate_every=1", f"output_dir={tmp_path / recipe}", *settings,
         ]  # fmt: skip
         if not any("tune.optimizers" in each for each in settings):
             overrides.append("optimizer.fused=false")

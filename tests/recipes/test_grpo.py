@@ -1,5 +1,6 @@
 """GRPO end to end: a reward that rises, what is logged, wrong rewards."""
 
+import itertools
 import json
 
 import grpo
@@ -10,6 +11,14 @@ from helpers import WORDS
 def share_of_a(row, completion):
     """How much of the completion is the letter a: partial credit, so that few groups are dead."""
     return completion.count("a") / max(1, len(completion))
+
+
+NUMBERS = itertools.count()
+
+
+def different(row, completion):
+    """Another value for each completion, so that no group is dead."""
+    return next(NUMBERS)
 
 
 def fails(row, completion):
