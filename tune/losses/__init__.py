@@ -43,11 +43,7 @@ __all__ = [
     "kl_estimate",
     "of_labelled",
     "of_pairs",
-<<<<<<< HEAD
-=======
     "of_tokens",
-    "pairs_of",
->>>>>>> 995fbc4 (recipes/grpo.py: reinforcement learning from verifiable rewards, with rollouts by the sampler in the same processes)
     "per_document",
     "sum_and_count",
 ]
