@@ -67,6 +67,11 @@ SETTINGS = {
         "ORPO, packed": ["loss._component_=tune.losses.ORPO", "packed=true"],
         "adapter off": ["adapter={_component_: tune.peft.adapter, dropout: 0.1}", "reference=adapter_off"],
     },
+    "reward_finetune": {
+        "all parameters": [],
+        "packed": ["packed=true"],
+        "an adapter": ["adapter={_component_: tune.peft.adapter, dropout: 0.1}", "quantization.weights=nf4"],
+    },
 }
 
 
@@ -97,7 +102,7 @@ def step(chats, tmp_path, monkeypatch):
     pairs.write_text("".join(json.dumps({**pair, "chosen": f"Yes, {number}."}) + "\n" for number in range(4)))
 
     def run(recipe, folder, *settings):
-        data = pairs if recipe == "preference_finetune" else rows
+        data = pairs if recipe in ("preference_finetune", "reward_finetune") else rows
         batches = ["max_seq_len=128", "global_batch_size=4"]
         if recipe == "grpo":
             batches = ["reward=recipes.test_grpo.different", "sampling.max_new_tokens=3", "prompts_per_step=2"]

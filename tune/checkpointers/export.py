@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from tune.atomic import written_aside
 from tune.checkpointers.disk import disk_tensors, has_weights
@@ -19,6 +19,8 @@ from tune.checkpointers.weights import Pretrained
 from tune.distributed import World
 from tune.distributed.parallelize import DTYPES
 from tune.errors import TuneError
+from tune.models.build import as_reward_model
+from tune.models.names import Names
 from tune.secrets import without_secrets
 
 SHARD_BYTES = 5 * 10**9
@@ -31,7 +33,7 @@ class SavesItself(Protocol):
 
 
 def export(
-    model: nn.Module,
+    model: Any,
     tokenizer: SavesItself | None,
     folder: str | Path,
     world: World,
@@ -45,17 +47,19 @@ def export(
 
     Adapters are merged, into the original weights if these are given as `base`. Tensors that only the source has are
     copied, and without a `tokenizer` its files. Each tensor has the type that it has in the source (without weights
-    there, the type in its config), or `dtype`. All processes take part: tensors are gathered one by one, and rank 0
-    holds at most one file of 5 GB and one tensor. The folder appears when it is complete.
+    there, the type in its config), or `dtype`. A model that scores is written as transformers'
+    `...ForSequenceClassification`. All processes take part: tensors are gathered one by one, and rank 0 holds at most
+    one file of 5 GB and one tensor. The folder appears when it is complete.
     """
     origin, folder = Path(source), Path(folder)
+    scores = getattr(getattr(model, "config", None), "scores", False)
     fields: dict[str, Any] = json.loads(file.read_text()) if (file := origin / "config.json").exists() else {}
     there = disk_tensors(origin) if has_weights(origin) else {}
     declared = getattr(torch, fields.get("dtype") or fields.get("torch_dtype") or "float32")
     gathered = hf_tensors(model, there, base)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        others = dict(there)
+        others = {name: tensor for name, tensor in there.items() if not Names.of(model).is_replaced(name)}
         for name, tensor in gathered:
             found = others.pop(name, None)
             if tensor.is_floating_point():
@@ -69,6 +73,9 @@ def export(
             if dtype and fields:
                 key = "torch_dtype" if "torch_dtype" in fields else "dtype"
                 fields[key] = str(DTYPES[dtype]).removeprefix("torch.")
+            if scores:
+                fields = as_reward_model(fields, model.config.pad_id)
+            if fields and (dtype or scores):
                 (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
             for file in [*map(origin.joinpath, CONFIGS), *origin.glob("*.py")]:
                 if file.exists() and not (unfinished / file.name).exists():

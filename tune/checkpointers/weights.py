@@ -2,7 +2,7 @@
 
 import operator
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,16 +20,20 @@ from tune.quantization import NF4Weight
 class Pretrained:
     """The weights of a checkpoint folder, for `model`.
 
-    Names and shapes are compared when this is made, on the meta device too, and nothing is read before `load`.
+    Names and shapes are compared when this is made, on the meta device too, and nothing is read before `load`. A score
+    head that the checkpoint is without is initialised there, from `seed`.
 
     Raises:
         TuneError: files that are missing or unreadable; tensors missing, not known or of another shape, all named.
     """
 
-    def __init__(self, path: str, model: nn.Module):
-        self.path, self.model, self.tensors = path, model, disk_tensors(Path(path))
+    def __init__(self, path: str, model: nn.Module, seed: int = 0):
+        self.path, self.model, self.seed, self.tensors = path, model, seed, disk_tensors(Path(path))
         names = Names.of(model)
         self.names = names.in_checkpoint(self.tensors)
+        self.new = [name for name in names.replaced if self.names[name] not in self.tensors]
+        for name in self.new:
+            del self.names[name]
         stored, wanted = stored_tensors(model), dict[str, list[int]]()
         for name, on_disk in self.names.items():
             wanted |= {each: list(part.shape) for each, part in disk_parts(on_disk, stored[name])}
@@ -81,6 +85,7 @@ class Pretrained:
                     target.load(self.tensors[on_disk].read((target.local_rows(),)))
                 else:
                     load_shard(target, on_disk, self.tensors)
+            initialize(model, self.new, self.seed)
 
 
 def load_shard(parameter: Tensor, on_disk: OnDisk, tensors: Mapping[str, DiskTensor]) -> None:
@@ -117,23 +122,29 @@ class Random:
                 "from_scratch: tune.models.hf trains weights that exist. To start from random ones, save them with "
                 "transformers (AutoModelForCausalLM.from_config(config).save_pretrained(folder)) and train that folder"
             )
-        with torch.no_grad():
-            for name, parameter in stored_tensors(model).items():
-                shard, where = local_shard(parameter)
-                owner, _, kind = name.rpartition(".")
-                module = model.get_submodule(owner)
-                start = getattr(module, "initializers", {}).get(kind)
-                if start is None and (kind == "bias" or not isinstance(parameter, nn.Parameter)):
-                    shard.zero_()
-                elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
-                    shard.fill_(getattr(module, "initial_weight", 1.0))
-                else:
-                    # One full parameter at a time, from a generator of its own, so that no layout changes a number.
-                    # (torch's CPU generator reads no more than 32 bits of its seed.)
-                    generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
-                    empty, spread = torch.empty(parameter.shape), model.config.initializer_range
-                    full = start(empty, generator) if start else empty.normal_(0, spread, generator=generator)
-                    shard.copy_(full[where])
+        initialize(model, stored_tensors(model), self.seed)
+
+
+@torch.no_grad()
+def initialize(model: Any, names: Iterable[str], seed: int) -> None:
+    """Give the tensors of these names their initial values, see `Random`."""
+    for name in names:
+        parameter = operator.attrgetter(name)(model)
+        shard, where = local_shard(parameter)
+        owner, _, kind = name.rpartition(".")
+        module = model.get_submodule(owner)
+        start = getattr(module, "initializers", {}).get(kind)
+        if start is None and (kind == "bias" or not isinstance(parameter, nn.Parameter)):
+            shard.zero_()
+        elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
+            shard.fill_(getattr(module, "initial_weight", 1.0))
+        else:
+            # One full parameter at a time, from a generator of its own, so that no layout changes a number.
+            # (torch's CPU generator reads no more than 32 bits of its seed.)
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            empty, spread = torch.empty(parameter.shape), model.config.initializer_range
+            full = start(empty, generator) if start else empty.normal_(0, spread, generator=generator)
+            shard.copy_(full[where])
 
 
 def check(model: nn.Module) -> None:
@@ -143,11 +154,16 @@ def check(model: nn.Module) -> None:
         model.check()
 
 
-def load_frozen(path: str, world: World, dtype: Literal["bf16", "fp32"]) -> tuple[nn.Module, Pretrained]:
-    """A second model beside the one that is trained, sharded as that is and without dropout: a reference, a teacher."""
+def load_frozen(
+    path: str, world: World, dtype: Literal["bf16", "fp32"], head: Literal["tokens", "score"] = "tokens"
+) -> tuple[nn.Module, Pretrained]:
+    """A second model beside the one that is trained, sharded as that is and without dropout: a reference, a teacher, or
+    with the head `score` a reward model (see `tune.losses.score`). Raises TuneError if that has no scores."""
     with torch.device("meta"):
-        model: nn.Module = build(path)
+        model: nn.Module = build(path, head=head)
     weights = Pretrained(path, model)
+    if weights.new:
+        raise TuneError(f"{path} has no score.weight: it is no reward model. Make one of it with reward_finetune")
     parallelize(model.requires_grad_(False).eval(), world, dtype=dtype, master_dtype=dtype)
     weights.load(model)
     check(model)

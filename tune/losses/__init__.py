@@ -1,7 +1,8 @@
 """Losses, and the heads that give what they are made of. A new one goes into a file of its own.
 
 `LinearCrossEntropy` and the divergences are heads that return a sum over supervised tokens: the caller divides by the
-count of the whole optimizer step. `LogProbs` is a head that returns values per token, of which a recipe makes its loss.
+count of the whole optimizer step. `LogProbs` returns values per token, `LastTokenScores` values per document: a recipe
+makes its loss of them.
 """
 
 from tune.losses.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL, Teacher
@@ -18,8 +19,10 @@ from tune.losses.preference import (
     SimPO,
     of_labelled,
     of_pairs,
+    of_rewards,
     sum_and_count,
 )
+from tune.losses.reward import BradleyTerry, LastTokenScores, score
 
 __all__ = [
     "CPO",
@@ -29,10 +32,12 @@ __all__ = [
     "KTO",
     "ORPO",
     "AnswerLogProbs",
+    "BradleyTerry",
     "ClippedPolicy",
     "Divergence",
     "ForwardKL",
     "JensenShannon",
+    "LastTokenScores",
     "LinearCrossEntropy",
     "LogProbs",
     "PolicyGradient",
@@ -43,7 +48,9 @@ __all__ = [
     "kl_estimate",
     "of_labelled",
     "of_pairs",
+    "of_rewards",
     "of_tokens",
     "per_document",
+    "score",
     "sum_and_count",
 ]

@@ -40,14 +40,17 @@ class AnswerLogProbs(NamedTuple):
 
 def of_pairs(loss_fn: Any, chosen: AnswerLogProbs, rejected: AnswerLogProbs) -> dict[str, Tensor]:
     """Metrics of pairs: by name a sum, and of how many, `[2]`."""
-    better, worse = loss_fn.reward(chosen), loss_fn.reward(rejected)
+    logps = {"logps/chosen": sum_and_count(chosen.policy), "logps/rejected": sum_and_count(rejected.policy)}
+    return {**of_rewards(loss_fn.reward(chosen), loss_fn.reward(rejected)), **logps}
+
+
+def of_rewards(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    """Those of what the answers of pairs are worth, `[pairs]` each."""
     values = {
-        "rewards/chosen": better,
-        "rewards/rejected": worse,
-        "rewards/margins": better - worse,
-        "rewards/accuracies": (better > worse).float(),
-        "logps/chosen": chosen.policy,
-        "logps/rejected": rejected.policy,
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": (chosen > rejected).float(),
     }
     return {name: sum_and_count(value) for name, value in values.items()}
 

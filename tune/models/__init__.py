@@ -1,7 +1,7 @@
 """Models, built from config.json. One decoder for all families; families/ has how each config.json is read; hf.py
 wraps any other causal language model of transformers."""
 
-from tune.models.build import build
+from tune.models.build import build, prepare_scores
 from tune.models.context import KeyValueCache
 from tune.models.decoder import Decoder, DecoderConfig
 from tune.models.hf import HuggingFaceModel, hf
@@ -19,4 +19,5 @@ __all__ = [
     "balance_loss",
     "build",
     "hf",
+    "prepare_scores",
 ]

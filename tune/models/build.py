@@ -1,29 +1,37 @@
 """Builds the decoder that a checkpoint's config.json describes."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
-from tune.models.decoder import Decoder
+from tune.models.decoder import Decoder, DecoderConfig
 from tune.models.families import family
-from tune.models.names import Names
+from tune.models.names import Names, own_name
+from tune.tokenizers import Tokenizer
 from tune.types import NonNegativeFloat
 
 
-def build(path: str, router_loss: NonNegativeFloat | None = None) -> Decoder:
+def build(
+    path: str, router_loss: NonNegativeFloat | None = None, head: Literal["tokens", "score"] = "tokens"
+) -> Decoder:
     """The decoder that `path`/config.json describes. Under `torch.device("meta")` it takes no memory.
 
     `router_loss` is the weight of the load-balancing loss of experts (see `RoutingStats`); None: the file's
-    `router_aux_loss_coef` if its `output_router_logits` is true, else 0.
+    `router_aux_loss_coef` if its `output_router_logits` is true, else 0. With the head `score`, one output takes the
+    place of the vocabulary's: a reward model (transformers' `...ForSequenceClassification` with one label).
 
     Raises:
         TuneError: the folder does not exist, config.json is unreadable or has an unsupported architecture or field, or
-            there is a `router_loss` for a model without experts.
+            there is a `router_loss` for a model without experts, or the model scores several labels.
     """
     file = ConfigFile(Path(path))
     architecture = family(str(file.get("model_type", "(none)")))
     config = architecture.read_config(file)
+    if head == "score":
+        config = _with_scores(config, file)
     file.finish()
     if router_loss is not None:
         config = replace(config, router_loss=router_loss)
@@ -31,10 +39,40 @@ def build(path: str, router_loss: NonNegativeFloat | None = None) -> Decoder:
     if config.router_loss and model.routing is None:
         raise TuneError(f"model.router_loss: {path} has no experts to balance; leave it out")
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    head = architecture.disk_name("head.weight", 0)
+    lm_head = str(architecture.disk_name("head.weight", 0))
     model.names = Names(
         {name: architecture.disk_name(name, len(tensor)) for name, tensor in tensors},
-        copies={head: "embedding.weight"} if config.tied_head and isinstance(head, str) else {},
+        copies={lm_head: "embedding.weight"} if config.tied_head else {},
         ignored=tuple(pattern.replace("{num_layers}", str(len(config.layers))) for pattern in architecture.ignored),
     )
+    if config.scores:
+        model.names.on_disk["head.weight"] = "score.weight"
+        model.names.replaced["head.weight"] = re.escape(own_name(lm_head)) + "$"
     return model
+
+
+def _with_scores(config: DecoderConfig, file: ConfigFile) -> DecoderConfig:
+    is_trained = any("SequenceClassification" in name for name in file.get("architectures", []))
+    labels = file.get("num_labels") or len(file.get("id2label", ("two", "by default")))
+    if is_trained and labels != 1:
+        raise TuneError(f"{file.path}: the model scores {labels} labels, and a reward is one number: take another one")
+    pad_id = (file.mapping("text_config") or file.fields).get("pad_token_id") if is_trained else None
+    return replace(config, scores=True, pad_id=pad_id, tied_head=False, logit_scale=1.0, logit_softcap=None)
+
+
+def prepare_scores(model: Any, tokenizer: Tokenizer) -> None:
+    """Have a reward model that was a language model pass over a pad token that ends no text (`Tokenizer.choose_pad`).
+    Raises TuneError for a model without a head that scores."""
+    if not getattr(model.config, "scores", False):
+        raise TuneError("model: it has no head that scores: take model._component_=tune.models.build, model.head=score")
+    if model.config.pad_id is None:
+        model.config = replace(model.config, pad_id=tokenizer.choose_pad())
+
+
+def as_reward_model(fields: dict[str, Any], pad_id: int | None) -> dict[str, Any]:
+    """config.json for transformers' `AutoModelForSequenceClassification`, from that of the model it was made of."""
+    kind = "Text" * str(fields.get("model_type")).endswith("_text") + "ForSequenceClassification"
+    names = [re.sub(r"(Text)?For[A-Z]\w+$", kind, name) for name in fields.get("architectures") or []]
+    text = fields.get("text_config", fields)
+    text["pad_token_id"] = text.get("pad_token_id") if pad_id is None else pad_id
+    return fields | {"architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

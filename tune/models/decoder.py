@@ -35,7 +35,8 @@ class LayerConfig:
 class DecoderConfig:
     """The shape of a decoder. Logits are multiplied by `logit_scale`, then bounded by `logit_softcap` with tanh.
 
-    `router_loss` is the weight of the load-balancing loss, averaged over the layers with experts.
+    `router_loss` is the weight of the load-balancing loss, averaged over the layers with experts. With `scores` the
+    head has one output: a document's score is the one at its last token that is not `pad_id`.
     """
 
     vocab_size: int
@@ -48,6 +49,8 @@ class DecoderConfig:
     logit_softcap: float | None = None
     router_loss: float = 0.0
     initializer_range: float = 0.02
+    scores: bool = False
+    pad_id: int | None = None
 
 
 class Head(Protocol):
@@ -109,7 +112,8 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(layer, config.norm, config.hidden_size) for layer in config.layers)
         self.norm = config.norm.build(config.hidden_size)
         # A tied head has no module of its own: one parameter, one name, one gradient.
-        self.head = None if config.tied_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        outputs = 1 if config.scores else config.vocab_size
+        self.head = None if config.tied_head else nn.Linear(config.hidden_size, outputs, bias=False)
 
     @property
     def max_positions(self) -> int | None:

@@ -18,13 +18,15 @@ class Names:
 
     `on_disk` maps each parameter and persistent buffer to its names on disk, `alternatives` to those in some other
     checkpoints. `copies` maps names on disk of tensors that repeat one of ours, such as a tied head, to ours. `ignored`
-    are patterns of tensors on disk that the model does not use.
+    are patterns of tensors on disk that the model does not use. `replaced` has tensors of ours that a checkpoint may be
+    without, to be initialised then, and the pattern of what they replace on disk, which is neither loaded nor exported.
     """
 
     on_disk: dict[str, OnDisk]
     alternatives: dict[str, OnDisk] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    replaced: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module) -> "Names":
@@ -53,7 +55,10 @@ class Names:
         return chosen
 
     def is_ignored(self, on_disk: str) -> bool:
-        return any(re.search(pattern, on_disk) for pattern in self.ignored)
+        return any(re.search(pattern, on_disk) for pattern in self.ignored) or self.is_replaced(on_disk)
+
+    def is_replaced(self, on_disk: str) -> bool:
+        return any(re.search(pattern, on_disk) for pattern in self.replaced.values())
 
     def module(self, name: str) -> str:
         """The name on disk of the module `name`; `name` itself if it is a stack, or not on disk."""

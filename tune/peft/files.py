@@ -32,6 +32,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 GENERATION = "generation_config.json"
 PREFIX, BASE_COPY = "base_model.model.", ".base_layer.weight"
 HEAD = "lm_head.weight"
+SCORES = "SEQ_CLS"  # the task of models with a head that scores
 FIELDS = {  # of LoRA, and their names in PEFT's config
     "rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rank_stabilized": "use_rslora", "dora": "use_dora",
     "rank_pattern": "rank_pattern", "alpha_pattern": "alpha_pattern", "modules_to_save": "modules_to_save",
@@ -93,6 +94,8 @@ def read_adapter(path: str) -> LoRA:
         target_modules: Any = "|".join([f"({modules})", *(rf"(.*\.)?{re.escape(name)}" for name in parameters)])
     else:
         target_modules = [*modules, *parameters]
+    if settings.get("task_type") == SCORES:  # PEFT's names of heads that score, of which models here have one
+        settings["modules_to_save"] = [*({*(settings.get("modules_to_save") or ()), "score"} - {"classifier"})]
     fields = {ours: settings[theirs] for ours, theirs in FIELDS.items() if settings.get(theirs)}
     return LoRA(path=path, target_modules=target_modules, trainable_tokens=by_module[0], **fields)
 
@@ -205,13 +208,14 @@ def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:
     layers = {name: layer for name, layer in adapted.items() if isinstance(layer, LowRank)}
     tokens = {name: layer.tokens for name, layer in adapted.items() if isinstance(layer, TokenRows)}
     parameters = {names.module(name) for name in _joined_experts(model)}
-    whole = {str(part.on_disk).removeprefix(PREFIX) for part in _parts(model) if not isinstance(part.module, Adapter)}
+    saved = [str(part.on_disk) for part in _parts(model) if not isinstance(part.module, Adapter)]
+    whole = {name.removeprefix(PREFIX).rpartition(".")[0] for name in saved}
     # With a frozen start the exported rank is twice the trained one, at the same scaling.
     rank_factor = 1 if lora.init == "default" else 2
     alpha_factor = math.sqrt(rank_factor) if lora.rank_stabilized else rank_factor
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": SCORES if "score" in whole else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank * rank_factor,
         "lora_alpha": lora.alpha * alpha_factor,
@@ -227,7 +231,7 @@ def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:
         "use_dora": lora.dora,
         "bias": "none",
         "fan_in_fan_out": False,
-        "modules_to_save": sorted({name.rpartition(".")[0] for name in whole}) or None,
+        "modules_to_save": sorted(whole) or None,
         "trainable_token_indices": tokens or None,
         "ensure_weight_tying": _trains_tied_embedding(model),
         "inference_mode": True,

@@ -1,6 +1,8 @@
 """Merging an adapter into its base, on disk."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,7 +31,8 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path, card: str = ""
     lora = read_adapter(str(adapter))
     with torch.device("meta"):
         is_ours = ConfigFile(source).get("model_type") in supported()
-        model: nn.Module = build(str(source)) if is_ours else hf(str(source))
+        head: Literal["tokens", "score"] = "score" if "score" in lora.modules_to_save else "tokens"
+        model: Any = build(str(source), head=head) if is_ours else hf(str(source))
     weights = Pretrained(str(source), model)
     add_adapters(model, lora)
     _give_memory_to_adapters(model)
@@ -42,6 +45,8 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path, card: str = ""
         tokenizer = Tokenizer(str(adapter))
         if (source / "tokenizer.json").exists():
             _require_same_vocabulary(source, tokenizer)
+        if head == "score" and model.config.pad_id is None:
+            model.config = replace(model.config, pad_id=tokenizer.pad_id)
     card = card or (
         f"---\nbase_model: {source.name}\ntags: [tune]\n---\n\n"
         f"`{source.name}` with the adapter `{'/'.join(adapter.parts[-2:])}` merged in by tune.\n"

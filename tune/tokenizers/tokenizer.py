@@ -103,6 +103,19 @@ class Tokenizer:
         token = end_of_turn(self.apply_chat_template, self._special_pattern)
         return ids | set(self.encode(token)) if token else ids
 
+    def choose_pad(self) -> int:
+        """The id of a pad token that ends no text, which becomes the folder's when it is saved: its own, or if that is
+        none or ends texts, another special token. transformers scores a text at its last token that is no pad token."""
+        end = end_of_turn(self.apply_chat_template, self._special_pattern) if self.chat_template else None
+        ends = {self.eos_id, *(self.encode(end) if end else [])}
+        if self.pad_id is None or self.pad_id in ends:
+            others = [index for index in self.special_ids if index not in ends]
+            if not others:
+                raise TuneError(f"the tokenizer in {self.path} has no special token but its end: none can pad texts")
+            self.pad_id = min(others, key=lambda index: ("pad" not in self.special_ids[index].lower(), index))
+        self._chosen["pad_token"] = str(self._tokenizer.id_to_token(self.pad_id))
+        return self.pad_id
+
     @cached_property
     def prefix_ids(self) -> list[int]:
         """What the tokenizer puts before a plain text: the BOS token, or nothing."""
@@ -186,7 +199,7 @@ class Tokenizer:
         return self._special_pattern.findall(text)
 
     def save(self, folder: str | Path) -> None:
-        """Copy the tokenizer's files, byte for byte but for added tokens, a chosen template and a chosen EOS.
+        """Copy the tokenizer's files, byte for byte but for added tokens and a chosen template, EOS or pad token.
 
         A folder without tokenizer.json gets one, and its config says to use it: other vocabularies are read in
         different ways by different versions of transformers. Where the folder has a model's config, or one for
@@ -216,10 +229,10 @@ class Tokenizer:
         if "chat_template" in chosen:
             config.pop("chat_template", None)
             (folder / "chat_template.jinja").write_text(chosen["chat_template"], encoding="utf-8")
-        if "eos_token" in chosen:
-            config["eos_token"] = chosen["eos_token"]
-            if named := read_json(folder / "special_tokens_map.json"):
-                _update(folder / "special_tokens_map.json", named | {"eos_token": chosen["eos_token"]})
+        tokens = {name: token for name, token in chosen.items() if name != "chat_template"}
+        config |= tokens
+        if tokens and (named := read_json(folder / "special_tokens_map.json")):
+            _update(folder / "special_tokens_map.json", named | tokens)
         _update(folder / "tokenizer_config.json", config)
         if listed := read_json(folder / "added_tokens.json"):
             _update(folder / "added_tokens.json", listed | {token.content: at for at, token in self._added.items()})

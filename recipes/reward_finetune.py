@@ -1,0 +1,166 @@
+"""Reward models: a score for a whole answer, learned from better and worse ones; all parameters or LoRA adapters.
+
+    python recipes/reward_finetune.py model.path=./SmolLM2-135M-Instruct dataset.path=./pairs.jsonl
+    torchrun --nproc-per-node 8 recipes/reward_finetune.py --config my.yaml loss.center=0.01
+    tune run --nproc-per-node 8 reward_finetune --config my.yaml adapter.rank=32
+
+A head of one output takes the place of the vocabulary's: the score r of an answer is its weight times the hidden state
+where the conversation ends. The loss of a better and a worse answer to one prompt, of which a row may give a margin, is
+-log sigmoid(r_better - r_worse - margin) + center (r_better + r_worse)^2 (Ouyang et al. 2022).
+
+1. The loss is the mean over the pairs of the global batch. Several worse answers to a prompt are as many pairs.
+2. The head of a language model starts from random weights; that of a reward model goes on from its own. It is trained
+   in full, also with an adapter.
+3. Answers are scored where they end, so rows that are too long are left out, not cut.
+4. transformers loads the model by AutoModelForSequenceClassification. It takes the last token that is not the pad token
+   for the end: where answers end with the pad token, another one becomes that.
+
+Every setting is in configs/reward_finetune.yaml. Copy this file (`tune cp reward_finetune my.py`), and change it.
+"""
+
+import sys
+from dataclasses import replace
+
+import torch
+
+from tune import checkpointers, config, datasets, distributed, loggers, losses, optimizers, peft, quantization
+from tune.config import instantiate, instantiate_data
+from tune.models import balance_loss, prepare_scores
+
+
+@config.entrypoint("reward_finetune")
+def main(cfg):
+    world = distributed.init(cfg.device, cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.timeout)
+    run = loggers.Run("reward_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
+
+    with torch.device("meta"):
+        model = instantiate(cfg.model)  # its shape only: no memory yet
+    weights = checkpointers.Pretrained(cfg.model.path, model, seed=cfg.seed)
+    if cfg.quantization.weights:
+        quantization.quantize_linears(model, double=cfg.quantization.double)
+    lora = instantiate(cfg.adapter) if cfg.adapter else None
+    if lora:  # the head is trained in full
+        lora = replace(lora, modules_to_save=sorted({*lora.modules_to_save, "score"}))
+    adapted = peft.add_adapters(model, lora) if lora else None
+    loss_fn = instantiate(cfg.loss)
+
+    tokenizer = instantiate(cfg.tokenizer)
+    prepare_scores(model, tokenizer)
+    dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)
+    pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
+    data = datasets.DataLoader(
+        dataset,
+        world,
+        cfg.global_batch_size,
+        cfg.micro_batch_size,
+        epochs=cfg.epochs,
+        max_steps=cfg.max_steps,
+        seed=cfg.seed,
+        accumulate=not cfg.optimizer_in_backward,
+        pad_to=pad_to,
+    )
+    run.describe(
+        model, data, tokenizer, validation, source=cfg.model.path,
+        dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
+        activation_checkpointing=cfg.memory.activation_checkpointing,
+    )  # fmt: skip
+    if adapted:
+        run.info(adapted.table())
+
+    distributed.parallelize(
+        model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
+        activation_checkpointing=cfg.memory.activation_checkpointing,
+        activation_offload=cfg.memory.activation_offload,
+        cpu_offload=cfg.memory.cpu_offload,
+    )  # fmt: skip
+    weights.load(model)
+    peft.start(model, lora, cfg.seed)
+    checkpointers.check(model)
+
+    def measure(batch):
+        """The loss and the metrics of a micro-batch: sums, and of how many they are."""
+        batch = batch.to(world.device)
+        first, others = batch.pairs
+        scores = losses.score(model, batch)
+        loss = loss_fn(scores[first], scores[others], batch.columns["margin"][first])
+        return {"loss": losses.sum_and_count(loss), **losses.of_rewards(scores[first], scores[others])}
+
+    def validate():
+        batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
+        return world.fetch(**loggers.means(loggers.validate(model, batches, measure), world))
+
+    groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
+    optimizer = instantiate(cfg.optimizer, groups)
+    in_backward = optimizers.InBackward(optimizer, world) if cfg.optimizer_in_backward else None
+    schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
+    checkpointer = instantiate(
+        cfg.checkpointer,
+        run.path / "checkpoints",
+        world,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        data=data,
+        tell=run.info,
+        base=weights if lora else None,
+        adapter=lora,
+    )
+    start = checkpointer.resume(run.resume)
+    interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
+
+    with run:  # closes its files and loggers, however the training ends
+        steps = run.track(data, start, total=len(data))
+        for step, batch in loggers.profile(steps, run.path / "profile", world, **cfg.profiler):
+            if step == 1 and validation and cfg.validate_first:
+                with run.pause():
+                    run.record(0, validate())
+            totals: dict[str, torch.Tensor] = {}
+            for index, micro_batch in enumerate(batch.micro_batches, 1):
+                is_last = index == len(batch.micro_batches)
+                peft.set_dropout_keys(model, cfg.seed, step, micro_batch.to(world.device))
+                distributed.set_gradient_sync(model, is_last or cfg.parallel.reduce_every_micro_batch)
+                measured = measure(micro_batch)
+                loss = measured["loss"][0] / batch.num_pairs + balance_loss(model) / batch.num_supervised
+                if in_backward:  # the last moment before weights change
+                    loggers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
+                loss.backward()
+                loggers.add(totals, measured)
+
+            if in_backward:
+                grad_norm = in_backward.norm()
+            else:
+                grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+            metrics = world.fetch(  # the one wait for the device in a step
+                grad_norm=grad_norm,
+                interrupted=world.any(interrupt.requested),
+                **loggers.routing(model, world),
+                **loggers.means(totals, world),
+            )
+            interrupted = metrics.pop("interrupted")
+            loggers.require_finite(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"])
+            metrics |= optimizers.learning_rates(optimizer)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+            is_end = step == len(data) or interrupted
+            if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
+                with run.pause():
+                    metrics |= validate()
+            run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **metrics)
+            checkpointer.step(step, now=is_end)
+            if interrupted:
+                saved = checkpointer.wait()
+                run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
+                sys.exit(130)
+
+        checkpointer.wait()
+        card = checkpointers.model_card("reward_finetune", cfg.model.path, dataset.accounting.source)
+        where = peft.export_trained(
+            model, lora, run.path, world, base=weights, tokenizer=tokenizer, card=card, merge=cfg.export.merge
+        )
+        run.info(f"done: {where}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+"""Reward models end to end: their loss, what transformers and PEFT make of them, one curve in any layout."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import peft
+import pytest
+import reward_finetune
+import torch
+import transformers
+from helpers import WORDS, run_processes, save_checkpoint
+from models.test_families import MIXED
+from safetensors.torch import load_file
+from torch.nn.functional import logsigmoid
+
+from tune import checkpointers, distributed
+from tune.collators import Sample, collate
+from tune.errors import TuneError
+from tune.losses import score
+from tune.models import build
+from tune.peft import merge
+from tune.tokenizers import Tokenizer
+
+RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
+FAMILIES = {
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 16}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "gemma": ("GemmaConfig", {"head_dim": 32}),
+    "gemma2": ("Gemma2Config", {"head_dim": 32, "sliding_window": 16}),
+    "gemma3_text": ("Gemma3TextConfig", {"head_dim": 24, "final_logit_softcapping": 8.0} | MIXED),
+    "phi3": ("Phi3Config", {}),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+}
+
+
+@pytest.fixture(scope="session")
+def rows():
+    draw = random.Random(3)
+
+    def text(least, most):
+        return " ".join(draw.choices(WORDS, k=draw.randint(least, most)))
+
+    return [
+        {
+            "instruction": text(1, 9),
+            "chosen": text(1, 6),
+            "rejected": [f"{text(7, 12)}.", *[text(13, 15)] * (number % 3 == 0)],
+            "margin": number % 4 / 4,
+        }
+        for number in range(12)
+    ]
+
+
+@pytest.fixture(scope="session")
+def pairs(rows, tmp_path_factory):
+    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(scope="session")
+def common(checkpoint, pairs):
+    return [
+        f"model.path={checkpoint}", f"dataset.path={pairs}", "max_seq_len=256", "device=cpu", "dtype=fp32",
+        "global_batch_size=6", "micro_batch_size=2", "epochs=3", "optimizer.lr=1e-3", "schedule.warmup=0",
+        "checkpointer.every=null",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def run(run_recipe, common, tmp_path):
+    def run(*overrides, folder=tmp_path / "run"):
+        assert run_recipe([*common, *overrides, f"output_dir={folder}"], reward_finetune) == 0
+        return logged(folder)
+
+    return run
+
+
+def logged(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def reward_model(folder, config_class="LlamaConfig", pad_token_id=0, num_labels=1, **changes):
+    """As transformers saves one."""
+    save_checkpoint(folder, config_class, **changes)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.num_labels, config.pad_token_id = num_labels, pad_token_id
+    torch.manual_seed(1)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    (folder / "generation_config.json").unlink()
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def chats(rows):
+    """Of each row the conversations with its better and with its worse answers."""
+    return [
+        [
+            [{"role": "user", "content": row["instruction"]}, {"role": "assistant", "content": answer}]
+            for answer in (row["chosen"], *row["rejected"])
+        ]
+        for row in rows
+    ]
+
+
+@torch.no_grad()
+def theirs(model, folder, conversations):
+    """Scores of a padded batch as transformers' own tokenizer makes it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer.apply_chat_template(conversations, padding=True, return_dict=True, return_tensors="pt")
+    assert not inputs["attention_mask"].all()
+    return model(**inputs).logits[:, 0]
+
+
+@torch.no_grad()
+def ours(folder, conversations):
+    model, _ = checkpointers.load_frozen(str(folder), distributed.init("cpu"), "fp32", head="score")
+    tokenizer = Tokenizer(str(folder))
+    tokens = [torch.tensor(tokenizer.encode(tokenizer.apply_chat_template(each))).int() for each in conversations]
+    return score(model, collate([[Sample(each.numpy(), each.numpy()) for each in tokens]]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_gives_the_same_scores(family, rows, tmp_path):
+    """Of a language model that has become a reward model, whose pad token was the one that ends turns."""
+    config_class, changes = FAMILIES[family]
+    base = save_checkpoint(tmp_path / "base", config_class, **{"pad_token_id": 2} | changes)
+    with torch.device("meta"):
+        model = build(str(base), head="score")
+    weights = checkpointers.Pretrained(str(base), model)
+    model.to_empty(device="cpu")
+    weights.load(model)
+    tokenizer = Tokenizer(str(base))
+    reward_finetune.prepare_scores(model, tokenizer)
+    world = distributed.init("cpu")
+    checkpointers.export(model, tokenizer, tmp_path / "model", world, source=str(base))
+    conversations = [each for row in chats(rows) for each in row]
+    automatic = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
+    assert "lm_head.weight" not in load_file(tmp_path / "model" / "model.safetensors")
+    assert [type(automatic).__name__] == json.loads((tmp_path / "model" / "config.json").read_text())["architectures"]
+    expected = theirs(automatic, tmp_path / "model", conversations)
+    assert expected.std() > 0.01
+    torch.testing.assert_close(ours(tmp_path / "model", conversations), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("pad_token_id", [0, 2])
+def test_models_of_transformers_have_the_same_scores_here(family, pad_token_id, rows, tmp_path):
+    config_class, changes = FAMILIES[family]
+    model = reward_model(tmp_path, config_class, pad_token_id, **changes)
+    template = "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"  # 2 ends turns, and pads
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.pad_token = {0: "<|endoftext|>", 2: "<|im_end|>"}[pad_token_id]
+    tokenizer.save_pretrained(tmp_path)
+    conversations = [each for row in chats(rows) for each in row]
+    expected = theirs(model, tmp_path, conversations)
+    torch.testing.assert_close(ours(tmp_path, conversations), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("center", [0.0, 0.05])
+def test_steps_are_those_of_the_formula_on_transformers_model(center, rows, pairs, run, tmp_path):
+    model = reward_model(tmp_path / "model")
+    conversations, margins = chats(rows), torch.tensor([row["margin"] for row in rows for _ in row["rejected"]])
+    answers = [[len(each) for each in conversations[:at]] for at in range(len(rows))]
+    compared = [(at, number) for at, row in enumerate(rows) for number, _ in enumerate(row["rejected"], 1)]
+    first = torch.tensor([sum(answers[at]) for at, _ in compared])
+    others = torch.tensor([sum(answers[at]) + number for at, number in compared])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model", pad_token="<|endoftext|>")
+    flat = [each for row in conversations for each in row]
+    inputs = tokenizer.apply_chat_template(flat, padding=True, return_dict=True, return_tensors="pt")
+    steps = run(
+        f"model.path={tmp_path / 'model'}", "global_batch_size=12", "epochs=20", f"loss.center={center}",
+        "schedule._component_=tune.optimizers.constant", "max_grad_norm=null",
+    )  # fmt: skip
+    for step in steps:
+        scores = model(**inputs).logits[:, 0]
+        chosen, rejected = scores[first], scores[others]
+        loss = (-logsigmoid(chosen - rejected - margins) + center * (chosen + rejected) ** 2).mean()
+        assert step["loss"] == pytest.approx(loss.item(), rel=1e-4)
+        assert step["rewards/chosen"] == pytest.approx(chosen.mean().item(), rel=1e-4, abs=1e-5)
+        assert step["rewards/rejected"] == pytest.approx(rejected.mean().item(), rel=1e-4, abs=1e-5)
+        assert step["rewards/margins"] == pytest.approx((chosen - rejected).mean().item(), rel=1e-4, abs=1e-5)
+        assert step["rewards/accuracies"] == pytest.approx((chosen > rejected).float().mean().item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert len(steps) == 20
+    assert steps[-1]["loss"] < 0.8 * steps[0]["loss"]
+
+
+def test_new_heads_are_random_by_the_seed_and_everything_is_trained(run, checkpoint, tmp_path):
+    first, again, other = (run(*each, folder=tmp_path / name)[0]["loss"] for name, each in {
+        "first": [], "again": [], "other": ["seed=1", "epochs=1"]}.items())  # fmt: skip
+    assert first == again
+    assert first != other
+    before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "first" / "model"))
+    assert before.keys() ^ after.keys() == {"lm_head.weight", "score.weight"}
+    assert all(not torch.equal(after[name], before[name]) for name in before.keys() & after.keys())
+
+
+def test_adapters(run, rows, checkpoint, tmp_path):
+    """PEFT on transformers' model, the merged model and `tune merge` give one score, that of the run's last step."""
+    run("adapter.rank=4", "export.merge=true")
+    done = tmp_path / "run"
+    conversations = [each for row in chats(rows) for each in row]
+    settings = json.loads((done / "adapter" / "adapter_config.json").read_text())
+    assert (settings["task_type"], settings["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    auto = transformers.AutoModelForSequenceClassification
+    base = auto.from_pretrained(checkpoint, num_labels=1, pad_token_id=0)
+    adapted = peft.PeftModel.from_pretrained(base, done / "adapter").eval()
+    expected = theirs(adapted, done / "adapter", conversations)
+    torch.testing.assert_close(ours(done / "model", conversations), expected, rtol=1e-5, atol=1e-5)
+    merge(checkpoint, done / "adapter", tmp_path / "merged")
+    merged = auto.from_pretrained(tmp_path / "merged").eval()
+    assert merged.config.pad_token_id == 0
+    torch.testing.assert_close(theirs(merged, tmp_path / "merged", conversations), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_of_peft_go_on(run, rows, checkpoint, tmp_path):
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, pad_token_id=0)
+    adapter = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(base, adapter).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, pad_token="<|endoftext|>")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    conversations = [each for row in chats(rows) for each in row]
+    expected = theirs(adapted, tmp_path / "adapter", conversations)
+    run(f"adapter.path={tmp_path / 'adapter'}", "optimizer.lr=0", "export.merge=true")
+    torch.testing.assert_close(ours(tmp_path / "run" / "model", conversations), expected, rtol=1e-5, atol=1e-5)
+
+
+VARIANTS = {
+    "as it is": [],
+    "micro 1": ["micro_batch_size=1"],
+    "packed": ["packed=true"],
+    "recomputed": ["memory.activation_checkpointing=full"],
+    "HSDP": ["parallel.dp_replicate={processes}"],
+    "adapter": ["adapter={{_component_: tune.peft.adapter, rank: 4, dropout: 0.1}}"],
+    "adapter, micro 3, packed": [
+        "adapter={{_component_: tune.peft.adapter, rank: 4, dropout: 0.1}}", "micro_batch_size=3", "packed=true"
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def curves(common, pairs, tmp_path_factory):
+    def curves(processes):
+        folder = tmp_path_factory.mktemp("curves")
+        settings = json.dumps([*common, f"validation_dataset.path={pairs}", "validate_every=2"])
+        variants = {name: [each.format(processes=processes) for each in ways] for name, ways in VARIANTS.items()}
+        arguments = ("reward_finetune", str(folder), settings, json.dumps(variants))
+        run_processes(RUN_VARIANTS, processes, *arguments)
+        return {name: logged(folder / name) for name in variants}
+
+    return curves
+
+
+@pytest.mark.slow
+def test_one_curve(curves):
+    for runs in (alone := curves(1), curves(2)):
+        for name, steps in runs.items():
+            reference = alone["adapter" if "adapter" in name else "as it is"]
+            assert len(steps) == len(reference) == 6
+            for step, expected in zip(steps, reference, strict=True):
+                for metric in expected.keys() & {"loss", "grad_norm", "validation_loss", "validation_rewards/margins"}:
+                    assert step[metric] == pytest.approx(expected[metric], rel=1e-5, abs=1e-6), (name, metric)
+            assert any("validation_loss" in step for step in steps)
+
+
+@pytest.mark.parametrize("adapter", [[], ["adapter.rank=4"]])
+def test_a_continued_run_is_bitwise_the_same(adapter, run, tmp_path):
+    whole = run(*adapter, "checkpointer.every=1", "checkpointer.keep=null", folder=tmp_path / "whole")
+    resume = f"resume={tmp_path / 'whole' / 'checkpoints' / 'step-00000002'}"
+    continued = run(*adapter, resume, folder=tmp_path / "continued")
+    names = ("step", "loss", "grad_norm", "rewards/margins")
+    after, expected = ([[step[name] for name in names] for step in steps] for steps in (continued, whole[2:]))
+    assert after == expected
+    one, other = (next((tmp_path / name).glob("[am]*e*/*.safetensors")) for name in ("whole", "continued"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda row: {"rejected": row["chosen"]}, "chosen equal to rejected"),
+        (lambda row: {"rejected": ""}, "empty rejected"),
+        (lambda row: {"rejected": []}, "empty rejected"),
+    ],
+)
+def test_rows_that_compare_nothing_are_left_out_and_counted(change, reason, rows, run, tmp_path):
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0] | change(rows[0])]))
+    run(f"dataset.path={data}", "epochs=1")
+    assert json.loads((tmp_path / "run" / "data.json").read_text())["dropped"] == {reason: 1}
+
+
+def test_rows_that_are_too_long_are_left_out_and_counted(run, tmp_path):
+    run("max_seq_len=100", "epochs=1")
+    data = json.loads((tmp_path / "run" / "data.json").read_text())
+    assert 0 < data["kept"] < data["rows"] == 12
+    assert data["dropped"]["longer than max_seq_len"] == 12 - data["kept"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["model._component_=tune.models.hf"], "model: it has no head that scores"),
+        (["model.head=tokens"], "model: it has no head that scores"),
+        (["model.head=value"], "model.head: 'value' is not one of tokens, score."),
+        (["loss.center=-1"], "loss.center: -1 is not a non-negative number."),
+        (["dataset.train_on=all"], "preferences rows: answers are learned"),
+        (["adapter.target_modules=[score]"], "adapter.modules_to_save: head has an adapter too"),
+        (["max_seq_len=8"], "longer than max_seq_len"),
+    ],
+)
+def test_wrong_settings(change, message, run_recipe, common, tmp_path, capsys):
+    assert run_recipe([*common, *change, f"output_dir={tmp_path / 'run'}"], reward_finetune) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"margin": "large"}, 'margin is "large"; it must be a number'),
+        ({"margin": True}, "margin is true; it must be a number"),
+    ],
+)
+def test_wrong_rows(change, message, rows, run_recipe, common, tmp_path, capsys):
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0] | change]))
+    settings = [*common, f"dataset.path={data}", f"output_dir={tmp_path / 'run'}"]
+    assert run_recipe(settings, reward_finetune) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "pairs.jsonl:13" in error
+
+
+@pytest.mark.parametrize("labels", [2, 3])
+def test_several_labels_are_refused(labels, run_recipe, common, tmp_path, capsys):
+    reward_model(tmp_path / "model", num_labels=labels)
+    assert run_recipe([*common, f"model.path={tmp_path / 'model'}"], reward_finetune) == 2
+    assert f"the model scores {labels} labels, and a reward is one number" in capsys.readouterr().err
+
+
+def test_a_language_model_is_no_reward_model(checkpoint):
+    with pytest.raises(TuneError, match="it is no reward model"):
+        checkpointers.load_frozen(str(checkpoint), distributed.init("cpu"), "fp32", head="score")
+
+
+def test_a_tokenizer_whose_only_special_token_ends_texts(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] == "<|im_end|>"]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    with pytest.raises(TuneError, match="no special token but its end"):
+        Tokenizer(str(folder)).choose_pad()

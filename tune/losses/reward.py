@@ -1,0 +1,49 @@
+"""Scores of documents, and the loss of reward models."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tune.collators import Batch
+from tune.types import NonNegativeFloat
+
+
+def score(model: Any, batch: Batch) -> Tensor:
+    """What a model built with the head `score` gives each document of a batch, `[documents]`, in fp32. That of padding
+    means nothing."""
+    return model(batch, LastTokenScores(model.config.pad_id))
+
+
+class LastTokenScores:
+    """A head of one output that gives documents' scores: of each the one at its last token that is not `pad_id`, as
+    transformers' `...ForSequenceClassification` does, also where `pad_id` is the token that ends documents."""
+
+    def __init__(self, pad_id: int | None = None):
+        self.pad_id = pad_id
+
+    def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
+        """`hidden` `[rows, seq, dim]`, `weight` `[1, dim]` -> `[documents]`, in fp32."""
+        starts, ends = (batch.documents.boundaries[part].long() for part in (slice(-1), slice(1, None)))
+        last = ends - 1
+        if self.pad_id is not None:
+            places = torch.arange(batch.tokens.numel(), device=last.device)
+            places = places.where(batch.tokens.flatten() != self.pad_id, 0)
+            last = starts.scatter_reduce(0, batch.documents.ids.flatten(), places, "amax")
+        return hidden.flatten(0, 1).index_select(0, last).float() @ weight[0].float()
+
+
+class BradleyTerry:
+    """-log s(r_w - r_l - m) + center (r_w + r_l)^2, where r are the scores of the better and the worse answer and m is
+    the pair's margin (Ouyang et al. 2022; Touvron et al. 2023; `center`, about 0.01, keeps scores near zero: Eisenstein
+    et al. 2023)."""
+
+    rows = "preferences"
+
+    def __init__(self, center: NonNegativeFloat = 0.0):
+        self.center = center
+
+    def __call__(self, chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
+        """All `[pairs]`."""
+        return -F.logsigmoid(chosen - rejected - margin) + self.center * (chosen + rejected).square()
