@@ -10,7 +10,9 @@ generalised Jensen-Shannon divergence b KL(q, m) + (1 - b) KL(p, m), where m = b
 
 1. Mixed with a share c of the cross-entropy H of the labels, the loss is (1 - c) T^2 D + c H.
 2. The teacher sees the student's batches in the same processes: frozen, sharded as the student is, in its own type.
-3. Both have one tokenizer; heads that are padded to different sizes are cut to its ids.
+3. In a share `on_policy.share` of the documents the student samples the last answer anew before each step (GKD, Agarwal
+   et al. 2024): the teacher judges what the student would say. The reverse KL suits it.
+4. Both have one tokenizer; heads that are padded to different sizes are cut to its ids.
 
 Every setting is in configs/distill.yaml. Copy this file (`tune cp distill my.py`) and change it.
 """
@@ -21,6 +23,7 @@ import torch
 
 from tune import checkpointers, config, datasets, distributed, loggers, losses, optimizers, peft, quantization
 from tune.config import instantiate, instantiate_data
+from tune.generation import Sampler, own_answers
 from tune.models import balance_loss, build
 from tune.tokenizers import Tokenizer
 
@@ -79,6 +82,7 @@ def main(cfg):
     teacher_weights.load(teacher)
 
     divergence = instantiate(cfg.loss, vocab_size=tokenizer.vocab_size)
+    sampler = Sampler(max_new_tokens=cfg.on_policy.max_new_tokens, stop_ids=tokenizer.stop_ids, seed=cfg.seed)
 
     def loss_fn(hidden, weight, batch, **softcap):
         """The divergence of the model's head from that of the teacher, which sees the same batch; a sum over tokens."""
@@ -112,6 +116,10 @@ def main(cfg):
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
                     run.record(0, loggers.evaluate(model, batches, loss_fn, world))
+            if cfg.on_policy.share:
+                batch = own_answers(
+                    batch, model, sampler, world, step=step, share=cfg.on_policy.share, vocab_size=tokenizer.vocab_size
+                )
             total_loss = torch.zeros((), device=world.device)
             for index, micro_batch in enumerate(batch.micro_batches, 1):
                 micro_batch = micro_batch.to(world.device)

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from helpers import run_processes, save_checkpoint
 
 from tune import config
+from tune.checkpointers import load_model
 from tune.datasets import DataLoader, load
 from tune.errors import TuneError
+from tune.generation import Sampler
 from tune.tokenizers import Tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -154,18 +156,25 @@ def test_methods_differ(plainly):
     assert all(curve[-1] < curve[0] for curve in plainly.values())
 
 
-@pytest.mark.parametrize("name", ["mixed", "adapter"])
-def test_continued_bitwise(name, common, plainly, tmp_path):
-    settings = [*common, *METHODS[name], "max_steps=5", "checkpointer.every=1", "checkpointer.keep=null"]
-    whole = run(tmp_path / "whole", settings)
-    stopped = shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
+def continued_bitwise(settings, exported, folder):
+    """Stopped after step 3 of 5."""
+    settings = [*settings, "max_steps=5", "checkpointer.every=1", "checkpointer.keep=null"]
+    whole = run(folder / "whole", settings)
+    stopped = shutil.copytree(folder / "whole", folder / "stopped")
     for step in (4, 5):
         shutil.rmtree(stopped / "checkpoints" / f"step-{step:08d}")
     lines = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)
     (stopped / "metrics.jsonl").write_text("".join(lines[:4]))
-    assert run(stopped, settings) == whole == plainly[name]
-    exported = "model/model.safetensors" if name == "mixed" else "adapter/adapter_model.safetensors"
-    assert (stopped / exported).read_bytes() == (tmp_path / "whole" / exported).read_bytes()
+    assert run(stopped, settings) == whole
+    assert (stopped / exported).read_bytes() == (folder / "whole" / exported).read_bytes()
+
+
+def test_continued_bitwise(common, tmp_path):
+    continued_bitwise([*common, *METHODS["mixed"]], "model/model.safetensors", tmp_path)
+
+
+def test_an_adapter_continued_bitwise(common, tmp_path):
+    continued_bitwise([*common, *METHODS["adapter"]], "adapter/adapter_model.safetensors", tmp_path)
 
 
 def test_the_own_teacher_teaches_nothing(common, checkpoint, chats, tmp_path):
@@ -218,3 +227,48 @@ def test_another_tokenizer(common, teacher, tmp_path):
 def test_wrong_settings(settings, message, common, tmp_path):
     with pytest.raises(TuneError, match=message):
         run(tmp_path, [*common, *settings])
+
+
+ON_POLICY = ["on_policy.share=0.6", "on_policy.max_new_tokens=12", "loss._component_=tune.losses.ReverseKL"]
+
+
+def test_on_policy_is_one_curve(common, plainly, tmp_path):
+    """What is sampled follows from the weights, which differ by rounding: two steps have the same tokens surely."""
+    settings = [*common, *ON_POLICY, "max_steps=3"]
+    whole = run(tmp_path / "whole", settings)
+    assert all(one != pytest.approx(other, rel=1e-3) for one, other in zip(whole, plainly["reverse"], strict=False))
+    variants = {
+        "micro 1": ["micro_batch_size=1"],
+        "micro 2": ["micro_batch_size=2"],
+        "HSDP": ["parallel.dp_replicate=2"],
+    }
+    assert run(tmp_path / "1", [*settings, "micro_batch_size=1"]) == pytest.approx(whole, rel=1e-5)
+    run_processes(RUN_VARIANTS, 2, "distill", str(tmp_path), json.dumps(settings), json.dumps(variants))
+    for name in variants:
+        assert curve(tmp_path / name) == pytest.approx(whole, rel=1e-5), name
+
+
+def test_on_policy_by_hand(common, checkpoint, teacher, chats, tmp_path):
+    """The first step: what the student samples, and its exact divergence at each sampled token."""
+    (ours,) = run(tmp_path, [*common, *ON_POLICY, "on_policy.share=1", "max_steps=1"])
+    tokenizer = Tokenizer(str(checkpoint))
+    sampler = Sampler(max_new_tokens=12, stop_ids=tokenizer.stop_ids)
+    data = load(tokenizer, str(chats), max_seq_len=128)
+    ((_, batch),) = DataLoader(data, Alone(), 8, 8, max_steps=1, seed=0)
+    student, fixed = (transformers.AutoModelForCausalLM.from_pretrained(each).eval() for each in (checkpoint, teacher))
+    total, count = 0.0, 0
+    for row in batch.rows:
+        sample = data.row(row)[0]
+        answer = int((sample.labels != -100).argmax())
+        prompt = sample.tokens[: answer + 1].tolist()
+        assert tokenizer.decode(prompt).endswith("<|im_start|>assistant\n")
+        ((completion,),) = sampler(load_model(str(checkpoint)), [prompt], step=1, indices=[row])
+        tokens = torch.tensor([prompt + completion.tokens])
+        with torch.no_grad():
+            p, q = (model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for model in (student, fixed))
+        total, count = total + kl(p, q).item(), count + len(completion.tokens)
+    assert ours == pytest.approx(total / count, rel=1e-5)
+
+
+def test_on_policy_continued_bitwise(common, tmp_path):
+    continued_bitwise([*common, *ON_POLICY], "model/model.safetensors", tmp_path)

@@ -24,6 +24,7 @@ WHAT = {
         "pissa": ["adapter.init=pissa"],
         "head": ["adapter.target_modules=[q_proj,lm_head,embed_tokens]"],
         "tokens": ["adapter.trainable_tokens=[2,30,7]", "adapter.modules_to_save=[norm]"],
+        "distilled": ["adapter.rank=4", "loss.temperature=2", "loss.cross_entropy=0.3"],
         "experts": ["adapter.target_modules='.*(q_proj|experts.*)'"],
         "DPO": ["adapter.rank=4", "reference=adapter_off"],
         "KTO": ["adapter.rank=4", "loss._component_=tune.losses.KTO"],
@@ -109,13 +110,17 @@ def run(chats, pairs, checkpoint, tmp_path_factory):
         moe_intermediate_size=32, num_hidden_layers=2,
     )  # fmt: skip
 
+    teacher = save_checkpoint(tmp_path_factory.mktemp("teacher"), num_hidden_layers=2)
+
     def run(row):
         is_compared = row["trained"] in ("DPO", "KTO")
-        recipe = "full_finetune" if row["trained"] == "all" else "lora_finetune"
+        recipe = {"all": "full_finetune", "distilled": "distill"}.get(row["trained"], "lora_finetune")
         if is_compared:
             recipe = "preference_finetune"
         folder = tmp_path_factory.mktemp("run")
         settings = [setting for name, value in row.items() for setting in FACTORS[name][value]]
+        if recipe == "distill":
+            settings.append(f"teacher.path={teacher}")
         cfg = config.load(
             recipe,
             [

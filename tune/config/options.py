@@ -5,7 +5,7 @@ Arguments of components are checked by their annotations; torch's components, wh
 
 from typing import Any, Literal
 
-from tune.types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from tune.types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
 
 OPTIONS: dict[str, Any] = {
     "output_dir": str | None,
@@ -27,6 +27,8 @@ OPTIONS: dict[str, Any] = {
     "quantization.weights": Literal["nf4"] | None,
     "teacher.dtype": Literal["bf16", "fp32"],
     "teacher.quantization": Literal["nf4"] | None,
+    "on_policy.share": UnitInterval,
+    "on_policy.max_new_tokens": PositiveInt,
     "max_grad_norm": PositiveFloat | None,
     "device": Literal["auto", "cpu", "cuda", "mps"],
     "dtype": Literal["bf16", "fp32"],

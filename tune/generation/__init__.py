@@ -1,6 +1,8 @@
-"""Sampling from a model: `Sampler` runs it, `choose` takes a token for each row of logits, `rollout` adds rewards."""
+"""Sampling from a model: `Sampler` runs it, `choose` takes a token for each row of logits, `rollout` adds rewards,
+`own_answers` puts samples into the batches of a dataset."""
 
 from tune.generation.choose import choose
+from tune.generation.own_answers import own_answers
 from tune.generation.rollout import Environment, Episode, Reward, is_live, micro_batches, rollout, statistics
 from tune.generation.sampler import Completion, Sampler
 
@@ -13,6 +15,7 @@ __all__ = [
     "choose",
     "is_live",
     "micro_batches",
+    "own_answers",
     "rollout",
     "statistics",
 ]

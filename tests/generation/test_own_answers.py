@@ -1,0 +1,94 @@
+"""Which documents get an answer of the model, and what is supervised of it."""
+
+import numpy as np
+import pytest
+import torch
+
+from tune import distributed
+from tune.checkpointers import load_model
+from tune.collators import Sample, collate
+from tune.datasets import GlobalBatch
+from tune.generation import Sampler, own_answers
+
+STOP = 2
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return load_model(str(checkpoint))
+
+
+def conversation(index):
+    """Two answers, each of three tokens; the last label of each is the token that ends it."""
+    tokens = np.arange(20 + index, 32 + index)
+    labels = np.full(12, -100)
+    labels[2:5], labels[8:11] = tokens[3:6], tokens[9:12]
+    return Sample(tokens, labels, index)
+
+
+def step(rows):
+    batches = [collate(each) for each in rows]
+    count = sum(each.num_tokens for each in batches)
+    return GlobalBatch([], batches, count, sum(each.num_supervised for each in batches), 0)
+
+
+def documents(batch):
+    """By the sample: tokens and labels of its document."""
+    found = {}
+    for micro_batch in batch.micro_batches:
+        bounds = micro_batch.documents.boundaries.tolist()
+        for place, index in enumerate(micro_batch.documents.samples.tolist()):
+            span = slice(bounds[place], bounds[place + 1])
+            found[index] = [each.flatten()[span].tolist() for each in (micro_batch.tokens, micro_batch.labels)]
+    return found
+
+
+def answered(model, rows, share=1.0, number=1, vocab_size=300, **options):
+    sampler = Sampler(max_new_tokens=5, stop_ids=[STOP], **options)
+    batch = step(rows)
+    return own_answers(
+        batch, model, sampler, distributed.init("cpu"), step=number, share=share, vocab_size=vocab_size
+    )  # fmt: skip
+
+
+def test_the_last_answer_is_sampled_and_alone_supervised(model):
+    batch = answered(model, [[[conversation(0)], [conversation(1)]], [[conversation(2)]]])
+    sampler = Sampler(max_new_tokens=5, stop_ids=[STOP])
+    assert len(batch.micro_batches) == 2
+    for index, (tokens, labels) in documents(batch).items():
+        prompt = conversation(index).tokens[:9].tolist()
+        ((completion,),) = sampler(model, [prompt], step=1, indices=[index])
+        assert tokens == prompt + completion.tokens
+        assert labels == [-100] * 8 + completion.tokens + [-100]
+    counts = [sum(getattr(each, name) for each in batch.micro_batches) for name in ("num_tokens", "num_supervised")]
+    assert [batch.num_tokens, batch.num_supervised] == counts
+
+
+def test_a_share_of_documents_whatever_the_micro_batches(model):
+    rows = [conversation(index) for index in range(40)]
+    whole = answered(model, [[[row] for row in rows]], share=0.3)
+    changed = {index for index, (tokens, _) in documents(whole).items() if tokens != rows[index].tokens.tolist()}
+    assert 5 < len(changed) < 20
+    assert all(documents(whole)[index][1] == rows[index].labels.tolist() for index in set(range(40)) - changed)
+    apart = answered(model, [[[rows[2 * pair], rows[2 * pair + 1]]] for pair in reversed(range(20))], share=0.3)
+    assert documents(apart) == documents(whole)
+    assert documents(answered(model, [[[row] for row in rows]], share=0.3, number=2)) != documents(whole)
+    assert documents(answered(model, [[[row] for row in rows]], share=0.3, seed=1)) != documents(whole)
+
+
+def test_ids_of_the_padding_end_an_answer(model):
+    """Nothing of them reaches the teacher, whose table may be shorter."""
+    rows = [[[conversation(index)] for index in range(8)]]
+    whole, cut = documents(answered(model, rows)), documents(answered(model, rows, vocab_size=150))
+    assert max(max(tokens) for tokens, _ in whole.values()) >= 150
+    for index, (tokens, labels) in cut.items():
+        own = whole[index][0][9:]
+        kept = next((at for at, token in enumerate(own) if token >= 150), len(own))
+        assert tokens == whole[index][0][: 9 + kept] and sum(label != -100 for label in labels) == kept
+
+
+def test_a_process_without_rows(model):
+    batch = answered(model, [[[]]])
+    assert (batch.num_tokens, batch.num_supervised) == (0, 0) and torch.equal(
+        batch.micro_batches[0].labels, torch.tensor([[-100]])
+    )

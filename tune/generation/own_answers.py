@@ -1,0 +1,71 @@
+"""Training on what the model itself answers."""
+
+from dataclasses import replace
+from itertools import takewhile
+
+import numpy as np
+from torch import nn
+
+from tune.collators import IGNORE, Batch, Sample, collate
+from tune.datasets import GlobalBatch
+from tune.distributed import World
+from tune.generation.choose import uniforms
+from tune.generation.sampler import Sampler
+
+
+def own_answers(
+    batch: GlobalBatch, model: nn.Module, sampler: Sampler, world: World, *, step: int, share: float, vocab_size: int
+) -> GlobalBatch:
+    """`batch` with the last answers of a `share` of its documents replaced by what `sampler` samples from `model`. In
+    these documents only the sampled tokens are supervised.
+
+    Which documents, and what is sampled, is a function of the sampler's seed, the step and the documents' numbers in
+    the dataset: all layouts and micro-batches have the same. An answer is cut before an id that is not below
+    `vocab_size`, which a padded head may give. Columns are dropped. All processes must call it.
+    """
+    parts = [_documents(micro_batch) for micro_batch in batch.micro_batches]
+    chosen = [
+        document
+        for documents in parts
+        for document in documents
+        if next(uniforms(sampler.seed, step, document.index, 1)) < share  # the sampler's own has 0 there
+    ]
+    prompts = [document.tokens[: _start_of_answer(document.labels)] for document in chosen]
+    indices = [document.index for document in chosen]
+    completions = sampler(model, [prompt.tolist() for prompt in prompts], step=step, indices=indices)
+    answered = {
+        id(document): _answered(document.index, prompt, list(takewhile(vocab_size.__gt__, completion.tokens)))
+        for document, prompt, (completion,) in zip(chosen, prompts, completions, strict=True)
+    }
+    micro_batches = [collate([[answered.get(id(each), each) for each in documents]]) for documents in parts]
+    counts = world.fetch(
+        tokens=world.sum(sum(each.num_tokens for each in micro_batches)),
+        supervised=world.sum(sum(each.num_supervised for each in micro_batches)),
+    )
+    num_tokens, num_supervised = int(counts["tokens"]), int(counts["supervised"])
+    return replace(batch, micro_batches=micro_batches, num_tokens=num_tokens, num_supervised=num_supervised)
+
+
+def _documents(batch: Batch) -> list[Sample]:
+    """Without padding: of what is not padding, something is supervised."""
+    bounds = batch.documents.boundaries.tolist()
+    tokens, labels = (each.flatten().numpy() for each in (batch.tokens, batch.labels))
+    return [
+        Sample(tokens[start:end], labels[start:end], index)
+        for start, end, index in zip(bounds[:-1], bounds[1:], batch.documents.samples.tolist(), strict=True)
+        if (labels[start:end] != IGNORE).any()
+    ]
+
+
+def _start_of_answer(labels: np.ndarray) -> int:
+    """Where the tokens begin that the last supervised labels in a row stand for; at the least 1."""
+    learned = np.flatnonzero(labels != IGNORE)
+    gaps = np.flatnonzero(np.diff(learned) > 1)
+    return int(learned[gaps[-1] + 1 if len(gaps) else 0]) + 1
+
+
+def _answered(index: int, prompt: np.ndarray, answer: list[int]) -> Sample:
+    tokens = np.array([*prompt, *answer])
+    labels = np.full(len(tokens), IGNORE)
+    labels[len(prompt) - 1 : -1] = answer
+    return Sample(tokens, labels, index)
