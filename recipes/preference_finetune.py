@@ -72,6 +72,12 @@ def main(cfg):
     peft.start(model, lora, cfg.seed)
     checkpointers.check(model)
 
+    # Before the first forward, which leaves some parameters gathered.
+    groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
+    optimizer = instantiate(cfg.optimizer, groups)
+    in_backward = optimizers.InBackward(optimizer, world) if cfg.optimizer_in_backward else None
+    schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
+
     if loss_fn.needs_reference and cfg.reference != "adapter_off":
         frozen, of_weights = model.eval(), weights
         if cfg.reference != "precomputed":
@@ -132,10 +138,6 @@ def main(cfg):
         totals = loggers.validate(model, batches(), lambda batch: measure(batch, kl))
         return world.fetch(**loggers.means(totals, world))
 
-    groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
-    optimizer = instantiate(cfg.optimizer, groups)
-    in_backward = optimizers.InBackward(optimizer, world) if cfg.optimizer_in_backward else None
-    schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
     checkpointer = instantiate(
         cfg.checkpointer,
         run.path / "checkpoints",
