@@ -62,6 +62,10 @@ SETTINGS = {
         "kl": ["adapter.rank=4", "kl=0.1", "reference=adapter_off"],
         "GSPO": ["loss._component_=tune.losses.GSPO"],
     },
+    "ppo_finetune": {
+        "all": [],
+        "adapter off": ["adapter.rank=4", "reference=adapter_off"],
+    },
     "preference_finetune": {
         "DPO": [],
         "KTO": ["loss._component_=tune.losses.KTO"],
@@ -105,7 +109,7 @@ def step(chats, tmp_path, monkeypatch):
     def run(recipe, folder, *settings):
         data = pairs if recipe in ("preference_finetune", "reward_finetune") else rows
         batches = ["max_seq_len=128", "global_batch_size=4"]
-        if recipe == "grpo":
+        if recipe in ("grpo", "ppo_finetune"):
             batches = ["reward=recipes.test_grpo.different", "sampling.max_new_tokens=3", "prompts_per_step=2"]
         overrides = [
             f"model.path={folder}", f"dataset.path={data}", f"validation_dataset.path={data}", *batches,

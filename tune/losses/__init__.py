@@ -8,7 +8,7 @@ makes its loss of them.
 from tune.losses.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL, Teacher
 from tune.losses.linear_cross_entropy import LinearCrossEntropy
 from tune.losses.log_probs import LogProbs, TokenLogProbs, per_document
-from tune.losses.policy import GSPO, ClippedPolicy, PolicyGradient, kl_estimate, of_tokens
+from tune.losses.policy import GSPO, ClippedPolicy, PolicyGradient, gae, kl_estimate, of_tokens, token_values
 from tune.losses.preference import (
     CPO,
     DPO,
@@ -45,6 +45,7 @@ __all__ = [
     "SimPO",
     "Teacher",
     "TokenLogProbs",
+    "gae",
     "kl_estimate",
     "of_labelled",
     "of_pairs",
@@ -53,4 +54,5 @@ __all__ = [
     "per_document",
     "score",
     "sum_and_count",
+    "token_values",
 ]

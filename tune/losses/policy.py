@@ -64,3 +64,25 @@ def of_tokens(column: str, batch: Batch) -> Tensor:
     if values.ndim == 2:
         return of_supervised(values, batch)
     return values[of_supervised(batch.documents.ids, batch)]
+
+
+def token_values(hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
+    """A head of one output, `weight` `[1, dim]`: a value before each supervised token, `[tokens]`, in fp32."""
+    return of_supervised(hidden, batch).float() @ weight[0].float()
+
+
+def gae(rewards: Tensor, values: Tensor, batch: Batch, decay: float) -> Tensor:
+    """Advantages by generalised advantage estimation (Schulman et al. 2016), without discount: all `[tokens]`.
+
+    The column `advantage` of a document, its reward, is added to that of its last token. Computed on the host.
+    """
+    columns = of_supervised(batch.documents.ids, batch), of_tokens("advantage", batch), rewards, values
+    tokens = zip(*torch.stack([each.float() for each in columns]).cpu().tolist(), strict=True)
+    found, document_after, later, value_after = list[float](), -1.0, 0.0, 0.0
+    for document, of_document, reward, value in reversed(list(tokens)):
+        if document != document_after:
+            later, value_after, reward = 0.0, 0.0, reward + of_document
+        later = reward + value_after - value + decay * later
+        found.append(later)
+        document_after, value_after = document, value
+    return torch.tensor(found[::-1]).to(values)

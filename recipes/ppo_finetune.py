@@ -1,0 +1,220 @@
+"""Reinforcement learning with a value model, of all parameters or of LoRA adapters: PPO.
+
+    python recipes/ppo_finetune.py model.path=./sft dataset.path=./requests.jsonl reward=my_rewards.is_right
+    torchrun --nproc-per-node 8 recipes/ppo_finetune.py --config my.yaml value.path=./reward_model
+    tune run --nproc-per-node 8 ppo_finetune --config my.yaml adapter.rank=32
+
+A step samples completions of its prompts. The reward r of a token is -kl (log p - log ^p), with ^ for the frozen
+reference; the last one has the completion's reward too. With V for the value model and d_t = r_t + V_t+1 - V_t, the
+advantage is A_t = sum over k of lambda^k d_t+k (GAE), and V learns R = A + V. The loss is the mean over tokens of
+
+    -min(ratio A, clip(ratio, 1 - low, 1 + high) A) + value_weight max((V - R)^2, (V near the old one - R)^2) / 2
+
+1. Advantages have mean 0 and standard deviation 1 over the tokens of the global batch.
+2. `updates` optimizer steps are made on the completions of a step, each on all of them.
+3. The value model is the base, or a reward model, with a head of one output: trained in full, not exported.
+
+Every setting is in configs/ppo_finetune.yaml. Copy this file (`tune cp ppo_finetune my.py`) and change it.
+"""
+
+import sys
+from dataclasses import replace
+
+import torch
+
+from tune import (
+    checkpointers,
+    config,
+    datasets,
+    distributed,
+    generation,
+    loggers,
+    losses,
+    optimizers,
+    peft,
+    quantization,
+)
+from tune.config import instantiate, instantiate_weighted
+from tune.models import balance_loss
+
+
+@config.entrypoint("ppo_finetune")
+def main(cfg):
+    world = distributed.init(cfg.device, cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.timeout)
+    run = loggers.Run("ppo_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
+
+    with torch.device("meta"):
+        model = instantiate(cfg.model)  # its shape only: no memory yet
+        critic = instantiate(cfg.value)
+    weights = checkpointers.Pretrained(cfg.model.path, model)
+    critic_weights = checkpointers.Pretrained(cfg.value.path, critic, seed=cfg.seed)
+    if cfg.quantization.weights:
+        quantization.quantize_linears(model, double=cfg.quantization.double)
+    lora = instantiate(cfg.adapter) if cfg.adapter else None
+    adapted = peft.add_adapters(model, lora) if lora else None
+    rewards = [generation.Reward(*each) for each in instantiate_weighted(cfg.reward)]
+    loss_fn = instantiate(cfg.loss)
+    log_probs = losses.LogProbs(cfg.memory.loss_chunk_tokens, cfg.sampling.temperature)
+
+    tokenizer = instantiate(cfg.tokenizer)
+    sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)
+    dataset = instantiate(cfg.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len)
+    validation = []
+    if cfg.validation_dataset.path:
+        validation = instantiate(cfg.validation_dataset, tokenizer, max_prompt_len=cfg.max_prompt_len).prompts
+    data = datasets.PromptLoader(
+        dataset, cfg.prompts_per_step, epochs=cfg.epochs, max_steps=cfg.max_steps, seed=cfg.seed
+    )
+    pad_to = cfg.max_prompt_len + sampler.max_new_tokens if cfg.compile else None  # batches of one shape
+    longest = cfg.max_prompt_len + sampler.max_new_tokens
+    run.describe_model(
+        model, (cfg.micro_batch_size, longest), longest, longest,
+        dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
+        activation_checkpointing=cfg.memory.activation_checkpointing,
+    )  # fmt: skip
+    run.info(dataset.table())
+    if adapted:
+        run.info(adapted.table())
+
+    distributed.parallelize(
+        model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
+        activation_checkpointing=cfg.memory.activation_checkpointing,
+        activation_offload=cfg.memory.activation_offload,
+        cpu_offload=cfg.memory.cpu_offload,
+    )  # fmt: skip
+    weights.load(model)
+    peft.start(model, lora, cfg.seed)
+    distributed.parallelize(
+        critic, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
+        activation_checkpointing=cfg.memory.activation_checkpointing, cpu_offload=cfg.memory.cpu_offload,
+    )  # fmt: skip
+    critic_weights.load(critic)
+    both = torch.nn.ModuleDict({"policy": model, "value": critic})
+    frozen = None
+    if cfg.kl and cfg.reference != "adapter_off":
+        frozen, _ = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)
+
+    def reference(batch):
+        """Log-probs of the supervised tokens under the frozen reference."""
+        with torch.no_grad():
+            if frozen is not None:
+                return frozen(batch, log_probs).log_probs
+            with peft.switched_off(model):
+                return model(batch, log_probs).log_probs
+
+    def sample(prompts, step, sampler=sampler, samples=cfg.samples_per_prompt):
+        return generation.rollout(model, sampler, tokenizer, prompts, rewards, world, samples=samples, step=step)
+
+    @torch.no_grad()
+    def judged(batch):
+        """The values of a micro-batch's tokens before the step, and the advantages by them, `[tokens]` each."""
+        values = critic(batch, losses.token_values)
+        ratio = losses.of_tokens("sampled", batch) - reference(batch) if cfg.kl else torch.zeros_like(values)
+        return values, losses.gae(-cfg.kl * ratio, values, batch, cfg.gae_lambda)
+
+    def measure(batch, judgement, mean, deviation):
+        """The loss of a micro-batch's tokens, and metrics: sums, and of how many they are."""
+        (old, advantages), found = judgement, model(batch, log_probs)
+        values = critic(batch, losses.token_values)
+        sampled, returns = losses.of_tokens("sampled", batch), advantages + old
+        policy_loss, clipped = loss_fn(found.log_probs, sampled, (advantages - mean) / deviation, batch)
+        near = old + (values - old).clamp(-cfg.value_clip, cfg.value_clip)
+        value_loss = torch.maximum((values - returns).square(), (near - returns).square()) / 2
+        measured = {
+            "loss": policy_loss + cfg.value_weight * value_loss, "policy_loss": policy_loss, "value_loss": value_loss,
+            "value": values, "return": returns, "entropy": found.entropies, "clipped_share": clipped.float(),
+            "mismatch_kl": losses.kl_estimate(sampled, found.log_probs.detach()),
+        }  # fmt: skip
+        return {name: losses.sum_and_count(each) for name, each in measured.items()}
+
+    def validate():
+        groups = sample(validation, 0, replace(sampler, temperature=0), 1)
+        means = loggers.means(generation.statistics(groups, rewards), world)
+        return world.fetch(**{f"validation_{name}": value for name, value in means.items()})
+
+    groups = optimizers.parameter_groups(both, cfg.optimizer.lr, **cfg.parameter_groups)
+    optimizer = instantiate(cfg.optimizer, groups)
+    schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data) * cfg.updates)
+    checkpointer = instantiate(
+        cfg.checkpointer,
+        run.path / "checkpoints",
+        world,
+        model=both,
+        optimizer=optimizer,
+        schedule=schedule,
+        data=data,
+        tell=run.info,
+        base=weights if lora else None,
+        adapter=lora,
+    )
+    start = checkpointer.resume(run.resume)
+    interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
+
+    with run:  # closes its files and loggers, however the training ends
+        steps = run.track(data, start, total=len(data))
+        for step, prompts in loggers.profile(steps, run.path / "profile", world, **cfg.profiler):
+            if step == 1 and validation and cfg.validate_first:
+                with run.pause():
+                    run.record(0, validate())
+            rollout = sample(prompts, step)
+            samples = [episode.sample(episode.reward) for group in rollout for episode in group]
+            micro_batches = generation.micro_batches(samples, cfg.micro_batch_size, world, pad_to)
+            metrics = world.fetch(
+                interrupted=world.any(interrupt.requested),
+                tokens=world.sum(sum(batch.num_tokens for batch in micro_batches)),
+                supervised_tokens=world.sum(sum(batch.num_supervised for batch in micro_batches)),
+                **loggers.means(generation.statistics(rollout, rewards), world),
+            )
+            interrupted = metrics.pop("interrupted")
+            micro_batches = [batch.to(world.device) for batch in micro_batches]
+            both.eval()
+            judgements = [judged(batch) for batch in micro_batches]
+            both.train()
+            advantages = torch.cat([each for _, each in judgements])
+            moments = {"mean": losses.sum_and_count(advantages), "square": losses.sum_and_count(advantages.square())}
+            mean, square = world.fetch(**loggers.means(moments, world)).values()
+            deviation = max(1e-12, square - mean**2) ** 0.5
+            for _ in range(cfg.updates):
+                totals: dict[str, torch.Tensor] = {}
+                for index, (micro_batch, judgement) in enumerate(zip(micro_batches, judgements, strict=True), 1):
+                    is_last = index == len(micro_batches)
+                    peft.set_dropout_keys(model, cfg.seed, step, micro_batch)
+                    for each in both.values():
+                        distributed.set_gradient_sync(each, is_last or cfg.parallel.reduce_every_micro_batch)
+                    measured = measure(micro_batch, judgement, mean, deviation)
+                    loss = (measured["loss"][0] + balance_loss(model)) / metrics["supervised_tokens"]
+                    loss.backward()
+                    loggers.add(totals, measured)
+                grad_norm = distributed.clip_grad_norm_(both.parameters(), cfg.max_grad_norm)
+                metrics |= world.fetch(
+                    grad_norm=grad_norm, **loggers.routing(model, world), **loggers.means(totals, world)
+                )
+                finite = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
+                loggers.require_finite(step, [prompt.index for prompt in prompts], **finite)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            metrics |= optimizers.learning_rates(optimizer)
+
+            is_end = step == len(data) or interrupted
+            if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
+                with run.pause():
+                    metrics |= validate()
+            run.append("samples.jsonl", [episode.record(step) for group in rollout for episode in group])
+            run.log(step, **metrics)  # type: ignore[arg-type]
+            checkpointer.step(step, now=is_end)
+            if interrupted:
+                saved = checkpointer.wait()
+                run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
+                sys.exit(130)
+
+        checkpointer.wait()
+        card = checkpointers.model_card("ppo_finetune", cfg.model.path, dataset.name)
+        where = peft.export_trained(
+            model, lora, run.path, world, base=weights, tokenizer=tokenizer, card=card, merge=cfg.export.merge
+        )
+        run.info(f"done: {where}")
+
+
+if __name__ == "__main__":
+    main()
