@@ -36,7 +36,7 @@ def test_everything_wrong_is_told_at_once() -> None:
         ("memory.cpu_ofload=true", "memory.cpu_ofload: is not a setting. Did you mean 'cpu_offload'?"),
         ("logger.wandb.projekt=x", "logger.wandb.projekt: is not a setting. Did you mean 'project'?"),
         ("zzz.yyy=1", "zzz: is not a setting. --help lists all of them."),
-        ("kl=0.1", "kl: is not a setting. It is one of grpo: use that recipe."),
+        ("group_size=4", "group_size: is not a setting. It is one of grpo: use that recipe."),
         ("optimizer.warmup=3", "optimizer.warmup: AdamW has no argument 'warmup'. Did you mean 'schedule.warmup'?"),
         ("optimizer.params=3", "optimizer.params: is given by the recipe itself, not in the configuration."),
         ("dataset.max_seq_len=3", "dataset.max_seq_len: is given by the recipe itself, not in the configuration."),
