@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tune.checkpointers import load_model
-from tune.generation import generate
+from tune.generation import Sampler
 from tune.tokenizers import Tokenizer
 
 FOLDER = Path(__file__).parents[2] / ".demo" / "smollm2-135m"
@@ -40,10 +40,11 @@ def test_logits(pair, prompt):
 def test_greedy_continuation(pair, prompt):
     theirs, ours = pair
     expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)
-    assert generate(ours, [prompt], max_new_tokens=32)[0] == expected[0, len(prompt) :].tolist()
+    ((completion,),) = Sampler(max_new_tokens=32, temperature=0)(ours, [prompt])
+    assert completion.tokens == expected[0, len(prompt) :].tolist()
 
 
 def test_it_answers(pair, prompt):
     tokenizer = Tokenizer(str(FOLDER))
-    answer = generate(pair[1], [prompt], max_new_tokens=32, stop_ids=tokenizer.stop_ids)[0]
-    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
+    ((answer,),) = Sampler(max_new_tokens=32, temperature=0, stop_ids=tokenizer.stop_ids)(pair[1], [prompt])
+    assert tokenizer.decode(answer.tokens) == "The capital of France is Paris.<|im_end|>"

@@ -1,6 +1,7 @@
 """Learning rates against transformers' schedules and closed formulas."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -73,7 +74,8 @@ def test_nothing_but_warmup(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("in_tensors", [False, True])
 def test_continued_from_its_state(shape, in_tensors):
-    """In plain numbers, also where the optimizer has its rates in tensors."""
+    """In plain numbers, also where the optimizer has its rates in tensors, and without a warning of torch's."""
+    warnings.simplefilter("error")
 
     def start():
         lr = torch.tensor(0.3) if in_tensors else 0.3

@@ -12,7 +12,7 @@ from helpers import WORDS, save_checkpoint
 from tokenizers import Tokenizer, processors
 
 from tune import config
-from tune.cli import merge as merge_command
+from tune.cli import main as tune_command
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -114,7 +114,7 @@ def test_adapter_and_merged(base, settings, tmp_path):
     assert answer(adapted, adapter, generation_config=stops) == ANSWER
     assert answer(loaded(merged), merged) == ANSWER
     assert "Fine-tuned from" in (merged / "README.md").read_text()
-    merge_command.main([str(base[1]), str(adapter), str(tmp_path / "merged")])
+    tune_command(["merge", str(base[1]), str(adapter), str(tmp_path / "merged")])
     assert answer(loaded(tmp_path / "merged"), tmp_path / "merged") == ANSWER
     assert "merged in" in (tmp_path / "merged" / "README.md").read_text()
 

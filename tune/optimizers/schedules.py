@@ -24,8 +24,9 @@ class Schedule(LambdaLR):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_epoch = state_dict["step"]
-        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
-            group["lr"] = rate
+        # Not `get_lr`, which warns outside `step`.
+        for group, rate, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas, strict=True):
+            group["lr"] = rate * factor(self.last_epoch)
 
 
 def constant(optimizer: Optimizer, total_steps: int, warmup: StepsOrFraction = 0) -> Schedule:

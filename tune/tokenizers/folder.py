@@ -15,11 +15,11 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 # Each of these holds a whole vocabulary.
 SOURCES = ("tekken.json", "tokenizer.model", "*.tiktoken")
 
-Names = dict[str, str]
+SpecialTokens = dict[str, str]
 """Special tokens by name: `bos_token`, ..."""
 
 
-def read_vocabulary(folder: Path) -> tuple[Path, tokenizers.Tokenizer, Names]:
+def read_vocabulary(folder: Path) -> tuple[Path, tokenizers.Tokenizer, SpecialTokens]:
     """The file it was read from, the tokenizer, and its special tokens.
 
     Reads tokenizer.json, or else tekken.json, tokenizer.model (sentencepiece's or Llama 3's) or Qwen's *.tiktoken.
@@ -77,7 +77,7 @@ def _source(folder: Path) -> Path:
     return found[0]
 
 
-def _read(file: Path, legacy: bool) -> tuple[tokenizers.Tokenizer, Names]:
+def _read(file: Path, legacy: bool) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
     """The tokenizer in a file, with the special tokens that the file itself names."""
     data = file.read_bytes()
     try:
@@ -128,7 +128,11 @@ def _configured(folder: Path, config: Mapping[str, Any], special: list[str]) -> 
 
 
 def _add(
-    tokenizer: tokenizers.Tokenizer, file: Path, configured: dict[int, AddedToken], special: list[str], names: Names
+    tokenizer: tokenizers.Tokenizer,
+    file: Path,
+    configured: dict[int, AddedToken],
+    special: list[str],
+    names: SpecialTokens,
 ) -> None:
     """Adds the configured tokens, and makes `special` those that are ordinary tokens. Raises TuneError if a token has
     another id than configured, or if BOS, EOS or padding is missing."""
