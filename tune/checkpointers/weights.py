@@ -162,19 +162,31 @@ def load_frozen(
     with torch.device("meta"):
         model: nn.Module = build(path, head=head)
     weights = Pretrained(path, model)
-    if weights.new:
-        raise TuneError(f"{path} has no score.weight: it is no reward model. Make one of it with reward_finetune")
+    _require_trained_head(weights)
     parallelize(model.requires_grad_(False).eval(), world, dtype=dtype, master_dtype=dtype)
     weights.load(model)
     check(model)
     return model, weights
 
 
-def load_model(path: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
+def _require_trained_head(weights: Pretrained) -> None:
+    if weights.new:
+        raise TuneError(
+            f"{weights.path} has no score.weight: it is no reward model. Make one of it with reward_finetune"
+        )
+
+
+def load_model(
+    path: str,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    head: Literal["tokens", "score"] = "tokens",
+) -> Decoder:
     """The model of a checkpoint folder on one device, for use outside a recipe."""
     with torch.device("meta"):
-        model = build(path)
+        model = build(path, head=head)
     weights = Pretrained(path, model)
+    _require_trained_head(weights)
     model.to(dtype).to_empty(device=device)
     weights.load(model)
     return model.eval()

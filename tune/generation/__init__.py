@@ -3,6 +3,7 @@
 
 from tune.generation.choose import choose
 from tune.generation.own_answers import own_answers
+from tune.generation.reward_model import RewardModel
 from tune.generation.rollout import Environment, Episode, Reward, is_live, micro_batches, rollout, statistics
 from tune.generation.sampler import Completion, Sampler
 
@@ -11,6 +12,7 @@ __all__ = [
     "Environment",
     "Episode",
     "Reward",
+    "RewardModel",
     "Sampler",
     "choose",
     "is_live",

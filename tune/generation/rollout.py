@@ -28,6 +28,12 @@ class Reward:
     function: Callable[[dict[str, Any], str], float]
     weight: float = 1.0
 
+    def of(self, episodes: Sequence["Episode"], tokenizer: Tokenizer, device: torch.device) -> list[float]:
+        """One number for each of the episodes. A function with the method `scores` gets all of them together."""
+        if hasattr(self.function, "scores"):
+            return self.function.scores(episodes, tokenizer, device)
+        return [self(episode.prompt.row, episode.text) for episode in episodes]
+
     def __call__(self, row: dict[str, Any], completion: str) -> float:
         """Raises TuneError if the function raises, or gives something else than a finite number."""
         shown = repr(completion if len(completion) <= 80 else completion[:77] + "...")
@@ -129,10 +135,13 @@ def rollout(
             episode.text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
     else:
         _converse(model, sampler, tokenizer, groups, world, step, environment, max_turns)
-    for episode in chain(*groups):
-        episode.rewards |= {each.name: each(episode.prompt.row, episode.text) for each in rewards}
-        weights = {each.name: each.weight for each in rewards}
-        episode.reward = sum(weights.get(name, 1.0) * value for name, value in episode.rewards.items())
+    episodes = [*chain(*groups)]
+    for each in rewards:
+        for episode, value in zip(episodes, each.of(episodes, tokenizer, world.device), strict=True):
+            episode.rewards[each.name] = value
+            episode.reward += each.weight * value
+    for episode in episodes:
+        episode.reward += episode.rewards.get("environment", 0.0)
     return groups
 
 

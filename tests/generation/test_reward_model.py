@@ -1,0 +1,44 @@
+"""A reward model as a reward: transformers' scores of the ids that were sampled."""
+
+import pytest
+import torch
+import transformers
+from helpers import save_checkpoint
+
+from tune.datasets import Prompt
+from tune.errors import TuneError
+from tune.generation import Episode, Reward, RewardModel
+from tune.tokenizers import Tokenizer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    folder = save_checkpoint(tmp_path_factory.mktemp("judge"))
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.from_pretrained(folder, num_labels=1, pad_token_id=0)
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_scores_are_those_of_transformers(judge):
+    episodes = [
+        Episode(Prompt(number, [5, 9, 30 + number], {}), tokens=[40, 50, 60][: number + 1] + [2]) for number in range(3)
+    ]
+    reward = Reward("judge", RewardModel(str(judge), micro_batch_size=2))
+    found = reward.of(episodes, Tokenizer(str(judge)), CPU)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(judge).eval()
+    with torch.no_grad():
+        ids = [torch.tensor([[*episode.prompt.tokens, *episode.tokens]]) for episode in episodes]
+        expected = [model(each).logits.item() for each in ids]
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_is_no_judge_of_these_ids_is_refused(judge, checkpoint, tmp_path):
+    with pytest.raises(TuneError, match="no reward model"):
+        RewardModel(str(checkpoint)).scores([], Tokenizer(str(checkpoint)), CPU)
+    other = Tokenizer(str(judge))
+    other.add_tokens(["<new>"])
+    with pytest.raises(TuneError, match="another tokenizer"):
+        RewardModel(str(judge)).scores([], other, CPU)

@@ -1,0 +1,46 @@
+"""A reward model as a reward."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from tune.checkpointers import load_model
+from tune.collators import Batch
+from tune.generation.rollout import Episode
+from tune.losses import score
+from tune.models import Decoder
+from tune.tokenizers import Tokenizer
+from tune.types import PositiveInt
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class RewardModel:
+    """The scores of a reward model (`reward_finetune`'s, or transformers' `...ForSequenceClassification` of one label),
+    which each process holds whole. It must have the policy's tokenizer: it scores the ids that were sampled.
+
+        reward={_component_: tune.generation.RewardModel, path: ./reward_model}
+
+    Raises:
+        TuneError: the folder is no reward model, or its tokenizer is another one.
+    """
+
+    def __init__(self, path: str, dtype: Literal["bf16", "fp32"] = "fp32", micro_batch_size: PositiveInt = 8):
+        self.path, self.dtype, self.micro_batch_size = path, dtype, micro_batch_size
+        self.model: Decoder | None = None
+
+    @torch.inference_mode()
+    def scores(self, episodes: Sequence[Episode], tokenizer: Tokenizer, device: torch.device) -> list[float]:
+        """One for each of the episodes."""
+        if self.model is None:
+            tokenizer.require_same_ids(Tokenizer(self.path), "reward.path")
+            self.model = load_model(self.path, str(device), DTYPES[self.dtype], head="score")
+        found: list[float] = []
+        for start in range(0, len(episodes), self.micro_batch_size):
+            texts = [[*each.prompt.tokens, *each.tokens] for each in episodes[start : start + self.micro_batch_size]]
+            documents = np.repeat(np.arange(len(texts)), list(map(len, texts)))
+            batch = Batch.of(np.concatenate(texts)[None], documents=documents[None])
+            found += score(self.model, batch.to(device)).tolist()
+        return found
