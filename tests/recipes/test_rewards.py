@@ -15,7 +15,7 @@ from models.test_families import MIXED
 from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 
-from tune import checkpointers, distributed
+from tune import checkpointers, datasets, distributed
 from tune.collators import Sample, collate
 from tune.errors import TuneError
 from tune.losses import score
@@ -236,26 +236,43 @@ def test_adapters_of_peft_go_on(run, rows, checkpoint, tmp_path):
     torch.testing.assert_close(ours(tmp_path / "run" / "model", conversations), expected, rtol=1e-5, atol=1e-5)
 
 
-VARIANTS = {
-    "as it is": [],
-    "micro 1": ["micro_batch_size=1"],
-    "packed": ["packed=true"],
-    "recomputed": ["memory.activation_checkpointing=full"],
-    "HSDP": ["parallel.dp_replicate={processes}"],
-    "adapter": ["adapter={{_component_: tune.peft.adapter, rank: 4, dropout: 0.1}}"],
-    "adapter, micro 3, packed": [
-        "adapter={{_component_: tune.peft.adapter, rank: 4, dropout: 0.1}}", "micro_batch_size=3", "packed=true"
-    ],
-}  # fmt: skip
+ADAPTER = "adapter={{_component_: tune.peft.adapter, rank: 4, dropout: 0.1}}"
+WAYS = {  # to compute each of four curves
+    "4 rows": {
+        "as it is": [],
+        "micro-batches of 1": ["micro_batch_size=1"],
+        "recomputed": ["memory.activation_checkpointing=full"],
+        "HSDP": ["parallel.dp_replicate={processes}"],
+    },
+    "4 rows, adapter": {"as it is": [ADAPTER], "micro-batches of 1": [ADAPTER, "micro_batch_size=1"]},
+    "all rows": {
+        "as it is": ["global_batch_size=12"],
+        "packed": ["global_batch_size={packed}", "micro_batch_size=1", "packed=true"],
+    },
+    "all rows, adapter": {
+        "as it is": [ADAPTER, "global_batch_size=12"],
+        "packed": [ADAPTER, "global_batch_size={packed}", "micro_batch_size=1", "packed=true"],
+    },
+}
 
 
 @pytest.fixture(scope="session")
-def curves(common, pairs, tmp_path_factory):
+def curves(common, pairs, checkpoint, tmp_path_factory):
+    packed = len(
+        datasets.load(Tokenizer(str(checkpoint)), str(pairs), max_seq_len=256, packed=True, kind="preferences")
+    )
+    assert packed % 2 == 0
+    assert packed < 12
+
     def curves(processes):
         folder = tmp_path_factory.mktemp("curves")
-        settings = json.dumps([*common, f"validation_dataset.path={pairs}", "validate_every=2"])
-        variants = {name: [each.format(processes=processes) for each in ways] for name, ways in VARIANTS.items()}
-        arguments = ("reward_finetune", str(folder), settings, json.dumps(variants))
+        settings = [*common, f"validation_dataset.path={pairs}", "validate_every=2", "global_batch_size=4"]
+        variants = {
+            f"{curve} - {way}": [each.format(processes=processes, packed=packed) for each in overrides]
+            for curve, ways in WAYS.items()
+            for way, overrides in ways.items()
+        }
+        arguments = ("reward_finetune", str(folder), json.dumps(settings), json.dumps(variants))
         run_processes(RUN_VARIANTS, processes, *arguments)
         return {name: logged(folder / name) for name in variants}
 
@@ -264,14 +281,16 @@ def curves(common, pairs, tmp_path_factory):
 
 @pytest.mark.slow
 def test_one_curve(curves):
+    metrics = {"loss", "grad_norm", "rewards/margins", "rewards/accuracies", "validation_loss"}
     for runs in (alone := curves(1), curves(2)):
         for name, steps in runs.items():
-            reference = alone["adapter" if "adapter" in name else "as it is"]
-            assert len(steps) == len(reference) == 6
+            reference = alone[f"{name.partition(' - ')[0]} - as it is"]
+            assert len(steps) == len(reference) == (9 if "4 rows" in name else 3)
             for step, expected in zip(steps, reference, strict=True):
-                for metric in expected.keys() & {"loss", "grad_norm", "validation_loss", "validation_rewards/margins"}:
-                    assert step[metric] == pytest.approx(expected[metric], rel=1e-5, abs=1e-6), (name, metric)
-            assert any("validation_loss" in step for step in steps)
+                found = {metric: step[metric] for metric in expected.keys() & metrics}
+                expected = {metric: expected[metric] for metric in found}
+                assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+            assert "validation_loss" in steps[1]
 
 
 @pytest.mark.parametrize("adapter", [[], ["adapter.rank=4"]])
