@@ -62,9 +62,7 @@ class Reader:
             (folder / model).parent.mkdir(exist_ok=True)
             (folder / model).symlink_to(checkpoint)
         (folder / "chats.jsonl").symlink_to(chats)
-        pairs = [
-            {"instruction": f"{number}?", "chosen": f"{number}.", "rejected": f"{number + 1}."} for number in range(8)
-        ]
+        pairs = [{"instruction": f"{number}?", "chosen": f"{number}.", "rejected": "None."} for number in range(8)]
         (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
         (folder / "my_data.py").write_text("from tune.datasets import load\n")
 
