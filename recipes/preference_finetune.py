@@ -23,6 +23,7 @@ import torch
 from tune import checkpointers, config, datasets, distributed, loggers, losses, optimizers, peft, quantization
 from tune.config import instantiate, instantiate_data
 from tune.models import balance_loss
+from tune.tokenizers import Tokenizer
 
 
 @config.entrypoint("preference_finetune")
@@ -41,6 +42,9 @@ def main(cfg):
     log_probs = losses.LogProbs(cfg.memory.loss_chunk_tokens)
 
     tokenizer = instantiate(cfg.tokenizer)
+    has_own_reference = loss_fn.needs_reference and cfg.reference not in ("precomputed", "adapter_off")
+    if has_own_reference:
+        tokenizer.require_same_ids(Tokenizer(cfg.reference), "reference")
     dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
     data = datasets.DataLoader(
@@ -80,9 +84,10 @@ def main(cfg):
 
     if loss_fn.needs_reference and cfg.reference != "adapter_off":
         frozen, of_weights = model.eval(), weights
-        if cfg.reference != "precomputed":
+        if has_own_reference:
             frozen, of_weights = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)
         for part in filter(None, (dataset, validation)):
+            part.require_vocabulary(frozen.config.vocab_size)
             datasets.add_scores(
                 part, "reference", lambda batch: losses.per_document(frozen(batch, log_probs).log_probs, batch), world,
                 micro_batch_size=cfg.micro_batch_size, pad_to=pad_to, folder=run.path,

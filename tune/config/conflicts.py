@@ -2,8 +2,12 @@
 
 import functools
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
+
+from tune.errors import TuneError
+from tune.lookup import did_you_mean, locate
 
 # Unsupported components of torch and torchao, and what to use instead.
 UNSUPPORTED = {
@@ -34,7 +38,13 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
         yield "memory.activation_offload", f"{problem} Set that to full or none, or compile=true."
     if value("quantization.weights") and "adapter" in cfg and not cfg.adapter:
         yield "quantization.weights", "quantised weights are frozen, and nothing else is trained: give adapter.rank=16."
-    if value("reference") == "adapter_off":
+    reference = value("reference")
+    if reference not in (None, "precomputed", "adapter_off", value("model.path")) and not Path(reference).is_dir():
+        hint = did_you_mean(reference, ["precomputed", "adapter_off"])
+        yield "reference", f"{reference} is neither precomputed nor adapter_off nor the folder of a model.{hint}"
+    if reference not in (None, "precomputed") and not _needs_reference(value("loss._component_")):
+        yield "reference", f"{value('loss._component_')} compares with none. Leave it out, or take tune.losses.DPO."
+    if reference == "adapter_off":
         trained = [f"adapter.{each}" for each in ("path", "modules_to_save", "trainable_tokens")]
         others = " and ".join(filter(value, trained))
         if not value("adapter") or others:
@@ -50,3 +60,10 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
         if value(key) and is_loaded and value("validation_dataset.path", default=True) is None:
             choices = "validation_dataset.path or dataset.validation_fraction"
             yield key, f"there is nothing to validate on. Give {choices}, or leave it out."
+
+
+def _needs_reference(loss: str) -> bool:
+    try:
+        return getattr(locate(loss), "needs_reference", True)
+    except TuneError:  # reported in its own place
+        return True

@@ -14,7 +14,7 @@ from tune.config.options import OFF_BY_DEFAULT, OPTIONS
 from tune.config.paths import find_config, list_recipes
 from tune.config.signature import Signature, signature_of
 from tune.errors import TuneError
-from tune.lookup import did_you_mean
+from tune.lookup import did_you_mean, locate
 from tune.type_check import fits, mismatch, show
 
 Values = dict[str, Any]
@@ -136,12 +136,23 @@ class _Combination:
         if value is None and place is None and name in default:
             return ""  # the recipe's own null
         if name == COMPONENT:
-            return mismatch(value, str) or self.signature(str(value)).problem
+            problem = mismatch(value, str) or self.signature(str(value)).problem
+            return problem or (
+                self._rows_problem(str(value), default) if self.imports and key == f"loss.{COMPONENT}" else ""
+            )
         if COMPONENT in node:
             problem = self._argument_problem(str(node[COMPONENT]), str(name), value, default, prefix)
             return problem or mismatch(value, OPTIONS.get(key, Any))
         says_nothing = place is None or _is_open(place)
         return mismatch(value, OPTIONS.get(key, Any if says_nothing else type(place)))
+
+    def _rows_problem(self, component: str, default: Values) -> str:
+        """A loss of preferences where the recipe has one of tokens, or the reverse."""
+        usual = default[COMPONENT]
+        rows, wanted = (getattr(locate(each), "rows", None) is not None for each in (component, usual))
+        if rows == wanted:
+            return ""
+        return f"{component} {'is one' if rows else 'is none'} of preferences, unlike this recipe's, as {usual} is."
 
     def _argument_problem(self, component: str, name: str, value: Any, default: Values, prefix: str) -> str:
         parameters = self.signature(component).parameters

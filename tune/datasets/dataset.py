@@ -160,7 +160,12 @@ def with_mismatched(dataset: Dataset, max_seq_len: int) -> Dataset:
     made = Accounting(dataset.accounting.source)
     flat = in_memory([chunk(outcomes)], made)
     counts = {name: getattr(made, name) for name in ("samples", "tokens", "supervised_tokens", "lengths")}
-    return Dataset(flat, replace(dataset.accounting, **counts), capacity)
+    accounting = replace(dataset.accounting, **counts)
+    if left_out := made.dropped.total() // 2:
+        accounting.remarks[f"{left_out:,} answers are left out, for a mismatched one has no room beside them"] = (
+            left_out
+        )
+    return Dataset(flat, accounting, capacity)
 
 
 def _answering(sample: Sample, other: Sample) -> tuple[np.ndarray, np.ndarray]:

@@ -247,7 +247,7 @@ class RowReader:
         if len(outcomes) == 1:
             return outcomes[0]
         if dropped := [outcome for outcome in outcomes if outcome.dropped]:
-            return dropped[0]
+            return replace(dropped[0], needs=len(outcomes) * dropped[0].needs)
         samples = [outcome.samples[0] for outcome in outcomes]
         if any(np.array_equal(samples[0].tokens, each.tokens) for each in samples[1:]):
             is_cut = any(outcome.cut for outcome in outcomes)

@@ -38,7 +38,10 @@ def add_scores(
     and read again where they are there. All processes take part. Raises TuneError for a stream.
     """
     if isinstance(dataset, Stream):
-        raise TuneError(f"{name}: the rows of {dataset.name} are streamed, and cannot be computed before the training")
+        raise TuneError(
+            f"{name}: the rows of {dataset.name} are streamed, and not there before the training. Set "
+            "dataset.streaming=false"
+        )
     for part in dataset.parts.values() if isinstance(dataset, Mixture) else [dataset]:
         file = folder / f"{name}-{hash_of(part.fingerprint, made_of)}.npy"
         values = world.broadcast(np.load(file) if world.is_main and file.exists() else None)

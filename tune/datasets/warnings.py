@@ -55,7 +55,7 @@ def warnings_of(dataset: Dataset, tokenizer: Tokenizer) -> list[str]:
             found.append(f"{_share(count, read, 'rows')} are dropped, {reason}: {ADVICE.get(reason, OTHERWISE)}")
     rows, all_tokens = accounting.kept, accounting.tokens + accounting.cut_tokens
     if accounting.cut_tokens >= MUCH_CUT * all_tokens:
-        shorter = "raise max_seq_len, or set dataset.too_long=split"
+        shorter = "raise max_seq_len" + ", or set dataset.too_long=split" * ("group" not in dataset.columns)
         found.append(f"{_share(accounting.cut_tokens, all_tokens, 'tokens')} are cut off: {shorter}")
     if accounting.clipped and accounting.clipped >= MANY * rows:
         ends = f"{_share(accounting.clipped, rows, 'rows')} end inside an answer, without its end"

@@ -212,7 +212,7 @@ class Run:
         """Record the metrics of an optimizer step (docs/runs.md says what each counts); None or NaN leaves one out."""
         now = time.perf_counter()
         seconds, self.step_began = now - self.step_began, now
-        values = {name: value for name, value in metrics.items() if value is not None and not math.isnan(value)}
+        values = {name: value for name, value in metrics.items() if value is not None}
         if steps_per_epoch := self.data.get("steps_per_epoch"):
             values["epoch"] = step / steps_per_epoch
         values |= {
@@ -236,7 +236,8 @@ class Run:
                 lines.writelines(json.dumps(record, ensure_ascii=False) + "\n" for each in gathered for record in each)
 
     def record(self, step: int, values: dict[str, float]) -> None:
-        """Send metrics to the sinks unchanged; those of a validation before the first step are step 0."""
+        """Send metrics but NaN to the sinks; those of a validation before the first step are step 0."""
+        values = {name: value for name, value in values.items() if not math.isnan(value)}
         for sink in self.sinks:
             sink.metrics(step, values)
 

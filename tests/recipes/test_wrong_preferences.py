@@ -1,0 +1,128 @@
+"""Wrong settings and rows of preference tuning: each is told by its key or its place, or counted."""
+
+import json
+import shutil
+
+import full_finetune
+import preference_finetune
+import pytest
+from helpers import save_checkpoint
+
+KTO = "loss._component_=tune.losses.KTO"
+SFT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+PAIR = {"instruction": "the cat", "chosen": "sat", "rejected": "ran"}
+LABELLED = {"prompt": "the cat", "completion": " sat", "label": True}
+
+
+@pytest.fixture
+def settings(checkpoint, pairs, tmp_path):
+    return [
+        f"model.path={checkpoint}", f"dataset.path={pairs}", f"output_dir={tmp_path / 'run'}", "max_seq_len=256",
+        "device=cpu", "dtype=fp32", "global_batch_size=4", "max_steps=1", "checkpointer.every=null",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*rows):
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return f"dataset.path={file}"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["reference=precomputd"], "reference: precomputd is neither precomputed nor adapter_off nor the folder"),
+        (["reference=/nowhere"], "reference: /nowhere is neither precomputed nor adapter_off nor the folder"),
+        (["reference=adapter_off"], "reference: the adapter cannot be switched off: there is none"),
+        (
+            ["reference=adapter_off", "adapter.modules_to_save=[norm]"],
+            "reference: the adapter cannot be switched off: with adapter.modules_to_save it is not the model before",
+        ),
+        (
+            ["reference={checkpoint}/../.", "loss._component_=tune.losses.SimPO"],
+            "reference: tune.losses.SimPO compares with none. Leave it out",
+        ),
+        (["dataset.streaming=true"], "reference: the rows of {pairs} are streamed"),
+        (["dataset.streaming=true", KTO], "streaming: labelled answers are compared with those to other prompts"),
+        (
+            ["loss._component_=tune.losses.LinearCrossEntropy"],
+            "loss._component_: tune.losses.LinearCrossEntropy is none of preferences, unlike this recipe's",
+        ),
+        (["loss._component_=tune.losses.DPOO"], "tune.losses has no 'DPOO'. Did you mean 'DPO'?"),
+        (["loss.beta=0"], "loss.beta: 0 is not a positive number"),
+        (["loss.label_smoothing=1"], "loss.label_smoothing: 1 is not a number from 0 to below 1"),
+        (["loss.gamma=1"], "loss.gamma: DPO has no argument 'gamma'"),
+        (["quantization.weights=nf4"], "quantization.weights: quantised weights are frozen, and nothing else is"),
+        (["dataset.train_on=all"], "preferences rows: answers are learned, and not split: leave out train_on"),
+        (["max_seq_len=24"], "Set max_seq_len to more than that"),
+    ],
+)
+def test_settings(overrides, message, settings, checkpoint, pairs, run_recipe, capsys):
+    given = [each.format(checkpoint=checkpoint) for each in overrides]
+    assert run_recipe([*settings, *given], preference_finetune) == 2
+    assert message.format(pairs=pairs) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "message"),
+    [
+        (LABELLED, [], "the columns prompt, completion, label are none of the known formats: instruction + chosen"),
+        (SFT, [], "the columns messages are none of the known formats: instruction + chosen + rejected"),
+        ({**PAIR, "rejected": []}, [], "none of the 4 rows can be learned from: empty rejected (4)"),
+        ({**PAIR, "rejected": "sat"}, [], "none of the 4 rows can be learned from: chosen equal to rejected (4)"),
+        ({"instruction": "a", "chosen": "b"}, [], "the columns instruction, chosen are none of the known formats"),
+        ({**LABELLED, "label": "good"}, [KTO], 'label is "good"; it must be true (a good answer) or false'),
+        (PAIR, ["max_seq_len=25"], "the shortest prompt has 34 tokens. Set max_seq_len to more than that"),
+    ],
+)
+def test_rows(row, overrides, message, settings, write, run_recipe, capsys):
+    assert run_recipe([*settings, write(*[row] * 4), *overrides], preference_finetune) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_losses_of_preferences_are_not_for_tokens(settings, chats, run_recipe, capsys):
+    overrides = ["loss._component_=tune.losses.DPO", f"dataset.path={chats}"]
+    assert run_recipe([*settings, *overrides], full_finetune) == 2
+    assert "loss._component_: tune.losses.DPO is one of preferences, unlike this recipe's" in capsys.readouterr().err
+
+
+def test_a_reference_of_another_tokenizer_or_vocabulary(settings, checkpoint, run_recipe, capsys, tmp_path):
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    file = json.loads((other / "tokenizer.json").read_text())
+    one, another, *_ = (token for token, index in file["model"]["vocab"].items() if 200 < index < 210)
+    vocabulary = file["model"]["vocab"]
+    vocabulary[one], vocabulary[another] = vocabulary[another], vocabulary[one]
+    (other / "tokenizer.json").write_text(json.dumps(file))
+    assert run_recipe([*settings, f"reference={other}"], preference_finetune) == 2
+    assert f"reference: {other} has another tokenizer than {checkpoint}: 2 ids are not" in capsys.readouterr().err
+    small = save_checkpoint(tmp_path / "small", vocab_size=260)
+    assert run_recipe([*settings, f"reference={small}"], preference_finetune) == 2
+    assert "but the model's vocab_size is 260" in capsys.readouterr().err
+
+
+def test_labelled_answers_that_are_all_good_have_no_metrics_of_bad_ones(settings, write, run_recipe, tmp_path):
+    rows = [{**LABELLED, "prompt": prompt} for prompt in ("a", "the", "cat", "it was", "on", "under", "then")]
+    overrides = ["dataset.validation_fraction=0.4", "validate_first=true", KTO, write(*rows)]
+    assert run_recipe([*settings, *overrides], preference_finetune) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "NaN" not in lines and "validation_rewards/chosen" in lines and "rewards/rejected" not in lines
+
+
+def test_answers_without_room_for_a_mismatched_one_are_counted(settings, write, run_recipe, tmp_path):
+    long = {**LABELLED, "completion": " " + "sat " * 20}
+    rows = [LABELLED, {**LABELLED, "prompt": "a dog"}, long, {**LABELLED, "prompt": "it"}]
+    overrides = [KTO, "packed=true", "max_seq_len=26", write(*rows)]
+    assert run_recipe([*settings, *overrides], preference_finetune) == 0
+    data = json.loads((tmp_path / "run" / "data.json").read_text())
+    assert data["remarks"] == {"1 answers are left out, for a mismatched one has no room beside them": 1}
+    assert data["samples"] == 6
+
+
+def test_cut_answers_are_not_told_to_be_split(settings, run_recipe, capsys):
+    assert run_recipe([*settings, "max_seq_len=60"], preference_finetune) == 0
+    output = capsys.readouterr().out
+    assert "are cut off: raise max_seq_len" in output and "too_long=split" not in output
