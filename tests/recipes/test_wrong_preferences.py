@@ -76,7 +76,7 @@ def test_settings(overrides, message, settings, checkpoint, pairs, run_recipe, c
         ({**PAIR, "rejected": "sat"}, [], "none of the 4 rows can be learned from: chosen equal to rejected (4)"),
         ({"instruction": "a", "chosen": "b"}, [], "the columns instruction, chosen are none of the known formats"),
         ({**LABELLED, "label": "good"}, [KTO], 'label is "good"; it must be true (a good answer) or false'),
-        (PAIR, ["max_seq_len=25"], "the shortest prompt has 34 tokens. Set max_seq_len to more than that"),
+        (PAIR, ["max_seq_len=25"], "the shortest prompt has 38 tokens. Set max_seq_len to more than that"),
     ],
 )
 def test_rows(row, overrides, message, settings, write, run_recipe, capsys):
@@ -118,7 +118,7 @@ def test_answers_without_room_for_a_mismatched_one_are_counted(settings, write, 
     overrides = [KTO, "packed=true", "max_seq_len=26", write(*rows)]
     assert run_recipe([*settings, *overrides], preference_finetune) == 0
     data = json.loads((tmp_path / "run" / "data.json").read_text())
-    assert data["remarks"] == {"1 answers are left out, for a mismatched one has no room beside them": 1}
+    assert data["remarks"] == {"an answer is left out, as a mismatched one has no room beside it": 1}
     assert data["samples"] == 6
 
 

@@ -162,9 +162,7 @@ def with_mismatched(dataset: Dataset, max_seq_len: int) -> Dataset:
     counts = {name: getattr(made, name) for name in ("samples", "tokens", "supervised_tokens", "lengths")}
     accounting = replace(dataset.accounting, **counts)
     if left_out := made.dropped.total() // 2:
-        accounting.remarks[f"{left_out:,} answers are left out, for a mismatched one has no room beside them"] = (
-            left_out
-        )
+        accounting.remarks["an answer is left out, as a mismatched one has no room beside it"] = left_out
     return Dataset(flat, accounting, capacity)
 
 
