@@ -12,7 +12,9 @@ generalised Jensen-Shannon divergence b KL(q, m) + (1 - b) KL(p, m), where m = b
 2. The teacher sees the student's batches in the same processes: frozen, sharded as the student is, in its own type.
 3. In a share `on_policy.share` of the documents the student samples the last answer anew before each step (GKD, Agarwal
    et al. 2024): the teacher judges what the student would say. The reverse KL suits it.
-4. Both have one tokenizer; heads that are padded to different sizes are cut to its ids.
+4. With `teacher.top_k` the teacher's most probable tokens are computed once, before the first step, and kept in the run
+   folder; all other tokens are one bucket, of student and teacher, as without it the divergence is none.
+5. Both have one tokenizer; heads that are padded to different sizes are cut to its ids.
 
 Every setting is in configs/distill.yaml. Copy this file (`tune cp distill my.py`) and change it.
 """
@@ -81,13 +83,28 @@ def main(cfg):
     distributed.parallelize(teacher, world, dtype=cfg.teacher.dtype, master_dtype=cfg.teacher.dtype)
     teacher_weights.load(teacher)
 
+    if cfg.teacher.top_k:
+        most_probable = losses.MostProbable(
+            cfg.teacher.top_k, cfg.loss.temperature, cfg.memory.loss_chunk_tokens, tokenizer.vocab_size
+        )
+        for part in filter(None, (dataset, validation)):
+            datasets.add_scores(
+                part, "teacher", lambda batch: teacher(batch, most_probable), world,
+                micro_batch_size=cfg.micro_batch_size, pad_to=pad_to, folder=run.path,
+                made_of=[teacher_weights.state_dict(), dict(cfg.teacher), cfg.loss.temperature],
+            )  # fmt: skip
+        del teacher  # frees it
+
     divergence = instantiate(cfg.loss, vocab_size=tokenizer.vocab_size)
     sampler = Sampler(max_new_tokens=cfg.on_policy.max_new_tokens, stop_ids=tokenizer.stop_ids, seed=cfg.seed)
 
     def loss_fn(hidden, weight, batch, **softcap):
         """The divergence of the model's head from that of the teacher, which sees the same batch; a sum over tokens."""
-        with torch.no_grad():
-            target = teacher(batch, losses.Teacher.head)
+        if cfg.teacher.top_k:
+            target = losses.TopK.stored(batch.columns["teacher"], batch)
+        else:
+            with torch.no_grad():
+                target = teacher(batch, losses.Teacher.head)
         return divergence(hidden, weight, batch, teacher=target, **softcap)
 
     groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)

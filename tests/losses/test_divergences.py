@@ -7,7 +7,7 @@ from losses.operands import Largest, make
 from torch.testing import assert_close
 
 from tune.collators import Batch
-from tune.losses import ForwardKL, JensenShannon, ReverseKL, Teacher
+from tune.losses import ForwardKL, JensenShannon, MostProbable, ReverseKL, Teacher, TopK
 
 
 def kl(p, q):
@@ -163,3 +163,51 @@ def test_nothing_supervised(divergence):
     loss = divergence()(hidden, weight, Batch.of(labels), teacher=teacher)
     loss.backward()
     assert loss == 0 and weight.grad.abs().max() == 0
+
+
+def stored(teacher, labels, k, **options):
+    """What a dataset would give back of the `k` most probable ids."""
+    batch = Batch.of(labels, labels)
+    values = MostProbable(k, chunk_tokens=7, **options)(teacher.hidden, teacher.weight, batch, softcap=teacher.softcap)
+    column = torch.zeros(*labels.shape, 2 * k + 1)
+    column[labels != -100] = values
+    return TopK.stored(column, batch)
+
+
+def bucketed(log_p, ids):
+    """Those of `ids`, and that of all others together."""
+    others = log_p.exp().scatter(1, ids, 0).sum(dim=1, keepdim=True)
+    return torch.cat([log_p.gather(1, ids), others.log()], dim=1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("k", [1, 5, 60])
+@divergences
+def test_stored_predictions(divergence, k, temperature, share):
+    """All other ids are one bucket, on both sides."""
+    hidden, weight, labels, teacher = operands(teacher_vocabulary=105)
+    kept = stored(teacher, labels, k, temperature=temperature, vocab_size=97)
+    teacher_log_p = log_softmax(teacher.hidden, teacher.weight[:97], labels, temperature=temperature)
+    ids = teacher_log_p.topk(k).indices
+    assert torch.equal(kept.ids, ids)
+    assert_close(kept.log_probs.double(), bucketed(teacher_log_p, ids), rtol=1e-5, atol=1e-6)
+    student_log_p = log_softmax(hidden, weight, labels, temperature=temperature)
+    expected = FORMULAS[divergence](bucketed(student_log_p, ids), bucketed(teacher_log_p, ids).detach())
+    if share:
+        cross_entropy = F.nll_loss(log_softmax(hidden, weight, labels), labels[labels != -100], reduction="sum")
+        expected = (1 - share) * temperature**2 * expected + share * cross_entropy
+    loss_fn = divergence(temperature, share, 7, **OPTIONS.get(divergence, {}))
+    check(loss_fn(hidden, weight, Batch.of(labels, labels), teacher=kept), expected, hidden, weight)
+
+
+@divergences
+def test_all_predictions_stored(divergence):
+    """Nothing is left for the bucket of the others, whose log-prob is finite."""
+    hidden, weight, labels, teacher = operands()
+    kept = stored(teacher, labels, 97)
+    assert kept.log_probs[:, -1].isfinite().all()
+    loss_fn = divergence(**OPTIONS.get(divergence, {}))
+    loss = loss_fn(hidden, weight, Batch.of(labels, labels), teacher=kept)
+    expected = FORMULAS[divergence](log_softmax(hidden, weight, labels), log_softmax(*teacher[:2], labels))
+    check(loss, expected, hidden, weight)

@@ -55,6 +55,7 @@ SETTINGS = {
             "loss._component_=tune.losses.JensenShannon",
             "adapter.dropout=0.1",
         ],
+        "stored": ["teacher.path=${model.path}", "teacher.top_k=5"],
         "on policy": ["teacher.path=${model.path}", "on_policy.share=1", "on_policy.max_new_tokens=2"],
         "NF4": ["teacher.path=${model.path}", "teacher.quantization=nf4", "teacher.dtype=fp32"],
     },

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import distill
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -121,6 +122,7 @@ METHODS = {
     "adapter": ["adapter.rank=4"],
     "adapter on NF4": ["adapter.rank=4", "quantization.weights=nf4"],
     "NF4 teacher": ["teacher.quantization=nf4"],
+    "top 20": ["teacher.top_k=20", "loss.temperature=2"],
 }
 
 
@@ -217,6 +219,8 @@ def test_another_tokenizer(common, teacher, tmp_path):
         (["teacher.path=nowhere"], "nowhere"),
         (["teacher.dtype=fp64"], "teacher.dtype"),
         (["teacher.quantization=int8"], "teacher.quantization"),
+        (["teacher.top_k=0"], "teacher.top_k"),
+        (["teacher.top_k=8", "on_policy.share=0.5"], "teacher.top_k: answers that the student samples"),
         (["loss.temperature=0"], "loss.temperature"),
         (["loss.cross_entropy=1.5"], "loss.cross_entropy"),
         (["loss._component_=tune.losses.JensenShannon", "loss.beta=1"], "loss.beta"),
@@ -272,3 +276,23 @@ def test_on_policy_by_hand(common, checkpoint, teacher, chats, tmp_path):
 
 def test_on_policy_continued_bitwise(common, tmp_path):
     continued_bitwise([*common, *ON_POLICY], "model/model.safetensors", tmp_path)
+
+
+def test_all_of_the_teacher_stored_is_the_teacher(common, plainly, chats, tmp_path):
+    settings = [*common, "teacher.top_k=300", "max_steps=5", f"validation_dataset.path={chats}"]
+    assert run(tmp_path / "stored", settings) == pytest.approx(plainly["forward"], rel=1e-5)
+    last = json.loads((tmp_path / "stored" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert 0 < last["validation_loss"] < plainly["forward"][0]
+    assert len(list((tmp_path / "stored").glob("teacher-*.npy"))) == 1  # of the same rows twice
+
+
+def test_stored_predictions_are_read_again(common, plainly, tmp_path):
+    """Of the same teacher, rows and temperature only."""
+    settings = [*common, *METHODS["top 20"], "max_steps=5", "checkpointer.every=1"]
+    continued_bitwise(settings, "model/model.safetensors", tmp_path)
+    assert curve(tmp_path / "whole") == plainly["top 20"]
+    (file,) = (tmp_path / "stopped").glob("teacher-*.npy")
+    kept = np.load(file)
+    assert kept.shape[1] == 41 and kept[:, 20:].max() <= 1e-6
+    run(tmp_path / "stopped", [*settings, "loss.temperature=3", "max_steps=6"])
+    assert len(list((tmp_path / "stopped").glob("teacher-*.npy"))) == 2

@@ -18,8 +18,8 @@ T = TypeVar("T")
 class Sample:
     """A document's token ids and the id to predict at each position (`tokens[i + 1]`, or -100), int32 `[length]`.
 
-    `columns` are further values that a method needs, by name: an array `[length]` has one per token, a number is one
-    for the document. All samples of a dataset have the same columns.
+    `columns` are further values that a method needs, by name: an array `[length, ...]` has some per token, a number is
+    one for the document. All samples of a dataset have the same columns.
     """
 
     tokens: np.ndarray
@@ -53,7 +53,7 @@ class Batch:
     positions: Tensor  # int64 [rows, seq]: restart at 0 in each document
     documents: Documents
     supervised: Tensor  # int64 [num_supervised]: ascending indices into the flattened batch
-    columns: dict[str, Tensor]  # `[rows, seq]` or `[documents]`; 0 for padding
+    columns: dict[str, Tensor]  # `[rows, seq, ...]` or `[documents]`; 0 for padding
     pairs: Tensor  # int64 [2, pairs]: documents to compare, the first answer of each group with each of the others
     num_tokens: int  # without padding
     num_supervised: int
@@ -125,7 +125,10 @@ def collate(
     documents: list[Sample] = []
     for row in rows:
         padding = pad_to - sum(len(document.tokens) for document in row)
-        zeros = {name: np.zeros(padding if each.ndim else (), each.dtype) for name, each in columns.items()}
+        zeros = {
+            name: np.zeros((padding, *each.shape[1:]) if each.ndim else (), each.dtype)
+            for name, each in columns.items()
+        }
         documents += row
         if padding:
             documents.append(Sample(np.zeros(padding, np.int32), np.full(padding, IGNORE, np.int32), columns=zeros))
@@ -136,7 +139,8 @@ def collate(
     for name, example in columns.items():
         dtype = np.int64 if example.dtype.kind in "iub" else np.float32
         of_documents = [np.asarray(document.columns[name], dtype) for document in documents]
-        values[name] = np.concatenate(of_documents).reshape(ids.shape) if example.ndim else np.stack(of_documents)
+        together = np.concatenate(of_documents) if example.ndim else np.stack(of_documents)
+        values[name] = together.reshape(*ids.shape, *example.shape[1:]) if example.ndim else together
     samples = [document.index for document in documents]
     return Batch.of(tokens, labels, ids, samples, values, sum(len(document.tokens) for document in present))
 

@@ -38,6 +38,8 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
         yield "memory.activation_offload", f"{problem} Set that to full or none, or compile=true."
     if value("quantization.weights") and "adapter" in cfg and not cfg.adapter:
         yield "quantization.weights", "quantised weights are frozen, and nothing else is trained: give adapter.rank=16."
+    if value("teacher.top_k") and value("on_policy.share"):
+        yield "teacher.top_k", "answers that the student samples are not there before. Set on_policy.share=0."
     reference = value("reference")
     if reference not in (None, "precomputed", "adapter_off", value("model.path")) and not Path(reference).is_dir():
         hint = did_you_mean(reference, ["precomputed", "adapter_off"])

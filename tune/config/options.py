@@ -27,6 +27,7 @@ OPTIONS: dict[str, Any] = {
     "quantization.weights": Literal["nf4"] | None,
     "teacher.dtype": Literal["bf16", "fp32"],
     "teacher.quantization": Literal["nf4"] | None,
+    "teacher.top_k": PositiveInt | None,
     "on_policy.share": UnitInterval,
     "on_policy.max_new_tokens": PositiveInt,
     "max_grad_norm": PositiveFloat | None,

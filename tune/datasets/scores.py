@@ -32,7 +32,8 @@ def add_scores(
     folder: Path,
     made_of: Any,
 ) -> None:
-    """Adds the column `name`: what `score` gives for each document of a batch, `[documents]`, in fp32.
+    """Adds the column `name`: what `score` gives, in fp32, for each document of a batch, `[documents]`, or for each of
+    its supervised tokens, `[num_supervised, values]`; others have zeros.
 
     The values are kept in `folder` under a hash of the data and of `made_of`, all that decides them (values of JSON),
     and read again where they are there. All processes take part. Raises TuneError for a stream.
@@ -61,11 +62,18 @@ def _scores(
     micro_batch_size: int,
     pad_to: Any,
 ) -> np.ndarray:
-    values = torch.zeros(dataset.accounting.samples, device=world.device)
+    values = torch.zeros(())
+    starts = torch.from_numpy(np.cumsum(dataset.lengths) - dataset.lengths).to(world.device)
     last, done = time.monotonic(), 0
     for _, batch in validation_batches(dataset, world, micro_batch_size, pad_to):
         batch = batch.to(world.device)
-        values.index_add_(0, batch.documents.samples, score(batch).float())  # 0 for padding
+        scores, places, count = score(batch).float(), batch.documents.samples, len(starts)
+        if scores.ndim > 1:
+            places = (starts[places][batch.documents.ids] + batch.positions).flatten()[batch.supervised]
+            count = int(dataset.lengths.sum())
+        if not values.ndim:
+            values = scores.new_zeros(count, *scores.shape[1:])
+        values.index_add_(0, places, scores)  # 0 for padding
         done += world.data_size * batch.tokens.shape[0]
         if world.is_main and time.monotonic() - last > TELL:
             last = time.monotonic()

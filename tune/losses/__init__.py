@@ -5,7 +5,7 @@ count of the whole optimizer step. `LogProbs` returns values per token, `LastTok
 makes its loss of them.
 """
 
-from tune.losses.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL, Teacher
+from tune.losses.divergences import Divergence, ForwardKL, JensenShannon, MostProbable, ReverseKL, Teacher, TopK
 from tune.losses.linear_cross_entropy import LinearCrossEntropy
 from tune.losses.log_probs import LogProbs, TokenLogProbs, per_document
 from tune.losses.policy import GSPO, ClippedPolicy, PolicyGradient, gae, kl_estimate, of_tokens, token_values
@@ -40,11 +40,13 @@ __all__ = [
     "LastTokenScores",
     "LinearCrossEntropy",
     "LogProbs",
+    "MostProbable",
     "PolicyGradient",
     "ReverseKL",
     "SimPO",
     "Teacher",
     "TokenLogProbs",
+    "TopK",
     "gae",
     "kl_estimate",
     "of_labelled",

@@ -32,8 +32,47 @@ class Teacher(NamedTuple):
         return cls(hidden, weight, softcap)
 
 
+class TopK(NamedTuple):
+    """What is kept of a teacher's predictions: the most probable `ids` `[num_supervised, k]`, their log-probs, and
+    behind these that of all other ids together, `[num_supervised, k + 1]`."""
+
+    ids: Tensor
+    log_probs: Tensor
+
+    @classmethod
+    def stored(cls, values: Tensor, batch: Batch) -> "TopK":
+        """From a column `[rows, seq, 2 k + 1]` of ids and log-probs: what `MostProbable` gave."""
+        of_tokens = of_supervised(values, batch)
+        k = of_tokens.shape[1] // 2
+        return cls(of_tokens[:, :k].long(), of_tokens[:, k:])
+
+
+@dataclass
+class MostProbable:
+    """A head that gives the `k` most probable of the ids below `vocab_size`, at a `temperature`, and the log-probs of
+    these and of all others together: `[num_supervised, 2 k + 1]`, to be stored."""
+
+    k: PositiveInt
+    temperature: PositiveFloat = 1.0
+    chunk_tokens: PositiveInt | None = None
+    vocab_size: PositiveInt | None = None
+
+    @torch.no_grad()
+    def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
+        weight = weight[: self.vocab_size]
+        chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight)
+        hidden = of_supervised(hidden, batch)
+        values = torch.empty(len(hidden), 2 * self.k + 1, device=hidden.device)
+        for chunk, logits, _ in chunks_of_logits(hidden, weight, chunk_tokens, softcap, self.temperature):
+            log_p, p = _distribution(logits)
+            most, ids = log_p.topk(self.k)
+            values[chunk] = torch.cat([ids, most, _log_of_sum(p.scatter_(1, ids, 0))], dim=1)
+        return values
+
+
 class Distribution(NamedTuple):
-    """Over the vocabulary, of the tokens of a chunk: `[chunk, vocab]`. `Divergence.of` may overwrite `log_p`."""
+    """Over the vocabulary, of the tokens of a chunk: `[chunk, vocab]`. `Divergence.of` may overwrite all but the
+    student's `p`."""
 
     log_p: Tensor
     p: Tensor
@@ -59,44 +98,57 @@ class Divergence:
         raise NotImplementedError
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, batch: Batch, *, teacher: Teacher, softcap: float | None = None
+        self, hidden: Tensor, weight: Tensor, batch: Batch, *, teacher: Teacher | TopK, softcap: float | None = None
     ) -> Tensor:
-        """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]` -> scalar."""
-        teacher_weight = teacher.weight
-        if len(weight) != len(teacher_weight):
-            size = self.vocab_size or min(len(weight), len(teacher_weight))
-            weight, teacher_weight = weight[:size], teacher_weight[:size]
+        """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]` -> scalar. A `TopK` is at the same temperature."""
+        if isinstance(teacher, Teacher) and len(weight) != len(teacher.weight):
+            size = self.vocab_size or min(len(weight), len(teacher.weight))
+            weight, teacher = weight[:size], teacher._replace(weight=teacher.weight[:size])
         hidden, weight, labels = operands(hidden, weight, batch)
         chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight)
         gradients = Gradients(hidden, weight, hidden.requires_grad, weight.requires_grad)
         with torch.no_grad():
             total = torch.zeros((), device=hidden.device)
-            expected = chunks_of_logits(
-                of_supervised(teacher.hidden, batch), teacher_weight, chunk_tokens, teacher.softcap, self.temperature
-            )
-            for (chunk, logits, slope), (_, teacher_logits, _) in zip(
-                chunks_of_logits(hidden, weight, chunk_tokens, softcap), expected, strict=True
-            ):
-                value, grad_logits = self._of_chunk(logits, teacher_logits, labels[chunk, None])
+            teachers = None
+            if isinstance(teacher, Teacher):
+                inputs = of_supervised(teacher.hidden, batch), teacher.weight, chunk_tokens, teacher.softcap
+                teachers = chunks_of_logits(*inputs, self.temperature)
+            for chunk, logits, slope in chunks_of_logits(hidden, weight, chunk_tokens, softcap):
+                target = next(teachers)[1] if teachers else TopK(teacher[0][chunk], teacher[1][chunk])
+                value, grad_logits = self._of_chunk(logits, target, labels[chunk, None])
                 total += value
                 gradients.add(chunk, grad_logits, slope)
         return Summed.apply(total, hidden, weight, gradients)
 
-    def _of_chunk(self, logits: Tensor, teacher_logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_chunk(self, logits: Tensor, target: Tensor | TopK, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The sum and the gradient of `logits`."""
         factor = (1 - self.cross_entropy) * self.temperature**2 if self.cross_entropy else 1.0
         if self.cross_entropy:
-            total, gradient = cross_entropy(logits, targets)  # at temperature 1
+            total, gradient = cross_entropy(logits, labels)  # at temperature 1
         student = _distribution(logits.div_(self.temperature))
-        values, weighted = self.of(student, _distribution(teacher_logits))
-        # p_i dD/dlogit_i = p_i (dD/dp_i - sum_j p_j dD/dp_j)
-        of_divergence = weighted.addcmul_(student.p, weighted.sum(dim=1, keepdim=True), value=-1)
+        # dD/dlogit_i = p_i (dD/dp_i - sum_j p_j dD/dp_j)
+        if isinstance(target, TopK):
+            values, of_divergence = self._of_buckets(student, target)
+        else:
+            values, weighted = self.of(student, _distribution(target))
+            of_divergence = weighted.addcmul_(student.p, weighted.sum(dim=1, keepdim=True), value=-1)
         of_divergence *= factor / self.temperature
         if not self.cross_entropy:
             return values.sum(), of_divergence
         return values.sum() * factor + total * self.cross_entropy, of_divergence.add_(
             gradient, alpha=self.cross_entropy
         )
+
+    def _of_buckets(self, student: Distribution, target: TopK) -> tuple[Tensor, Tensor]:
+        """D of the k ids and all others as one, and its gradient: the others share theirs by their probabilities."""
+        log_p = student.log_p.gather(1, target.ids)
+        others = student.p.scatter_(1, target.ids, 0)
+        log_p = torch.cat([log_p, _log_of_sum(others)], dim=1)
+        buckets = Distribution(log_p, log_p.exp())
+        values, weighted = self.of(buckets, Distribution(target.log_probs.clone(), target.log_probs.exp()))
+        gradient = weighted - buckets.p * weighted.sum(dim=1, keepdim=True)
+        others.mul_(gradient[:, -1:] / buckets.p[:, -1:])
+        return values, others.scatter_(1, target.ids, gradient[:, :-1])
 
 
 class ForwardKL(Divergence):
@@ -138,3 +190,8 @@ class JensenShannon(Divergence):
 def _distribution(logits: Tensor) -> Distribution:
     _, exponentials, normalizer = normalize(logits)
     return Distribution(logits.sub_(normalizer.log()), exponentials.div_(normalizer))
+
+
+def _log_of_sum(p: Tensor) -> Tensor:
+    """`[chunk, 1]`, finite."""
+    return p.sum(dim=1, keepdim=True).clamp_(min=torch.finfo(p.dtype).tiny).log_()
