@@ -72,7 +72,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, out: Tensor | None = None) ->
     maximum, exponentials, normalizer = normalize(logits, out)
     probabilities = exponentials.div_(normalizer)
     grad_logits = probabilities.scatter_add_(1, targets, probabilities.new_full(targets.shape, -1.0))
-    return (normalizer.log() + maximum - target_logits).sum(), grad_logits
+    return (normalizer.log() - (target_logits - maximum)).sum(), grad_logits
 
 
 class Gradients:

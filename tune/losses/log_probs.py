@@ -58,8 +58,8 @@ class _LogProbs(torch.autograd.Function):
             target_logits = logits.gather(1, targets)
             maximum, exponentials, normalizer = normalize(logits, out=buffer)
             is_argmax[chunk] = (target_logits == maximum).squeeze(1)
+            log_probs[chunk] = (target_logits - maximum - normalizer.log()).squeeze(1)
             log_normalizer[chunk] = maximum + normalizer.log()
-            log_probs[chunk] = (target_logits - log_normalizer[chunk]).squeeze(1)
             # A head sharded over the vocabulary sums this product over its ranks too.
             product = logits.mul_(exponentials).sum(dim=1, keepdim=True)
             entropies[chunk] = (normalizer.log() - product / normalizer).squeeze(1)
