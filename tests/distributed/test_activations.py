@@ -111,7 +111,7 @@ def test_all_but_weights_is_offloaded(checkpoint, checkpointing, compile, unindu
 
     def run(offload):
         model = load_model(str(checkpoint))
-        rotation = model.ropes[model.config.layers[0].attention.rope](POSITIONS, None, False, torch.float32)
+        rotation = model.ropes[model.config.layers[0].attention.rope](POSITIONS, None, torch.float32)
         wrap_forward(model.blocks[0], checkpointing, compile, offload)
         with record(lambda tensor: (tensor,), lambda packed: packed[0]):
             model.blocks[0](torch.randn(1, 40, 64, requires_grad=True), Context(rotation, None, POSITIONS, None))
