@@ -24,7 +24,7 @@ def judge(tmp_path_factory):
 
 def test_scores_are_those_of_transformers(judge):
     episodes = [
-        Episode(Prompt(number, [5, 9, 30 + number], {}), tokens=[40, 50, 60][: number + 1] + [2]) for number in range(3)
+        Episode(Prompt(number, [5, 9, 30 + number], {}), tokens=[*[40, 50, 60][: number + 1], 2]) for number in range(3)
     ]
     reward = Reward("judge", RewardModel(str(judge), micro_batch_size=2))
     found = reward.of(episodes, Tokenizer(str(judge)), CPU)
