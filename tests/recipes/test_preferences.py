@@ -11,6 +11,8 @@ import torch
 from helpers import run_processes, save_checkpoint
 from safetensors.torch import load_file
 
+from tune.cli import main as tune
+
 LOSSES = ["DPO", "IPO", "SimPO", "CPO", "ORPO", "KTO"]
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 MIXED = "tune.datasets.mix"
@@ -236,3 +238,72 @@ def test_mixtures_of_experts(settings_of, run, tmp_path):
         assert_one_curve(off, plain)
         for one, other in zip(off, plain, strict=True):  # of the policy alone
             assert one["expert_load"] == pytest.approx(other["expert_load"], rel=1e-5)
+
+
+def by_hand(name, checkpoint, rows, steps=3):
+    """What transformers and the formulas give: of each step loss, norm of gradients, rewards; all rows in each step."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    model, frozen = (transformers.AutoModelForCausalLM.from_pretrained(checkpoint) for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0)
+    rows = [row for row in rows if row["chosen"] not in row["rejected"]]
+
+    def log_prob(model, row, answer):
+        prompt = f"<|im_start|>user\n{row['instruction']}<|im_end|>\n<|im_start|>assistant\n"
+        start, answer = (
+            tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer + "<|im_end|>")
+        )
+        logits = model(torch.tensor([start + answer])).logits[0, len(start) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None]).sum()
+
+    def ratio(row, answer):
+        with torch.no_grad():
+            reference = log_prob(frozen, row, answer)
+        return log_prob(model, row, answer) - reference
+
+    for _ in range(steps):
+        good = [ratio(row, row["chosen"]) for row in rows]
+        bad = [[ratio(row, each) for each in row["rejected"]] for row in rows]
+        if name == "DPO":
+            margins = [0.1 * (one - other) for one, others in zip(good, bad, strict=True) for other in others]
+            loss = torch.stack([-torch.nn.functional.logsigmoid(margin) for margin in margins]).mean()
+            figures = {"rewards/margins": torch.stack(margins).mean().item()}
+        else:
+            bad = [other for others in bad for other in others]
+            following = [*rows[1:], rows[0]]
+            with torch.no_grad():
+                each = [ratio(row, other["chosen"]) for row, other in zip(rows, following, strict=True)]
+                times = [1 + len(row["rejected"]) for row in rows]
+                z = max(0, sum(a * b for a, b in zip(each, times, strict=True)) / sum(times))
+            losses = [1 - torch.sigmoid(0.1 * (r - z)) for r in good] + [1 - torch.sigmoid(0.1 * (z - r)) for r in bad]
+            loss = torch.stack(losses).mean()
+            figures = {"kl": float(z), "rewards/rejected": 0.1 * torch.stack(bad).mean().item()}
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        yield {"loss": loss.item(), "grad_norm": norm.item(), **figures}
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["DPO", "KTO"])
+def test_a_loop_of_transformers_gives_the_same(name, run, checkpoint, pairs):
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    constant = "schedule._component_=tune.optimizers.constant"
+    steps = run(f"loss._component_=tune.losses.{name}", constant, "micro_batch_size=4")
+    for ours, theirs in zip(steps, by_hand(name, checkpoint, rows), strict=True):
+        assert {each: ours[each] for each in theirs} == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+
+
+def test_commands(checkpoint, pairs, run_recipe, tmp_path, capsys):
+    """Preview and prepare read pairs and labelled answers; a copy of the recipe runs as it does."""
+    data = [f"model.path={checkpoint}", f"dataset.path={pairs}", "max_seq_len=128"]
+    first = json.loads(pairs.read_text().splitlines()[0])
+    tune(["preview", "preference_finetune", *data])
+    shown = capsys.readouterr().out
+    assert all(f"⟦{answer}<|im_end|>⟧" in shown for answer in (first["chosen"], first["rejected"][0]))
+    tune(["prepare", "preference_finetune", *data, "loss._component_=tune.losses.KTO"])
+    assert "instruction_preference" in capsys.readouterr().out
+    tune(["cp", "preference_finetune", str(tmp_path / "mine.py")])
+    tune(["run", str(tmp_path / "mine.py"), *data, "device=cpu", "max_steps=1", f"output_dir={tmp_path / 'run'}"])
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
