@@ -75,7 +75,8 @@ SETTINGS = {
     },
     "reward_finetune": {
         "all parameters": [],
-        "packed": ["packed=true"],
+        "bf16, packed": ["dtype=bf16", "master_dtype=bf16", "packed=true"],
+        "Muon": ["optimizer._component_=tune.optimizers.Muon"],
         "an adapter": ["adapter={_component_: tune.peft.adapter, dropout: 0.1}", "quantization.weights=nf4"],
     },
 }
