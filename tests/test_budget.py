@@ -8,7 +8,7 @@ HOUSE = Path(tune.__file__).parent
 
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
-    "checkpointers": 1218,
+    "checkpointers": 1209,
     "cli": 572,
     "collators": 161,
     "config": 762,

@@ -119,7 +119,7 @@ def theirs(model, folder, conversations):
 
 @torch.no_grad()
 def ours(folder, conversations):
-    model, _ = checkpointers.load_frozen(str(folder), distributed.init("cpu"), "fp32", head="score")
+    model = checkpointers.load_model(str(folder), head="score")
     tokenizer = Tokenizer(str(folder))
     tokens = [torch.tensor(tokenizer.encode(tokenizer.apply_chat_template(each))).int() for each in conversations]
     return score(model, collate([[Sample(each.numpy(), each.numpy()) for each in tokens]]))
@@ -371,7 +371,7 @@ def test_several_labels_are_refused(labels, run_recipe, common, tmp_path, capsys
 
 def test_a_language_model_is_no_reward_model(checkpoint):
     with pytest.raises(TuneError, match="it is no reward model"):
-        checkpointers.load_frozen(str(checkpoint), distributed.init("cpu"), "fp32", head="score")
+        checkpointers.load_model(str(checkpoint), head="score")
 
 
 def test_a_tokenizer_whose_only_special_token_ends_texts(checkpoint, tmp_path):

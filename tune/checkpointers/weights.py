@@ -154,26 +154,15 @@ def check(model: nn.Module) -> None:
         model.check()
 
 
-def load_frozen(
-    path: str, world: World, dtype: Literal["bf16", "fp32"], head: Literal["tokens", "score"] = "tokens"
-) -> tuple[nn.Module, Pretrained]:
-    """A second model beside the one that is trained, sharded as that is and without dropout: a reference, a teacher, or
-    with the head `score` a reward model (see `tune.losses.score`). Raises TuneError if that has no scores."""
+def load_frozen(path: str, world: World, dtype: Literal["bf16", "fp32"]) -> tuple[nn.Module, Pretrained]:
+    """A second model beside the one that is trained, sharded as that is and without dropout: a reference, a teacher."""
     with torch.device("meta"):
-        model: nn.Module = build(path, head=head)
+        model: nn.Module = build(path)
     weights = Pretrained(path, model)
-    _require_trained_head(weights)
     parallelize(model.requires_grad_(False).eval(), world, dtype=dtype, master_dtype=dtype)
     weights.load(model)
     check(model)
     return model, weights
-
-
-def _require_trained_head(weights: Pretrained) -> None:
-    if weights.new:
-        raise TuneError(
-            f"{weights.path} has no score.weight: it is no reward model. Make one of it with reward_finetune"
-        )
 
 
 def load_model(
@@ -182,11 +171,13 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     head: Literal["tokens", "score"] = "tokens",
 ) -> Decoder:
-    """The model of a checkpoint folder on one device, for use outside a recipe."""
+    """The model of a checkpoint folder on one device, for use outside a recipe; with the head `score` a reward model
+    (see `tune.losses.score`). Raises TuneError if that has no scores."""
     with torch.device("meta"):
         model = build(path, head=head)
     weights = Pretrained(path, model)
-    _require_trained_head(weights)
+    if weights.new:
+        raise TuneError(f"{path} has no score.weight: it is no reward model. Make one of it with reward_finetune")
     model.to(dtype).to_empty(device=device)
     weights.load(model)
     return model.eval()
