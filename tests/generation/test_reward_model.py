@@ -35,6 +35,21 @@ def test_scores_are_those_of_transformers(judge):
     assert found == pytest.approx(expected, abs=1e-5)
 
 
+def test_an_answer_is_scored_where_a_conversation_ends(judge):
+    """The template writes a newline behind the end of turn that was sampled."""
+    tokenizer = Tokenizer(str(judge))
+    messages = [{"role": "user", "content": "Hi"}]
+    whole = tokenizer.encode(tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": "a cat"}]))
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    answer = tokenizer.encode("a cat<|im_end|>")
+    assert [*prompt, *answer] == whole[:-1]
+    episode = Episode(Prompt(0, prompt, {}, messages), tokens=answer, text="a cat", finish="stop")
+    (found,) = RewardModel(str(judge)).scores([episode], tokenizer, CPU)
+    with torch.no_grad():
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(judge).eval()
+        assert found == pytest.approx(model(torch.tensor([whole])).logits.item(), abs=1e-5)
+
+
 def test_what_is_no_judge_of_these_ids_is_refused(judge, checkpoint, tmp_path):
     with pytest.raises(TuneError, match="no reward model"):
         RewardModel(str(checkpoint)).scores([], Tokenizer(str(checkpoint)), CPU)

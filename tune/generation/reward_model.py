@@ -39,8 +39,19 @@ class RewardModel:
             self.model = load_model(self.path, str(device), DTYPES[self.dtype], head="score")
         found: list[float] = []
         for start in range(0, len(episodes), self.micro_batch_size):
-            texts = [[*each.prompt.tokens, *each.tokens] for each in episodes[start : start + self.micro_batch_size]]
+            some = episodes[start : start + self.micro_batch_size]
+            texts = [[*each.prompt.tokens, *each.tokens, *_behind(each, tokenizer)] for each in some]
             documents = np.repeat(np.arange(len(texts)), list(map(len, texts)))
             batch = Batch.of(np.concatenate(texts)[None], documents=documents[None])
             found += score(self.model, batch.to(device)).tolist()
         return found
+
+
+def _behind(episode: Episode, tokenizer: Tokenizer) -> list[int]:
+    """What the chat template writes behind the end of an answer: reward models score the last token of all."""
+    if episode.finish != "stop" or episode.prompt.messages is None:
+        return []
+    said = [*episode.prompt.messages, {"role": "assistant", "content": episode.text}]
+    text = tokenizer.apply_chat_template(said, tools=episode.prompt.tools)
+    stop = tokenizer.decode(episode.tokens[-1:])
+    return tokenizer.encode(text[text.rfind(stop) + len(stop) :]) if stop in text else []
