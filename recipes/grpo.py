@@ -64,11 +64,10 @@ def main(cfg):
     validation = []
     if cfg.validation_dataset.path:
         validation = instantiate(cfg.validation_dataset, tokenizer, max_prompt_len=cfg.max_prompt_len).prompts
-    data = datasets.PromptLoader(
-        dataset, cfg.prompts_per_step, epochs=cfg.epochs, max_steps=cfg.max_steps, seed=cfg.seed
-    )
-    pad_to = cfg.max_prompt_len + sampler.max_new_tokens if cfg.compile else None  # batches of one shape
+    order = {"epochs": cfg.epochs, "max_steps": cfg.max_steps, "seed": cfg.seed}
+    data = datasets.PromptLoader(dataset, cfg.prompts_per_step, **order)
     longest = cfg.max_prompt_len + sampler.max_new_tokens
+    pad_to = longest if cfg.compile and not environment else None  # batches of one shape
     run.describe_model(
         model, (cfg.micro_batch_size, longest), longest, longest,
         dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
@@ -87,17 +86,14 @@ def main(cfg):
     weights.load(model)
     peft.start(model, lora, cfg.seed)
     checkpointers.check(model)
-    frozen = None
+    frozen = model
     if cfg.kl and cfg.reference != "adapter_off":
         frozen, _ = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)
 
     def reference(batch):
         """Log-probs of the supervised tokens under the frozen reference."""
-        with torch.no_grad():
-            if frozen is not None:
-                return frozen(batch, log_probs).log_probs
-            with peft.switched_off(model):
-                return model(batch, log_probs).log_probs
+        with torch.no_grad(), peft.switched_off(model):
+            return frozen(batch, log_probs).log_probs
 
     def sample(prompts, step, sampler=sampler, samples=cfg.group_size):
         return generation.rollout(
@@ -119,9 +115,8 @@ def main(cfg):
     def with_advantages(group):
         """The samples of a group that are trained on."""
         values = torch.tensor([episode.reward for episode in group], dtype=torch.float64)
-        baseline = values.mean()
-        if cfg.baseline == "leave_one_out":
-            baseline = (values.sum() - values) / (len(group) - 1)
+        others = (values.sum() - values) / (len(group) - 1)
+        baseline = others if cfg.baseline == "leave_one_out" else values.mean()
         pairs = zip(group, (values - baseline).tolist(), strict=True)
         kept = [pair for pair in pairs if not (cfg.mask_truncated and pair[0].finish == "length")]
         return [episode.sample(advantage) for episode, advantage in kept] if generation.is_live(group) else []
@@ -191,9 +186,8 @@ def main(cfg):
                     loss.backward()
                     loggers.add(totals, measured)
                 grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-                metrics |= world.fetch(
-                    grad_norm=grad_norm, **loggers.routing(model, world), **loggers.means(totals, world)
-                )
+                found = loggers.routing(model, world) | loggers.means(totals, world)
+                metrics |= world.fetch(grad_norm=grad_norm, **found)
                 indices = [prompt.index for prompt in prompts]
                 loggers.require_finite(step, indices, loss=metrics["loss"], grad_norm=metrics["grad_norm"])
                 optimizer.step()

@@ -12,7 +12,7 @@ from tune import config
 
 def run_variants(recipe: str, output: Path, common: list[str], variants: dict[str, list[str]]) -> None:
     """Each variant's overrides come on top of the common ones; its run folder is `output`/name."""
-    sys.path.insert(0, str(config.find_recipe(recipe).parent))
+    sys.path[:0] = [str(config.find_recipe(recipe).parent), str(Path(__file__).parents[1])]  # with tests' own functions
     main = importlib.import_module(recipe).main
     with torch.compiler.set_stance("force_eager"):  # torchao's optimizers compile themselves
         for name, overrides in variants.items():

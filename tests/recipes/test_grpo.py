@@ -1,16 +1,30 @@
-"""GRPO end to end: a reward that rises, what is logged, wrong rewards."""
+"""GRPO end to end: a reward that rises, what is logged, one curve and its samples in any layout, wrong inputs."""
 
 import itertools
 import json
+from pathlib import Path
 
 import grpo
 import pytest
-from helpers import WORDS
+import torch
+from helpers import WORDS, run_processes, save_checkpoint
+from safetensors.torch import load_file
+
+RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 
 
 def share_of_a(row, completion):
     """How much of the completion is the letter a: partial credit, so that few groups are dead."""
     return completion.count("a") / max(1, len(completion))
+
+
+def always_one(row, completion):
+    return 1.0
+
+
+def odd_ones(row, completion):
+    """The groups of every second prompt are dead."""
+    return float(len(row["instruction"]) % 2 or len(completion) % 2)
 
 
 NUMBERS = itertools.count()
@@ -33,6 +47,17 @@ def gives_nan(row, completion):
     return float("nan")
 
 
+class Guess:
+    """Three guesses at a letter; the completion is the guess."""
+
+    def start(self, row):
+        self.turns = 0
+
+    def step(self, message):
+        self.turns += 1
+        return message["content"].count("a") / 8, [{"role": "user", "content": "Once more!"}], self.turns == 3
+
+
 @pytest.fixture(scope="session")
 def requests(tmp_path_factory):
     file = tmp_path_factory.mktemp("requests") / "requests.jsonl"
@@ -40,15 +65,21 @@ def requests(tmp_path_factory):
     return file
 
 
+def settings_of(checkpoint, requests):
+    return [
+        f"model.path={checkpoint}", f"dataset.path={requests}", "max_prompt_len=64",
+        "reward=recipes.test_grpo.share_of_a", "sampling.max_new_tokens=12", "prompts_per_step=4", "group_size=8",
+        "device=cpu", "dtype=fp32", "optimizer.lr=3e-3", "max_steps=3",
+    ]  # fmt: skip
+
+
 @pytest.fixture
 def run(run_recipe, checkpoint, requests, tmp_path):
     def run(*overrides, folder=tmp_path / "run", code=0):
-        settings = [
-            f"model.path={checkpoint}", f"dataset.path={requests}", f"output_dir={folder}", "max_prompt_len=64",
-            "reward=recipes.test_grpo.share_of_a", "sampling.max_new_tokens=12", "prompts_per_step=4", "group_size=8",
-            "device=cpu", "dtype=fp32", "optimizer.lr=3e-3", "max_steps=3", *overrides,
-        ]  # fmt: skip
+        settings = [*settings_of(checkpoint, requests), f"output_dir={folder}", *overrides]
         assert run_recipe(settings, grpo) == code
+        if code:
+            return []
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
     return run
@@ -61,7 +92,7 @@ def test_the_reward_rises(run, requests, tmp_path):
     first, last = steps[1], steps[-1]
     assert last["reward"] > first["reward"] + 0.3
     assert last["validation_reward"] > steps[0]["validation_reward"] + 0.3
-    assert all(abs(step["mismatch_kl"]) < 1e-5 for step in steps[1:])
+    assert all(abs(step["mismatch_kl"]) < 1e-5 for step in steps[1:] if step["dead_groups"] < 4)
     assert all(step["reward"] == pytest.approx(step["reward/share_of_a"]) for step in steps[1:])
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 24 * 4 * 8
@@ -83,8 +114,264 @@ def test_options(settings, run):
     assert len(steps) == 3 and all(step["dead_groups"] <= 4 for step in steps)
 
 
+def rows(folder):
+    """Of samples.jsonl, in the order of the run."""
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return sorted(lines, key=lambda line: (line["step"], line["sample"]))
+
+
+def assert_same_run(folder, plain):
+    """The same tokens, bit for bit, and one curve."""
+    assert rows(folder) == rows(plain)
+    ours, theirs = ([json.loads(line) for line in (each / "metrics.jsonl").open()] for each in (folder, plain))
+    assert len(ours) == len(theirs) == 3
+    for one, other in zip(ours, theirs, strict=True):
+        for name in ("loss", "reward", "dead_groups", "supervised_tokens", "entropy", "kl", "validation_reward"):
+            assert one.get(name, 0) == pytest.approx(other.get(name, 0), rel=1e-5, abs=1e-5), name
+        assert one.keys() == other.keys()
+        assert one.get("grad_norm", 0) == pytest.approx(other.get("grad_norm", 0), rel=1e-3)
+
+
+METHODS = {
+    "plain": [],
+    "dynamic": ["dynamic_sampling=2", "reward=recipes.test_grpo.odd_ones", "baseline=leave_one_out"],
+    "clipped": ["loss._component_=tune.losses.ClippedPolicy", "updates=2", "mask_truncated=true"],
+    "GSPO": ["loss._component_=tune.losses.GSPO", "updates=2"],
+    "kl": ["adapter.rank=4", "adapter.dropout=0.1", "kl=0.1", "reference=adapter_off", "sampling.temperature=0.8"],
+    "one prompt": ["prompts_per_step=1"],
+    "environment": ["environment=recipes.test_grpo.Guess", "sampling.stop_strings=[a,e]", "max_turns=3"],
+}
+WAYS = {
+    "micro-batches of 1": ["micro_batch_size=1"],
+    "5 rows at a time": ["micro_batch_size=5", "sampling.max_rows=5"],
+    "recomputed, small chunks": ["memory.activation_checkpointing=full", "memory.loss_chunk_tokens=7"],
+}
+SMALL = ["optimizer.lr=1e-3", "sampling.max_new_tokens=8", "group_size=4"]
+
+
+@pytest.fixture(scope="module")
+def alone(run_recipe, checkpoint, requests, tmp_path_factory):
+    """A folder with a run of each method in one process, and the settings that are common to them."""
+    folder = tmp_path_factory.mktemp("alone")
+    common = [*settings_of(checkpoint, requests), *SMALL, f"validation_dataset.path={requests}"]
+    for name, settings in METHODS.items():
+        assert run_recipe([*common, *settings, f"output_dir={folder / name}"], grpo) == 0
+    return folder, common
+
+
+@pytest.mark.parametrize("method", ["plain", "dynamic", "kl", "environment"])
+def test_samples_and_curve_do_not_depend_on_the_micro_batches(method, alone, run_recipe, tmp_path):
+    folder, common = alone
+    for way, settings in WAYS.items():
+        assert run_recipe([*common, *METHODS[method], *settings, f"output_dir={tmp_path / way}"], grpo) == 0
+        assert_same_run(tmp_path / way, folder / method)
+
+
+def test_samples_and_curve_are_the_same_on_two_processes(alone, tmp_path):
+    folder, common = alone
+    hsdp = {"two copies of the model": [*METHODS["plain"], "parallel.dp_replicate=2", "micro_batch_size=3"]}
+    run_processes(RUN_VARIANTS, 2, "grpo", str(tmp_path), json.dumps(common), json.dumps(METHODS | hsdp))
+    for name in METHODS:
+        assert_same_run(tmp_path / name, folder / name)
+    assert_same_run(tmp_path / "two copies of the model", folder / "plain")
+
+
+def test_what_the_methods_did(alone):
+    """The runs above are of what their names say."""
+    folder, _ = alone
+    episodes = rows(folder / "environment")
+    turns = [sum(token == 1 for token in each["tokens"]) // 2 for each in episodes]  # <|im_start|>, not sampled
+    assert max(turns) >= 1
+    assert all(each["reward"] == each["environment"] + each["share_of_a"] for each in episodes)
+    texts = [each["text"] for each in rows(folder / "plain")]
+    assert len({*texts}) > len(texts) / 2
+    dead = [json.loads(line)["dead_groups"] for line in (folder / "dynamic" / "metrics.jsonl").open()]
+    prompts = {each["sample"] // 4 for each in rows(folder / "dynamic")}
+    assert max(prompts) >= 12, "no group was replaced"
+    assert sum(dead) < len(prompts)
+
+
+def test_dynamic_sampling_trains_on_more_live_groups(run, tmp_path):
+    reward = ["reward=recipes.test_grpo.odd_ones", *SMALL]
+    plain, dynamic = (
+        sum(step["dead_groups"] for step in run(*reward, f"dynamic_sampling={times}", folder=tmp_path / str(times)))
+        for times in (0, 3)
+    )
+    assert plain > dynamic
+    assert len(rows(tmp_path / "3")) == len(rows(tmp_path / "0")) == 3 * 4 * 4  # as many groups
+
+
+def test_where_all_groups_are_dead_nothing_is_learned_and_the_run_goes_on(run, checkpoint, tmp_path):
+    steps = run("reward=recipes.test_grpo.always_one", "dynamic_sampling=1", "optimizer.weight_decay=0.5")
+    assert [step["dead_groups"] for step in steps] == [4, 4, 4]
+    assert all(step["supervised_tokens"] == 0 and "loss" not in step for step in steps)
+    before, after = (load_file(each / "model.safetensors") for each in (checkpoint, tmp_path / "run" / "model"))
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_what_is_cut_is_compared_and_not_learned(run, tmp_path):
+    (step,) = run("mask_truncated=true", "max_steps=1", "sampling.stop_strings=[a]")
+    samples = rows(tmp_path / "run")
+    groups = [samples[at : at + 8] for at in range(0, 32, 8)]
+    live = [each for group in groups if len({each["reward"] for each in group}) > 1 for each in group]
+    assert {each["finish"] for each in live} == {"stop", "length"}
+    assert step["supervised_tokens"] == sum(len(each["tokens"]) for each in live if each["finish"] == "stop")
+    (whole,) = run("max_steps=1", "sampling.stop_strings=[a]", folder=tmp_path / "whole")
+    assert whole["supervised_tokens"] == sum(len(each["tokens"]) for each in live)
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+def test_the_loss_is_that_of_its_formula(baseline, run, checkpoint, tmp_path):
+    """Its gradient too: a loss of A log p, whose log-probs transformers gives."""
+    import transformers
+
+    (step,) = run(f"baseline={baseline}", "max_steps=1", "optimizer._component_=torch.optim.SGD", "max_grad_norm=1e9")
+    samples = rows(tmp_path / "run")
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    total, count = torch.zeros(()), 0
+    for at in range(0, len(samples), 8):
+        group = samples[at : at + 8]
+        values = [each["reward"] for each in group]
+        for each in group:
+            others = [value for other, value in zip(group, values, strict=True) if other is not each]
+            mean = sum(others) / 7 if baseline == "leave_one_out" else sum(values) / 8
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": each["row"]["instruction"]}], add_generation_prompt=True, tokenize=False
+            )
+            prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+            logits = model(torch.tensor([[*prompt, *each["tokens"]]])).logits[0, len(prompt) - 1 : -1]
+            log_probs = logits.log_softmax(-1).gather(1, torch.tensor(each["tokens"])[:, None])
+            total = total - (each["reward"] - mean) * log_probs.sum()
+            count += len(each["tokens"])
+    loss = total / count
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    assert step["supervised_tokens"] == count
+    assert step["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+    assert step["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
 @pytest.mark.parametrize(("reward", "message"), [("fails", "KeyError"), ("gives_text", "'good'"), ("gives_nan", "nan")])
 def test_a_reward_that_fails_is_told_with_the_completion(reward, message, run, capsys):
     run(f"reward=recipes.test_grpo.{reward}", code=2)
     told = capsys.readouterr().err
     assert f"reward: {reward}" in told and message in told
+
+
+HERE = "recipes.test_grpo"
+WRONG = {
+    "no module": (["reward=my_rewardz.is_right"], "there is no module 'my_rewardz'"),
+    "no function": ([f"reward={HERE}.share_of_b"], "has no 'share_of_b'. Did you mean 'share_of_a'?"),
+    "no component": (["reward={weight: 2}"], "has it the key _component_"),
+    "twice": (
+        [f"reward=[{HERE}.share_of_a, {HERE}.share_of_a]"],
+        "reward: there are two functions of the name share_of",
+    ),
+    "weight": ([f"reward=[{{_component_: {HERE}.share_of_a, weight: much}}]"], "reward.weight: 'much' is not a number"),
+    "weights of 0": (
+        [f"reward={{_component_: {HERE}.share_of_a, weight: 0}}"],
+        "reward: no function has another weight",
+    ),
+    "argument": ([f"reward={{_component_: {HERE}.share_of_a, most: 2}}"], "reward: share_of_a cannot be called so"),
+    "number": (["reward=3"], "reward: 3 is not"),
+    "group of one": (["group_size=1"], "group_size: 1 is not an integer from 2"),
+    "greedy": (["sampling.temperature=0"], "sampling.temperature: 0 is not a positive number"),
+    "top_p": (["sampling.top_p=2"], "sampling.top_p: 2"),
+    "baseline": (["baseline=median"], "baseline: 'median' is not one of mean, leave_one_out"),
+    "negative KL": (["kl=-1"], "kl: -1 is not a non-negative number"),
+    "no adapter": (["kl=0.1", "reference=adapter_off"], "there is none. Use reference=the folder of a model"),
+    "no reference": (["kl=0.1", "reference=./nowhere"], "nowhere"),
+    "too many prompts": (["prompts_per_step=400"], "prompts_per_step=400 is more than the 22"),
+    "too long": (["max_prompt_len=2"], "no prompt is left of 22 rows"),
+    "nothing to validate on": (
+        ["validate_every=1"],
+        "there is nothing to validate on. Give validation_dataset.path, or",
+    ),
+    "columns": (["dataset.columns={instruction: question}"], "requests.jsonl:1"),
+    "transformers": (["model._component_=tune.models.hf"], "sampling: a HuggingFaceModel has no cache here"),
+    "no environment": (["environment=recipes.test_grpo.Gues"], "has no 'Gues'. Did you mean 'Guess'?"),
+    "positions": (["sampling.max_new_tokens=600"], "together more than the 512"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_settings(case, run, capsys):
+    settings, message = WRONG[case]
+    run(*settings, code=2)
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_wrong_data(run, tmp_path, capsys):
+    text, answers, template = tmp_path / "text.jsonl", tmp_path / "answers.jsonl", "tokenizer.chat_template=plain"
+    text.write_text('{"prompt": "the cat"}\n' * 4)
+    answers.write_text('{"messages": [{"role": "assistant", "content": "Yes."}]}\n')
+    for settings, message in (
+        ([f"dataset.path={text}", "environment=recipes.test_grpo.Guess"], "its prompts must be conversations"),
+        ([f"dataset.path={answers}", template], "answers.jsonl:1: messages has only answers"),
+    ):
+        run(*settings, code=2)
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_model_without_a_template(run, checkpoint, tmp_path, capsys):
+    folder = tmp_path / "base"
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        if file.name != "chat_template.jinja":
+            text = file.read_bytes()
+            (folder / file.name).write_bytes(text)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    run(f"model.path={folder}", code=2)
+    assert "chat_template" in capsys.readouterr().err
+    assert run(f"model.path={folder}", "tokenizer.chat_template=chatml", "max_steps=1", folder=tmp_path / "with")
+
+
+def test_several_rewards_with_weights(run, tmp_path):
+    weighted = {"odd_ones": 0.5, "always_one": 0}
+    others = ", ".join(f"{{_component_: {HERE}.{name}, weight: {weight}}}" for name, weight in weighted.items())
+    (step,) = run(f"reward=[{HERE}.share_of_a, {others}]", "max_steps=1")
+    assert step["reward"] == pytest.approx(step["reward/share_of_a"] + 0.5 * step["reward/odd_ones"])
+    assert step["reward/always_one"] == 1
+    assert all(each["reward"] == each["share_of_a"] + 0.5 * each["odd_ones"] for each in rows(tmp_path / "run"))
+
+
+def test_references_agree(run, checkpoint, tmp_path):
+    """That of a folder is the base without its adapter."""
+    lora = ["adapter.rank=4", "kl=0.1", "optimizer.lr=1e-2"]
+    off, folder = (
+        run(*lora, f"reference={each}", folder=tmp_path / str(number))
+        for number, each in enumerate(("adapter_off", checkpoint))
+    )
+    assert off[0]["kl"] == pytest.approx(0, abs=1e-6) and off[-1]["kl"] > 1e-4
+    for one, other in zip(off, folder, strict=True):
+        assert one["kl"] == pytest.approx(other["kl"], abs=1e-6)
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
+
+
+def test_quantised_base(run, tmp_path):
+    steps = run("adapter.rank=4", "quantization.weights=nf4", "kl=0.1", "reference=adapter_off")
+    assert steps[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert all(abs(step["mismatch_kl"]) < 1e-5 for step in steps)
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_mixture_of_experts(run, tmp_path):
+    experts = save_checkpoint(
+        tmp_path / "model", "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, head_dim=16,
+        moe_intermediate_size=32, num_hidden_layers=2,
+    )  # fmt: skip
+    steps = run(f"model.path={experts}")
+    assert all("expert_load" in step and abs(step["mismatch_kl"]) < 1e-5 for step in steps)
+
+
+@pytest.mark.parametrize("verb", ["preview", "prepare"])
+def test_prompts_are_shown(verb, checkpoint, requests, capsys):
+    from tune.cli import main
+
+    main([verb, "grpo", *settings_of(checkpoint, requests), f"validation_dataset.path={requests}"])
+    told = capsys.readouterr().out
+    assert told.count("22 prompts of") == 2
+    assert ("<|im_start|>user\nSay the.<|im_end|>\n<|im_start|>assistant\n" in told) == (verb == "preview")

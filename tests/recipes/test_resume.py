@@ -7,6 +7,7 @@ import random
 import shutil
 
 import full_finetune
+import grpo
 import preference_finetune
 import pytest
 import torch
@@ -42,7 +43,12 @@ METHODS = {
     "DPO": ["global_batch_size=6", "packed=true"],
     "KTO": ["loss._component_=tune.losses.KTO"],
     "adapter": ["adapter.dropout=0.1", "reference=adapter_off", "global_batch_size=6"],
-}
+    "GRPO": [
+        "reward=recipes.test_grpo.share_of_a", "prompts_per_step=16", "group_size=3", "sampling.max_new_tokens=6",
+        "max_prompt_len=128", "dynamic_sampling=1", "updates=2", "adapter.dropout=0.1", "kl=0.1",
+    ],
+}  # fmt: skip
+RECIPES = {"full": full_finetune, "GRPO": grpo}
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +58,15 @@ def method(request):
 
 @pytest.fixture(scope="module")
 def train(run_recipe, method):
-    return functools.partial(run_recipe, recipe=full_finetune if method == "full" else preference_finetune)
+    return functools.partial(run_recipe, recipe=RECIPES.get(method, preference_finetune))
 
 
 @pytest.fixture(scope="module")
 def settings(finished, pairs, method):
+    rows = [] if method == "GRPO" else ["max_seq_len=128", "global_batch_size=16"]
     return [
-        f"model.path={finished / 'model'}", f"dataset.path={finished / 'chats.jsonl' if method == 'full' else pairs}",
-        "max_seq_len=128", "device=cpu", "dtype=fp32", "global_batch_size=16", "epochs=2", "optimizer.lr=1e-3",
-        "checkpointer.every=1", *METHODS[method],
+        f"model.path={finished / 'model'}", f"dataset.path={finished / 'chats.jsonl' if method in RECIPES else pairs}",
+        "device=cpu", "dtype=fp32", "epochs=2", "optimizer.lr=1e-3", "checkpointer.every=1", *rows, *METHODS[method],
     ]  # fmt: skip
 
 
@@ -88,7 +94,7 @@ def stopped_after(step, uninterrupted, folder):
     ("method", "saving", "step"),
     [
         *itertools.product(["full"], ["async", "sync"], [1, 3, 4]),
-        *itertools.product(["DPO", "KTO", "adapter"], ["async"], [4]),
+        *itertools.product(["DPO", "KTO", "adapter", "GRPO"], ["async"], [4]),
     ],
     indirect=["method"],
     scope="module",
@@ -97,6 +103,8 @@ def test_a_continued_run_equals_the_uninterrupted_one(method, saving, step, unin
     run = stopped_after(step, uninterrupted, tmp_path)
     assert train([*settings, f"output_dir={run}", f"checkpointer.async={saving == 'async'}"]) == 0
     assert curve(run) == curve(uninterrupted)
+    if method == "GRPO":
+        assert (run / "samples.jsonl").read_text() == (uninterrupted / "samples.jsonl").read_text()
     ours, theirs = (load_file(exported(each)) for each in (run, uninterrupted))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     ours, theirs = (state(checkpoints(each)[-1], tmp_path) for each in (run, uninterrupted))

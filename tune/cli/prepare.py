@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -27,6 +28,11 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     from tune.datasets.warnings import warnings_about
 
     tokenizer = config.instantiate(cfg.tokenizer)
+    if "max_prompt_len" in cfg:
+        print("prompts are read anew by each run: nothing is kept")
+        for name, prompts in prompts_of(cfg, tokenizer).items():
+            print(f"{name}: {prompts.table()}")
+        return
     dataset, validation = config.instantiate_data(cfg, tokenizer)
     for part in filter(None, (dataset, validation)):
         if isinstance(part, Stream):
@@ -34,6 +40,16 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         print(part.accounting.table(), flush=True)
     found = warnings_about(parts_of(dataset, "training"), parts_of(validation, "validation"), tokenizer)
     print("\n  ".join(["warnings", *found] if found else ["no warnings"]))
+
+
+def prompts_of(cfg: DictConfig, tokenizer: Any) -> dict[str, Any]:
+    """The training and validation prompts of a recipe that samples."""
+    parts = {"training": cfg.dataset, "validation": cfg.validation_dataset}
+    return {
+        name: config.instantiate(part, tokenizer, max_prompt_len=cfg.max_prompt_len)
+        for name, part in parts.items()
+        if part.get("path", True)
+    }
 
 
 def settings(name: str, arguments: list[str]) -> DictConfig:

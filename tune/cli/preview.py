@@ -11,7 +11,7 @@ from itertools import chain
 from rich.console import Console
 from rich.text import Text
 
-from tune.cli.prepare import settings
+from tune.cli.prepare import prompts_of, settings
 from tune.config import instantiate, instantiate_data
 from tune.datasets.display import MARKS, Document, first_rows, histogram, marked, parts_of
 from tune.datasets.stream import Stream
@@ -45,6 +45,14 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     cfg = settings(options.recipe, rest)
 
     tokenizer = instantiate(cfg.tokenizer)
+    if "max_prompt_len" in cfg:
+        if options.html or options.source:
+            raise TuneError("--html and --source show what is learned; of prompts, only a text is shown")
+        for name, found in prompts_of(cfg, tokenizer).items():
+            print(f"{name}: {found.table()}")
+            for prompt in found.prompts[: options.rows]:
+                print(f"\nprompt {prompt.index}: {len(prompt.tokens):,} tokens\n{tokenizer.decode(prompt.tokens)}")
+        return
     dataset, validation = instantiate_data(cfg, tokenizer)
     training, held_out = parts_of(dataset, "training"), parts_of(validation, "validation")
     tables = [each.accounting.table() for each in (dataset, validation) if each]

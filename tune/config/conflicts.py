@@ -51,16 +51,18 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
         others = " and ".join(filter(value, trained))
         if not value("adapter") or others:
             problem = f"with {others} it is not the model before the first step" if others else "there is none"
-            yield "reference", f"the adapter cannot be switched off: {problem}. Use reference=precomputed."
+            instead = "the folder of a model" if "kl" in cfg else "precomputed"
+            yield "reference", f"the adapter cannot be switched off: {problem}. Use reference={instead}."
     if value("validation_dataset") and value("validation_dataset.path", default=True):
         for key in keys:
             if key.endswith(".validation_fraction") and value(key):
                 problem = "the rows it holds out would be used nowhere, as validation_dataset is what is validated on."
                 yield key, f"{problem} Set it to 0, or leave the validation dataset out."
-    is_loaded = value("dataset._component_") == "tune.datasets.load" and not value("dataset.validation_fraction")
+    is_loaded = value("dataset._component_") in ("tune.datasets.load", "tune.datasets.load_prompts")
+    is_loaded = is_loaded and not value("dataset.validation_fraction")
     for key in ("validate_every", "validate_first"):
         if value(key) and is_loaded and value("validation_dataset.path", default=True) is None:
-            choices = "validation_dataset.path or dataset.validation_fraction"
+            choices = "validation_dataset.path" + ("" if "reward" in cfg else " or dataset.validation_fraction")
             yield key, f"there is nothing to validate on. Give {choices}, or leave it out."
 
 

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from tune.errors import TuneError
 from tune.lookup import locate
+from tune.type_check import mismatch
 
 COMPONENT = "_component_"
 
@@ -61,17 +62,33 @@ def instantiate_data(cfg: DictConfig, tokenizer: Any, vocab_size: int | None = N
     return dataset, validation
 
 
-def instantiate_weighted(setting: Any) -> list[tuple[str, Callable[..., Any], float]]:
-    """One function or several, each with its name and its weight, which is 1 by default.
+def instantiate_weighted(setting: Any, key: str = "reward") -> list[tuple[str, Callable[..., Any], float]]:
+    """One function of two arguments or several, each with its name and its weight, which is 1 by default; `key` is that
+    of the setting.
 
     Each is a dotted path or a component: a function that gets the other keys as further arguments, or a class whose
     instances are called."""
     found = list[tuple[str, Callable[..., Any], float]]()
     for each in setting if isinstance(setting, ListConfig | list) else [setting]:
-        values: dict[str, Any] = {COMPONENT: each} if isinstance(each, str) else dict(each)
-        weight, component = float(values.pop("weight", 1)), locate(str(values.pop(COMPONENT, None)))
-        function: Any = component(**values) if inspect.isclass(component) else functools.partial(component, **values)
-        if component.__name__ in [name for name, *_ in found]:
-            raise TuneError(f"{component.__name__}: there are two functions of this name, by which they are logged")
-        found.append((component.__name__, function, weight))
+        values: Any = {COMPONENT: each} if isinstance(each, str) else each
+        if not isinstance(values, Mapping | DictConfig) or not isinstance(values.get(COMPONENT), str):
+            raise TuneError(f"{key}: {each} is not the dotted path of a function, nor has it the key {COMPONENT}")
+        values = dict(values)
+        if problem := mismatch(weight := values.pop("weight", 1), float):
+            raise TuneError(
+                f"{key}.weight: {problem} It says how much {values[COMPONENT]} counts; 0: it is only logged"
+            )
+        component = locate(values.pop(COMPONENT))
+        name = getattr(component, "__name__", type(component).__name__)
+        try:
+            function: Any = component(**values) if inspect.isclass(component) else functools.partial(component, **values)
+            if not hasattr(function, "scores"):  # a reward model's: of tokens
+                inspect.signature(function).bind(None, None)
+        except (TypeError, ValueError) as error:
+            raise TuneError(f"{key}: {name} cannot be called so: {error}") from error
+        if name in [other for other, *_ in found]:
+            raise TuneError(f"{key}: there are two functions of the name {name}, by which they are logged")
+        found.append((name, function, weight))
+    if not any(weight for *_, weight in found):
+        raise TuneError(f"{key}: no function has another weight than 0")
     return found

@@ -3,9 +3,9 @@
 Arguments of components are checked by their annotations; torch's components, which give no range, are listed here.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from tune.types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
+from tune.types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range, UnitInterval
 
 OPTIONS: dict[str, Any] = {
     "output_dir": str | None,
@@ -16,6 +16,17 @@ OPTIONS: dict[str, Any] = {
     "global_batch_size": PositiveInt,
     "micro_batch_size": PositiveInt,
     "validate_every": PositiveInt | None,
+    "max_prompt_len": PositiveInt,
+    "prompts_per_step": PositiveInt,
+    "updates": PositiveInt,
+    "group_size": Annotated[int, Range("an integer from 2: the completions of a prompt are compared", minimum=2)],
+    "max_turns": PositiveInt,
+    "baseline": Literal["mean", "leave_one_out"],
+    "dynamic_sampling": NonNegativeInt,
+    "sampling.temperature": PositiveFloat,
+    "kl": NonNegativeFloat,
+    "reward": str | list | dict,
+    "environment": str | None,
     "optimizer.lr": NonNegativeFloat,
     "optimizer.betas": list[Fraction],
     "optimizer.eps": NonNegativeFloat | list,

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,15 @@ from tune.types import PositiveInt
 
 @dataclass(frozen=True)
 class Prompt:
-    """The start of a conversation or a text, as tokens; `row` is the whole row of the data, which rewards read."""
+    """The start of a conversation or a text, as tokens; `row` is the whole row of the data, which rewards read, and
+    `position` that of the prompt in the order of a run, where it may be drawn several times."""
 
     index: int
     tokens: list[int]
     row: Row
     messages: list[Message] | None = None
     tools: list | None = None
+    position: int = 0
 
 
 class Prompts:
@@ -138,7 +140,7 @@ class PromptLoader:
         for position in range(self.position, self.position + count):
             epoch, at = divmod(position, len(self.dataset))
             order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(len(self.dataset))
-            drawn.append(self.dataset.prompts[order[at]])
+            drawn.append(replace(self.dataset.prompts[order[at]], position=position))
         self.position += count
         return drawn
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from numbers import Real
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import nn
 
 from tune.collators import IGNORE, Batch, Sample, collate
 from tune.datasets import Prompt
+from tune.datasets.formats.messages import checked_messages
 from tune.distributed import World
 from tune.errors import TuneError
 from tune.generation.sampler import Sampler
@@ -41,9 +43,13 @@ class Reward:
             value = self.function(row, completion)
         except Exception as error:  # whatever the user's function does
             raise TuneError(f"reward: {self.name} fails on {shown}: {type(error).__name__}: {error}") from error
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise TuneError(f"reward: {self.name} gives {value!r} for {shown}; it must give a finite number")
-        return float(value)
+        return _finite(value, f"reward: {self.name} gives {value!r} for {shown}")
+
+
+def _finite(value: Any, found: str) -> float:
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise TuneError(f"{found}; it must give a finite number")
+    return float(value)
 
 
 class Environment(Protocol):
@@ -59,9 +65,11 @@ class Environment(Protocol):
 @dataclass
 class Episode:
     """What was sampled after a prompt: its tokens, with those of an environment's messages between, which have no
-    log-prob. `rewards` are by name, `reward` is their weighted sum; `finish` is that of the last completion."""
+    log-prob. `index` counts the episodes of a run. `rewards` are by name, `reward` is their weighted sum; `finish` is
+    that of the last completion."""
 
     prompt: Prompt
+    index: int = 0
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float | None] = field(default_factory=list)
     text: str = ""
@@ -79,13 +87,13 @@ class Episode:
         for at, (token, log_prob) in enumerate(zip(self.tokens, self.log_probs, strict=True), first):
             if log_prob is not None:
                 labels[at], sampled[at] = token, log_prob
-        return Sample(tokens, labels, columns={"advantage": np.float32(advantage), "sampled": sampled})
+        return Sample(tokens, labels, self.index, {"advantage": np.float32(advantage), "sampled": sampled})
 
     def record(self, step: int) -> dict[str, Any]:
         """For samples.jsonl."""
         return {
-            "step": step, "prompt": self.prompt.index, "reward": self.reward, **self.rewards, "finish": self.finish,
-            "tokens": len(self.tokens), "text": self.text, "row": self.prompt.row,
+            "step": step, "prompt": self.prompt.index, "sample": self.index, "reward": self.reward, **self.rewards,
+            "finish": self.finish, "text": self.text, "tokens": self.tokens, "row": self.prompt.row,
         }  # fmt: skip
 
 
@@ -124,10 +132,10 @@ def rollout(
     With an `environment`, an episode goes on for up to `max_turns` completions, and what it gives is a reward too.
     """
     mine = prompts[world.data_rank :: world.data_size]
-    groups = [[Episode(prompt) for _ in range(samples)] for prompt in mine]
+    groups = [[Episode(prompt, prompt.position * samples + at) for at in range(samples)] for prompt in mine]
     if environment is None:
         found = sampler(
-            model, [prompt.tokens for prompt in mine], samples=samples, step=step, indices=[each.index for each in mine]
+            model, [each.tokens for each in mine], samples=samples, step=step, indices=[each.position for each in mine]
         )
         for episode, completion in zip(chain(*groups), chain(*found), strict=True):
             episode.tokens, episode.log_probs = completion.tokens, list(completion.log_probs)
@@ -157,47 +165,59 @@ def _converse(
 ) -> None:
     """Completions and an environment's answers in turn. Sampled ids are never tokenised again: what the template writes
     behind an answer is appended."""
-    running = [(episode, number, environment()) for group in groups for number, episode in enumerate(group)]
-    conversations = {id(episode): list(episode.prompt.messages or []) for episode, *_ in running}
-    for episode, _, its_environment in running:
+    running = [(episode, environment()) for episode in chain(*groups)]
+    conversations = {episode.index: list(episode.prompt.messages or []) for episode, _ in running}
+    for episode, its_environment in running:
         if episode.prompt.messages is None:
             raise TuneError("environment: its prompts must be conversations: messages, or instruction")
-        its_environment.start(episode.prompt.row)
+        _call(its_environment, "start", episode.prompt.row)
         episode.rewards["environment"] = 0.0
     for turn in range(max_turns):
         if not world.fetch(any=world.any(bool(running)))["any"]:
             return
         found = sampler(
             model,
-            [[*episode.prompt.tokens, *episode.tokens] for episode, *_ in running],
+            [[*episode.prompt.tokens, *episode.tokens] for episode, _ in running],
             step=step * max_turns + turn,
-            indices=[episode.prompt.index * len(groups[0]) + number for episode, number, _ in running],
+            indices=[episode.index for episode, _ in running],
         )
         still = []
-        for (episode, number, its_environment), (completion,) in zip(running, found, strict=True):
+        for (episode, its_environment), (completion,) in zip(running, found, strict=True):
             episode.tokens += completion.tokens
             episode.log_probs += completion.log_probs
             episode.finish = completion.finish
             text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
             episode.text += text
             message = {"role": "assistant", "content": text}
-            reward, messages, done = its_environment.step(message)
-            episode.rewards["environment"] += reward
+            answer = _call(its_environment, "step", message)
+            if not isinstance(answer, tuple) or len(answer) != 3:
+                raise TuneError(f"environment: step gives {answer!r}; it must give (reward, messages, done)")
+            reward, messages, done = answer
+            episode.rewards["environment"] += _finite(reward, f"environment: step gives the reward {reward!r}")
             if done or completion.finish == "length" or turn == max_turns - 1:
                 continue
-            conversation = conversations[id(episode)]
+            conversation = conversations[episode.index]
             before = tokenizer.apply_chat_template([*conversation, message], tools=episode.prompt.tools)
-            conversation += [message, *messages]
+            conversation += [message, *checked_messages(messages, "environment: the messages of step")]
             behind = tokenizer.apply_chat_template(conversation, tools=episode.prompt.tools, add_generation_prompt=True)
-            stop = tokenizer.decode(completion.tokens[-1:])
-            end = before.rindex(stop) + len(stop) if stop in before else 0
-            if not end or not behind.startswith(before[:end]):
+            is_stop = completion.tokens[-1] in tokenizer.stop_ids  # otherwise a stop string: the template ends the turn
+            last = tokenizer.decode(completion.tokens[-1:]) if is_stop else text
+            end = before.rfind(last) + len(last)
+            if last not in before or not behind.startswith(before[:end]):
                 raise TuneError("environment: the chat template changes what stands before a new message")
             suffix = tokenizer.encode(behind[end:])
             episode.tokens += suffix
             episode.log_probs += [None] * len(suffix)
-            still.append((episode, number, its_environment))
+            still.append((episode, its_environment))
         running = still
+
+
+def _call(environment: Environment, method: str, given: Any) -> Any:
+    try:
+        return getattr(environment, method)(given)
+    except Exception as error:  # whatever the user's class does
+        name = f"{type(environment).__name__}.{method}"
+        raise TuneError(f"environment: {name} fails on {given!r}: {type(error).__name__}: {error}") from error
 
 
 def micro_batches(

@@ -54,16 +54,19 @@ def require_installed(tensorboard: bool, wandb: WandbOptions) -> None:
 
 
 class JsonLines(Sink):
-    """metrics.jsonl: one object an optimizer step. A resumed run continues it after the step it resumes from."""
+    """metrics.jsonl: one object an optimizer step. A resumed run continues it, and samples.jsonl, after the step it
+    resumes from."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def start(self, step: int, total: int) -> None:
         # From the beginning, step 0 (a validation before the first one) is logged again too.
-        kept = [line + "\n" for logged, line in logged_steps(self.path) if step and logged <= step]
-        with written_aside(self.path) as unfinished:
-            unfinished.write_text("".join(kept))
+        for file in (self.path, self.path.with_name("samples.jsonl")):
+            kept = [line + "\n" for logged, line in logged_steps(file) if step and logged <= step]
+            if file.exists():
+                with written_aside(file) as unfinished:
+                    unfinished.write_text("".join(kept))
         self.file = self.path.open("a", buffering=1)  # a line at a time
 
     def metrics(self, step: int, values: dict[str, float]) -> None:

@@ -1,0 +1,167 @@
+"""Rollouts with a sampler that gives what a test wants: an environment of several turns, and what is learned."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tune import distributed
+from tune.datasets import Prompt, PromptLoader, Prompts
+from tune.errors import TuneError
+from tune.generation import Completion, Reward, micro_batches, rollout
+from tune.tokenizers import Tokenizer
+
+QUESTION = [{"role": "user", "content": "the cat"}]
+
+
+@pytest.fixture
+def tokenizer(checkpoint):
+    return Tokenizer(str(checkpoint))
+
+
+@pytest.fixture
+def world():
+    return distributed.init("cpu")
+
+
+@pytest.fixture
+def prompt(tokenizer):
+    text = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)
+    return Prompt(3, tokenizer.encode(text), {"secret": "mat"}, QUESTION, position=5)
+
+
+class Scripted:
+    """A sampler whose completions are given, one a turn."""
+
+    def __init__(self, *completions):
+        self.completions, self.prompts, self.keys = list(completions), [], []
+
+    def __call__(self, model, prompts, *, samples=1, step=0, indices=None):
+        if not prompts:
+            return []
+        self.prompts.append(prompts)
+        self.keys.append((step, list(indices)))
+        tokens, finish = self.completions.pop(0)
+        return [[Completion(list(tokens), [-0.5] * len(tokens), finish)] for _ in prompts]
+
+
+class Guess:
+    """Names the guess, until it is the secret."""
+
+    def start(self, row):
+        self.secret, self.turns = row["secret"], 0
+
+    def step(self, message):
+        self.turns += 1
+        is_right = self.secret in message["content"]
+        return float(is_right) / self.turns, [{"role": "user", "content": f"not {message['content']}"}], is_right
+
+
+def converse(tokenizer, world, prompt, sampler, samples=1, environment=Guess, **options):
+    (group,) = rollout(
+        None, sampler, tokenizer, [prompt], [], world, samples=samples, step=2, environment=environment, **options
+    )
+    return group
+
+
+def test_turns_of_an_environment(tokenizer, world, prompt):
+    """The text is that of the template; the ids that were sampled stay, although the tokenizer would give others."""
+    end = tokenizer.encode("<|im_end|>")
+    letters = [token for letter in "dog" for token in tokenizer.encode(letter)]
+    assert tokenizer.decode(letters) == "dog" and letters != tokenizer.encode("dog")
+    sampler = Scripted((letters + end, "stop"), (tokenizer.encode("the mat") + end, "stop"))
+    first, second = converse(tokenizer, world, prompt, sampler, samples=2, max_turns=4)
+    assert first.tokens == second.tokens and (first.index, second.index) == (10, 11)
+    turns = [{"role": "assistant", "content": "dog"}, {"role": "user", "content": "not dog"}]
+    last = {"role": "assistant", "content": "the mat"}
+    written = tokenizer.apply_chat_template([*QUESTION, *turns, last])
+    assert tokenizer.decode([*prompt.tokens, *first.tokens]) == written.removesuffix("\n")
+    assert first.tokens[: len(letters) + 1] == letters + end
+    assert sampler.prompts[1][0] == [*prompt.tokens, *first.tokens[: -len(tokenizer.encode("the mat")) - 1]]
+    assert sampler.keys == [(2 * 4, [10, 11]), (2 * 4 + 1, [10, 11])]
+    assert (first.reward, first.rewards, first.finish) == (0.5, {"environment": 0.5}, "stop")
+
+    sample = first.sample(0.25)
+    (batch,) = micro_batches([sample], 4, world)
+    learned = [token for token in sample.labels.tolist() if token != -100]
+    assert learned == letters + end + tokenizer.encode("the mat") + end  # and nothing of the environment
+    assert batch.num_supervised == len(learned) == sum(sample.columns["sampled"] == -0.5)
+    at = [position for position, token in enumerate(sample.labels) if token != -100]
+    follows = [*prompt.tokens, *first.tokens]
+    assert [follows[position + 1] for position in at] == learned
+
+
+def test_a_turn_that_ends_with_a_stop_string_gets_the_end_of_the_template(tokenizer, world, prompt):
+    """Also where the string is within the text that ends a turn."""
+    sampler = Scripted((tokenizer.encode("dog>"), "stop"), (tokenizer.encode("mat<|im_end|>"), "stop"))
+    (episode,) = converse(tokenizer, world, prompt, sampler, max_turns=2)
+    assert tokenizer.decode(episode.tokens).startswith("dog><|im_end|>\n<|im_start|>user\nnot dog><|im_end|>\n")
+
+
+@pytest.mark.parametrize(("finish", "turns", "asked"), [("length", 8, 1), ("stop", 2, 2), ("stop", 1, 1)])
+def test_ends(finish, turns, asked, tokenizer, world, prompt):
+    """A completion that is cut, or the last turn, ends an episode with a sampled token."""
+    tokens = tokenizer.encode("dog") + tokenizer.encode("<|im_end|>")
+    sampler = Scripted(*[(tokens, finish)] * 3)
+    (episode,) = converse(tokenizer, world, prompt, sampler, max_turns=turns)
+    assert len(sampler.prompts) == asked and episode.log_probs[-1] is not None
+
+
+class Fails(Guess):
+    def step(self, message):
+        raise KeyError("door")
+
+
+class NotANumber(Guess):
+    def step(self, message):
+        return float("nan"), [], True
+
+
+class OnlyANumber(Guess):
+    def step(self, message):
+        return 1.0
+
+
+class NoAnswer(Guess):
+    def step(self, message):
+        return 0.0, [], False
+
+
+class NoStart:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        (Fails, ("Fails.step fails", "KeyError: 'door'")),
+        (NotANumber, ("reward nan", "finite number")),
+        (OnlyANumber, ("gives 1.0", "(reward, messages, done)")),
+        (NoAnswer, ("the messages of step", "a list of messages")),
+        (NoStart, ("NoStart.start fails", "AttributeError")),
+    ],
+)
+def test_environments_that_are_wrong(environment, says, tokenizer, world, prompt):
+    sampler = Scripted(*[(tokenizer.encode("dog") + tokenizer.encode("<|im_end|>"), "stop")] * 2)
+    with pytest.raises(TuneError) as raised:
+        converse(tokenizer, world, prompt, sampler, environment=environment, max_turns=2)
+    assert all(each in str(raised.value) for each in ("environment: ", *says))
+
+
+def test_an_environment_needs_conversations(tokenizer, world, prompt):
+    with pytest.raises(TuneError, match="environment: its prompts must be conversations"):
+        converse(tokenizer, world, dataclasses.replace(prompt, messages=None), Scripted())
+
+
+def test_a_prompt_that_is_drawn_twice_in_a_step_gets_other_samples():
+    """At the end of an epoch, or in the place of a dead group."""
+    prompts = Prompts("three", [Prompt(index, [1], {}) for index in range(3)], {})
+    loader = PromptLoader(prompts, 2, epochs=2)
+    (_, first), (_, second) = loader
+    assert [each.position for each in (*first, *second, *loader.draw(2))] == list(range(6))
+    assert sorted(each.index for each in (*first, *second[:1])) == [0, 1, 2]
+
+
+def test_numbers_of_other_libraries_are_rewards():
+    number = torch.ones(1).numpy()[0]
+    assert Reward("ones", lambda row, completion: number)({}, "") == 1.0
