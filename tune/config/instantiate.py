@@ -81,7 +81,8 @@ def instantiate_weighted(setting: Any, key: str = "reward") -> list[tuple[str, C
         component = locate(values.pop(COMPONENT))
         name = getattr(component, "__name__", type(component).__name__)
         try:
-            function: Any = component(**values) if inspect.isclass(component) else functools.partial(component, **values)
+            is_class = inspect.isclass(component)
+            function: Any = component(**values) if is_class else functools.partial(component, **values)
             if not hasattr(function, "scores"):  # a reward model's: of tokens
                 inspect.signature(function).bind(None, None)
         except (TypeError, ValueError) as error:
