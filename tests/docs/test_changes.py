@@ -141,3 +141,20 @@ def test_losses(reader, run, settings, reference):
     assert math.isclose(ours.item(), theirs.item(), rel_tol=1e-6)
     for one, other in zip(*(torch.autograd.grad(loss, (hidden, weight)) for loss in (ours, theirs)), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_another_loss_of_preferences(reader):
+    follow(reader, "Another loss of preferences")
+    rows = [{"instruction": f"the cat {n}", "chosen": "sat", "rejected": "ran on"} for n in range(8)]
+    (reader.folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with reader.at_work():
+        tune(
+            [
+                "run", "preference_finetune", "model.path=SmolLM2-135M-Instruct", "dataset.path=pairs.jsonl",
+                "device=cpu", "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "optimizer.lr=1e-3", "epochs=3",
+                "loss._component_=my_preferences.Hinge", "loss.beta=0.05", "schedule.warmup=0", "output_dir=run",
+            ]
+        )  # fmt: skip
+    first, *_, last = logged(reader.folder / "run")
+    assert (first["loss"], first["rewards/margins"]) == (1, 0)
+    assert math.isclose(last["loss"], 1 - last["rewards/margins"], rel_tol=1e-5) and last["rewards/margins"] > 0
