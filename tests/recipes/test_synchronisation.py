@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 
+import distill
 import full_finetune
 import lora_finetune
 import preference_finetune
@@ -48,6 +49,8 @@ class Waits(TorchDispatchMode):
         (full_finetune, ["dtype=bf16"], {"config_class": "MixtralConfig", **EXPERTS}),
         (lora_finetune, ["adapter.dropout=0.1", "quantization.weights=nf4", "adapter.trainable_tokens=[5,7]"], {}),
         (lora_finetune, ["adapter.dora=true", "dtype=bf16"], {}),
+        (distill, ["teacher.path=${model.path}", "packed=true", "loss.cross_entropy=0.5"], {}),
+        (distill, ["teacher.path=${model.path}", "teacher.top_k=9", "loss._component_=tune.losses.ReverseKL"], {}),
         (preference_finetune, ["micro_batch_size=2"], {}),
         (preference_finetune, ["loss._component_=tune.losses.KTO", "packed=true"], {}),
         (preference_finetune, ["adapter.rank=4", "reference=adapter_off"], {}),
