@@ -187,7 +187,7 @@ class Reader:
         tiny = TINY | ({"output_dir": f"runs/{next(self.numbers)}"} if is_run else {})
         if given.get("model._component_") == "my_family.build":
             tiny["from_scratch"] = "true"
-        if "grpo" in arguments:
+        if {"grpo", "ppo_finetune"} & {*arguments}:
             tiny = {key: value for key, value in tiny.items() if key not in ("max_seq_len", "global_batch_size")}
         if "teacher.path" in given:
             tiny["teacher.path"] = tiny["model.path"]
