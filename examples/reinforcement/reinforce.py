@@ -2,7 +2,7 @@
 
     python examples/reinforcement/reinforce.py MODEL [--steps N] [--seed N]      from the top of the repository
 
-MODEL is a chat model's folder; `make model` gets one. Three steps of `lora_finetune` show it the form of an answer; all
+MODEL is a chat model's folder; `make model` gets one. Four steps of `lora_finetune` show it the form of an answer; all
 else it learns by `grpo`.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", type=Path)
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of grpo")
+    parser.add_argument("--steps", type=int, default=34, help="optimizer steps of grpo")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts' order and of what is sampled")
     parser.add_argument("--out", type=Path, default=Path(".demo/reinforcement"), help="the run folders, made anew")
     options = parser.parse_args()
@@ -27,7 +27,7 @@ def main() -> None:
     start, run = options.out / "start", options.out / "run"
     tune(
         "lora_finetune", "--config", "examples/home_commands/demo.yaml", f"model.path={options.model}",
-        "validation_dataset.path=null", "validate_every=null", "max_steps=3", "export.merge=true",
+        "validation_dataset.path=null", "validate_every=null", "max_steps=4", "export.merge=true",
         f"output_dir={start}",
     )  # fmt: skip
     began = time.monotonic()
