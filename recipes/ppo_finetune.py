@@ -86,21 +86,20 @@ def main(cfg):
     peft.start(model, lora, cfg.seed)
     distributed.parallelize(
         critic, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
-        activation_checkpointing=cfg.memory.activation_checkpointing, cpu_offload=cfg.memory.cpu_offload,
+        activation_checkpointing=cfg.memory.activation_checkpointing,
+        activation_offload=cfg.memory.activation_offload,
+        cpu_offload=cfg.memory.cpu_offload,
     )  # fmt: skip
     critic_weights.load(critic)
     both = torch.nn.ModuleDict({"policy": model, "value": critic})
-    frozen = None
+    frozen = model
     if cfg.kl and cfg.reference != "adapter_off":
         frozen, _ = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)
 
     def reference(batch):
         """Log-probs of the supervised tokens under the frozen reference."""
-        with torch.no_grad():
-            if frozen is not None:
-                return frozen(batch, log_probs).log_probs
-            with peft.switched_off(model):
-                return model(batch, log_probs).log_probs
+        with torch.no_grad(), peft.switched_off(model):
+            return frozen(batch, log_probs).log_probs
 
     def sample(prompts, step, sampler=sampler, samples=cfg.samples_per_prompt):
         return generation.rollout(model, sampler, tokenizer, prompts, rewards, world, samples=samples, step=step)

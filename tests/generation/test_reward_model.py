@@ -57,3 +57,12 @@ def test_what_is_no_judge_of_these_ids_is_refused(judge, checkpoint, tmp_path):
     other.add_tokens(["<new>"])
     with pytest.raises(TuneError, match="another tokenizer"):
         RewardModel(str(judge)).scores([], other, CPU)
+
+
+def test_scores_that_are_no_numbers_are_refused(judge):
+    class Broken:
+        def scores(self, episodes, tokenizer, device):
+            return [float("nan")] * len(episodes)
+
+    with pytest.raises(TuneError, match="broken gives nan"):
+        Reward("broken", Broken()).of([Episode(Prompt(0, [5], {}))], Tokenizer(str(judge)), CPU)

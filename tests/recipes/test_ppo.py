@@ -99,3 +99,16 @@ def test_a_continued_run_is_bitwise_the_same(adapter, run, tmp_path):
     assert [[step[name] for name in names] for step in continued] == [
         [step[name] for name in names] for step in whole[1:]
     ]
+
+
+def test_a_value_model_with_a_head_over_the_vocabulary_is_refused(run_recipe, common, tmp_path, capsys):
+    settings = [*common, f"output_dir={tmp_path / 'run'}", "value.head=tokens"]
+    assert run_recipe(settings, ppo_finetune) == 2
+    assert "set value.head=score" in capsys.readouterr().err
+
+
+def test_a_run_that_ends_before_its_checkpoint_is_refused(run, run_recipe, common, tmp_path, capsys):
+    run("checkpointer.every=1", "max_steps=2")
+    settings = [*common, f"output_dir={tmp_path / 'run'}", "max_steps=1"]
+    assert run_recipe(settings, ppo_finetune) == 2
+    assert "this run ends with step 1" in capsys.readouterr().err

@@ -157,6 +157,11 @@ class PromptLoader:
                 f"the checkpoint was made with other prompts: {'; '.join(changed)}. Restore these settings, or start "
                 "anew with resume=never and another output_dir"
             )
+        if state["step"] > self.steps:
+            raise TuneError(
+                f"resume: the checkpoint is that of step {state['step']}, and this run ends with step {self.steps}. "
+                "Raise max_steps or epochs, or start anew with resume=never and another output_dir"
+            )
         self.step, self.position = state["step"], state["position"]
 
     def _identity(self) -> dict[str, Any]:

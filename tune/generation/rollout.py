@@ -33,7 +33,8 @@ class Reward:
     def of(self, episodes: Sequence["Episode"], tokenizer: Tokenizer, device: torch.device) -> list[float]:
         """One number for each of the episodes. A function with the method `scores` gets all of them together."""
         if hasattr(self.function, "scores"):
-            return self.function.scores(episodes, tokenizer, device)
+            scores = self.function.scores(episodes, tokenizer, device)
+            return [_finite(score, f"reward: {self.name} gives {score!r}") for score in scores]
         return [self(episode.prompt.row, episode.text) for episode in episodes]
 
     def __call__(self, row: dict[str, Any], completion: str) -> float:

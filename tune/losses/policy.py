@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tune.collators import Batch
+from tune.errors import TuneError
 from tune.losses.chunks import of_supervised
 from tune.losses.log_probs import per_document
 from tune.types import PositiveFloat
@@ -67,7 +68,12 @@ def of_tokens(column: str, batch: Batch) -> Tensor:
 
 
 def token_values(hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
-    """A head of one output, `weight` `[1, dim]`: a value before each supervised token, `[tokens]`, in fp32."""
+    """A head of one output, `weight` `[1, dim]`: a value before each supervised token, `[tokens]`, in fp32. Raises
+    TuneError for a head of more outputs."""
+    if len(weight) != 1:
+        raise TuneError(
+            f"value: the model's head has {len(weight):,} outputs, and a value is one: set value.head=score"
+        )
     return of_supervised(hidden, batch).float() @ weight[0].float()
 
 
