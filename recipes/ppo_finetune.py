@@ -94,6 +94,7 @@ def main(cfg):
     both = torch.nn.ModuleDict({"policy": model, "value": critic})
     frozen = model
     if cfg.kl and cfg.reference != "adapter_off":
+        tokenizer.require_same_ids(type(tokenizer)(cfg.reference), "reference")
         frozen, _ = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)
 
     def reference(batch):

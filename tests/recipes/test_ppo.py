@@ -7,7 +7,7 @@ import numpy as np
 import ppo_finetune
 import pytest
 import torch
-from helpers import run_processes
+from helpers import run_processes, save_checkpoint
 from recipes.test_grpo import requests  # noqa: F401
 
 from tune.collators import Sample, collate
@@ -112,3 +112,12 @@ def test_a_run_that_ends_before_its_checkpoint_is_refused(run, run_recipe, commo
     settings = [*common, f"output_dir={tmp_path / 'run'}", "max_steps=1"]
     assert run_recipe(settings, ppo_finetune) == 2
     assert "this run ends with step 1" in capsys.readouterr().err
+
+
+def test_a_reference_of_another_tokenizer_is_refused(run_recipe, common, tmp_path, capsys):
+    save_checkpoint(tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|im_start|>", "<|turn|>"))
+    settings = [*common, f"output_dir={tmp_path / 'run'}", f"reference={tmp_path / 'other'}"]
+    assert run_recipe(settings, ppo_finetune) == 2
+    assert "another tokenizer" in capsys.readouterr().err
