@@ -55,11 +55,12 @@ def parallelize(
         wrap_forward(block, activation_checkpointing, compile, activation_offload)
     if not plain:
         _shard(model, blocks, world, DTYPES[dtype], needs_cast, cpu_offload)
-    _allocate(model, torch.device("cpu") if cpu_offload else world.device, world.device)
+    allocate(model, torch.device("cpu") if cpu_offload else world.device, world.device)
 
 
-def _allocate(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
+def allocate(model: nn.Module, device: torch.device, buffer_device: torch.device | None = None) -> None:
     """Uninitialised memory for parameters. Buffers with values keep them: they may be in no checkpoint."""
+    buffer_device = buffer_device or device
     persistent = model.state_dict().keys()
     buffers = dict(model.named_buffers(remove_duplicate=False))
     if lost := [name for name, buffer in buffers.items() if buffer.is_meta and name not in persistent]:

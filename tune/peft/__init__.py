@@ -9,12 +9,14 @@ from tune.peft.dropout import set_dropout_keys
 from tune.peft.files import adapter, digest, export_adapter, export_trained, load_adapter, read_adapter, start
 from tune.peft.lora import LoRA, LoRALinear
 from tune.peft.merging import merge
+from tune.peft.opening import Resolved, open_model, resolve_model
 from tune.peft.tokens import untrained_tokens
 
 __all__ = [
     "Adapted",
     "LoRA",
     "LoRALinear",
+    "Resolved",
     "adapted_modules",
     "adapter",
     "add_adapters",
@@ -24,7 +26,9 @@ __all__ = [
     "initialize",
     "load_adapter",
     "merge",
+    "open_model",
     "read_adapter",
+    "resolve_model",
     "set_dropout_keys",
     "start",
     "switched_off",

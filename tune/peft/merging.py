@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -10,11 +10,9 @@ from torch import nn
 from tune import distributed
 from tune.checkpointers import Pretrained, export
 from tune.errors import TuneError
-from tune.models import build, hf
-from tune.models.config_file import ConfigFile
-from tune.models.families import supported
 from tune.peft.adapters import add_adapters
 from tune.peft.files import load_adapter, read_adapter
+from tune.peft.opening import without_memory
 from tune.tokenizers import Tokenizer
 
 
@@ -29,10 +27,8 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path, card: str = ""
     """
     source, adapter = Path(base), Path(adapter)
     lora = read_adapter(str(adapter))
-    with torch.device("meta"):
-        is_ours = ConfigFile(source).get("model_type") in supported()
-        head: Literal["tokens", "score"] = "score" if "score" in lora.modules_to_save else "tokens"
-        model: Any = build(str(source), head=head) if is_ours else hf(str(source))
+    head: Literal["tokens", "score"] = "score" if "score" in lora.modules_to_save else "tokens"
+    model = without_memory(source, head)
     weights = Pretrained(str(source), model)
     add_adapters(model, lora)
     _give_memory_to_adapters(model)

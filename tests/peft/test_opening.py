@@ -1,0 +1,145 @@
+"""What a user names on the command line is opened: a model, an adapter, a run; the logits are those of PEFT."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from helpers import save_checkpoint
+from torch.testing import assert_close
+
+from tune import distributed
+from tune.checkpointers import load_model
+from tune.errors import TuneError
+from tune.models import Decoder
+from tune.models.hf import HuggingFaceModel
+from tune.peft import LoRA, add_adapters, export_adapter, open_model, resolve_model
+from tune.quantization import NF4Weight
+from tune.tokenizers import Tokenizer
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.arange(5, 85).view(2, 40)
+
+
+def make_adapter(base, folder, seed, **settings):
+    model, lora = load_model(str(base)), LoRA(rank=4, alpha=8, **settings)
+    add_adapters(model, lora)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    export_adapter(model, lora, folder, distributed.init("cpu"), base=str(base), tokenizer=Tokenizer(str(base)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapters(checkpoint, tmp_path_factory):
+    """Of two kinds: the layers of both overlap."""
+    folder = tmp_path_factory.mktemp("adapters")
+    first = make_adapter(checkpoint, folder / "first", 1)
+    return first, make_adapter(checkpoint, folder / "second", 2, target_modules=["q_proj", "down_proj", "embed_tokens"])
+
+
+@torch.no_grad()
+def test_several_adapters_add_up_as_in_peft(checkpoint, adapters):
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    theirs = peft.PeftModel.from_pretrained(base, adapters[0], adapter_name="first").eval()
+    model, tokenizer = open_model(adapters[0])
+    assert_close(model(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)
+    assert_close(open_model(checkpoint, adapters=adapters[:1])[0](TOKENS), model(TOKENS))
+    assert tokenizer.path == adapters[0]
+
+    theirs.load_adapter(adapters[1], adapter_name="second")
+    theirs.base_model.set_adapter(["first", "second"])
+    both, tokenizer = open_model(adapters[0], adapters=[adapters[1]])
+    assert_close(both(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)
+    assert (both(TOKENS) - model(TOKENS)).abs().max() > 1e-3
+    assert tokenizer.path == adapters[1] and not both.training
+
+
+def test_dora_under_another_adapter(checkpoint, adapters, tmp_path):
+    dora = make_adapter(checkpoint, tmp_path / "dora", 3, dora=True)
+    both = open_model(dora, adapters=[adapters[0]])[0](TOKENS)
+    merged = load_model(str(checkpoint))
+    for name, layer in open_model(dora)[0].named_modules():
+        if hasattr(layer, "magnitude"):
+            merged.get_submodule(name).weight.data = layer.merged(layer.weight).detach()
+    difference = open_model(adapters[0])[0].state_dict()
+    for name, layer in merged.named_modules():
+        if f"{name}.lora_a" in difference:
+            layer.weight.data += 2 * difference[f"{name}.lora_b"] @ difference[f"{name}.lora_a"]
+    assert_close(both, merged(TOKENS), atol=1e-5, rtol=1e-5)
+
+
+def test_folders_of_a_run(checkpoint, adapters, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("model: {path: somewhere}\n")
+    shutil.copytree(adapters[0], run / "adapter")
+    found = resolve_model(run)
+    assert (found.base, found.adapters, found.tokenizer) == (checkpoint, (run / "adapter",), run / "adapter")
+    assert resolve_model(checkpoint, [run]).adapters == (run / "adapter",)
+    shutil.copytree(checkpoint, run / "model")  # with the adapter merged in, as export.merge=true leaves it
+    assert resolve_model(run) == resolve_model(run / "model")
+    assert resolve_model(run).adapters == ()
+
+
+def test_types_and_quantisation(checkpoint, adapters, tmp_path):
+    halved = tmp_path / "bf16"
+    transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).save_pretrained(halved)
+    Tokenizer(str(checkpoint)).save(halved)
+    types = {name: open_model(halved, **each)[0].norm.weight.dtype for name, each in {
+        "on a CPU": {}, "of the file": {"device": "meta"}, "chosen": {"dtype": "fp16"},
+    }.items()}  # fmt: skip
+    assert types == {"on a CPU": torch.float32, "of the file": torch.bfloat16, "chosen": torch.float16}
+    model, _ = open_model(adapters[0], quantization="nf4")
+    assert isinstance(model.blocks[0].attention.query.weight, NF4Weight)
+    expected = open_model(adapters[0])[0](TOKENS)
+    assert 0 < (model(TOKENS) - expected).norm() / expected.norm() < 0.3
+
+
+def test_families(checkpoint, tmp_path):
+    """Ours, and others by transformers."""
+    assert isinstance(open_model(checkpoint)[0], Decoder)
+    folder = save_checkpoint(tmp_path / "gptj", "GPTJConfig", n_embd=64, n_layer=2, n_head=4, rotary_dim=8)
+    model, _ = open_model(folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert isinstance(model, HuggingFaceModel)
+    assert_close(model(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_none_of_these(checkpoint, adapters, tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-00000050").mkdir(parents=True)
+    (run / "config.yaml").touch()
+    moved, scores, empty = tmp_path / "moved", tmp_path / "scores", tmp_path / "empty"
+    shutil.copytree(adapters[0], moved)
+    settings = json.loads((moved / "adapter_config.json").read_text())
+    (moved / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "org/base"}))
+    shutil.copytree(checkpoint, scores)
+    config = json.loads((scores / "config.json").read_text())
+    config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "x"}}
+    (scores / "config.json").write_text(json.dumps(config))
+    empty.mkdir()
+    (tmp_path / "model.gguf").touch()
+    wrong = [
+        ((run,), r"exported nothing yet.*but step-00000050.*output_dir=.*run, continues"),
+        ((run / "checkpoints" / "step-00000050",), "exported nothing yet"),
+        ((tmp_path / "not_there",), "does not exist"),
+        (("org/name",), "tune download org/name"),
+        ((tmp_path / "model.gguf",), "tune convert"),
+        ((checkpoint / "config.json",), "is a file; name its folder"),
+        ((empty,), r"neither a model \(config.json\), nor an adapter .* it has nothing"),
+        ((moved,), r"is an adapter of org/base, .* BASE --adapter .*moved"),
+        ((checkpoint, [checkpoint]), "is no adapter: it has no adapter_config.json"),
+        ((checkpoint, [run]), "exported nothing yet"),
+    ]
+    for named, message in wrong:
+        with pytest.raises(TuneError, match=message):
+            resolve_model(*named)
+    with pytest.raises(TuneError, match="is a reward model"):
+        open_model(scores)
+    with pytest.raises(TuneError, match="take one adapter"):
+        open_model(adapters[0], adapters=[adapters[1]], quantization="nf4")

@@ -1,0 +1,144 @@
+"""Opening what a user names on the command line: a model folder, an adapter folder, a run folder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from tune.checkpointers import Pretrained, check
+from tune.distributed.parallelize import allocate
+from tune.errors import TuneError
+from tune.models import build, hf
+from tune.models.config_file import ConfigFile, read_json
+from tune.models.families import supported
+from tune.peft.adapters import adapted_modules, add_adapters
+from tune.peft.files import CONFIG, load_adapter, read_adapter
+from tune.quantization import quantize_linears
+from tune.tokenizers import Tokenizer
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The folders of a model: its base, the adapters on it, and the one with the tokenizer that it was trained with."""
+
+    base: Path
+    adapters: tuple[Path, ...]
+    tokenizer: Path
+
+
+def resolve_model(path: str | Path, adapters: Sequence[str | Path] = ()) -> Resolved:
+    """The folders of what `path` names: a model in Hugging Face layout, an adapter in PEFT's (its base is the one that
+    its config names), or a run folder (its model/, else its adapter/); with more `adapters`, or runs that have one.
+
+    Raises:
+        TuneError: a path is none of these, or the base of an adapter is not where its config says.
+    """
+    folder = _exported(Path(path).expanduser())
+    its_own = [folder] if (folder / CONFIG).exists() else []
+    found = [*its_own, *(_exported(Path(each).expanduser()) for each in adapters)]
+    for each in found:
+        if not (each / CONFIG).exists():
+            raise TuneError(
+                f"{each} is no adapter: it has no {CONFIG}. Name a folder in PEFT's layout, or a run of one"
+            )
+    base = folder
+    if its_own:
+        named = read_json(folder / CONFIG, "adapter").get("base_model_name_or_path") or ""
+        base = Path(named).expanduser()
+        if not named or not base.is_dir():
+            raise TuneError(
+                f"{folder} is an adapter of {named or 'a base that it does not name'}, which is no folder here. Name "
+                f"the base and the adapter: BASE --adapter {folder} (`tune download` gets a model from the hub)"
+            )
+    folders = [each for each in reversed(found) if (each / "tokenizer.json").exists()]
+    return Resolved(base, tuple(found), folders[0] if folders else base)
+
+
+def _exported(path: Path) -> Path:
+    """A model or an adapter folder: `path` itself, or what the run there has exported."""
+    for folder in (path, path / "model", path / "adapter"):
+        if (folder / "config.json").exists() or (folder / CONFIG).exists():
+            return folder
+    run = next((each for each in (path, path.parent, path.parent.parent) if (each / "config.yaml").exists()), None)
+    if run:
+        steps = ", ".join(each.name for each in sorted(run.glob("checkpoints/step-*"))) or "no checkpoint either"
+        raise TuneError(
+            f"{path}: this run has exported nothing yet: it has neither model/ nor adapter/, but {steps}. Let it come "
+            f"to its end: the command that began it, with output_dir={run}, continues after its last checkpoint"
+        )
+    if path.is_file():
+        hint = "`tune convert` makes a folder of a GGUF file" if path.suffix == ".gguf" else "name its folder"
+        raise TuneError(f"{path} is a file; {hint}")
+    if path.is_dir():
+        found = ", ".join(sorted(child.name for child in path.iterdir())[:8]) or "nothing"
+        raise TuneError(
+            f"{path} is neither a model (config.json), nor an adapter ({CONFIG}), nor a run (config.yaml); "
+            f"it has {found}"
+        )
+    ConfigFile(path)  # says what a missing folder could mean
+    raise AssertionError(path)
+
+
+def open_model(
+    path: str | Path,
+    *,
+    adapters: Sequence[str | Path] = (),
+    device: str | torch.device = "cpu",
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+    quantization: Literal["nf4"] | None = None,
+) -> tuple[Any, Tokenizer]:
+    """The language model that `path` names, see `resolve_model`, ready for use on one device, and its tokenizer.
+
+    The models of other families are those of transformers. Without a `dtype` it is fp32 on a CPU, elsewhere that of the
+    file. What several adapters change adds up, as in PEFT: all but the last are merged into the weights.
+
+    Raises:
+        TuneError: also if the model is a reward model, does not fit its files, or several adapters are to be merged
+            into quantised weights.
+    """
+    found = resolve_model(path, adapters)
+    loras = [read_adapter(str(each)) for each in found.adapters]
+    if quantization and len(loras) > 1:
+        raise TuneError("quantised weights take one adapter: merge the others into the base first (`tune merge`)")
+    model = without_memory(found.base)
+    architectures = ConfigFile(found.base).get("architectures", [])
+    if any("score" in lora.modules_to_save for lora in loras) or "SequenceClassification" in str(architectures):
+        raise TuneError(f"{path} is a reward model: it scores texts and writes none")
+    weights = Pretrained(str(found.base), model)
+    on_disk = max(weights.tensors.values(), key=lambda tensor: torch.Size(tensor.shape).numel()).dtype
+    chosen = DTYPES[dtype] if dtype else torch.float32 if torch.device(device).type == "cpu" else on_disk
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(chosen)
+    if quantization:
+        quantize_linears(model, double=True)
+    allocate(model, torch.device(device))
+    weights.load(model)
+    for folder, lora in zip(found.adapters, loras, strict=True):
+        _merge_in_place(model)
+        add_adapters(model, lora)
+        load_adapter(model, str(folder))
+    check(model)
+    return model.to(device).eval(), Tokenizer(str(found.tokenizer))
+
+
+def without_memory(path: Path, head: Literal["tokens", "score"] = "tokens") -> Any:
+    """The model of a folder, ours or else transformers', on the meta device."""
+    with torch.device("meta"):
+        is_ours = ConfigFile(path).get("model_type") in supported()
+        return build(str(path), head=head) if is_ours else hf(str(path))
+
+
+@torch.no_grad()
+def _merge_in_place(model: nn.Module) -> None:
+    """Merge the adapters of `model` into its weights; its layers are plain ones then."""
+    layer: Any
+    for layer in adapted_modules(model).values():
+        layer.weight.copy_(layer.merged(layer.weight))
+        for part in layer.PARTS:
+            delattr(layer, part)
+        layer.__class__ = type(layer).__bases__[-1]
