@@ -73,7 +73,7 @@ def main(cfg):
         dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
         activation_checkpointing=cfg.memory.activation_checkpointing,
     )  # fmt: skip
-    run.info(dataset.table())
+    run.describe_prompts(data)
     if adapted:
         run.info(adapted.table())
 

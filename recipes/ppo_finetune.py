@@ -72,7 +72,7 @@ def main(cfg):
         dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
         activation_checkpointing=cfg.memory.activation_checkpointing,
     )  # fmt: skip
-    run.info(dataset.table())
+    run.describe_prompts(data)
     if adapted:
         run.info(adapted.table())
 
@@ -157,7 +157,7 @@ def main(cfg):
                 with run.pause():
                     run.record(0, validate())
             rollout = sample(prompts, step)
-            samples = [episode.sample(episode.reward) for group in rollout for episode in group]
+            samples = [episode.sample() for group in rollout for episode in group]
             micro_batches = generation.micro_batches(samples, cfg.micro_batch_size, world, pad_to)
             metrics = world.fetch(
                 interrupted=world.any(interrupt.requested),

@@ -101,7 +101,7 @@ def chat(turns):
 
 
 def read(tokenizer, messages, **options):
-    (outcome,) = RowReader(tokenizer, 100_000, **options)([("row", {"messages": messages})])
+    (outcome,) = RowReader(tokenizer, 100_000, ignore=["<image>"], **options)([("row", {"messages": messages})])
     assert outcome.mistake is None
     return outcome.samples[0]
 

@@ -191,6 +191,14 @@ def test_what_the_methods_did(alone):
     assert sum(dead) < len(prompts)
 
 
+def test_what_a_run_will_do_is_told(run, tmp_path):
+    """Also where the epochs end before max_steps."""
+    run("max_steps=9")
+    told = (tmp_path / "run" / "log.txt").read_text()
+    assert "5 steps, 5 an epoch" in told
+    assert "max_steps=9 is not reached: epochs=1 ends before. Raise epochs" in told
+
+
 def test_dynamic_sampling_trains_on_more_live_groups(run, tmp_path):
     reward = ["reward=recipes.test_grpo.odd_ones", *SMALL]
     plain, dynamic = (

@@ -53,7 +53,7 @@ def test_advantages_are_those_of_the_formula():
     draw = np.random.default_rng(0)
     lengths, decay = (4, 1, 6), 0.9
     samples = [
-        Sample(np.arange(length), np.arange(length), columns={"advantage": np.float32(number)})
+        Sample(np.arange(length), np.arange(length), columns={"reward": np.float32(number)})
         for number, length in enumerate(lengths, 1)
     ]
     batch = collate([[sample] for sample in samples])

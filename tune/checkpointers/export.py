@@ -16,8 +16,7 @@ from tune.atomic import written_aside
 from tune.checkpointers.disk import disk_tensors, has_weights
 from tune.checkpointers.hf_tensors import hf_tensors
 from tune.checkpointers.weights import Pretrained
-from tune.distributed import World
-from tune.distributed.parallelize import DTYPES
+from tune.distributed import DTYPES, World
 from tune.errors import TuneError
 from tune.models.build import as_reward_model
 from tune.models.names import Names

@@ -1,20 +1,24 @@
 """Prompts to sample answers to, and their order."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from tune.datasets.cache import hash_of
-from tune.datasets.formats import Row, shown
+from tune.datasets.formats import Chat, Plain, Row, require_meaning, shown
+from tune.datasets.formats.content import require
 from tune.datasets.formats.messages import checked_messages, checked_tools, conversation
-from tune.datasets.rows import TOO_LONG
+from tune.datasets.rows import LEFT_OUT, TOO_LONG
 from tune.datasets.sources import open_source
+from tune.datasets.user_functions import called
 from tune.errors import TuneError
 from tune.tokenizers import Message, Tokenizer
 from tune.types import PositiveInt
+
+FOR_REWARDS = ("chosen", "rejected", "label")  # columns that say nothing else of the prompt
 
 
 @dataclass(frozen=True)
@@ -54,23 +58,30 @@ def load_prompts(
     *,
     max_prompt_len: PositiveInt,
     columns: Mapping[str, str] | None = None,
+    filter: str | None = None,
+    ignore: Sequence[str] = (),
     subset: str | None = None,
     take: PositiveInt | None = None,
 ) -> Prompts:
     """Reads the prompts of a dataset, which is opened as by `tune.datasets.load`.
 
     A row has `messages` (answers at their end are left out), or `prompt` (a list of messages, or a string: plain text),
-    or `instruction` (a string: a chat of one turn); optional `system` and `tools`. `columns` gives the data's names for
-    these. A prompt of more than `max_prompt_len` tokens is dropped and counted.
+    or `instruction` (a string: a chat of one turn; `input` is put behind it); optional `system` and `tools`. `columns`
+    gives the data's names for these; `filter` names a function of yours from a row to whether it is wanted. A prompt of
+    more than `max_prompt_len` tokens is dropped and counted.
 
     Raises:
-        TuneError: a row has none of these columns, or they are not as they must be; or no prompt is left.
+        TuneError: a row has none of these columns, or they are not as they must be; or it has what a model of text does
+            not see, images or `<image>`, and `ignore` does not name that; or no prompt is left.
     """
     prompts: list[Prompt] = []
     dropped: Counter[str] = Counter()
     for place, row in open_source(path, split, subset, take):
         try:
-            prompt = _prompt(tokenizer, row, dict(columns or {}), len(prompts))
+            if filter and not called(filter, "dataset.filter", row):
+                dropped[LEFT_OUT + filter] += 1
+                continue
+            prompt = _prompt(tokenizer, row, dict(columns or {}), [*ignore, *FOR_REWARDS], len(prompts))
         except TuneError as error:
             raise TuneError(f"{place}: {error}") from error
         if len(prompt.tokens) > max_prompt_len:
@@ -82,14 +93,17 @@ def load_prompts(
     return Prompts(path, prompts, dropped)
 
 
-def _prompt(tokenizer: Tokenizer, row: Any, columns: Mapping[str, str], index: int) -> Prompt:
+def _prompt(tokenizer: Tokenizer, row: Any, columns: Mapping[str, str], ignore: Sequence[str], index: int) -> Prompt:
     if not isinstance(row, dict):
         raise TuneError(f"the row is {shown(row)}; it must be an object with columns")
     named = {**row, **{ours: row.get(theirs) for ours, theirs in columns.items()}}
     if isinstance(text := named.get("prompt"), str):
+        require_meaning(row, ["prompt"], Plain(text, ""), ignore)
         return Prompt(index, [*tokenizer.prefix_ids, *tokenizer.encode(text)], row)
     if isinstance(named.get("instruction"), str):
-        named["messages"] = [{"role": "user", "content": named["instruction"]}]
+        require(isinstance(more := named.get("input"), str | None), "input", more, "a string")
+        question = "\n\n".join(filter(None, (named["instruction"], more)))
+        named["messages"] = [{"role": "user", "content": question}]
     column = "prompt" if named.get("prompt") else "messages"
     if not named.get(column):
         raise TuneError(
@@ -101,6 +115,7 @@ def _prompt(tokenizer: Tokenizer, row: Any, columns: Mapping[str, str], index: i
         messages.pop()
     if not messages:
         raise TuneError(f"{column} has only answers")
+    require_meaning(row, [column], Chat(messages), ignore)
     tokenizer.require_chat_template()
     tools = checked_tools(named.get("tools"))
     text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
@@ -118,11 +133,12 @@ class PromptLoader:
         self, dataset: Prompts, prompts_per_step: int, *, epochs: int = 1, max_steps: int | None = None, seed: int = 0
     ) -> None:
         self.dataset, self.prompts_per_step, self.seed = dataset, prompts_per_step, seed
+        self.epochs, self.max_steps, self.steps_per_epoch = epochs, max_steps, len(dataset) // prompts_per_step
         if prompts_per_step > len(dataset):
             raise TuneError(
                 f"prompts_per_step={prompts_per_step} is more than the {len(dataset)} of {dataset.name}: lower it"
             )
-        whole = epochs * (len(dataset) // prompts_per_step)
+        whole = epochs * self.steps_per_epoch
         self.steps = whole if max_steps is None else min(whole, max_steps)
         self.step = self.position = 0
 
@@ -136,10 +152,12 @@ class PromptLoader:
 
     def draw(self, count: int) -> list[Prompt]:
         """The next prompts, in epoch after epoch."""
-        drawn = []
+        drawn, of_epoch, order = [], -1, np.empty(0, np.int64)
         for position in range(self.position, self.position + count):
             epoch, at = divmod(position, len(self.dataset))
-            order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(len(self.dataset))
+            if epoch != of_epoch:
+                of_epoch = epoch
+                order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(len(self.dataset))
             drawn.append(replace(self.dataset.prompts[order[at]], position=position))
         self.position += count
         return drawn

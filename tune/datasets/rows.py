@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 from tokenizers import Encoding
@@ -21,17 +21,17 @@ from tune.datasets.formats import (
     OtherMeaning,
     Plain,
     Row,
-    Tokens,
     recognise,
     renamed,
     require_meaning,
     shown,
 )
+from tune.datasets.labels import Draft, labelled, rendered
 from tune.datasets.remarks import columns_left_out, remarks
-from tune.datasets.train_on import TrainOn, flagged, learned_roles, learned_text
-from tune.datasets.user_functions import load_function
+from tune.datasets.train_on import TrainOn, flagged
+from tune.datasets.user_functions import called
 from tune.errors import TuneError
-from tune.tokenizers import Span, Tokenizer
+from tune.tokenizers import Tokenizer
 
 CANNOT_BE_USED = "cannot be used"
 FULLY_MASKED = "fully masked"
@@ -59,17 +59,6 @@ class Outcome:
 
 class Dropped(Exception):
     """A row is of no use; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A row's content as text, with the character spans to learn."""
-
-    content: Content
-    text: str = ""
-    spans: Sequence[Span] = ()
-    remarks: Sequence[str] = ()
-    columns: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,9 +104,10 @@ class RowReader:
 
     def sample(self, content: Content) -> Sample:
         """One content as one sample, however long."""
-        draft = self._rendered(flagged(content, self.train_on) if isinstance(content, Chat) else content)
+        content = flagged(content, self.train_on) if isinstance(content, Chat) else content
+        draft = rendered(content, self.tokenizer, self.train_on)
         (encoding,) = self.tokenizer.encode_with_offsets([draft.text])
-        return self._labelled(draft, encoding)
+        return labelled(draft, encoding, self.tokenizer, self.train_on_end_of_turn)
 
     def _drafts(self, row: Any) -> list[Draft]:
         """What a row says: one content, or one for each of several answers. Raises Dropped if it is of no use."""
@@ -127,10 +117,10 @@ class RowReader:
             raise TuneError(f"the row is {'null' if row is None else shown(row)}; it must be an object with columns")
         if self._is_held_out(row) != self.validation:
             raise Dropped(FOR_TRAINING if self.validation else HELD_OUT)
-        if self.filter and not _called(self.filter, "filter", row):
+        if self.filter and not called(self.filter, "filter", row):
             raise Dropped(LEFT_OUT + self.filter)
         if isinstance(self.format, str):
-            row = _called(self.format, "format", row)
+            row = called(self.format, "format", row)
             if row is None:
                 raise Dropped(LEFT_OUT + self.format)
             if not isinstance(row, dict):
@@ -149,13 +139,13 @@ class RowReader:
 
     def _draft(self, row: Row, format: Format, content: Content) -> Draft:
         used_or_ignored = (*self.ignore, *self.extra_columns)
-        require_meaning(row, format, content, used_or_ignored)
+        require_meaning(row, format.columns, content, used_or_ignored)
         if isinstance(content, Chat):
             content = flagged(content, self.train_on)
             if not any(message["train"] for message in content.messages):
                 has_answer = any(message["role"] == "assistant" for message in content.messages)
                 raise Dropped("no message to learn" if has_answer else "no assistant message")
-        draft = self._rendered(content)
+        draft = rendered(content, self.tokenizer, self.train_on)
         found = remarks(content, draft.text, self.tokenizer) if isinstance(content, Chat) else []
         return replace(draft, remarks=found + columns_left_out(row, format, used_or_ignored, draft.text))
 
@@ -176,61 +166,11 @@ class RowReader:
             columns[name] = value[: len(samples[0].tokens)] if value.ndim else value
         return replace(outcome, samples=[replace(each, columns={**each.columns, **columns}) for each in samples])
 
-    def _rendered(self, content: Content) -> Draft:
-        if isinstance(content, Chat):
-            text, spans = learned_text(content, self.tokenizer, whole=self.train_on == "all")
-        elif isinstance(content, Plain):
-            text, border = content.prompt + content.text, len(content.prompt)
-            roles = learned_roles(self.train_on)
-            spans = [(0, border)] * ("user" in roles) + [(border, len(text))] * ("assistant" in roles)
-        else:
-            text, spans = "", []
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise TuneError("the text holds half of a character pair (a lone \\ud800-\\udfff escape)") from error
-        return Draft(content, text, spans)
-
-    def _labelled(self, draft: Draft, encoding: Encoding) -> Sample:
-        if isinstance(draft.content, Tokens):
-            tokens, targets = (np.array(ids, dtype=np.int32) for ids in (draft.content.ids, draft.content.labels))
-            return Sample(tokens, np.append(targets[1:], np.int32(IGNORE)))
-        ids, prefix, places = encoding.ids, [], range(len(encoding))
-        # Few are asked for, and `offsets`, which are all of them, take as long as rendering the text.
-        span = cast(Callable[[int], Span], encoding.token_to_chars)
-        is_plain = isinstance(draft.content, Plain)
-        if is_plain:
-            prefix = self.tokenizer.prefix_ids
-            prefix = prefix if ids[: len(prefix)] != prefix else []  # the text has it already
-            if ids[-1:] != [self.tokenizer.eos_id]:
-                ids = [*ids, _eos(self.tokenizer)]
-        tokens = np.array(prefix + ids, dtype=np.int32)
-        labels = np.full(len(tokens), IGNORE, dtype=np.int32)
-        for start, end in draft.spans:
-            first = max(1, bisect_right(places, start, key=lambda place: span(place)[1]) + len(prefix))
-            last = bisect_left(places, end, key=lambda place: span(place)[0]) + len(prefix)
-            if is_plain and end == len(draft.text):
-                last = len(tokens)  # EOS
-            if not self.train_on_end_of_turn:
-                last = self._before_end_of_turn(tokens, first, last)
-            if first < last:
-                labels[first - 1 : last - 1] = tokens[first:last]
-        return Sample(tokens, labels)
-
-    def _before_end_of_turn(self, tokens: np.ndarray, first: int, last: int) -> int:
-        """Where the tokens [first, last) end without those that end a turn and the blanks behind and between them."""
-        end = last
-        for at in range(last - 1, first - 1, -1):
-            if int(tokens[at]) in self.tokenizer.stop_ids:
-                end = at
-            elif self.tokenizer.decode([int(tokens[at])]).strip():
-                break
-        return end
-
     def _together(self, place: str, drafts: list[Draft], encodings: list[Encoding]) -> Outcome:
         """The samples of a row. Answers to one prompt are a group, which has `max_seq_len` tokens: if it is longer, its
         longest samples are cut to one length, and if one of them is of no use the row is dropped."""
-        wholes = [self._labelled(draft, encoding) for draft, encoding in zip(drafts, encodings, strict=True)]
+        with_end = self.train_on_end_of_turn
+        wholes = [labelled(*each, self.tokenizer, with_end) for each in zip(drafts, encodings, strict=True)]
         lengths = sorted(len(whole.tokens) for whole in wholes)
         reader = self
         if (total := sum(lengths)) > self.max_seq_len:
@@ -384,21 +324,3 @@ def _with_place(place: str, function: Callable[..., Any], *arguments: Any) -> An
         raise OtherMeaning(f"{place}: {error}") from None
     except TuneError as error:
         return Outcome(dropped=CANNOT_BE_USED, mistake=f"{place}: {error}")
-
-
-def _called(path: str, setting: str, row: Row) -> Any:
-    """What the user's function gives for a row."""
-    function = load_function(path, setting)
-    try:
-        return function(row)
-    except Exception as error:  # whatever the user's function does
-        raise TuneError(f"{path} fails on this row: {type(error).__name__}: {error}") from error
-
-
-def _eos(tokenizer: Tokenizer) -> int:
-    if tokenizer.eos_id is None:
-        raise TuneError(
-            f"the tokenizer in {tokenizer.path} names no eos_token, and a model learns from it where a text ends: "
-            "set eos_token in tokenizer_config.json"
-        )
-    return tokenizer.eos_id

@@ -61,3 +61,12 @@ def _imported(source: bytes, package: str) -> Iterator[str]:
             continue
         for name in names:
             yield from accumulate(name.split("."), "{}.{}".format)
+
+
+def called(path: str, setting: str, row: dict[str, Any]) -> Any:
+    """What the user's function gives for a row. Raises TuneError if it raises."""
+    function = load_function(path, setting)
+    try:
+        return function(row)
+    except Exception as error:  # whatever the user's function does
+        raise TuneError(f"{path} fails on this row: {type(error).__name__}: {error}") from error

@@ -8,13 +8,12 @@ import torch
 
 from tune.checkpointers import load_model
 from tune.collators import Batch
+from tune.distributed import DTYPES
 from tune.generation.rollout import Episode
 from tune.losses import score
 from tune.models import Decoder
 from tune.tokenizers import Tokenizer
 from tune.types import PositiveInt
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class RewardModel:

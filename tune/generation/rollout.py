@@ -19,7 +19,9 @@ from tune.errors import TuneError
 from tune.generation.sampler import Sampler
 from tune.tokenizers import Message, Tokenizer
 
-EXAMPLES = {"advantage": np.zeros((), np.float32), "sampled": np.zeros(1, np.float32)}  # of the columns
+EXAMPLES = {  # of the columns
+    "advantage": np.zeros((), np.float32), "reward": np.zeros((), np.float32), "sampled": np.zeros(1, np.float32)
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,9 @@ class Episode:
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
 
-    def sample(self, advantage: float) -> Sample:
-        """The prompt with the episode, whose sampled tokens are learned. Its columns are the `advantage`, and by token
-        the log-probs of what was `sampled`."""
+    def sample(self, advantage: float = 0.0) -> Sample:
+        """The prompt with the episode, whose sampled tokens are learned. Its columns are the `advantage`, the `reward`,
+        and by token the log-probs of what was `sampled`."""
         first = len(self.prompt.tokens) - 1
         tokens = np.array([*self.prompt.tokens, *self.tokens[:-1]], dtype=np.int32)
         labels = np.full(len(tokens), IGNORE, dtype=np.int32)
@@ -88,7 +90,8 @@ class Episode:
         for at, (token, log_prob) in enumerate(zip(self.tokens, self.log_probs, strict=True), first):
             if log_prob is not None:
                 labels[at], sampled[at] = token, log_prob
-        return Sample(tokens, labels, self.index, {"advantage": np.float32(advantage), "sampled": sampled})
+        of_document = {"advantage": np.float32(advantage), "reward": np.float32(self.reward)}
+        return Sample(tokens, labels, self.index, {**of_document, "sampled": sampled})
 
     def record(self, step: int) -> dict[str, Any]:
         """For samples.jsonl."""

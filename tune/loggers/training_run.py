@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from tune import config
-from tune.datasets import DataLoader, Dataset, Mixture, Stream
+from tune.datasets import DataLoader, Dataset, Mixture, PromptLoader, Stream
 from tune.datasets.display import MARKS, first_row, marked, parts_of
 from tune.datasets.warnings import warnings_about
 from tune.distributed import World
@@ -161,10 +161,7 @@ class Run:
                 f"are: the model can hardly read or write them. Train them: adapter.trainable_tokens={untrained}, or "
                 "all parameters with full_finetune"
             )
-        an_epoch = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
-        self.info(f"{len(data):,} optimizer steps{an_epoch}")
-        if (data.max_steps or 0) > len(data):
-            self.info(f"max_steps={data.max_steps:,} is not reached: epochs={data.epochs} ends before. Raise epochs")
+        self._describe_steps(data, "optimizer steps")
         self.data = accounting.as_dict() | {"steps_per_epoch": data.steps_per_epoch}
         if self.world.is_main:
             parts = parts_of(data.dataset, "training"), parts_of(validation, "validation")
@@ -172,6 +169,17 @@ class Run:
             for warning in self.data["warnings"]:
                 self.info(f"warning: {warning}")
         self.stream = data.dataset if isinstance(data.dataset, Stream) else None
+
+    def describe_prompts(self, data: PromptLoader) -> None:
+        """Report the prompts and how often they are drawn."""
+        self.info(data.dataset.table())
+        self._describe_steps(data, "steps")
+
+    def _describe_steps(self, data: DataLoader | PromptLoader, what: str) -> None:
+        an_epoch = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
+        self.info(f"{len(data):,} {what}{an_epoch}")
+        if (data.max_steps or 0) > len(data):
+            self.info(f"max_steps={data.max_steps:,} is not reached: epochs={data.epochs} ends before. Raise epochs")
 
     def track(self, data: Iterable[T], start: int, total: int) -> Iterator[T]:
         """Iterate over optimizer steps, from the one after `start`, and time how long each waits for data."""

@@ -80,9 +80,9 @@ def token_values(hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float
 def gae(rewards: Tensor, values: Tensor, batch: Batch, decay: float) -> Tensor:
     """Advantages by generalised advantage estimation (Schulman et al. 2016), without discount: all `[tokens]`.
 
-    The column `advantage` of a document, its reward, is added to that of its last token. Computed on the host.
+    The column `reward` of a document is added to that of its last token. Computed on the host.
     """
-    columns = of_supervised(batch.documents.ids, batch), of_tokens("advantage", batch), rewards, values
+    columns = of_supervised(batch.documents.ids, batch), of_tokens("reward", batch), rewards, values
     tokens = zip(*torch.stack([each.float() for each in columns]).cpu().tolist(), strict=True)
     found, document_after, later, value_after = list[float](), -1.0, 0.0, 0.0
     for document, of_document, reward, value in reversed(list(tokens)):

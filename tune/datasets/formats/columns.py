@@ -80,21 +80,21 @@ def renamed(row: Row, format: Format, columns: Mapping[str, str]) -> Row:
     return row
 
 
-def require_meaning(row: Row, format: Format, content: Content, ignore: Sequence[str]) -> None:
-    """Raises OtherMeaning if the format leaves out a column, or a prompt has a mark, that changes what the row says.
-    `ignore` names those that may be left out."""
-    if not (found := [name for name in _other_meanings(row, content, format) if name not in ignore]):
+def require_meaning(row: Row, columns: Sequence[str], content: Content, ignore: Sequence[str]) -> None:
+    """Raises OtherMeaning if beside the `columns` that are read there is one, or in a prompt a mark, that changes what
+    the row says. `ignore` names those that may be left out."""
+    if not (found := [name for name in _other_meanings(row, content, columns) if name not in ignore]):
         return
     what = dict.fromkeys(MEANINGS.get(name, "where an image is, which a model of text does not see") for name in found)
     raise OtherMeaning(
-        f"the row has {' and '.join(found)} beside {' and '.join(format.columns)}: {'; '.join(what)}. It would "
-        f"be learned without: if that is meant, set '{_ignored(found)}'. If only some rows are so, leave these out: "
+        f"the row has {' and '.join(found)} beside {' and '.join(columns)}: {'; '.join(what)}. It would be left "
+        f"out: if that is meant, set '{_ignored(found)}'. If only some rows are so, leave these rows out: "
         "dataset.filter=my_data.is_wanted"
     )
 
 
-def _other_meanings(row: Row, content: Content, format: Format) -> list[str]:
-    found = [name for name in MEANINGS if row.get(name) not in NOTHING and name not in format.columns]
+def _other_meanings(row: Row, content: Content, columns: Sequence[str]) -> list[str]:
+    found = [name for name in MEANINGS if row.get(name) not in NOTHING and name not in columns]
     if isinstance(content, Plain):
         prompts = [content.prompt]
     else:
@@ -132,7 +132,7 @@ def _renaming(row: Row, columns: Mapping[str, str], format: Format) -> str | Non
     except TuneError:
         return None
     content = content.contents[0] if isinstance(content, Answers) else content
-    left = [] if isinstance(content, str) else _other_meanings(read, content, format)
+    left = [] if isinstance(content, str) else _other_meanings(read, content, format.columns)
     pairs = ", ".join(f"{ours}: {_yaml(theirs)}" for ours, theirs in mapping.items())
     ignored = f" '{_ignored(left)}'" if left else ""
     return f"'dataset.columns={{{pairs}}}'{ignored} ({'a chat' if format.is_chat else 'plain text'})"
