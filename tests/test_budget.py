@@ -9,17 +9,18 @@ HOUSE = Path(tune.__file__).parent
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
     "checkpointers": 1208,
-    "cli": 596,
+    "cli": 770,
     "collators": 161,
-    "config": 793,
+    "config": 808,
     "datasets": 3906,
     "distributed": 589,
     "generation": 679,
-    "loggers": 851,
+    "loggers": 873,
     "losses": 836,
     "models": 3168,
     "optimizers": 326,
     "peft": 1384,
+    "records": 323,
     "quantization": 170,
     "tokenizers": 1195,
     "beside": 243,  # the files beside the packages

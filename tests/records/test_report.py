@@ -11,7 +11,8 @@ from browser import CHROMIUM, Browser
 from run_folders import write_run
 
 from tune.errors import TuneError
-from tune.records import report, write_report
+from tune.records import read, write_report
+from tune.records.page import samples, seconds, thin
 
 needs_browser = pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed (Debian's package: chromium)")
 
@@ -159,7 +160,7 @@ def test_samples_before_and_after(shown, make_run):
 def test_samples_of_other_prompts_each_step(make_run):
     folder = make_run()
     write_samples(folder, (1, 0, "a", {"q": "1?"}), (1, 1, "b", {"q": "2?"}), (2, 2, "c", {"q": "3?"}))
-    assert report.samples(report.read(folder)) == [
+    assert samples(read(folder)) == [
         ('{"q": "1?"}', "a", ""), ('{"q": "2?"}', "b", ""), ('{"q": "3?"}', "", "c"),
     ]  # fmt: skip
 
@@ -183,7 +184,7 @@ def test_a_long_run_keeps_its_extremes(make_run, tmp_path):
 
 def test_thinning_by_its_definition():
     steps, values = np.arange(10_000), np.random.default_rng(0).normal(size=10_000)
-    kept, points = report.thin(steps, values, 400)
+    kept, points = thin(steps, values, 400)
     assert len(kept) <= 401 and (np.diff(kept) > 0).all() and (values[kept] == points).all()
     for part in np.array_split(steps, 100):
         inside = points[np.isin(kept, part)]
@@ -196,7 +197,7 @@ def test_where_the_time_went_without_the_time_between_two_starts(make_run):
     for row in rows[5:]:
         row["time"] += 8000
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [*report.seconds(report.read(folder)).values()] == [15, 5, 8]  # 10 steps of 2 s, and 1 s after each but two
+    assert [*seconds(read(folder)).values()] == [15, 5, 8]  # 10 steps of 2 s, and 1 s after each but two
 
 
 def test_secrets_do_not_reach_the_page(make_run, tmp_path, monkeypatch):

@@ -18,11 +18,8 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     rows = [["checkpoint", "GiB", "", *metrics]]
     for folder in sorted(path.glob("checkpoints/*"), key=lambda folder: folder.name.lstrip(".")):
         if name := re.match(r"(\.?)step-(\d+)", folder.name):
-            values = dict.fromkeys(metrics, "")
-            for metric in metrics:
-                steps, known = run.known(metric)
-                values[metric] = "".join(map(number, known[steps == int(name[2])]))
-            rows.append([folder.name, gib(folder), "unfinished" if name[1] else "complete", *values.values()])
+            values = ("".join(map(number, known[steps == int(name[2])])) for steps, known in map(run.known, metrics))
+            rows.append([folder.name, gib(folder), "unfinished" if name[1] else "complete", *values])
     if len(rows) == 1:
         raise TuneError(f"{path} has no checkpoints yet: checkpointer.every says how often one is written")
     print_table(rows)

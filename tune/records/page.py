@@ -75,15 +75,14 @@ def changed(run: Record) -> list[tuple[str, list[Any]]] | None:
 
 def seconds(run: Record) -> dict[str, float]:
     """What the run's time went to. The time between an end and the next start is not the run's."""
-    steps, times, whole = (run.columns.get(name) for name in ("step", "time", "step_seconds"))
-    if times is None or whole is None:
+    if not {"time", "step_seconds"} <= run.columns.keys():
         return {}
+    whole = np.nan_to_num(run.columns["step_seconds"])
     waiting = float(np.nansum(run.columns.get("data_seconds", 0)))
-    between = np.diff(times) - np.nan_to_num(whole[1:])
-    is_first = np.isin(steps[1:] - 1, [each["step"] for each in run.facts.get("starts", [])])
-    others = float(np.nansum(between[~is_first].clip(min=0)))
-    training = float(np.nansum(whole)) - waiting
-    return {"training": training, "waiting for data": waiting, "validation, samples, saving": others}
+    is_first = np.isin(run.columns["step"][1:] - 1, [each["step"] for each in run.facts.get("starts", [])])
+    between = (np.diff(run.columns["time"]) - whole[1:])[~is_first].clip(min=0)
+    parts = {"training": whole.sum() - waiting, "waiting for data": waiting}
+    return parts | {"validation, samples, saving": float(np.nansum(between))}
 
 
 def samples(run: Record) -> list[tuple[str, str, str]]:
