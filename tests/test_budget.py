@@ -9,7 +9,7 @@ HOUSE = Path(tune.__file__).parent
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
     "checkpointers": 1208,
-    "cli": 770,
+    "cli": 767,
     "collators": 161,
     "config": 808,
     "datasets": 3906,
@@ -20,7 +20,7 @@ CEILINGS = {
     "models": 3168,
     "optimizers": 326,
     "peft": 1384,
-    "records": 323,
+    "records": 322,
     "quantization": 170,
     "tokenizers": 1195,
     "beside": 243,  # the files beside the packages
