@@ -32,7 +32,8 @@ from tune.tokenizers import Tokenizer
 
 @config.entrypoint("distill")
 def main(cfg):
-    world = distributed.init(cfg.device, cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.timeout)
+    axes = cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.tp
+    world = distributed.init(cfg.device, *axes, timeout=cfg.parallel.timeout)
     run = loggers.Run("distill", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):

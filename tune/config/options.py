@@ -47,6 +47,7 @@ OPTIONS: dict[str, Any] = {
     "master_dtype": Literal["bf16", "fp32"],
     "parallel.dp_replicate": PositiveInt,
     "parallel.dp_shard": PositiveInt | Literal["auto"],
+    "parallel.tp": PositiveInt,
     "parallel.timeout": PositiveFloat,
     "memory.activation_checkpointing": Literal["none", "selective", "full"],
     "memory.loss_chunk_tokens": PositiveInt | None,

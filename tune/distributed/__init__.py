@@ -3,6 +3,7 @@
 from tune.distributed.interrupt import Interrupt
 from tune.distributed.parallelize import DTYPES, clip_grad_norm_, gathered, parallelize, set_gradient_sync, stored_dtype
 from tune.distributed.shards import full_tensor, local_shard
+from tune.distributed.tensor_parallel import summed
 from tune.distributed.world import World, init
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "parallelize",
     "set_gradient_sync",
     "stored_dtype",
+    "summed",
 ]

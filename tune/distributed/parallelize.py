@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from tune.distributed.activations import wrap_forward
 from tune.distributed.shards import full_tensor
+from tune.distributed.tensor_parallel import share
 from tune.distributed.world import World
 from tune.errors import TuneError
 
@@ -36,6 +37,10 @@ def parallelize(
     Two attributes of a module change this: `casts_parameters` (it casts its trained parameters to the type of its input
     itself, as adapters do) and `trains_in_fp32` (its trained parameters are always in fp32).
     """
+    blocks = repeated_blocks(model)
+    units = units_of(model, blocks)
+    if world.mesh["tp"].size() > 1:
+        share(model, blocks, units, world.mesh["tp"])
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.to(stored_dtype(module, parameter, dtype, master_dtype))
@@ -50,11 +55,10 @@ def parallelize(
         raise TuneError("dtype: on mps dtype and master_dtype must be the same, and memory.cpu_offload=false")
     if activation_offload and world.device.type == "cpu":
         raise TuneError("memory.activation_offload: with device=cpu activations are in host memory; set it to false")
-    blocks = repeated_blocks(model)
     for block in blocks:
         wrap_forward(block, activation_checkpointing, compile, activation_offload)
     if not plain:
-        _shard(model, blocks, world, DTYPES[dtype], needs_cast, cpu_offload)
+        _shard(model, units, world, DTYPES[dtype], needs_cast, cpu_offload)
     allocate(model, torch.device("cpu") if cpu_offload else world.device, world.device)
 
 
@@ -89,23 +93,18 @@ def stored_dtype(module: nn.Module, parameter: Tensor, dtype: str, master_dtype:
 
 def _shard(
     model: nn.Module,
-    blocks: list[nn.Module],
+    units: list[nn.Module],
     world: World,
     dtype: torch.dtype,
     needs_cast: set[nn.Parameter],
     cpu_offload: bool,
 ) -> None:
-    """One FSDP unit per block and per untied embedding; norm, head and tied weights belong to the root unit.
-
-    The root stays gathered from forward to backward: the loss reads the head weight, and backward starts with it.
-    """
+    """The root unit stays gathered from forward to backward: the loss reads the head weight, and backward starts with
+    it."""
     mesh = world.mesh["dp_replicate", "dp_shard"] if world.mesh["dp_replicate"].size() > 1 else world.mesh["dp_shard"]
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy()
-    heads = [child.weight for child in model.children() if isinstance(child, nn.Linear)]
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    untied = [module for module in embeddings if heads and all(module.weight is not head for head in heads)]
     taken: set[nn.Parameter] = set()
-    for unit in [*blocks, *untied, model]:
+    for unit in units:
         parameters = set(unit.parameters()) - taken
         cast = dtype if parameters & needs_cast else None
         _require_one_type(unit, parameters, cast)
@@ -116,6 +115,14 @@ def _shard(
         if isinstance(module, FSDPModule) and world.size > 1:  # a single process would only copy to divide by one
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it reduces
+
+
+def units_of(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """What FSDP gathers at one time: each block, each untied embedding; norm, head and tied weights with the root."""
+    heads = [child.weight for child in model.children() if isinstance(child, nn.Linear)]
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    untied = [module for module in embeddings if heads and all(module.weight is not head for head in heads)]
+    return [*blocks, *untied, model]
 
 
 def _require_one_type(unit: nn.Module, parameters: set[nn.Parameter], cast: torch.dtype | None) -> None:

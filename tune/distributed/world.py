@@ -103,6 +103,7 @@ def init(
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
     dp_replicate: int = 1,
     dp_shard: int | Literal["auto"] = "auto",
+    tp: int = 1,
     timeout: float = 60,
 ) -> World:
     """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without one, a group of one process.
@@ -139,13 +140,13 @@ def init(
     atexit.unregister(_leave)
     atexit.register(_abort)
     size = dist.get_world_size()
-    shards = size // dp_replicate if dp_shard == "auto" else dp_shard
-    if dp_replicate * shards != size:
+    shards = size // (dp_replicate * tp) if dp_shard == "auto" else dp_shard
+    if dp_replicate * shards * tp != size:
         raise TuneError(
-            f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} does not make {size} processes. "
-            f"dp_replicate must divide {size}; with dp_shard=auto the rest follows"
+            f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} x tp={tp} does not make {size} processes. "
+            f"dp_replicate x tp must divide {size}; with dp_shard=auto the rest follows"
         )
-    sizes = {"dp_replicate": dp_replicate, "dp_shard": shards}
+    sizes = {"dp_replicate": dp_replicate, "dp_shard": shards, "tp": tp}
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     mesh = init_device_mesh("cuda" if kind == "cuda" else "cpu", shape, mesh_dim_names=AXES)
     data = mesh["dp_replicate", "dp_shard"]._flatten("data")

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import math
-import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -14,7 +13,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from tune import config, records
+from tune import config
 from tune.datasets import DataLoader, Dataset, Mixture, PromptLoader, Stream
 from tune.datasets.display import MARKS, first_row, marked, parts_of
 from tune.datasets.warnings import warnings_about
@@ -32,8 +31,8 @@ T = TypeVar("T")
 
 
 class Run:
-    """The run folder `output_dir` (default `runs/<recipe>-<time>`): config.yaml, run.json, data.json, first_row.txt,
-    metrics.jsonl, log.txt, report.html.
+    """The run folder `output_dir` (default `runs/<recipe>-<time>`): config.yaml, data.json, first_row.txt,
+    metrics.jsonl, log.txt.
 
     Nothing is written into it before the training begins: a wrong input leaves an earlier run there as it was.
 
@@ -56,8 +55,7 @@ class Run:
     ):
         """`settings` are all those of the recipe, to be recorded in config.yaml and W&B."""
         require_installed(tensorboard, wandb)
-        self.recipe, self.world, self.settings = recipe, world, settings
-        self.tensorboard, self.wandb = tensorboard, wandb
+        self.world, self.settings, self.tensorboard, self.wandb = world, settings, tensorboard, wandb
         self.path = run_folder.choose(output_dir, recipe, world)
         # The command that continues this run, in words.
         self.again = f"the same command with output_dir={self.path}{'' if resume == 'auto' else ' resume=auto'}"
@@ -73,13 +71,12 @@ class Run:
         self.stream: Stream | None = None
         self.step_began = time.perf_counter()
         self.data_seconds, self.flops_per_token = 0.0, 0.0
-        self.has_begun = False  # on the first process
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """Close the sinks and write the report. A stream's accounting is complete only at the end of a run."""
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Close the sinks. A stream's accounting is complete only at the end of a run."""
         if error is None:
             if self.stream:
                 self.info(self.stream.seen.table())
@@ -87,20 +84,8 @@ class Run:
                     data = self.data | self.stream.seen.as_dict() | {"steps_per_epoch": None}
                     (self.path / "data.json").write_text(json.dumps(data, indent=2) + "\n")
             self.world.finish()
-        if self.has_begun:
-            self._conclude(error)
         for sink in self.sinks:
             sink.close()
-
-    def _conclude(self, error: BaseException | None) -> None:
-        """Note how the run has ended and write its report, whatever happens: nothing may hide `error`."""
-        try:
-            records.end(self.path, error)
-            if not isinstance(error, KeyboardInterrupt):  # by which a user ends it at once
-                records.write_report([self.path], self.path / "report.html")
-        except Exception as failure:
-            with contextlib.suppress(OSError):  # a full disk
-                self.info(f"the report is not written: {failure!r}")
 
     def info(self, message: str) -> None:
         """Send a message to the console and log.txt."""
@@ -127,7 +112,8 @@ class Run:
         trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
         self.info(f"model: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable")
-        planned = planned_memory(model, dtype, master_dtype, self.world.mesh["dp_shard"].size())
+        shards = self.world.mesh["dp_shard"].size() * self.world.mesh["tp"].size()
+        planned = planned_memory(model, dtype, master_dtype, shards)
         held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
         self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
         self.flops_per_token = flops_per_token(model, mean)
@@ -204,13 +190,6 @@ class Run:
                 sink.message(message)
             self.sinks += sinks
             self._report_earlier_starts(start)
-            device = self.world.device
-            records.start(
-                self.path, start, steps=total, recipe=self.recipe, command=without_secrets(sys.argv),
-                processes=self.world.size, torch=torch.__version__,
-                device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            )  # fmt: skip
-            self.has_begun = True
             (self.path / "data.json").write_text(json.dumps(self.data, indent=2) + "\n")
             (self.path / "first_row.txt").write_text(self.first_row, encoding="utf-8")
         for sink in self.sinks:
@@ -260,7 +239,7 @@ class Run:
 
     def append(self, file: str, records: list[dict[str, Any]]) -> None:
         """Add all processes' `records`, as lines of JSON, to a file in the run folder."""
-        gathered = self.world.all_gather(records)
+        gathered = self.world.all_gather(records)[:: self.world.mesh["tp"].size()]  # those beside them have the same
         if self.world.is_main:
             with (self.path / file).open("a", encoding="utf-8") as lines:
                 lines.writelines(json.dumps(record, ensure_ascii=False) + "\n" for each in gathered for record in each)

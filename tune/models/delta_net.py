@@ -35,6 +35,11 @@ class DeltaNetConfig:
 
 
 class DeltaNet(nn.Module):
+    columns: ClassVar = {
+        **dict.fromkeys(("query_key_value", "convolution"), ("num_key_heads", "num_key_heads", "num_value_heads")),
+        **dict.fromkeys(("strength", "step", "step_bias", "log_rate", "gate"), ("num_value_heads",)),
+    }
+    rows = ("readout",)
     # Initial values of parameters that are not normal.
     initializers: ClassVar[dict[str, Callable[[Tensor, Generator], Tensor]]] = {
         "log_rate": lambda empty, generator: empty.uniform_(0.01, 16, generator=generator).log_(),
@@ -67,9 +72,9 @@ class DeltaNet(nn.Module):
         mixed = torch.cat([before, mixed], dim=1)
         query, key, value = F.silu(self._convolved(mixed, context.positions)).split(self.widths, dim=-1)
         query, key = (_unit(heads.unflatten(-1, (-1, config.key_dim)).float()) for heads in (query, key))
-        groups = config.num_value_heads // config.num_key_heads
-        query, key = (heads.repeat_interleave(groups, dim=2) if groups > 1 else heads for heads in (query, key))
         value = value.unflatten(-1, (-1, config.value_dim)).float()
+        groups = value.shape[2] // key.shape[2]
+        query, key = (heads.repeat_interleave(groups, dim=2) if groups > 1 else heads for heads in (query, key))
         strength = self.strength(hidden).float().sigmoid()
         log_decay = -self.log_rate.float().exp() * F.softplus(self.step(hidden).float() + self.step_bias)
         documents = (context.positions == 0).cumsum(dim=1) if context.documents is None else context.documents.ids

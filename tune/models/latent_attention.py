@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads come from one latent vector."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,9 @@ class LatentAttentionConfig:
 
 
 class LatentAttention(nn.Module):
+    columns: ClassVar = {"query": ("num_heads",), "query_up": ("num_heads",), "key_value_up": ("num_heads",)}
+    rows = ("output",)
+
     def __init__(self, config: LatentAttentionConfig, hidden_size: int):
         super().__init__()
         self.config = config
@@ -59,7 +63,7 @@ class LatentAttention(nn.Module):
             query = self.query(hidden)
         else:
             query = self.query_up(self.query_norm(self.query_down(hidden)))
-        query = query.unflatten(-1, (config.num_heads, -1))
+        query = query.unflatten(-1, (-1, config.plain_size + config.rope.size))
         query_plain, query_rotated = query.split([config.plain_size, config.rope.size], dim=-1)
         latent, key_rotated = self.key_value_down(hidden).split([config.key_value_rank, config.rope.size], dim=-1)
         assert context.rotation is not None
@@ -75,14 +79,14 @@ class LatentAttention(nn.Module):
             key = cache.read()[0][:, :, None]
             found = attend_cached(query, key, key[..., : config.key_value_rank], cache.place.visible, scoring)
             return self.output(torch.einsum("bshr,rhd->bshd", found, value_up).flatten(-2))
-        key_value = self.key_value_up(latent).unflatten(-1, (config.num_heads, -1))
+        key_value = self.key_value_up(latent).unflatten(-1, (-1, config.plain_size + config.value_size))
         key_plain, value = key_value.split([config.plain_size, config.value_size], dim=-1)
         query = torch.cat([query_plain, query_rotated], dim=-1)
-        key = torch.cat([key_plain, key_rotated.expand(-1, -1, config.num_heads, -1)], dim=-1)
+        key = torch.cat([key_plain, key_rotated.expand(-1, -1, key_plain.shape[2], -1)], dim=-1)
         return self.output(attend(query, key, value, context.documents, scoring).flatten(-2))
 
     def _up(self, like: Tensor) -> Tensor:
         """What `key_value_up` multiplies latents by, `[rank, heads, size]`, be it adapted or quantised."""
-        up, heads = self.key_value_up, self.config.num_heads
+        up, config = self.key_value_up, self.config
         matrix = up.weight.mT if type(up) is nn.Linear else up(torch.eye(up.in_features).to(like))
-        return matrix.unflatten(-1, (heads, -1))
+        return matrix.unflatten(-1, (-1, config.plain_size + config.value_size))

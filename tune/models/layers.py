@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -94,6 +94,8 @@ class AttentionConfig:
 
 
 class Attention(nn.Module):
+    rows = ("output",)
+
     def __init__(self, config: AttentionConfig, hidden_size: int):
         super().__init__()
         self.config = config
@@ -109,6 +111,18 @@ class Attention(nn.Module):
             sizes = widths[:2] if config.norm_all_heads else [config.head_dim] * 2
             self.query_norm, self.key_norm = (norm.build(size) for size in sizes)
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
+
+    @property
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        queries, keys = ("num_heads",), ("num_kv_heads",)
+        columns = {
+            "query": queries,
+            "key": keys,
+            "value": keys,
+            "query_key_value": queries + 2 * keys,
+            "sinks": queries,
+        }
+        return columns | ({"query_norm": queries, "key_norm": keys} if self.config.norm_all_heads else {})
 
     def forward(self, hidden: Tensor, context: Context) -> Tensor:
         config = self.config
@@ -156,6 +170,9 @@ class MLPConfig:
 
 
 class MLP(nn.Module):
+    columns: ClassVar = {"gate": ("size",), "up": ("size",), "gate_up": ("size", "size")}
+    rows = ("down",)
+
     def __init__(self, config: MLPConfig, hidden_size: int):
         super().__init__()
         self.config = config

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tune.models.context import Context
 from tune.models.grouped_product import grouped_product
-from tune.models.layers import ACTIVATIONS, MLPConfig
+from tune.models.layers import ACTIVATIONS, MLP, MLPConfig
 from tune.models.routing import Router, RouterConfig, RoutingStats
 
 
@@ -117,6 +117,8 @@ class _Reorder(torch.autograd.Function):
 class Experts(nn.Module):
     """One gated feed-forward network per expert."""
 
+    rows = ("down",)
+
     def __init__(self, config: ExpertsConfig, hidden_size: int):
         super().__init__()
         self.config = config
@@ -131,6 +133,10 @@ class Experts(nn.Module):
         else:
             self.gate_up = projection(hidden_size, 2 * config.size)
         self.down = projection(config.size, hidden_size)
+
+    @property
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        return {"gate_up": ("size",)} if self.config.fused == "interleaved" else MLP.columns
 
     def forward(self, rows: Tensor, plan: Dispatch) -> Tensor:
         if self.config.fused == "no":

@@ -3,7 +3,9 @@
 import functools
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tune.distributed import World, local_shard
@@ -26,12 +28,16 @@ class InBackward:
     def norm(self) -> Tensor:
         """The norm of all gradients since the last call."""
         squares = self.world.sum(self.squares) / self.world.mesh["dp_replicate"].size()  # replicas hold the same
+        if self.world.mesh["tp"].size() > 1:
+            dist.all_reduce(squares, group=self.world.mesh["tp"].get_group())
         self.squares.zero_()
         return squares.sqrt()
 
     def _update(self, index: int, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        self.squares += torch.linalg.vector_norm(local_shard(parameter.grad)[0], dtype=torch.float32).square()
+        square = torch.linalg.vector_norm(local_shard(parameter.grad)[0], dtype=torch.float32).square()
+        has_copies = isinstance(parameter, DTensor) and parameter.placements[-1].is_replicate()  # over tp
+        self.squares += square / self.world.mesh["tp"].size() if has_copies else square
         groups = self.optimizer.param_groups
         self.optimizer.param_groups = [groups[index] | {"params": [parameter]}]
         self.optimizer.step()

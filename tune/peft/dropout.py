@@ -11,13 +11,14 @@ from tune.collators import Batch
 FIRST, SECOND, THIRD = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
 
 
-def dropout(input: Tensor, probability: float, keys: Tensor, layer_seed: Tensor) -> Tensor:
+def dropout(input: Tensor, probability: float, keys: Tensor, layer_seed: Tensor, first: int = 0) -> Tensor:
     """Set elements of `input` `[..., dim]` to zero with `probability` and scale up the others.
 
-    `keys` `[...]` are random bits of each token; `layer_seed`, one number, gives each layer its own mask.
+    `keys` `[...]` are random bits of each token; `layer_seed`, one number, gives each layer its own mask. `first` is
+    the number of the first feature, where `input` has a share of them.
     """
     # Not multiplied first: the compiler would compute a multiple of an index in C++, where it must not overflow.
-    features = mix(torch.arange(input.shape[-1], dtype=torch.int32, device=input.device))
+    features = mix(torch.arange(first, first + input.shape[-1], dtype=torch.int32, device=input.device))
     bits = mix(keys[..., None] ^ mix(features + layer_seed))
     keep = bits >= _signed(round(probability * 2**32) - 2**31 + 2**32 & 0xFFFFFFFF)
     return input * keep / (1 - probability)

@@ -41,7 +41,7 @@ class LoRAExperts(LowRank, ExpertLinear):
         assert self.dropout_keys is not None, "set_dropout_keys must come before a forward in training"
         # The random bits depend on the token and the expert, not on where their row is.
         keys = mix(self.dropout_keys.flatten()[plan.tokens] ^ (plan.experts.int() * THIRD))
-        return dropout(rows, self.dropout, keys, self.layer_seed)
+        return dropout(rows, self.dropout, keys, self.layer_seed, self.first_input)
 
 
 def joined(part: str, stack: Tensor) -> Tensor:

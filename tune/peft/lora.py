@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tune.distributed import full_tensor
+from tune.distributed import full_tensor, summed
 from tune.errors import TuneError
 from tune.peft.dropout import dropout, prepare_dropout
 from tune.quantization import NF4Weight
@@ -85,6 +85,8 @@ class LowRank(nn.Module):
     PARTS: ClassVar = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
     casts_parameters: ClassVar = True
     is_off = False  # computes without the adapter
+    first_input = 0  # of the inputs that this process has
+    input_group: str | None = None  # the processes that share them
 
     in_features: int
     lora_a: nn.Parameter
@@ -172,7 +174,7 @@ class LoRALinear(LowRank, nn.Linear):
         low_rank = F.linear(dropped, a) * self.scaling
         base = self._base(input)
         if self.magnitude is None:  # add in place of a second product: fewer tensors as wide as the output
-            flat = base.reshape(-1, self.out_features), low_rank.reshape(-1, low_rank.shape[-1])
+            flat = base.reshape(-1, base.shape[-1]), low_rank.reshape(-1, low_rank.shape[-1])
             return torch.addmm(*flat, b.T).view(base.shape)
         ratio = self._ratio(self.magnitude)
         direction = base if dropped is input else self._base(dropped)
@@ -206,7 +208,7 @@ class LoRALinear(LowRank, nn.Linear):
             return input
         assert self.dropout_keys is not None, "set_dropout_keys must come before a forward in training"
         keys = self.dropout_keys.view(input.shape[:-1])  # some models flatten rows before their linear layers
-        return dropout(input, self.dropout, keys, self.layer_seed)
+        return dropout(input, self.dropout, keys, self.layer_seed, self.first_input)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         if self.start_a is None or self.start_b is None:
@@ -220,6 +222,8 @@ class LoRALinear(LowRank, nn.Linear):
             base = self.weight
             full = base.dequantize(torch.float32) if isinstance(base, NF4Weight) else base.float()
             norm = torch.addmm(full, b.float(), a.float(), alpha=self.scaling).norm(dim=1)
+            if self.input_group is not None:
+                norm = summed(norm.square(), self.input_group).sqrt()
         return magnitude.float() / norm
 
     def merged(self, weight: Tensor) -> Tensor:

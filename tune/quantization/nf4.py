@@ -8,7 +8,7 @@ multiples of 16,384 elements and takes the mean of a shard's scales, so that a s
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,7 @@ class NF4Weight(nn.Module):
     """
 
     pairs: Tensor
+    block: ClassVar = BLOCK
 
     def __init__(self, rows: int, columns: int, double: bool, device: torch.device):
         super().__init__()
@@ -67,10 +68,10 @@ class NF4Weight(nn.Module):
     def load(self, weight: Tensor) -> None:
         """Quantise `weight`, which are the `local_rows`."""
         codes, scales, ranges = quantize(weight, double=self.ranges is not None)
-        local_shard(self.codes)[0].copy_(codes)
-        local_shard(self.scales)[0].copy_(scales)
-        if self.ranges is not None and ranges is not None:
-            local_shard(self.ranges)[0].copy_(ranges)
+        for stored, rows in ((self.codes, codes), (self.scales, scales), (self.ranges, ranges)):
+            if stored is not None and rows is not None:
+                shard, (_, columns) = local_shard(stored)
+                shard.copy_(rows[:, columns])
 
 
 def quantize(weight: Tensor, double: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:

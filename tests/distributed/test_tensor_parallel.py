@@ -1,0 +1,87 @@
+"""What processes cannot share is told before anything is loaded."""
+
+import pytest
+import torch
+from models.test_families import SMALL, VARIANTS
+from torch import nn
+
+from tune.distributed import tensor_parallel
+from tune.distributed.parallelize import repeated_blocks, units_of
+from tune.errors import TuneError
+from tune.models import build, hf
+from tune.quantization import quantize_linears
+
+transformers = pytest.importorskip("transformers")
+
+
+class Mesh:
+    """Of a process that is alone here, one of `processes`."""
+
+    def __init__(self, processes):
+        self.processes = processes
+
+    def size(self):
+        return self.processes
+
+    def get_local_rank(self):
+        return 0
+
+    def get_group(self):
+        return torch.distributed.group.WORLD
+
+
+def model_of(folder, name, **changes):
+    kind, others = VARIANTS[name]
+    getattr(transformers, kind)(**SMALL | others | changes).save_pretrained(folder)
+    with torch.device("meta"):
+        return build(str(folder))
+
+
+WRONG = [
+    ("llama", {}, 3, "3 processes cannot share num_heads=4, num_kv_heads=2 of this model. Set it to 1 or 2 or 4"),
+    ("llama", {}, 8, "8 processes cannot share num_heads=4 of this model. Set it to 1 or 2 or 4"),
+    ("llama", {"intermediate_size": 98}, 4, "cannot share size=98 of this model. Set it to 1 or 2"),
+    ("llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}, 2,
+     "cannot share num_kv_heads=3 of this model. Set it to 1 or 3 or 6"),
+    ("phi3", {}, 3, "num_heads=4, num_kv_heads=2"),
+    ("gpt_oss", {"intermediate_size": 50}, 4, "size=50"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 30}, 4, "size=30"),
+    ("qwen3_moe", {"moe_intermediate_size": 9}, 2, "size=9 of this model. Set it to 1"),
+    ("deepseek_v3", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6}, 4, "num_heads=6"),
+    ("qwen3_5_text", {"linear_num_value_heads": 6}, 4, "num_value_heads=6 of this model. Set it to 1 or 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "processes", "message"), WRONG)
+def test_what_processes_cannot_share(name, changes, processes, message, tmp_path):
+    model = model_of(tmp_path, name, **changes)
+    with pytest.raises(TuneError, match=r"^parallel\.tp: ") as refusal:
+        share(model, processes)
+    assert message in str(refusal.value)
+    assert not any(isinstance(each, torch.distributed.tensor.DTensor) for each in model.parameters())
+
+
+def share(model, processes):
+    blocks = repeated_blocks(model)
+    tensor_parallel.share(model, blocks, units_of(model, blocks), Mesh(processes))
+
+
+def test_blocks_of_nf4_are_not_cut(tmp_path):
+    model = model_of(tmp_path, "llama", intermediate_size=256)
+    with torch.device("meta"):
+        quantize_linears(model)
+    with pytest.raises(TuneError, match=r"2 processes cannot share 64 inputs of a quantised output by blocks of 64"):
+        share(model, 2)
+
+
+class Unknown(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4))])
+
+
+def test_models_that_do_not_say_how_they_are_shared(checkpoint):
+    with pytest.raises(TuneError, match=r"parallel\.tp: Linear does not say how processes share it"):
+        share(Unknown(), 2)
+    with pytest.raises(TuneError, match=r"parallel\.tp: LlamaAttention does not say .* Set parallel\.tp=1"):
+        share(hf(str(checkpoint)), 2)

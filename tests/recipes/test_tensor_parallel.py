@@ -1,0 +1,115 @@
+"""One loss curve, also where processes share the heads and widths of each block (tensor parallelism)."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import run_processes, save_checkpoint
+from models.test_families import SMALL, VARIANTS
+from safetensors.torch import load_file
+
+from tune import config
+
+RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
+LORA = ["adapter.rank=4", "adapter.dropout=0.2", "adapter.target_modules=all-linear"]
+NF4 = ["quantization.weights=nf4"]
+FAMILIES = (
+    "llama-tied", "llama-biases", "llama-multi-query", "qwen3", "gemma2", "gemma3_text-scaled", "phi3", "olmo2",
+    "cohere2-biases", "glm4", "gpt_oss", "qwen3_moe", "granitemoe", "deepseek_v3", "qwen3_5_text",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A Llama whose rows can be cut into blocks of NF4."""
+    return save_checkpoint(tmp_path_factory.mktemp("wide"), hidden_size=128, intermediate_size=256, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def common(chats):
+    return [
+        f"dataset.path={chats}", f"validation_dataset.path={chats}", "max_seq_len=128", "global_batch_size=8",
+        "micro_batch_size=8", "dtype=fp32", "device=cpu", "max_steps=6", "epochs=6", "checkpointer.every=null",
+        "packed=true",
+    ]  # fmt: skip
+
+
+def measured(run):
+    """The losses and gradient norms of each step, and the losses on validation data."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines for name in ("loss", "grad_norm", "validation_loss") if name in line]
+
+
+def assert_one_curve(recipe, common, variants, layouts, count, folder):
+    """Each of `variants` in each of `layouts` on `count` processes, against one process."""
+    main = importlib.import_module(recipe).main
+    for name, overrides in variants.items():
+        main(config.load(recipe, [*common, *overrides, f"output_dir={folder / 'alone' / name}"]))
+    shared = {
+        f"{name}, {layout}": [*overrides, *settings]
+        for name, overrides in variants.items()
+        for layout, settings in layouts.items()
+    }
+    run_processes(RUN_VARIANTS, count, recipe, str(folder), json.dumps(common), json.dumps(shared))
+    for name in variants:
+        reference = measured(folder / "alone" / name)
+        for layout in layouts:
+            assert measured(folder / f"{name}, {layout}") == pytest.approx(reference, rel=1e-5), (name, layout)
+
+
+LAYOUTS = {
+    "tp x FSDP": ["parallel.tp=2", "micro_batch_size=4"],
+    "tp x HSDP": ["parallel.tp=2", "parallel.dp_replicate=2", "micro_batch_size=4"],
+    "tp": ["parallel.tp=4"],
+}
+
+
+def test_two_processes_share_each_block(wide, common, tmp_path):
+    variants = {"all": [f"model.path={wide}"]}
+    assert_one_curve("full_finetune", common, variants, {"tp": ["parallel.tp=2", "micro_batch_size=2"]}, 2, tmp_path)
+    merged, alone = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("all, tp", "alone/all"))
+    torch.testing.assert_close(merged, alone, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_all_parameters(checkpoint, wide, common, tmp_path):
+    variants = {
+        "packed": [f"model.path={checkpoint}"],
+        "plain": [f"model.path={checkpoint}", "packed=false"],
+        "from random weights": [f"model.path={checkpoint}", "from_scratch=true"],
+        "recomputed": [f"model.path={checkpoint}", "memory.activation_checkpointing=selective"],
+        "on the host": [f"model.path={checkpoint}", "memory.cpu_offload=true"],
+        "in backward": [f"model.path={checkpoint}", "optimizer_in_backward=true", "max_grad_norm=null"],
+        "Adafactor": [f"model.path={checkpoint}", "optimizer._component_=tune.optimizers.Adafactor"],
+    }
+    assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path)
+
+
+@pytest.mark.slow
+def test_families(common, checkpoint, tmp_path):
+    pytest.importorskip("transformers")
+    variants = {}
+    for name in FAMILIES:
+        kind, changes = VARIANTS[name]
+        save_checkpoint(tmp_path / name, kind, **SMALL | changes | {"vocab_size": 300})
+        variants[name] = [f"model.path={tmp_path / name}"]
+    layouts = {name: LAYOUTS[name] for name in ("tp x FSDP", "tp")}
+    assert_one_curve("full_finetune", common, variants, layouts, 4, tmp_path / "runs")
+
+
+@pytest.mark.slow
+def test_adapters(wide, common, tmp_path):
+    common = [*common, f"model.path={wide}"]
+    variants = {
+        "LoRA": LORA,
+        "DoRA": [*LORA, "adapter.dora=true"],
+        "PiSSA": ["adapter.rank=4", "adapter.init=pissa"],
+        "NF4": [*LORA, *NF4],
+        "NF4 with DoRA": [*LORA, *NF4, "adapter.dora=true"],
+        "head and embedding": ["adapter.rank=4", "adapter.target_modules=[q_proj,lm_head,embed_tokens]"],
+        "tokens": ["adapter.trainable_tokens=[2,30,7]", "adapter.modules_to_save=[norm]"],
+    }
+    layouts = {name: LAYOUTS[name] for name in ("tp x FSDP", "tp x HSDP")}
+    assert_one_curve("lora_finetune", common, variants, layouts, 4, tmp_path)
