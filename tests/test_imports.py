@@ -13,14 +13,17 @@ RECIPES = HOUSE.parent / "recipes"
 
 # Each package may import those after it. The first lines use the library, the last are used by all of it.
 ORDER = [
-    *("cli", "preflight", "launchers", "loggers"),
+    *("cli", "preflight", "launchers", "loggers", "records"),
     *("peft", "generation", "checkpointers"),
     *("datasets", "models", "optimizers"),
     *("tokenizers", "losses", "quantization", "distributed"),
     *("collators", "config"),
     *("atomic", "type_check", "types", "lookup", "errors", "secrets", "__version__"),  # files beside the packages
 ]
-ALLOWED = {("loggers", "config"): "a run writes its recipe's settings to config.yaml"}
+ALLOWED = {
+    ("loggers", "config"): "a run writes its recipe's settings to config.yaml",
+    ("records", "config"): "a report reads them there, and the recipe's defaults",
+}
 
 
 def imported(file: Path) -> set[str]:

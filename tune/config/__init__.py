@@ -2,7 +2,7 @@
 
 from tune.config.entry import entrypoint
 from tune.config.instantiate import instantiate, instantiate_data, instantiate_weighted
-from tune.config.load import load, read, save
+from tune.config.load import flat, load, read, save, saved
 from tune.config.paths import find_config, find_default, find_recipe, list_configs, list_recipes
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "find_config",
     "find_default",
     "find_recipe",
+    "flat",
     "instantiate",
     "instantiate_data",
     "instantiate_weighted",
@@ -18,4 +19,5 @@ __all__ = [
     "load",
     "read",
     "save",
+    "saved",
 ]

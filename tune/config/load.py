@@ -64,16 +64,29 @@ def save(cfg: DictConfig, folder: Path) -> list[str]:
     changed. Returns what has.
     """
     values = without_secrets(OmegaConf.to_container(cfg, resolve=True))
-    there = sorted(folder.glob("config*.yaml"), key=lambda file: (len(file.name), file.name))
-    before, now = (
-        {key: value for key, value in walk(each) if not isinstance(value, dict)}
-        for each in (_read(there[-1]) if there else values, values)
-    )
+    starts = len([*folder.glob("config*.yaml")])
+    now = _flat(values)
+    before = saved(folder) if starts else now
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in ("output_dir", "resume")]
-    if keys or not there:
-        name = f"config-{len(there) + 1}.yaml" if there else "config.yaml"
+    if keys or not starts:
+        name = f"config-{starts + 1}.yaml" if starts else "config.yaml"
         OmegaConf.save(OmegaConf.create(values), folder / name)
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys]
+
+
+def saved(folder: Path) -> Values:
+    """The settings of a run folder's last start by their dotted keys, none if there are none. Raises TuneError."""
+    newest = max(folder.glob("config*.yaml"), default=None, key=lambda file: (len(file.name), file.name))
+    return _flat(without_secrets(_read(newest))) if newest else {}
+
+
+def flat(file: Path) -> Values:
+    """The settings in a YAML by their dotted keys, interpolations as they stand there. Raises TuneError."""
+    return _flat(_read(file))
+
+
+def _flat(values: Values) -> Values:
+    return {key: value for key, value in walk(values) if not isinstance(value, dict)}
 
 
 def _read(file: Path) -> Values:

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import math
+import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from tune import config
+from tune import config, records
 from tune.datasets import DataLoader, Dataset, Mixture, PromptLoader, Stream
 from tune.datasets.display import MARKS, first_row, marked, parts_of
 from tune.datasets.warnings import warnings_about
@@ -31,8 +32,8 @@ T = TypeVar("T")
 
 
 class Run:
-    """The run folder `output_dir` (default `runs/<recipe>-<time>`): config.yaml, data.json, first_row.txt,
-    metrics.jsonl, log.txt.
+    """The run folder `output_dir` (default `runs/<recipe>-<time>`): config.yaml, run.json, data.json, first_row.txt,
+    metrics.jsonl, log.txt, report.html.
 
     Nothing is written into it before the training begins: a wrong input leaves an earlier run there as it was.
 
@@ -55,7 +56,8 @@ class Run:
     ):
         """`settings` are all those of the recipe, to be recorded in config.yaml and W&B."""
         require_installed(tensorboard, wandb)
-        self.world, self.settings, self.tensorboard, self.wandb = world, settings, tensorboard, wandb
+        self.recipe, self.world, self.settings = recipe, world, settings
+        self.tensorboard, self.wandb = tensorboard, wandb
         self.path = run_folder.choose(output_dir, recipe, world)
         # The command that continues this run, in words.
         self.again = f"the same command with output_dir={self.path}{'' if resume == 'auto' else ' resume=auto'}"
@@ -71,12 +73,13 @@ class Run:
         self.stream: Stream | None = None
         self.step_began = time.perf_counter()
         self.data_seconds, self.flops_per_token = 0.0, 0.0
+        self.has_begun = False  # on the first process
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Close the sinks. A stream's accounting is complete only at the end of a run."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """Close the sinks and write the report. A stream's accounting is complete only at the end of a run."""
         if error is None:
             if self.stream:
                 self.info(self.stream.seen.table())
@@ -84,8 +87,20 @@ class Run:
                     data = self.data | self.stream.seen.as_dict() | {"steps_per_epoch": None}
                     (self.path / "data.json").write_text(json.dumps(data, indent=2) + "\n")
             self.world.finish()
+        if self.has_begun:
+            self._conclude(error)
         for sink in self.sinks:
             sink.close()
+
+    def _conclude(self, error: BaseException | None) -> None:
+        """Note how the run has ended and write its report, whatever happens: nothing may hide `error`."""
+        try:
+            records.end(self.path, error)
+            if not isinstance(error, KeyboardInterrupt):  # by which a user ends it at once
+                records.write_report([self.path], self.path / "report.html")
+        except Exception as failure:
+            with contextlib.suppress(OSError):  # a full disk
+                self.info(f"the report is not written: {failure!r}")
 
     def info(self, message: str) -> None:
         """Send a message to the console and log.txt."""
@@ -190,6 +205,13 @@ class Run:
                 sink.message(message)
             self.sinks += sinks
             self._report_earlier_starts(start)
+            device = self.world.device
+            records.start(
+                self.path, start, steps=total, recipe=self.recipe, command=without_secrets(sys.argv),
+                processes=self.world.size, torch=torch.__version__,
+                device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            )  # fmt: skip
+            self.has_begun = True
             (self.path / "data.json").write_text(json.dumps(self.data, indent=2) + "\n")
             (self.path / "first_row.txt").write_text(self.first_row, encoding="utf-8")
         for sink in self.sinks:

@@ -1,0 +1,217 @@
+"""`tune runs`, `checkpoints`, `diff`, `report` and `watch` on run folders as people have them."""
+
+import fcntl
+import functools
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+from helpers import HANGS
+from run_folders import write_run
+
+from tune.cli import main
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    return functools.partial(write_run, tmp_path)
+
+
+def shown(capsys, *arguments: str) -> list[list[str]]:
+    main([*arguments])
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_runs(make_run, tmp_path, capsys):
+    make_run("second", state="failed", starts=[{"step": 0, "time": 2e9}])
+    make_run("sweep/first", steps=4)
+    (make_run("third", steps=0, starts=[{"step": 0, "time": 3e9}]) / "model").mkdir()
+    (tmp_path / "third" / "model" / "weights").write_bytes(bytes(2**24))
+    rows = shown(capsys, "runs", str(tmp_path))
+    assert rows[0] == ["run", "state", "recipe", "step", "loss", "validation", "loss", "GiB", "began"]
+    assert [row[:4] for row in rows[1:3]] == [
+        [str(tmp_path / "sweep/first"), "done", "full_finetune", "4"],
+        [str(tmp_path / "second"), "failed", "full_finetune", "12"],
+    ]
+    assert rows[1][4:7] == ["0.5", "0.525", "0.00"]
+    assert rows[3][:4] == [str(tmp_path / "third"), "done", "full_finetune", "0.02"]  # no step yet
+
+
+def test_checkpoints(make_run, capsys):
+    folder = make_run()
+    for name in ("step-00000004", "step-00000012", ".step-00000008.abc", "notes"):
+        (folder / "checkpoints" / name).mkdir(parents=True)
+    assert shown(capsys, "checkpoints", str(folder)) == [
+        ["checkpoint", "GiB", "loss", "validation_loss"],
+        ["step-00000004", "0.00", "complete", "0.5", "0.525"],
+        [".step-00000008.abc", "0.00", "unfinished", "0.25", "0.2625"],
+        ["step-00000012", "0.00", "complete", "0.1667", "0.175"],
+    ]
+
+
+def test_diff(make_run, capsys):
+    one, other = make_run("one"), make_run("two", steps=8, lr=0.01)
+    data = json.loads((other / "data.json").read_text())
+    (other / "data.json").write_text(json.dumps(data | {"rows": 40}))
+    rows = shown(capsys, "diff", str(one), str(other))
+    assert rows[0] == [str(one), str(other)]
+    assert rows[1:6] == [
+        ["settings", "and", "data"], ["optimizer.lr", "0.001", "0.01"], ["max_steps", "12", "8"],
+        ["data:", "rows", "50", "40"], ["result"],
+    ]  # fmt: skip
+    assert ["loss", "0.1667", "0.25"] in rows and ["lr", "0.001", "0.01"] in rows
+    rows = shown(capsys, "diff", str(one), str(one))
+    assert [" ".join(row) for row in rows[1:]] == ["settings and data: no difference", "result: no difference"]
+
+
+def test_report(make_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run("one")
+    make_run("two")
+    assert shown(capsys, "report", "one")[0][0] == "one/report.html"
+    assert shown(capsys, "report", "one", "two")[0][0] == "report.html"
+    assert shown(capsys, "report", "one", "one", "--out", "new/page.html")[0][0] == "new/page.html"
+    assert "<title>one</title>" in (tmp_path / "new/page.html").read_text()
+    assert "<title>one, two</title>" in (tmp_path / "report.html").read_text()
+
+
+def spoiled(folder, file, text):
+    (folder / file).write_text(text)
+
+
+# What is wrong, and what is said, or shown in spite of it.
+WRONG = {
+    "empty": (["report", "empty"], "empty is not a run folder: there is none of run.json, config.yaml, metrics.jsonl"),
+    "missing": (["watch", "mising"], "mising is not a run folder"),
+    "a file": (["checkpoints", "one/log.txt"], "one/log.txt is not a run folder"),
+    "a folder of runs": (["report", "."], "`tune runs .` lists the 2 in it"),
+    "no runs": (["runs", "empty"], "there are no run folders in empty"),
+    "no folder": (["runs", "mising"], "there are no run folders in mising"),
+    "one of two is none": (["diff", "one", "empty"], "empty is not a run folder"),
+    "one of three is none": (["report", "one", "two", "empty"], "empty is not a run folder"),
+    "no checkpoints": (["checkpoints", "one"], "one has no checkpoints yet"),
+    "out is a folder": (["report", "one", "--out", "two"], "two cannot be written: Is a directory"),
+    "out is in a file": (["report", "one", "--out", "one/log.txt/x.html"], "x.html cannot be written"),
+    "out is somebody's work": (["report", "one", "--out", "one/log.txt"], "there is such a file, and it is no report"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_mistakes_end_in_one_message(case, make_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run("one")
+    make_run("two")
+    (tmp_path / "empty").mkdir()
+    arguments, message = WRONG[case]
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    told = capsys.readouterr()
+    assert (stopped.value.code, told.out) == (2, "")
+    assert told.err.startswith("error: ") and message in told.err and told.err.count("\n") == 1
+
+
+DAMAGED = {
+    "half of the last line": ("metrics.jsonl", '{"step": 1, "loss": 3.0}\n{"step": 2, "lo', "3"),
+    "no metrics": ("metrics.jsonl", "", "0.00"),
+    "a line of something else": ("metrics.jsonl", 'hello\n{"step": 1, "loss": 3.0}\n', "3"),
+    "other metrics after a restart": ("metrics.jsonl", '{"step": 1, "loss": 3.0}\n{"step": 2, "reward": 1}\n', "3"),
+    "infinite": ("metrics.jsonl", '{"step": 1, "loss": Infinity}\n{"step": 2, "loss": NaN}\n', "inf"),
+    "settings that are no YAML": ("config.yaml", "a: [", "0.1667"),
+    "settings that are a list": ("config.yaml", "- 1", "0.1667"),
+    "half of run.json": ("run.json", '{"state": "do', "0.1667"),
+    "half of data.json": ("data.json", '{"rows": 5', "0.1667"),
+    "samples without a text": ("samples.jsonl", '{"step": 1}\n[]\nx', "0.1667"),
+    "bytes": ("log.txt", "\x00\x1b[31m", "0.1667"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_files_hide_nothing_else(case, make_run, tmp_path, capsys):
+    folder, (file, content, loss) = make_run(), DAMAGED[case]
+    (folder / file).write_text(content)
+    row = shown(capsys, "runs", str(tmp_path))[1]
+    assert loss in row and row[1] == ("killed" if file == "run.json" else "done")
+    for verb in ("report", "watch"):
+        main([verb, str(folder)])
+    main(["diff", str(folder), str(folder)])
+    told = "is not YAML" in (page := (folder / "report.html").read_text()) or "must have" in page
+    assert told == (file == "config.yaml")
+    assert ("1 lines of metrics.jsonl are left out" in page) == (case == "a line of something else")
+
+
+@pytest.fixture
+def going_on(make_run):
+    """A run folder as a running process holds it."""
+    folder = make_run(steps=6, state="running")
+    (folder / "run.json").write_text((folder / "run.json").read_text().replace('"steps": 6', '"steps": 20'))
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", hold, folder / "log.txt"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    process.stdout.readline()
+    yield folder, process
+    process.kill()
+    process.wait()
+
+
+class Terminal:
+    """`tune watch` in a terminal of 80 columns."""
+
+    def __init__(self, folder):
+        self.outer, inner = pty.openpty()
+        termios.tcsetwinsize(inner, (40, 80))
+        environment = {**os.environ, "TERM": "xterm"}
+        command = [sys.executable, "-m", "tune.cli", "watch", str(folder)]
+        self.process = subprocess.Popen(
+            command, stdin=inner, stdout=inner, stderr=inner, env=environment, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(inner)
+        self.text = ""
+
+    def read_until(self, *wanted: str) -> None:
+        deadline, start = time.monotonic() + HANGS, len(self.text)
+        while not all(each in self.text[start:] for each in wanted):
+            assert time.monotonic() < deadline, self.text
+            if select.select([self.outer], [], [], 1)[0]:
+                try:
+                    self.text += os.read(self.outer, 1 << 16).decode(errors="replace")
+                except OSError:  # its end
+                    assert all(each in self.text[start:] for each in wanted), self.text
+                    return
+
+    def type(self, text: str) -> None:
+        os.write(self.outer, text.encode())
+
+
+def test_watch_follows_a_run_to_its_end(going_on):
+    folder, process = going_on
+    terminal = Terminal(folder)
+    terminal.read_until("running", "step 6 of 20", "left, last step", "0.3333 now", "█", "the data are few")
+    with (folder / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 7, "time": 1021.0, "loss": 0.125}\n')
+    terminal.read_until("step 7 of 20", "0.125 now")
+    (folder / "run.json").write_text((folder / "run.json").read_text().replace('"running"', '"done"'))
+    terminal.read_until("done")
+    assert terminal.process.wait(HANGS) == 0
+    assert process.poll() is None
+
+
+def test_ctrl_c_ends_watching_alone(going_on):
+    folder, process = going_on
+    terminal = Terminal(folder)
+    terminal.read_until("step 6 of 20")
+    terminal.type("\x03")
+    terminal.read_until("\x1b[?25h")  # the cursor is back
+    assert terminal.process.wait(HANGS) == 0
+    assert "Traceback" not in terminal.text and process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    main(["watch", str(folder)])

@@ -1,0 +1,57 @@
+"""run.json and report.html of a run, however it ends."""
+
+import json
+
+import lora_finetune
+import pytest
+
+from tune import distributed, records
+
+
+def test_a_run_that_is_continued(inputs, run_recipe):
+    settings = inputs.settings("schedule._component_=tune.optimizers.constant", "optimizer.lr=1e-3")
+    assert run_recipe([*settings, f"output_dir={inputs.folder / 'new'}", "max_steps=1"], lora_finetune) == 0
+    assert run_recipe([*settings, f"output_dir={inputs.folder / 'new'}", "max_steps=3"], lora_finetune) == 0
+    run = records.read(inputs.folder / "new")
+    assert (run.state, run.facts["recipe"], run.facts["steps"]) == ("done", "lora_finetune", 3)
+    assert [start["step"] for start in run.facts["starts"]] == [0, 1]
+    assert run.facts["command"][-1] == "max_steps=3" and run.facts["processes"] == 1
+    page = (inputs.folder / "new" / "report.html").read_text()
+    for part in ("optimizer.lr", "0.0002", "0.001", f"tune merge {inputs.model} {run.path}/adapter", "<mark>"):
+        assert part in page, part
+
+
+def test_a_run_that_fails(inputs, run_recipe):
+    assert (
+        run_recipe(inputs.settings(f"output_dir={inputs.folder / 'new'}", "optimizer.lr=1e30", "max_grad_norm=null"))
+        == 2
+    )
+    run = records.read(inputs.folder / "new")
+    assert run.state == "failed" and "is nan at step 2: stopped" in run.facts["error"]
+    assert "The run has failed: " in (inputs.folder / "new" / "report.html").read_text()
+
+
+def test_a_run_that_is_interrupted(inputs, run_recipe, monkeypatch):
+    monkeypatch.setattr(distributed.Interrupt, "__init__", lambda self: setattr(self, "requested", True))
+    assert run_recipe(inputs.settings(f"output_dir={inputs.folder / 'new'}")) == 130
+    assert records.read(inputs.folder / "new").state == "interrupted"
+    assert "The run was interrupted" in (inputs.folder / "new" / "report.html").read_text()
+
+
+def test_a_report_that_fails_is_a_line_in_the_log(inputs, run_recipe, monkeypatch):
+    def fail(folders, out):
+        raise ZeroDivisionError("of the template")
+
+    monkeypatch.setattr(records, "write_report", fail)
+    assert run_recipe(inputs.settings(f"output_dir={inputs.folder / 'new'}")) == 0
+    log = (inputs.folder / "new" / "log.txt").read_text()
+    assert log.endswith("the report is not written: ZeroDivisionError('of the template')\n")
+    assert (inputs.folder / "new" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("setting", ["model.path=nowhere", "optimizer.lrr=1"])
+def test_a_wrong_start_leaves_the_record_of_an_earlier_run(setting, inputs, run_recipe):
+    before = (inputs.run / "run.json").read_text(), (inputs.run / "report.html").stat().st_mtime_ns
+    assert json.loads(before[0])["state"] == "done"
+    assert run_recipe(inputs.settings(setting)) == 2
+    assert ((inputs.run / "run.json").read_text(), (inputs.run / "report.html").stat().st_mtime_ns) == before

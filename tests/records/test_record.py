@@ -1,0 +1,122 @@
+"""What a run folder says of its run, however that has ended, and where files are damaged."""
+
+import fcntl
+import functools
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from run_folders import write_run
+
+from tune import records
+from tune.errors import TuneError
+
+HOLD = """
+import fcntl, sys
+log = open(sys.argv[1], "a")
+fcntl.lockf(log, fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    return functools.partial(write_run, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "told"),
+    [
+        (None, "done", None),
+        (SystemExit(0), "done", None),
+        (SystemExit(130), "interrupted", None),
+        (KeyboardInterrupt(), "interrupted", None),
+        (TuneError("loss is nan"), "failed", "loss is nan"),
+        (ValueError("at https://me:word@host/x"), "failed", "ValueError: at https://host/x"),
+    ],
+)
+def test_how_a_run_has_ended(error, state, told, tmp_path):
+    records.start(tmp_path, 0, recipe="mine", steps=3)
+    records.start(tmp_path, 2, recipe="mine", steps=5)
+    assert records.read(tmp_path).state == "killed"  # nobody holds its log
+    records.end(tmp_path, error)
+    run = records.read(tmp_path)
+    assert (run.state, run.facts.get("error")) == (state, told)
+    assert [each["step"] for each in run.facts["starts"]] == [0, 2]
+    assert run.facts["steps"] == 5
+
+
+def test_a_run_goes_on_while_its_log_is_locked(make_run):
+    folder = make_run(state="running")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, folder / "log.txt"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout.readline() == "locked\n"
+        assert records.read(folder).state == "running"
+    finally:
+        holder.communicate("")
+    assert records.read(folder).state == "killed"
+    with (folder / "log.txt").open("a") as log:  # reading it has kept nobody from continuing the run
+        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_run_of_before_run_json(make_run):
+    folder = make_run(state=None)
+    assert records.read(folder).state == "killed"
+    (folder / "adapter").mkdir()
+    assert records.read(folder).state == "done"
+
+
+def test_metrics_with_other_keys_after_a_restart_and_damaged_lines(make_run):
+    folder = make_run(steps=3)
+    with (folder / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 3, "loss": 7, "time": 1}\n{"step": 4, "reward": 0.5, "name": "text"}\n')
+        lines.write(
+            'not JSON\n[1, 2]\n{"loss": 1}\n{"step": 5, "loss": NaN}\n{"step": 6, "loss": Infinity}\n{"step": 7, "lo'
+        )
+    run = records.read(folder)
+    assert run.columns["step"].tolist() == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_array_equal(run.columns["loss"], [2, 1, 7, math.nan, math.nan, math.inf])
+    np.testing.assert_array_equal(run.columns["reward"], [math.nan] * 3 + [0.5] + [math.nan] * 2)
+    assert run.last("reward") == 0.5 and math.isnan(run.last("missing")) and "name" not in run.columns
+    assert run.problems == ["3 lines of metrics.jsonl are left out: they are not the metrics of a step"]
+
+
+def test_the_end_of_long_metrics(make_run):
+    folder = make_run(steps=500)
+    whole, tail = records.read(folder), records.read(folder, tail=2000)
+    assert tail.columns["step"].tolist() == whole.columns["step"][-len(tail.columns["step"]) :].tolist()
+    assert 3 < len(tail.columns["step"]) < 20 and not tail.problems
+
+
+def test_what_is_no_run_folder(tmp_path, make_run):
+    with pytest.raises(TuneError, match=r"is not a run folder: .* Give the output_dir of a run"):
+        records.read(tmp_path / "missing")
+    make_run("all/one")
+    make_run("all/two")
+    with pytest.raises(TuneError, match=r"`tune runs .*/all` lists the 2 in it"):
+        records.read(tmp_path / "all")
+    assert [folder.name for folder in records.find(tmp_path)] == ["one", "two"]
+
+
+@pytest.mark.parametrize("damaged", ["{", "[]", "\x00\x01", ""])
+def test_files_that_cannot_be_read_are_told(damaged, make_run):
+    folder = make_run()
+    for name in ("run.json", "data.json", "config.yaml"):
+        (folder / name).write_text(damaged)
+    run = records.read(folder)
+    assert (run.facts, run.data, run.settings, run.state) == ({}, {}, {}, "killed")
+    assert any("config.yaml" in problem for problem in run.problems)
+    assert run.last("loss") == pytest.approx(2 / 12)
+
+
+def test_secrets_in_settings_are_masked(make_run):
+    folder = make_run()
+    (folder / "config-2.yaml").write_text("hub:\n  hf_token: abcdef\n")
+    assert records.read(folder).settings == {"hub.hf_token": None}
+    assert json.loads((folder / "run.json").read_text())["state"] == "done"

@@ -1,0 +1,25 @@
+"""List the checkpoints of RUN: size, whether they are complete, and the metrics of their steps."""
+
+import re
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+from tune.cli.runs import gib, print_table
+from tune.errors import TuneError
+from tune.records import number, read
+
+
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
+    path = parser.parse_args(arguments).run
+    run = read(path)
+    metrics = [name for name in run.columns if name in ("loss", "reward") or name.startswith("validation_")]
+    rows = [["checkpoint", "GiB", "", *metrics]]
+    for folder in sorted(path.glob("checkpoints/*"), key=lambda folder: folder.name.lstrip(".")):
+        if name := re.match(r"(\.?)step-(\d+)", folder.name):
+            values = ("".join(map(number, known[steps == int(name[2])])) for steps, known in map(run.known, metrics))
+            rows.append([folder.name, gib(folder), "unfinished" if name[1] else "complete", *values])
+    if len(rows) == 1:
+        raise TuneError(f"{path} has no checkpoints yet: checkpointer.every says how often one is written")
+    print_table(rows)

@@ -1,0 +1,19 @@
+"""Write a page on a run, or on several laid over each other: what was trained on what, curves, samples, how to use the
+result. It needs no network. A run writes its own when it ends: report.html in its folder."""
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+from tune.records import write_report
+
+
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.usage = "tune report RUN [RUN ...] [--out FILE]"
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder")
+    where = "the page to write (default: report.html in the run folder; here, of several runs)"
+    parser.add_argument("--out", metavar="FILE", type=Path, help=where)
+    options = parser.parse_args(arguments)
+    folders = [*dict.fromkeys(options.runs)]
+    out: Path = options.out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    print(f"{out} is written ({write_report(folders, out) / 2**20:.2f} MiB)")

@@ -1,0 +1,36 @@
+"""List the run folders in FOLDER (default: runs) and in the folders in it, the newest last."""
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from tune.errors import TuneError
+from tune.records import find, number, read
+
+TAIL = 1 << 20  # bytes of metrics.jsonl that are read: the last steps
+
+
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.usage = "tune runs [FOLDER]"
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=Path("runs"))
+    folder = parser.parse_args(arguments).folder
+    rows = [("run", "state", "recipe", "step", "loss", "validation loss", "GiB", "began")]
+    for run in sorted((read(each, TAIL) for each in find(folder)), key=lambda run: run.started):
+        metrics = [number(run.last(name)) for name in ("step", "loss", "validation_loss")]
+        began = f"{datetime.fromtimestamp(run.started):%Y-%m-%d %H:%M}"
+        rows.append((str(run.path), run.state, run.facts.get("recipe", ""), *metrics, gib(run.path), began))
+    if len(rows) == 1:
+        raise TuneError(f"there are no run folders in {folder}. Give the folder that your runs are in")
+    print_table(rows)
+
+
+def gib(folder: Path) -> str:
+    """The size of all files in a folder."""
+    return f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 2**30:.2f}"
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,67 @@
+"""Show a run in the terminal while it goes on: curve, last metrics, when it will end, warnings. It ends with the run,
+or by Ctrl-C, which leaves the run alone."""
+
+import time
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
+from tune.records import Record, number, read
+
+LINES, BLOCKS = 8, " ▁▂▃▄▅▆▇█"  # of the curve
+RECENT = 50  # steps whose speed is that of the run
+
+
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
+    path = parser.parse_args(arguments).run
+    console, run = Console(highlight=False), read(path)
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            began = time.monotonic()
+            run = read(path)
+            live.update(Group(*view(run, console.width)), refresh=True)
+            if run.state != "running":
+                break
+            time.sleep(max(1.0, 5 * (time.monotonic() - began)))  # a long run takes seconds to read
+
+
+def view(run: Record, width: int) -> Iterator[RenderableType]:
+    """What is shown of a run on so many columns."""
+    colour = {"running": "cyan", "done": "green"}.get(run.state, "red")
+    yield Text.assemble((str(run.path), "bold"), "  ", (run.state, colour), f"  {run.facts.get('error') or ''}")
+    steps, times = run.known("time")
+    if not len(steps):
+        yield Text("no step is finished yet")
+        return
+    total = run.facts.get("steps", 0)
+    pace = (times[-1] - times[-RECENT:][0]) / max(1, steps[-1] - steps[-RECENT:][0])
+    left = timedelta(seconds=round(max(0, total - steps[-1]) * pace))
+    ago = timedelta(seconds=max(0, round(time.time() - times[-1])))
+    goes_on = f"  {left} left, last step {ago} ago" if run.state == "running" else ""
+    yield Text(f"step {steps[-1]:,.0f}{f' of {total:,}' if total else ''}, {pace:.3g} s a step{goes_on}")
+    yield ProgressBar(total=max(total, 1), completed=steps[-1], width=min(width, 60))
+    name = "reward" if "reward" in run.columns else "loss"
+    values = run.known(name)[1]
+    if len(values):
+        yield Text(f"\n{name}: {number(values[-1])} now, {number(values.min())} to {number(values.max())}")
+        yield Text("\n".join(curve(values, width - 2)), "cyan")
+    last = {each: run.last(each) for each in run.columns if each not in ("step", "time", name)}
+    yield Text("\n" + "   ".join(f"{each}\N{NO-BREAK SPACE}{number(value)}" for each, value in last.items()))
+    yield Text("\n".join(["", *(f"warning: {each}" for each in run.warnings[-3:])]), "yellow")
+
+
+def curve(values: np.ndarray, width: int) -> list[str]:
+    """Lines of blocks from the lowest to the highest value, at most `width` wide: a column is the mean of a stretch."""
+    means = np.array([part.mean() for part in np.array_split(values, min(width, len(values)))])
+    span = np.ptp(means) or 1.0
+    eighths = np.rint((means - means.min()) / span * (8 * LINES - 1)).astype(int) + 1
+    return ["".join(BLOCKS[each] for each in np.clip(eighths - 8 * row, 0, 8)) for row in reversed(range(LINES))]

@@ -1,0 +1,134 @@
+"""report.html: one page on a run, or on several laid over each other. It needs no other file and no network."""
+
+import json
+import math
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+
+from tune import config
+from tune.atomic import written_aside
+from tune.errors import TuneError
+from tune.records.record import Record, differences, json_object, number, read
+from tune.secrets import without_secrets
+
+POINTS = 100_000  # of all curves of a page together
+SAMPLES = 4  # prompts shown of the first step and of the last one
+MARK = "<!-- written by tune report -->"
+
+
+def write_report(folders: Sequence[Path], out: Path) -> int:
+    """Write the page on the runs in `folders` to `out`; return its size in bytes.
+
+    Raises:
+        TuneError: a folder is not that of a run, or `out` cannot be written, or is there and no report.
+    """
+    runs = [read(folder) for folder in folders]
+    known = [run.path.resolve().name for run in runs]
+    names = [name if known.count(name) == 1 else str(run.path) for name, run in zip(known, runs, strict=True)]
+    environment = Environment(
+        loader=PackageLoader("tune.records", "assets"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        finalize=lambda value: without_secrets(value) if type(value) is str else value,
+    )  # fmt: skip
+    environment.filters |= {
+        "number": number,
+        "date": lambda at: f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M}",
+        "duration": lambda seconds: str(timedelta(seconds=round(seconds))),
+        "setting": lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False),
+        "basename": lambda path: Path(path).name,
+        "mean": lambda values: values.mean() if len(values) else math.nan,
+    }
+    files = Path(__file__).with_name("assets").iterdir()
+    page = environment.get_template("report.html").render(
+        runs=[*zip(names, runs, strict=True)], mark=Markup(MARK),
+        assets={file.name: Markup(file.read_text()) for file in files if file.suffix in (".js", ".css")},
+        differences=differences([run.inputs for run in runs]), changed=changed, seconds=seconds, samples=samples,
+        curves=Markup(json.dumps({"runs": names, "curves": _curves(runs)}).replace("<", "\\u003c")),
+    )  # fmt: skip
+    try:
+        if out.exists() and MARK not in out.read_text(errors="replace")[:200]:
+            raise TuneError(f"--out {out}: there is such a file, and it is no report. Name another")
+        with written_aside(out) as unfinished:
+            unfinished.write_text(page, encoding="utf-8", errors="replace")
+            return unfinished.stat().st_size
+    except OSError as error:
+        raise TuneError(f"--out {out} cannot be written: {error.strerror}. Name a file") from error
+
+
+def changed(run: Record) -> list[tuple[str, list[Any]]] | None:
+    """The settings that are not the defaults of the run's recipe: key, default, value; None if these are not known."""
+    try:
+        script = Path((run.facts.get("command") or [""])[0])
+        defaults = config.flat(config.find_default(script, run.facts["recipe"]))
+    except (KeyError, TuneError):
+        return None
+    for key, value in defaults.items():
+        if isinstance(value, str) and value.startswith("${"):
+            defaults[key] = run.settings.get(value[2:-1])
+    return [row for row in differences([defaults, run.settings]) if row[0] in run.settings]
+
+
+def seconds(run: Record) -> dict[str, float]:
+    """What the run's time went to. The time between an end and the next start is not the run's."""
+    if not {"time", "step_seconds"} <= run.columns.keys():
+        return {}
+    whole = np.nan_to_num(run.columns["step_seconds"])
+    waiting = float(np.nansum(run.columns.get("data_seconds", 0)))
+    is_first = np.isin(run.columns["step"][1:] - 1, [each["step"] for each in run.facts.get("starts", [])])
+    between = (np.diff(run.columns["time"]) - whole[1:])[~is_first].clip(min=0)
+    parts = {"training": whole.sum() - waiting, "waiting for data": waiting}
+    return parts | {"validation, samples, saving": float(np.nansum(between))}
+
+
+def samples(run: Record) -> list[tuple[str, str, str]]:
+    """Some prompts of samples.jsonl, each with its answers at the first and at the last step that has samples."""
+    sides: list[dict[str, str]] = []
+    for is_first in (True, False):
+        lines = run.text("samples.jsonl", 1 << 20, is_first).splitlines()
+        found = [each for line in lines if {"step", "text"} <= (each := json_object(line)).keys()]
+        step = found[0 if is_first else -1]["step"] if found else None
+        sides.append({_prompt(each): str(each["text"]) for each in found if each["step"] == step})
+    first, last = sides
+    asked = [prompt for prompt in first if prompt in last] or [*list(first)[:SAMPLES], *list(last)[:SAMPLES]]
+    return [(prompt, first.get(prompt, ""), last.get(prompt, "")) for prompt in asked[: 2 * SAMPLES]]
+
+
+def _prompt(sample: dict[str, Any]) -> str:
+    """What a sample answers: its text, or the row that it was made from."""
+    prompt = sample.get("prompt")
+    return prompt if isinstance(prompt, str) else json.dumps(sample.get("row", prompt), ensure_ascii=False)
+
+
+def thin(steps: np.ndarray, values: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """At most about `most` points: of each stretch the first, the lowest, the highest, and a gap if there is one."""
+    if len(steps) <= most:
+        return steps, values
+    gaps = np.isnan(values)
+    low, high = np.where(gaps, np.inf, values), np.where(gaps, -np.inf, values)
+    kept = [len(steps) - 1]
+    for part in np.array_split(np.arange(len(steps)), most // 4):
+        kept += part[[0, low[part].argmin(), high[part].argmax(), gaps[part].argmax()]].tolist()
+    places = np.unique(kept)
+    return steps[places], values[places]
+
+
+def _curves(runs: list[Record]) -> list[dict[str, Any]]:
+    """For report.js: the metrics of all runs, thinned."""
+    hidden = ("step", "time", "epoch")
+    shown = [(at, run, name) for at, run in enumerate(runs) for name in run.columns if name not in hidden]
+    curves = []
+    for at, run, name in shown:
+        steps, values = run.columns["step"], np.where(np.isfinite(run.columns[name]), run.columns[name], np.nan)
+        known = ~np.isnan(values)
+        is_sparse = bool(known.mean() < 0.5)  # as of validations: the steps between have no value, which is no gap
+        if is_sparse:
+            steps, values = steps[known], values[known]
+        steps, values = thin(steps, values, POINTS // len(shown))
+        points = [None if np.isnan(value) else float(f"{value:.6g}") for value in values]
+        curves.append({"run": at, "metric": name, "sparse": is_sparse, "steps": steps.tolist(), "values": points})
+    return curves

@@ -1,0 +1,182 @@
+"""What a run folder says of its run. run.json says where the run stands; each start adds to it."""
+
+import fcntl
+import io
+import json
+import math
+import time
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tune import config
+from tune.atomic import written_aside
+from tune.errors import TuneError
+from tune.secrets import without_secrets
+
+FILES = ("run.json", "config.yaml", "metrics.jsonl")  # a run folder has one of them at least
+
+
+def start(folder: Path, step: int, **facts: Any) -> None:
+    """Note in run.json that the run starts after `step`."""
+    starts = [*_json(folder / "run.json").get("starts", []), {"step": step, "time": time.time()}]
+    _note(folder, state="running", error=None, starts=starts, **facts)
+
+
+def end(folder: Path, error: BaseException | None) -> None:
+    """Note in run.json how the run has ended: by `error`, or by itself."""
+    code = error.code if isinstance(error, SystemExit) else 1
+    if error is None or not code:
+        _note(folder, state="done")
+    elif isinstance(error, KeyboardInterrupt) or code == 130:
+        _note(folder, state="interrupted")
+    else:
+        kind = "" if isinstance(error, TuneError) else f"{type(error).__name__}: "
+        _note(folder, state="failed", error=without_secrets(f"{kind}{error}"))
+
+
+def _note(folder: Path, **facts: Any) -> None:
+    with written_aside(folder / "run.json") as unfinished:
+        unfinished.write_text(json.dumps(_json(folder / "run.json") | facts, indent=2) + "\n")
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return json_object(file.read_bytes()) if file.is_file() else {}
+
+
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """The object that `text` is in JSON; an empty one if it is none."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+@dataclass
+class Record:
+    """A run as its folder has it. What is not there, or cannot be read, is empty."""
+
+    path: Path
+    state: str  # running | done | interrupted | failed | killed
+    facts: dict[str, Any]  # run.json
+    settings: dict[str, Any]  # of the last start, by dotted key
+    data: dict[str, Any]  # data.json
+    columns: dict[str, np.ndarray]  # by metric the values of the steps in columns["step"], NaN where there is none
+    problems: list[str]  # what cannot be read
+
+    def known(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
+        """The steps that have a metric, and its values there."""
+        values = self.columns.get(metric, np.full(len(self.columns["step"]), np.nan))
+        return self.columns["step"][~np.isnan(values)], values[~np.isnan(values)]
+
+    def last(self, metric: str) -> float:
+        """The last value of a metric, NaN without one."""
+        return float(self.known(metric)[1][-1:].sum()) if len(self.known(metric)[1]) else math.nan
+
+    def text(self, file: str, most: int, start: bool = False) -> str:
+        """The last `most` bytes of a file, or the first."""
+        with suppress(OSError), (self.path / file).open("rb") as content:
+            content.seek(0 if start else max(0, content.seek(0, 2) - most))
+            return content.read(most).decode(errors="replace")
+        return ""
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The settings, and the counts of the data."""
+        counts = {name: value for name, value in self.data.items() if not isinstance(value, list | dict)}
+        return self.settings | {f"data: {name.replace('_', ' ')}": value for name, value in counts.items()}
+
+    @property
+    def warnings(self) -> list[str]:
+        """Those about the data, those in the log, and what cannot be read."""
+        lines = self.text("log.txt", 1 << 20).splitlines()
+        logged = [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
+        return [*dict.fromkeys([*self.data.get("warnings", []), *logged, *self.problems])]
+
+    @property
+    def started(self) -> float:
+        """When the run began, seconds since 1970."""
+        return self.facts["starts"][0]["time"] if self.facts.get("starts") else self.path.stat().st_mtime
+
+
+def read(folder: Path, tail: int | None = None) -> Record:
+    """The run in `folder`; with `tail`, of its metrics only those in that many bytes at the end. Raises TuneError."""
+    if not any((folder / name).is_file() for name in FILES):
+        inside = len(find(folder))
+        advice = f"`tune runs {folder}` lists the {inside} in it" if inside else "Give the output_dir of a run"
+        raise TuneError(f"{folder} is not a run folder: there is none of {', '.join(FILES)} in it. {advice}")
+    problems: list[str] = []
+    settings: dict[str, Any] = {}
+    try:
+        settings = config.saved(folder)
+    except TuneError as error:
+        problems.append(str(error))
+    columns, unreadable = _metrics(folder / "metrics.jsonl", tail)
+    if unreadable:
+        problems.append(f"{unreadable:,} lines of metrics.jsonl are left out: they are not the metrics of a step")
+    facts = _json(folder / "run.json")
+    return Record(folder, _state(folder, facts), facts, settings, _json(folder / "data.json"), columns, problems)
+
+
+def find(folder: Path) -> list[Path]:
+    """The run folders in a folder and in those in it."""
+    files = (file for name in FILES for depth in ("*", "*/*") for file in folder.glob(f"{depth}/{name}"))
+    return sorted({file.parent for file in files})
+
+
+def differences(values: Sequence[dict[str, Any]]) -> list[tuple[str, list[Any]]]:
+    """The keys whose values are not the same in all, with these values; where a run goes is no difference."""
+    keys = dict.fromkeys(key for each in values for key in each if key not in ("output_dir", "resume"))
+    rows = [(key, [each.get(key) for each in values]) for key in keys]
+    return [(key, row) for key, row in rows if any(value != row[0] for value in row)]
+
+
+def number(value: float) -> str:
+    """A figure for people to read."""
+    if not math.isfinite(value):
+        return "" if math.isnan(value) else str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
+
+
+def _state(folder: Path, facts: dict[str, Any]) -> str:
+    if facts.get("state", "running") != "running":
+        return facts["state"]
+    try:
+        with (folder / "log.txt").open() as log:  # a run that goes on holds a lock on it
+            fcntl.lockf(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        pass
+    except OSError:  # or the file system has no locks
+        return "running"
+    return "killed" if facts or not any((folder / name).is_dir() for name in ("model", "adapter")) else "done"
+
+
+def _metrics(file: Path, tail: int | None) -> tuple[dict[str, np.ndarray], int]:
+    """The metrics by step, and how many lines cannot be read. Of a step that is there twice the last line counts."""
+    columns, unreadable = {"step": array("d")}, 0
+    with file.open("rb") if file.is_file() else io.BytesIO() as lines:
+        size = lines.seek(0, 2)
+        if lines.seek(max(0, size - (tail or size))):
+            lines.readline()  # the rest of one
+        for line in lines:
+            try:
+                values = json_object(line).items()
+                numbers = {name: float(each) for name, each in values if isinstance(each, int | float)}
+                columns["step"].append(numbers.pop("step"))
+            except (KeyError, OverflowError):
+                unreadable += line.endswith(b"\n")  # a killed process may leave half of the last one
+                continue
+            for name, value in numbers.items():
+                column = columns.setdefault(name, array("d"))
+                column.extend([math.nan] * (len(columns["step"]) - 1 - len(column)))
+                column.append(value)
+    for column in columns.values():
+        column.extend([math.nan] * (len(columns["step"]) - len(column)))
+    steps, places = np.unique(np.array(columns["step"])[::-1], return_index=True)
+    return {name: np.array(column)[::-1][places] for name, column in columns.items()} | {"step": steps}, unreadable
