@@ -20,7 +20,17 @@ def hf_tensors(
     `found`, including tensors that it has twice.
     """
     names = Names.of(model)
-    for name, on_disk in names.in_checkpoint(found).items():
+    on_disk = names.in_checkpoint(found)
+    for name, full in full_tensors(model, base):
+        yield from disk_parts(on_disk[name], full)
+        yield from (
+            (copy, full.clone()) for copy, original in names.copies.items() if original == name and copy in found
+        )
+
+
+def full_tensors(model: nn.Module, base: Pretrained | None = None) -> Iterator[tuple[str, Tensor]]:
+    """As `hf_tensors`, by our names."""
+    for name in Names.of(model).on_disk:
         owner, _, kind = name.rpartition(".")
         module = model.get_submodule(owner)
         tensor = getattr(module, kind)
@@ -29,9 +39,4 @@ def hf_tensors(
         else:
             full = tensor.full() if isinstance(tensor, NF4Weight) else full_tensor(tensor.detach())
         merged: Callable[[Tensor], Tensor] | None = getattr(module, "merged", None)  # of an adapted module
-        if kind == "weight" and merged is not None:
-            full = merged(full)
-        yield from disk_parts(on_disk, full)
-        yield from (
-            (copy, full.clone()) for copy, original in names.copies.items() if original == name and copy in found
-        )
+        yield name, merged(full) if kind == "weight" and merged is not None else full

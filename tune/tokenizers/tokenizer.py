@@ -88,6 +88,11 @@ class Tokenizer:
                 "one family"
             )
 
+    @property
+    def definition(self) -> dict[str, Any]:
+        """What tokenizer.json says of it."""
+        return json.loads(self._tokenizer.to_str())
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all that decides its ids and the text of conversations."""
@@ -215,7 +220,7 @@ class Tokenizer:
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, target)
         if self._added or self._source.name != "tokenizer.json":
-            content = json.loads(self._tokenizer.to_str())
+            content = self.definition
             if self._source.name == "tokenizer.json":  # truncation and padding in it are off here
                 content = {**read_json(self._source), "added_tokens": content["added_tokens"]}
             _update(folder / "tokenizer.json", content)
