@@ -133,7 +133,7 @@ class Reader:
             arguments = [verb, *self.completed(arguments[1:], is_run=verb == "run")]
         shutil.rmtree(self.folder / "OUT", ignore_errors=True)  # each example begins without it
         if "ADAPTER" in arguments:
-            shutil.copytree(self.trained_adapter(), self.folder / "ADAPTER")
+            shutil.copytree(self.trained_adapter(), self.folder / "ADAPTER", dirs_exist_ok=True)
         cli.main(arguments)
 
     def torchrun(self, arguments: list[str], line: str) -> None:

@@ -39,6 +39,10 @@ class LlamaCpp:
         answer = self.ask(prompt=prompt, n_predict=count, temperature=0, n_probs=1, ignore_eos=True, **settings)
         return answer["choices"][0]["logprobs"]["content"]
 
+    def count(self, text: str) -> int:
+        """The number of tokens of `text`."""
+        return self.ask(prompt=text, n_predict=1)["usage"]["prompt_tokens"]
+
     def greedy(self, prompt: list[int] | str, count: int) -> list[int]:
         return [token["id"] for token in self.complete(prompt, count)]
 
@@ -62,7 +66,7 @@ def serve(file: str, context: str, *lora: str) -> None:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.use_jinja = True
     if lora:
-        params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(lora[0], 1.0, "", "", None)]
+        params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(lora[0], 1.0)]
     server = xllamacpp.Server(params)
     print('answer "ready"', flush=True)
     for line in sys.stdin:

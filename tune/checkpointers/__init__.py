@@ -3,6 +3,8 @@
 from tune.checkpointers.checkpointer import Checkpointer
 from tune.checkpointers.export import export, model_card
 from tune.checkpointers.hf_tensors import hf_tensors
+from tune.checkpointers.reading import read_trained
+from tune.checkpointers.to_gguf import export_gguf
 from tune.checkpointers.vocabulary import add_tokens
 from tune.checkpointers.weights import Pretrained, Random, check, load_frozen, load_model
 
@@ -13,8 +15,10 @@ __all__ = [
     "add_tokens",
     "check",
     "export",
+    "export_gguf",
     "hf_tensors",
     "load_frozen",
     "load_model",
     "model_card",
+    "read_trained",
 ]

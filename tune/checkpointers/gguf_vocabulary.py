@@ -69,8 +69,8 @@ def _words(definition: dict[str, Any], tokenizer: Tokenizer) -> str:
     name = WORDS.get((rule, bool(definition["model"].get("ignore_merges"))))
     if name is None or steps[-1].get("add_prefix_space") or normalizer not in (None, "NFC"):
         raise TuneError(
-            f"GGUF: llama.cpp's name of the rule by which the tokenizer in {tokenizer.path} cuts texts into words is not "
-            f"known here: {rule}. `python convert_hf_to_gguf.py FOLDER` of llama.cpp may know it"
+            f"GGUF: the rule by which {tokenizer.path}'s tokenizer cuts texts into words is not known here: {rule}. "
+            "llama.cpp's own converter may know it: `python convert_hf_to_gguf.py FOLDER`"
         )
     return name
 

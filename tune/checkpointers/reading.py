@@ -8,11 +8,23 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.serialization import _get_layout
 
 from tune.errors import TuneError
+
+
+def read_trained(model: nn.Module, checkpoint: Path) -> None:
+    """Load the tensors of `model` that have memory from the folder of a training state. Raises TuneError if that is
+    damaged, or of another model."""
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+    try:
+        dcp.load({"model": tensors}, storage_reader=Reader(checkpoint), planner=Planner(), no_dist=True)
+    except dcp.api.CheckpointException as error:
+        causes = "; ".join(str(failure[0]) for failure in error.failures.values())
+        raise TuneError(f"{checkpoint} does not have this model: {causes}") from error
 
 
 class Reader(dcp.FileSystemReader):

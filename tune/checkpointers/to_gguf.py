@@ -1,4 +1,4 @@
-"""Writing a model as a GGUF file, which llama.cpp, Ollama and LM Studio load."""
+"""Writing a model as a GGUF file, which llama.cpp and Ollama load."""
 
 import math
 from collections.abc import Iterator
@@ -15,53 +15,54 @@ from tune.checkpointers.hf_tensors import full_tensors
 from tune.checkpointers.weights import Pretrained
 from tune.errors import TuneError
 from tune.models import Decoder, DecoderConfig
-from tune.models.layers import MLPConfig
 from tune.models.moe import ExpertsConfig
 from tune.models.rope import SCALINGS, RopeConfig
 from tune.tokenizers import Tokenizer
 
-TYPES = ("f16", "bf16", "q8_0", "q4_0")
+LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """llama.cpp's name of a family; whether it rotates dimensions 2i and 2i + 1 of a head as a pair (`neighbours`);
-    which layers have no window; and of what not all models of the family have, what it computes (`also`)."""
+    """llama.cpp's name of a family; of what not all models of the family have, what it computes (`also`); whether it
+    rotates dimensions 2i and 2i + 1 of a head as a pair (`adjacent`), and how many layers it has for each that is
+    special: without a window, or in SmolLM3 without rotation (`every`)."""
 
     name: str
-    also: str = "untied, linear, yarn"
-    neighbours: bool = False
-    activation: str = "silu"
+    also: str = "an untied head, linear, yarn"
+    adjacent: bool = True
     every: int = 0
+    activation: str = "silu"
 
 
-LLAMA = "untied, linear, yarn, llama3, biases, feed-forward biases"
+ALL = "an untied head, linear, yarn, llama3, biases, feed-forward biases"
+NORMALISED = "normalised experts"
+GEMMA: Any = {"adjacent": False, "activation": "gelu_tanh"}
 ARCHITECTURES = {
-    "llama": Architecture("llama", LLAMA, neighbours=True),
-    "mistral": Architecture("llama", LLAMA, neighbours=True),
-    "mixtral": Architecture("llama", LLAMA + ", normalised experts", neighbours=True),
-    "smollm3": Architecture("smollm3", "untied, linear, yarn, unrotated layers", neighbours=True, every=4),
-    "arcee": Architecture("arcee", neighbours=True, activation="relu2"),
-    "granite": Architecture("granite", LLAMA, neighbours=True),
-    "granitemoe": Architecture("granitemoe", LLAMA + ", normalised experts", neighbours=True),
-    "granitemoehybrid": Architecture("granite", LLAMA, neighbours=True),
-    "ernie4_5": Architecture("ernie4_5", neighbours=True),
-    "cohere": Architecture("command-r", "", neighbours=True),
-    "cohere2": Architecture("cohere2", "windows, unrotated layers", neighbours=True, every=4),
-    "qwen2": Architecture("qwen2", "untied, linear, yarn, biases"),
-    "qwen2_moe": Architecture("qwen2moe", "untied, linear, yarn, biases"),
-    "qwen3": Architecture("qwen3"),
-    "qwen3_moe": Architecture("qwen3moe", "untied, linear, yarn, normalised experts"),
-    "gemma": Architecture("gemma", "", activation="gelu_tanh"),
-    "gemma2": Architecture("gemma2", "windows", activation="gelu_tanh", every=2),
-    "gemma3": Architecture("gemma3", "windows, linear", activation="gelu_tanh", every=6),
-    "gemma3_text": Architecture("gemma3", "windows, linear", activation="gelu_tanh", every=6),
-    "phi3": Architecture("phi3", "untied, longrope"),
-    "olmo2": Architecture("olmo2"),
-    "olmoe": Architecture("olmoe"),
-    "starcoder2": Architecture("starcoder2", "untied, biases, feed-forward biases", activation="gelu_tanh"),
+    "llama": Architecture("llama", ALL),
+    "mistral": Architecture("llama", ALL),
+    "mixtral": Architecture("llama", f"{ALL}, {NORMALISED}"),
+    "smollm3": Architecture("smollm3", "an untied head, linear, yarn, unrotated layers", every=4),
+    "arcee": Architecture("arcee", activation="relu2"),
+    "ernie4_5": Architecture("ernie4_5"),
+    "granite": Architecture("granite", ALL),
+    "granitemoe": Architecture("granitemoe", f"{ALL}, {NORMALISED}"),
+    "granitemoehybrid": Architecture("granite", ALL),
+    "cohere": Architecture("command-r", ""),
+    "cohere2": Architecture("cohere2", "windows, unrotated layers", every=4),
+    "qwen2": Architecture("qwen2", "an untied head, linear, yarn, biases", adjacent=False),
+    "qwen2_moe": Architecture("qwen2moe", "an untied head, linear, yarn, biases", adjacent=False),
+    "qwen3": Architecture("qwen3", adjacent=False),
+    "qwen3_moe": Architecture("qwen3moe", f"an untied head, linear, yarn, {NORMALISED}", adjacent=False),
+    "olmo2": Architecture("olmo2", adjacent=False),
+    "phi3": Architecture("phi3", "an untied head, longrope", adjacent=False),
+    "starcoder2": Architecture("starcoder2", "an untied head, biases, feed-forward biases", **GEMMA),
+    "gemma": Architecture("gemma", "", **GEMMA),
+    "gemma2": Architecture("gemma2", "windows", every=2, **GEMMA),
+    "gemma3": Architecture("gemma3", "windows, linear", every=6, **GEMMA),
+    "gemma3_text": Architecture("gemma3", "windows, linear", every=6, **GEMMA),
 }
-# Our module -> llama.cpp's tensor, or those whose rows follow each other in ours.
+# Our module -> llama.cpp's tensor, or those that are one in ours.
 NAMES = {
     "embedding": "token_embd", "norm": "output_norm", "head": "output",
     "attention_norm": "attn_norm", "attention_output_norm": "post_attention_norm",
@@ -80,208 +81,171 @@ NAMES = {
 def export_gguf(
     model: Decoder, base: Pretrained | None, tokenizer: Tokenizer, file: Path, model_type: str, type: str = "f16"
 ) -> list[str]:
-    """Write `model`, of the family `model_type`, with its tokenizer and chat template, as one of `TYPES`. Frozen tensors
-    are read from `base`, if given, and adapters merged; one tensor at a time is in memory. `file` appears when it is
-    complete. Vectors and routers are in fp32; with `q4_0` embedding and head are in `q8_0`; a matrix whose rows are no
-    multiple of 32 is in fp16. Returns notes on what llama.cpp computes otherwise.
+    """Write `model`, of the family `model_type`, with its tokenizer and chat template, its weights as `type` (`f16`,
+    `bf16`, `q8_0` or `q4_0`). Adapters are merged, frozen tensors read from `base`, if given, and one tensor at a time
+    is in memory. `file` appears when it is complete. Returns notes on what llama.cpp computes otherwise.
+
+    Vectors and routers are in fp32; with `q4_0` embedding and head are in `q8_0`; a matrix with rows of no multiple of
+    32 is in fp16.
 
     Raises:
         TuneError: llama.cpp has no such family, or computes something of this model otherwise; a weight that is not
             finite, or too large for fp16.
     """
-    gguf = gguf_package()
-    architecture = require_supported(model.config, model_type)
-    source = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in model.names.on_disk}
-    rope = _ropes(model.config)[0]
-    with written_aside(file) as unfinished:
-        writer = gguf.GGUFWriter(unfinished, architecture.name)
-        try:
-            _add_shape(writer, model.config, architecture)
-            writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{type.upper()}"])
-            add_vocabulary(writer, tokenizer, model.config.vocab_size)
-            factors = _rope_factors(rope) if rope else {}
-
-            def plan(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, Any]]:
-                for new, part in parts(name, tensor, model.config, architecture):
-                    yield new, part, gguf.GGMLQuantizationType[_type(new, part, type.upper())]
-
-            for name, values in factors.items():
-                writer.add_tensor_info(name, values.shape, "float32", values.nbytes, gguf.GGMLQuantizationType.F32)
-            for name, (owner, kind) in source.items():
-                for new, part, stored in plan(name, getattr(owner, kind).detach().to("meta")):
-                    size = math.prod(gguf.quants.quant_shape_to_byte_shape(part.shape, stored))
-                    writer.add_tensor_info(new, part.shape, "float32", size, stored)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            for values in factors.values():
-                writer.write_tensor_data(values.numpy())
-            for name, full in full_tensors(model, base):
-                largest = full.abs().max().item()
-                if not math.isfinite(largest):
-                    raise TuneError(f"{name} has values that are not finite: the training failed")
-                for _, part, stored in plan(name, full.float().cpu()):
-                    if stored.name == "F16" and largest > torch.finfo(torch.float16).max:
-                        raise TuneError(f"{name} has values up to {largest:.3g}, which fp16 cannot hold: take bf16")
-                    writer.write_tensor_data(gguf.quants.quantize(part.contiguous().numpy(), stored))
-        finally:
-            writer.close()
-    windows = {layer.attention.window for layer in model.config.layers if layer.attention.window}
-    if windows and not architecture.every:
-        return [f"llama.cpp has no sliding window in this family: texts of more than {min(windows)} tokens differ"]
-    return []
-
-
-def gguf_package() -> Any:
     try:
         import gguf
     except ImportError as error:
         raise TuneError(f"GGUF files need the hf extra ({error}): pip install 'tune-recipes[hf]'") from error
-    return gguf
+    architecture = require_supported(model.config, model_type)
+    kinds = gguf.GGMLQuantizationType
+    rope, factors = _ropes(model.config)[0], {}
+    if rope and rope.kind in ("llama3", "longrope"):  # what frequencies are divided by
+        ratios = SCALINGS["default"](rope)[0] / SCALINGS[rope.kind](rope)[0]
+        names = ["rope_freqs"] if rope.kind == "llama3" else ["rope_factors_short", "rope_factors_long"]
+        factors = {f"{name}.weight": each for name, each in zip(names, ratios.view(len(names), -1), strict=True)}
+
+    def plan(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, Any]]:
+        for new, part in llama_cpp_tensors(name, tensor, model.config, architecture):
+            kind = "Q8_0" if type == "q4_0" and not new.startswith("blk.") else type.upper()
+            if part.ndim == 1 or "ffn_gate_inp" in new:
+                kind = "F32"
+            elif part.shape[-1] % 32 and kind.startswith("Q"):
+                kind = "F16"
+            yield new, part, kinds[kind]
+
+    with written_aside(file) as unfinished:
+        writer = gguf.GGUFWriter(unfinished, architecture.name)
+        try:
+            for key, value in _shape(model.config, architecture).items():
+                if value is not None:
+                    getattr(writer, f"add_{key}")(value)
+            writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{type.upper()}"])
+            add_vocabulary(writer, tokenizer, model.config.vocab_size)
+            for name, each in factors.items():
+                writer.add_tensor_info(name, each.shape, "float32", each.nbytes, kinds.F32)
+            for name in model.names.on_disk:
+                owner, _, last = name.rpartition(".")
+                for new, part, kind in plan(name, getattr(model.get_submodule(owner), last).detach().to("meta")):
+                    size = math.prod(gguf.quants.quant_shape_to_byte_shape(part.shape, kind))
+                    writer.add_tensor_info(new, part.shape, "float32", size, kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for each in factors.values():
+                writer.write_tensor_data(each.numpy())
+            for name, full in full_tensors(model, base):
+                if not (largest := full.abs().max().item()) < math.inf:
+                    raise TuneError(f"{name} has values that are not finite: the training failed")
+                for _, part, kind in plan(name, full.float().cpu()):
+                    if kind == kinds.F16 and largest > LARGEST:
+                        raise TuneError(f"{name} has values up to {largest:.3g}, too large for fp16: take bf16")
+                    writer.write_tensor_data(gguf.quants.quantize(part.contiguous().numpy(), kind))
+        finally:
+            writer.close()
+    windows = [each.attention.window for each in model.config.layers if each.attention.window]
+    notes = []
+    if windows and "windows" not in architecture.also:
+        notes = [f"llama.cpp has no sliding window in this family: beyond {windows[0]} tokens it computes otherwise"]
+    if rope and rope.kind == "longrope":
+        notes += [
+            "llama.cpp takes the factors for long texts as soon as its context (-c) is longer than the original one"
+        ]
+    return notes
 
 
 def require_supported(config: DecoderConfig, model_type: str) -> Architecture:
     """How llama.cpp calls the family. Raises TuneError if it has none such, or not all that this model needs."""
-    converter = "`python convert_hf_to_gguf.py FOLDER` of llama.cpp may, from the folder in Hugging Face layout"
+    converter = (
+        "llama.cpp's own converter may: `python convert_hf_to_gguf.py FOLDER` of the model in Hugging Face layout"
+    )
     if (found := ARCHITECTURES.get(model_type)) is None:
-        raise TuneError(
-            f"GGUF: the family '{model_type}' is not converted here, but {', '.join(ARCHITECTURES)}. {converter}"
-        )
-    if config.scores:
-        raise TuneError("GGUF: reward models are not converted")
-    layers, attentions = config.layers, [layer.attention for layer in config.layers]
-    kinds = {rope.kind for rope in _ropes(config) if rope} - {"default"}
-    full = [not attention.window for attention in attentions]
-    experts = [layer.mlp.router for layer in layers if isinstance(layer.mlp, ExpertsConfig)]
-    activations = {layer.mlp.activation for layer in layers if isinstance(layer.mlp, MLPConfig | ExpertsConfig)}
+        families = ", ".join(ARCHITECTURES)
+        raise TuneError(f"GGUF: '{model_type}' models are not written here, but those of {families}; {converter}")
+    layers, parts = config.layers, [layer.attention for layer in config.layers]
+    normalised = {layer.mlp.router.normalized for layer in layers if isinstance(layer.mlp, ExpertsConfig)}
+    special = [each.rope is None if model_type == "smollm3" else not each.window for each in parts]
     needed = {
-        "untied": not config.tied_head,
-        "biases": any(attention.bias for attention in attentions) and model_type != "qwen2",
+        "a head that scores": config.scores,
+        "an untied head": not config.tied_head,
+        "biases": any(each.bias for each in parts),
         "feed-forward biases": any(getattr(layer.mlp, "bias", False) for layer in layers),
-        "unrotated layers": any(attention.rope is None for attention in attentions),
-        "windows": not all(full) and found.name in ("cohere2", "gemma2", "gemma3", "smollm3"),
-        "normalised experts": any(router.normalized for router in experts),
-        **dict.fromkeys(kinds, True),
+        "layers without biases": model_type == "starcoder2" and not parts[0].bias,
+        "unrotated layers": any(each.rope is None for each in parts),
+        NORMALISED: True in normalised,
+        "experts that are not normalised": False in normalised and NORMALISED in found.also,
+        "layers without experts among others": len({type(layer.mlp) for layer in layers}) > 1,
+        "this order of layers": found.every and special != [(at + 1) % found.every == 0 for at in range(len(layers))],
+        f"the activation {layers[0].mlp.activation}": layers[0].mlp.activation != found.activation,
+        "this scale of attention": not found.name.startswith("granite")
+        and any(each.scale not in (None, each.head_dim**-0.5) for each in parts),
+        **{f"{rope.kind}": rope.kind != "default" for rope in _ropes(config) if rope},
     }
-    lacking = [what for what, is_needed in needed.items() if is_needed and what not in found.also.split(", ")]
-    if "normalised experts" in found.also and not all(router.normalized for router in experts):
-        lacking.append("experts whose weights are not normalised")
-    special = [attention.rope is None for attention in attentions] if model_type == "smollm3" else full
-    if found.every and special != [(index + 1) % found.every == 0 for index in range(len(full))]:
-        lacking.append(f"layers in another order than one without a window or rotation after each {found.every - 1}")
-    if model_type == "starcoder2" and not attentions[0].bias:
-        lacking.append("layers without biases")
-    if model_type == "olmoe" and attentions[0].num_kv_heads < attentions[0].num_heads:
-        lacking.append("keys that queries share")
-    if 0 < len(experts) < len(layers):
-        lacking.append("layers without experts among those with")
-    if activations != {found.activation}:
-        lacking.append(f"the activation {', '.join(activations)}")
-    if not found.name.startswith("granite") and any((each.scale or each.head_dim**-0.5) != each.head_dim**-0.5 for each in attentions):
-        lacking.append("a scale of scores that is not that of the heads' size")
-    if lacking:
-        raise TuneError(f"GGUF: llama.cpp's {found.name} does not compute {' and '.join(lacking)}. {converter}")
+    if lacking := [what for what, is_needed in needed.items() if is_needed and what not in found.also.split(", ")]:
+        raise TuneError(f"GGUF: llama.cpp's {found.name} has no {', no '.join(lacking)}; {converter}")
     return found
 
 
-def parts(
+def llama_cpp_tensors(
     name: str, tensor: Tensor, config: DecoderConfig, architecture: Architecture
 ) -> Iterator[tuple[str, Tensor]]:
     """Our tensor `name` as llama.cpp's: name and values of each."""
     owner, _, kind = name.rpartition(".")
-    words = owner.split(".")
-    prefix = f"blk.{words[1]}." if words[0] == "blocks" else ""
-    module = ".".join(words[2:]) if prefix else owner
+    _, number, module = [*owner.split(".", 2), "", ""][:3] if owner.startswith("blocks.") else ("", "", owner)
     attention = config.layers[0].attention
     heads = {"attention.query": attention.num_heads, "attention.key": attention.num_kv_heads}.get(module)
-    if heads and architecture.neighbours and attention.rope and not attention.rope.interleaved:
+    if heads and architecture.adjacent and attention.rope and not attention.rope.interleaved:
         tensor = tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
     if config.norm.kind == "rms_offset" and module.endswith("norm"):
         tensor = tensor + 1
-    new = NAMES[module].split()
-    if architecture.name == "phi3":
-        new = new[-1:]
-    if module == "mlp.shared_gate":
+    elif module == "mlp.shared_gate":
         tensor = tensor[0]
+    new = NAMES[module].split()[-1 if architecture.name == "phi3" else 0 :]  # Phi's joined gate and up stay one
     for each, part in zip(new, tensor.chunk(len(new), dim=-2) if len(new) > 1 else [tensor], strict=True):
-        yield f"{prefix}{each}.{kind}", part
+        yield f"blk.{number}.{each}.{kind}" if number else f"{each}.{kind}", part
 
 
-def _type(name: str, part: Tensor, type: str) -> str:
-    if part.ndim == 1 or "ffn_gate_inp" in name:
-        return "F32"
-    if type in ("Q8_0", "Q4_0") and part.shape[-1] % 32:
-        return "F16"
-    return "Q8_0" if type == "Q4_0" and name in ("token_embd.weight", "output.weight") else type
+def _ropes(config: DecoderConfig) -> tuple[RopeConfig | None, RopeConfig | None]:
+    """The rotation of layers without a window, or if these have none of all, and of those with a window."""
+    rotated = [layer.attention for layer in config.layers if layer.attention.rope]
+    rotated.sort(key=lambda attention: bool(attention.window))
+    return (rotated[0].rope, rotated[-1].rope if rotated[-1].window else None) if rotated else (None, None)
 
 
-def _ropes(config: DecoderConfig) -> list[RopeConfig | None]:
-    """The rotation of layers without a window, and of those with one."""
-    with_rope = [layer.attention for layer in config.layers if layer.attention.rope]
-    full = [each.rope for each in with_rope if not each.window]
-    sliding = [each.rope for each in with_rope if each.window]
-    return [next(iter(full or sliding), None), next(iter(sliding), None)]
-
-
-def _rope_factors(rope: RopeConfig) -> dict[str, Tensor]:
-    """What llama.cpp divides the frequencies by, where it is told so by a tensor."""
-    if rope.kind not in ("llama3", "longrope"):
-        return {}
-    plain = SCALINGS["default"](rope)[0]
-    factors = plain / SCALINGS[rope.kind](rope)[0]
-    if rope.kind == "llama3":
-        return {"rope_freqs.weight": factors}
-    return {"rope_factors_short.weight": factors[0].clone(), "rope_factors_long.weight": factors[1].clone()}
-
-
-def _add_shape(writer: Any, config: DecoderConfig, architecture: Architecture) -> None:
+def _shape(config: DecoderConfig, architecture: Architecture) -> dict[str, Any]:
+    """Keys of gguf's writer, and what they say of the model; None is left out."""
     import gguf
 
     layer, (rope, sliding) = config.layers[0], _ropes(config)
-    attention, mlp, name = layer.attention, layer.mlp, architecture.name
-    writer.add_block_count(len(config.layers))
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_head_count(attention.num_heads)
-    writer.add_head_count_kv(attention.num_kv_heads)
-    writer.add_key_length(attention.head_dim)
-    writer.add_value_length(attention.head_dim)
-    writer.add_feed_forward_length(mlp.size)
-    (writer.add_layer_norm_eps if config.norm.kind == "layer" else writer.add_layer_norm_rms_eps)(config.norm.eps)
-    if isinstance(mlp, ExpertsConfig):
-        writer.add_expert_count(mlp.router.num_experts)
-        writer.add_expert_used_count(mlp.router.chosen)
-        writer.add_expert_feed_forward_length(mlp.size)
-        if mlp.shared:
-            writer.add_expert_shared_feed_forward_length(mlp.shared)
-    if rope:
-        writer.add_context_length(rope.max_positions)
-        writer.add_rope_dimension_count(rope.size)
-        writer.add_rope_freq_base(rope.theta)
-        if rope.kind in ("linear", "yarn"):
-            writer.add_rope_scaling_type(gguf.RopeScalingType[rope.kind.upper()])
-            original = rope.scaling.get("original_max_position_embeddings", rope.max_positions)
-            writer.add_rope_scaling_factor(rope.scaling.get("factor") or rope.max_positions / original)
-            writer.add_rope_scaling_orig_ctx_len(original)
-        if rope.kind == "yarn":
-            usual = 0.1 * math.log(rope.scaling.get("factor") or rope.max_positions / original) + 1
-            writer.add_rope_scaling_attn_factors(SCALINGS["yarn"](rope)[1] / usual)
-        if rope.kind == "longrope":
-            writer.add_rope_scaling_orig_ctx_len(rope.scaling["original_max_position_embeddings"])
-            writer.add_rope_scaling_attn_factors(SCALINGS["longrope"](rope)[1])
-    if sliding and architecture.every:
-        writer.add_sliding_window(next(each.attention.window for each in config.layers if each.attention.window))
-        writer.add_rope_freq_base_swa(sliding.theta)
-    elif name == "phi3":
-        writer.add_sliding_window(0)
-    if attention.softcap:
-        writer.add_attn_logit_softcapping(attention.softcap)
-    if config.logit_softcap:
-        writer.add_final_logit_softcapping(config.logit_softcap)
-    if name.startswith("granite"):
-        writer.add_attention_scale(attention.scale or attention.head_dim**-0.5)
-        writer.add_embedding_scale(config.embedding_multiplier)
-        writer.add_residual_scale(layer.residual_multiplier)
-        writer.add_logit_scale(1 / config.logit_scale)
-    elif config.logit_scale != 1:
-        writer.add_logit_scale(config.logit_scale)
+    attention, mlp, router = layer.attention, layer.mlp, getattr(layer.mlp, "router", None)
+    window = next((each.attention.window for each in config.layers if each.attention.window), 0)
+    has_windows = "windows" in architecture.also
+    shape = {
+        "block_count": len(config.layers), "embedding_length": config.hidden_size, "vocab_size": config.vocab_size,
+        "head_count": attention.num_heads, "head_count_kv": attention.num_kv_heads,
+        "key_length": attention.head_dim, "value_length": attention.head_dim, "feed_forward_length": mlp.size,
+        "layer_norm_eps" if config.norm.kind == "layer" else "layer_norm_rms_eps": config.norm.eps,
+        "expert_count": router and router.num_experts, "expert_used_count": router and router.chosen,
+        "expert_feed_forward_length": router and mlp.size, "expert_shared_feed_forward_length": router and mlp.shared,
+        "sliding_window": window if has_windows else 0 if architecture.name == "phi3" else None,
+        "rope_freq_base_swa": sliding and sliding.theta,
+        "attn_logit_softcapping": attention.softcap, "final_logit_softcapping": config.logit_softcap,
+        "logit_scale": None if config.logit_scale == 1 else config.logit_scale,
+    }  # fmt: skip
+    if architecture.name.startswith("granite"):
+        shape |= {
+            "attention_scale": attention.scale, "embedding_scale": config.embedding_multiplier,
+            "residual_scale": layer.residual_multiplier, "logit_scale": 1 / config.logit_scale,
+        }  # fmt: skip
+    if rope is None:
+        return shape
+    original = rope.scaling.get("original_max_position_embeddings", rope.max_positions)
+    factor, magnitude = rope.scaling.get("factor") or rope.max_positions / original, SCALINGS[rope.kind](rope)[1]
+    shape |= {
+        "context_length": rope.max_positions, "rope_dimension_count": rope.size, "rope_freq_base": rope.theta,
+        "rope_scaling_orig_ctx_len": original,
+        "rope_scaling_attn_factors": magnitude / (0.1 * math.log(factor) + 1 if rope.kind == "yarn" else 1),
+    }  # fmt: skip
+    if rope.kind in ("linear", "yarn"):
+        kind = gguf.RopeScalingType[rope.kind.upper()]
+        shape |= {"rope_scaling_type": kind, "rope_scaling_factor": factor}
+    return shape

@@ -24,6 +24,7 @@ VERBS = {
     "prepare": "tokenise the data of a run ahead of time",
     "download": "get a model from the Hugging Face hub",
     "merge": "merge an adapter into its base",
+    "export": "write the model of a run as GGUF, for llama.cpp and Ollama, or in Hugging Face layout",
     "add-tokens": "a model with a larger vocabulary",
     "convert": "turn a GGUF file or a Llama in Meta's format into a folder in Hugging Face layout",
 }

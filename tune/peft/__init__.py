@@ -8,8 +8,9 @@ from tune.peft.adapters import Adapted, adapted_modules, add_adapters, initializ
 from tune.peft.dropout import set_dropout_keys
 from tune.peft.files import adapter, digest, export_adapter, export_trained, load_adapter, read_adapter, start
 from tune.peft.lora import LoRA, LoRALinear
-from tune.peft.merging import merge
+from tune.peft.merging import give_memory, merge, open_on_disk
 from tune.peft.opening import Resolved, open_model, resolve_model
+from tune.peft.to_gguf import export_gguf_lora
 from tune.peft.tokens import untrained_tokens
 
 __all__ = [
@@ -22,11 +23,14 @@ __all__ = [
     "add_adapters",
     "digest",
     "export_adapter",
+    "export_gguf_lora",
     "export_trained",
+    "give_memory",
     "initialize",
     "load_adapter",
     "merge",
     "open_model",
+    "open_on_disk",
     "read_adapter",
     "resolve_model",
     "set_dropout_keys",

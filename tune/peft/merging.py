@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,23 +26,7 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path, card: str = ""
         TuneError: layers or shapes of the adapter do not fit the base; the base is quantised.
     """
     source, adapter = Path(base), Path(adapter)
-    lora = read_adapter(str(adapter))
-    head: Literal["tokens", "score"] = "score" if "score" in lora.modules_to_save else "tokens"
-    model = without_memory(source, head)
-    weights = Pretrained(str(source), model)
-    add_adapters(model, lora)
-    _give_memory_to_adapters(model)
-    load_adapter(model, str(adapter))
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta and not parameter.isfinite().all():
-            raise TuneError(f"{adapter} has values that are not finite in {name}: its training failed")
-    tokenizer = None
-    if (adapter / "tokenizer.json").exists():  # tune and TRL save it
-        tokenizer = Tokenizer(str(adapter))
-        if (source / "tokenizer.json").exists():
-            _require_same_vocabulary(source, tokenizer)
-        if head == "score" and model.config.pad_id is None:
-            model.config = replace(model.config, pad_id=tokenizer.pad_id)
+    model, weights, tokenizer = open_on_disk(source, adapter)
     card = card or (
         f"---\nbase_model: {source.name}\ntags: [tune]\n---\n\n"
         f"`{source.name}` with the adapter `{'/'.join(adapter.parts[-2:])}` merged in by tune.\n"
@@ -50,7 +34,32 @@ def merge(base: str | Path, adapter: str | Path, out: str | Path, card: str = ""
     export(model, tokenizer, out, distributed.init("cpu"), source=str(source), card=card, base=weights)
 
 
-def _give_memory_to_adapters(model: nn.Module) -> None:
+def open_on_disk(source: Path, adapter: Path | None) -> tuple[Any, Pretrained, Tokenizer | None]:
+    """The model `source` without memory but for the adapter, its weights, and the adapter's tokenizer, if it has one.
+    Raises TuneError as `merge` does."""
+    lora = read_adapter(str(adapter)) if adapter else None
+    head: Literal["tokens", "score"] = "score" if lora and "score" in lora.modules_to_save else "tokens"
+    model = without_memory(source, head)
+    weights = Pretrained(str(source), model)
+    if lora is None:
+        return model.requires_grad_(False), weights, None
+    add_adapters(model, lora)
+    give_memory(model)
+    load_adapter(model, str(adapter))
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and not parameter.isfinite().all():
+            raise TuneError(f"{adapter} has values that are not finite in {name}: its training failed")
+    tokenizer = None
+    if adapter and (adapter / "tokenizer.json").exists():  # tune and TRL save it
+        tokenizer = Tokenizer(str(adapter))
+        if (source / "tokenizer.json").exists():
+            _require_same_vocabulary(source, tokenizer)
+        if head == "score" and model.config.pad_id is None:
+            model.config = replace(model.config, pad_id=tokenizer.pad_id)
+    return model, weights, tokenizer
+
+
+def give_memory(model: nn.Module) -> None:
     """Move trained parameters to the CPU; the base stays on the meta device. Shared parameters stay shared."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():

@@ -1,0 +1,256 @@
+"""`tune export`: what it writes is read by llama.cpp itself and by transformers."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+import full_finetune
+import lora_finetune
+import pytest
+import torch
+from helpers import save_checkpoint
+from llama_cpp import LlamaCpp
+
+from tune.checkpointers import load_model
+from tune.cli import main
+from tune.generation import Sampler
+from tune.models import Decoder
+from tune.peft import open_model
+from tune.tokenizers import Tokenizer
+
+pytest.importorskip("xllamacpp")
+gguf = pytest.importorskip("gguf")
+
+TEXT = "the cat sat on XYZ, under 27 rugs and then it ran; qwerty!"
+REAL = Path(__file__).parents[2] / ".demo" / "smollm2-135m"
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [1.0, 2.0, 3.0, 5.0, 9.0, 16.0], "partial_rotary_factor": 0.75,
+}  # fmt: skip
+LINEAR = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SCALES = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 3.0}
+FAMILIES = {
+    "llama": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama-3.1": ("LlamaConfig", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 32}}),
+    "llama-yarn": ("LlamaConfig", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 24}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 64}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 24, "norm_topk_prob": True}),
+    "gemma": ("GemmaConfig", {"head_dim": 32, "num_key_value_heads": 1}),
+    "gemma2": ("Gemma2Config", GEMMA | {"num_hidden_layers": 4}),
+    "gemma3_text": ("Gemma3TextConfig", GEMMA | {"num_hidden_layers": 6, "rope_parameters": LINEAR}),
+    "phi3": ("Phi3Config", {"sliding_window": None}),
+    "phi3-long": ("Phi3Config", {"rope_parameters": LONG, "original_max_position_embeddings": 16}),
+    "olmo2": ("Olmo2Config", {}),
+    "granite": ("GraniteConfig", SCALES),
+    "granitemoe": ("GraniteMoeConfig", SCALES | {"num_local_experts": 6}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        SCALES
+        | {"layer_types": ["full_attention"] * 3, "num_local_experts": 0, "shared_intermediate_size": 96}
+        | {"position_embedding_type": "rope"},
+    ),
+    "cohere": ("CohereConfig", {}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 16, "num_hidden_layers": 4}),
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4}),
+    "starcoder2": ("Starcoder2Config", {}),
+    "arcee": ("ArceeConfig", {}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 24}),
+}  # fmt: skip
+
+
+def export(source: Path, out: Path, *options: str) -> Path:
+    main(["export", str(source), "--out", str(out), *options])
+    return out
+
+
+def log_probs(model: Decoder, tokens: list[int]) -> list[float]:
+    """Of all tokens but the first."""
+    with torch.no_grad():
+        found = model(torch.tensor([tokens])).log_softmax(-1)[0]
+    return [found[at - 1, tokens[at]].item() for at in range(1, len(tokens))]
+
+
+def require_same(file: Path, model: Decoder, tokens: list[int], within: float, **arguments: Path) -> None:
+    with LlamaCpp(file, **arguments) as llama_cpp:
+        found = [llama_cpp.log_prob(tokens[:at], tokens[at]) for at in range(1, len(tokens))]
+    errors = [abs(one - other) for one, other in zip(found, log_probs(model, tokens), strict=True)]
+    assert statistics.median(errors) < within  # for some tokens a router may choose another expert
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_llama_cpp_computes_what_we_compute(family: str, tmp_path: Path) -> None:
+    config_class, changes = FAMILIES[family]
+    folder = save_checkpoint(tmp_path / "model", config_class, initializer_range=0.1, pad_token_id=None, **changes)
+    export(folder, tmp_path / "model.gguf", "--to", "gguf")
+    tokens = Tokenizer(str(folder)).encode(TEXT)[:32]
+    require_same(tmp_path / "model.gguf", load_model(str(folder)), tokens, within=0.01)
+
+
+@pytest.mark.parametrize(("kind", "within"), [("f16", 0.005), ("bf16", 0.02), ("q8_0", 0.02), ("q4_0", 0.2)])
+def test_each_type(checkpoint: Path, kind: str, within: float, tmp_path: Path) -> None:
+    file = export(checkpoint, tmp_path / "model.gguf", "--to", "gguf", "--type", kind)
+    stored = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    assert stored["blk.0.ffn_up.weight"] == kind.upper()
+    assert stored["token_embd.weight"] == {"q4_0": "Q8_0"}.get(kind, kind.upper())
+    require_same(file, load_model(str(checkpoint)), Tokenizer(str(checkpoint)).encode(TEXT)[:24], within)
+
+
+def test_tokens_and_chat_are_those_of_the_folder(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file, tokenizer = export(checkpoint, tmp_path / "m.gguf", "--to", "gguf"), Tokenizer(str(checkpoint))
+    fields = gguf.GGUFReader(file).fields
+    assert fields["tokenizer.chat_template"].contents() == tokenizer.chat_template
+    texts = [TEXT, "  It's  1,234 €, naïve\n\n\tdef f(x):\r\n", "<|im_start|>user\nHi<|im_end|>\n日本語 ok"]
+    chat = [{"role": "user", "content": "the dog ran"}]
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(chat, add_generation_prompt=True))
+    with LlamaCpp(file) as llama_cpp:
+        for text in texts:
+            assert llama_cpp.count(text) == len(tokenizer.encode(text, add_special_tokens=True))
+            assert llama_cpp.greedy(text, 3) == llama_cpp.greedy(tokenizer.encode(text), 3)
+        assert llama_cpp.ask(messages=chat, max_tokens=1)["usage"]["prompt_tokens"] == len(prompt)
+    printed = capsys.readouterr().out
+    assert f"llama-cli -m {file}" in printed and "ollama create m -f" in printed
+    assert (tmp_path / "m.gguf.Modelfile").read_text() == ('FROM ./m.gguf\nPARAMETER stop "<|im_end|>"\n')
+
+
+def settings(model: Path, chats: Path, run: Path, *others: str) -> list[str]:
+    return [
+        f"model.path={model}", f"dataset.path={chats}", f"output_dir={run}", "device=cpu", "dtype=fp32",
+        "optimizer.lr=0.01", "global_batch_size=4", "max_seq_len=128", "max_steps=3", "checkpointer.every=1",
+        "checkpointer.keep=null", *others,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(checkpoint: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    for recipe, others in ((full_finetune, []), (lora_finetune, ["adapter.rank=4", "adapter.rank_pattern={down: 2}"])):
+        with pytest.MonkeyPatch.context() as patch:
+            run = folder / recipe.__name__
+            patch.setattr("sys.argv", [recipe.__name__, *settings(checkpoint, chats, run, *others)])
+            recipe.main()
+    return {"full": folder / "full_finetune", "lora": folder / "lora_finetune"}
+
+
+def test_the_adapter_of_a_run_is_merged_or_a_file_of_its_own(
+    runs: dict[str, Path], checkpoint: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = open_model(runs["lora"])
+    tokens = tokenizer.encode(TEXT)[:24]
+    pairs = zip(log_probs(model, tokens), log_probs(load_model(str(checkpoint)), tokens), strict=True)
+    distance = max(abs(tuned - base) for tuned, base in pairs)
+    assert distance > 0.5
+    merged = export(runs["lora"], tmp_path / "merged.gguf", "--to", "gguf")
+    require_same(merged, model, tokens, within=0.01)
+    base = export(checkpoint, tmp_path / "base.gguf", "--to", "gguf")
+    lora = export(runs["lora"] / "adapter", tmp_path / "lora.gguf", "--to", "gguf-lora")
+    require_same(base, model, tokens, within=0.01, lora=lora)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_checkpoint_of_a_run(kind: str, runs: dict[str, Path], tmp_path: Path) -> None:
+    run = runs[kind]
+    last = load_model(str(export(run, tmp_path / "end", "--to", "hf")))
+    for step, same in ((3, True), (2, False)):
+        found = load_model(str(export(run, tmp_path / f"{step}", "--to", "hf", "--step", str(step))))
+        pairs = zip(found.parameters(), last.parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs) == same
+    file = export(run, tmp_path / "m.gguf", "--to", "gguf", "--step", "3")
+    require_same(file, last, Tokenizer(str(tmp_path / "end")).encode(TEXT)[:16], within=0.01)
+
+
+WRONG = {
+    "nothing there": (["absent", "--to", "gguf"], "absent"),
+    "no kind": (["MODEL"], "--to"),
+    "unknown kind": (["MODEL", "--to", "onnx"], "invalid choice: 'onnx'"),
+    "unknown type": (["MODEL", "--to", "gguf", "--type", "q4_k_m"], "invalid choice: 'q4_k_m'"),
+    "a type of a folder": (["MODEL", "--to", "hf", "--type", "q8_0"], "--type is for --to gguf"),
+    "there already": (["MODEL", "--to", "gguf", "--out", "MODEL"], "exists already"),
+    "no such step": (["RUN", "--to", "gguf", "--step", "7"], "has no checkpoint of step 7; it has 1, 2, 3"),
+    "a step of a model": (["MODEL", "--to", "gguf", "--step", "1"], "has no checkpoint of step 1; it has none"),
+    "no adapter": (["MODEL", "--to", "gguf-lora"], "there is none. --to gguf merges"),
+    "no family of llama.cpp's": (["GLM", "--to", "gguf"], "convert_hf_to_gguf.py"),
+    "another activation": (["GELU", "--to", "gguf"], "no the activation gelu"),
+    "not finite": (["NAN", "--to", "gguf"], "has values that are not finite"),
+    "too large": (["HUGE", "--to", "gguf"], "too large for fp16: take bf16"),
+    "no tokenizer": (["BARE", "--to", "gguf"], "no tokenizer in"),
+    "other words": (["WORDS", "--to", "gguf"], "cuts texts into words is not known here"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_inputs(
+    wrong: str, checkpoint: Path, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, message = WRONG[wrong]
+    if "--out" not in arguments:
+        arguments = [*arguments, "--out", "NEW"]
+    places = {"MODEL": checkpoint, "RUN": runs["full"], "NEW": tmp_path / "new"}
+    for name in {"GLM", "GELU", "NAN", "HUGE", "BARE", "WORDS"} & {*arguments}:
+        places[name] = spoiled(name, tmp_path / "spoiled")
+    with pytest.raises(SystemExit) as stopped:
+        main(["export", *(str(places.get(each, each)) for each in arguments)])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".new*"))
+
+
+def spoiled(how: str, folder: Path) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    changes = {
+        "GLM": {"config_class": "GlmConfig", "head_dim": 16, "pad_token_id": None},
+        "GELU": {"hidden_act": "gelu"},
+    }
+    save_checkpoint(folder, **changes.get(how, {}))
+    if how in ("NAN", "HUGE"):
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan if how == "NAN" else 1e6
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if how == "BARE":
+        (folder / "tokenizer.json").unlink()
+    if how == "WORDS":
+        content = json.loads((folder / "tokenizer.json").read_text())
+        content["pre_tokenizer"] = {"type": "Whitespace"}
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL.exists(), reason="needs the real model: make model")
+def test_a_real_model(tmp_path: Path) -> None:
+    """Greedy answers in fp16 are ours, and the perplexities in fp16 and of the same rounded weights."""
+    model, tokenizer = load_model(str(REAL)), Tokenizer(str(REAL))
+    questions = ["Write a short story about a dog.", "Explain what a prime number is.", "List three fruits."]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    prompts = [tokenizer.encode(tokenizer.apply_chat_template(chat, add_generation_prompt=True)) for chat in chats]
+    text = " ".join((Path(__file__).parents[2] / "LICENSE").read_text().split())
+    pieces = [tokenizer.encode(text[start : start + 1200])[:200] for start in (1000, 4000, 7000)]
+    for kind in ("f16", "q8_0"):
+        file = export(REAL, tmp_path / f"{kind}.gguf", "--to", "gguf", "--type", kind)
+        if kind == "q8_0":  # ours with the weights that the file has
+            for parameter in model.parameters():
+                if parameter.ndim == 2:
+                    rounded = gguf.quants.quantize(parameter.detach().numpy(), gguf.GGMLQuantizationType.Q8_0)
+                    parameter.data = torch.from_numpy(gguf.quants.dequantize(rounded, gguf.GGMLQuantizationType.Q8_0))
+        expected = sum(-sum(log_probs(model, piece)) / (len(piece) - 1) for piece in pieces) / 3
+        with LlamaCpp(file) as llama_cpp:
+            assert abs(math.exp(sum(map(llama_cpp.loss, pieces)) / 3 - expected) - 1) < 0.005
+            if kind == "f16":
+                answers = Sampler(max_new_tokens=64, temperature=0)(model, prompts)
+                for prompt, (answer,) in zip(prompts, answers, strict=True):
+                    assert llama_cpp.greedy(prompt, len(answer.tokens)) == answer.tokens

@@ -1,0 +1,91 @@
+"""Write the model of a run (or a model folder, or an adapter on its base) for others to use, with adapters merged in:
+a GGUF file for llama.cpp and Ollama, or a folder in Hugging Face layout; or an adapter alone as GGUF (gguf-lora)."""
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tune.cli.convert import new_folder
+from tune.errors import TuneError
+
+KINDS, TYPES = ("gguf", "gguf-lora", "hf"), ("f16", "bf16", "q8_0", "q4_0")
+
+
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.usage = f"tune export RUN_OR_FOLDER --to {'|'.join(KINDS)} --out PATH [--type {'|'.join(TYPES)}] [--step N]"
+    parser.add_argument("source", metavar="RUN_OR_FOLDER", type=Path, help="a run, a model folder, or an adapter")
+    parser.add_argument("--to", required=True, choices=KINDS)
+    parser.add_argument("--out", required=True, type=Path, help="the file, or for hf the folder, to write: a new one")
+    parser.add_argument("--type", choices=TYPES, help="of weights in GGUF (default: f16)")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of the run after N optimizer steps")
+    options = parser.parse_args(arguments)
+    if options.type and options.to != "gguf":
+        raise TuneError(f"--type is for --to gguf; with --to {options.to} types stay as they are")
+    out: Path = options.out
+    with new_folder(out):
+        from tune import checkpointers, distributed, peft
+        from tune.models.config_file import ConfigFile
+        from tune.tokenizers import Tokenizer
+
+        if options.step is not None:
+            model, base, path, tokenizer = at_step(options.source, options.step)
+        else:
+            found = peft.resolve_model(options.source)
+            model, base, tokenizer = peft.open_on_disk(found.base, next(iter(found.adapters), None))
+            path = str(found.base)
+        if options.to == "hf":
+            card = checkpointers.model_card("tune export", path, "the data of the run")
+            world = distributed.init("cpu")
+            checkpointers.export(model, tokenizer, out, world, source=path, card=card, base=base)
+            commands = [f"vllm serve {out}"]
+        elif options.to == "gguf-lora":
+            peft.export_gguf_lora(model, out, str(ConfigFile(Path(path)).get("model_type")))
+            commands = [f"llama-cli -m BASE.gguf --lora {out}"]
+        else:
+            tokenizer = tokenizer or Tokenizer(path)
+            family = str(ConfigFile(Path(path)).get("model_type"))
+            for note in checkpointers.export_gguf(model, base, tokenizer, out, family, options.type or "f16"):
+                print(f"note: {note}")
+            recipe = out.with_name(f"{out.name}.Modelfile")
+            recipe.write_text(modelfile(tokenizer, out.name))
+            name = out.stem.lower()
+            commands = [f"llama-cli -m {out}", f"ollama create {name} -f {recipe} && ollama run {name}"]
+    print("to use it:", *commands, sep="\n  ")
+
+
+def at_step(run: Path, step: int) -> tuple[Any, Any, str, Any]:
+    """The model of a run at a checkpoint: with memory for what was trained; the weights of the rest, if any; the path
+    of its base; its tokenizer."""
+    import torch
+    from omegaconf import OmegaConf
+
+    from tune import checkpointers, peft
+    from tune.config import instantiate
+
+    found = {int(each.name.removeprefix("step-")): each for each in sorted(run.glob("checkpoints/step-*"))}
+    settings = sorted(run.glob("config*.yaml"), key=lambda file: (len(file.name), file.name))
+    if step not in found or not settings:
+        steps = ", ".join(map(str, found)) or "none"
+        raise TuneError(
+            f"{run} has no checkpoint of step {step}; it has {steps}. Name a run folder and one of its steps"
+        )
+    cfg: Any = OmegaConf.load(settings[-1])
+    with torch.device("meta"):
+        model = instantiate(cfg.model)
+    lora = instantiate(cfg.adapter) if cfg.get("adapter") else None
+    base = checkpointers.Pretrained(cfg.model.path, model) if lora else None
+    if lora:
+        peft.add_adapters(model, lora)
+        peft.give_memory(model)
+    else:
+        model.to_empty(device="cpu")
+    checkpointers.read_trained(model, found[step])
+    return model, base, cfg.model.path, instantiate(cfg.tokenizer)
+
+
+def modelfile(tokenizer: Any, file: str) -> str:
+    """What Ollama makes a model of: the file, which has the chat template, and where answers end."""
+    ends = [tokenizer.decode([index]) for index in sorted(tokenizer.stop_ids)]
+    lines = [f"FROM ./{file}", *(f'PARAMETER stop "{end}"' for end in ends)]
+    return "\n".join([*lines, ""])
