@@ -47,8 +47,8 @@ def add_vocabulary(writer: Any, tokenizer: Tokenizer, rows: int) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     for name in ("bos", "eos", "pad", "unk"):
-        if (token := tokenizer.special_tokens.get(f"{name}_token")) in ids:
-            getattr(writer, f"add_{name}_token_id")(ids[token])
+        if (special := tokenizer.special_tokens.get(f"{name}_token", "")) in ids:
+            getattr(writer, f"add_{name}_token_id")(ids[special])
     if ends := sorted(tokenizer.stop_ids - {tokenizer.eos_id}) if tokenizer.chat_template else []:
         writer.add_eot_token_id(ends[0])
     writer.add_add_bos_token(bool(tokenizer.prefix_ids))

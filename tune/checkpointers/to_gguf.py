@@ -14,7 +14,7 @@ from tune.checkpointers.gguf_vocabulary import add_vocabulary
 from tune.checkpointers.hf_tensors import full_tensors
 from tune.checkpointers.weights import Pretrained
 from tune.errors import TuneError
-from tune.models import Decoder, DecoderConfig
+from tune.models import Decoder
 from tune.models.moe import ExpertsConfig
 from tune.models.rope import SCALINGS, RopeConfig
 from tune.tokenizers import Tokenizer
@@ -142,7 +142,8 @@ def export_gguf(
                     writer.write_tensor_data(gguf.quants.quantize(part.contiguous().numpy(), kind))
         finally:
             writer.close()
-    windows = [each.attention.window for each in model.config.layers if each.attention.window]
+    config: Any = model.config
+    windows = [each.attention.window for each in config.layers if each.attention.window]
     notes = []
     if windows and "windows" not in architecture.also:
         notes = [f"llama.cpp has no sliding window in this family: beyond {windows[0]} tokens it computes otherwise"]
@@ -153,7 +154,7 @@ def export_gguf(
     return notes
 
 
-def require_supported(config: DecoderConfig, model_type: str) -> Architecture:
+def require_supported(config: Any, model_type: str) -> Architecture:
     """How llama.cpp calls the family. Raises TuneError if it has none such, or not all that this model needs."""
     converter = (
         "llama.cpp's own converter may: `python convert_hf_to_gguf.py FOLDER` of the model in Hugging Face layout"
@@ -186,7 +187,7 @@ def require_supported(config: DecoderConfig, model_type: str) -> Architecture:
 
 
 def llama_cpp_tensors(
-    name: str, tensor: Tensor, config: DecoderConfig, architecture: Architecture
+    name: str, tensor: Tensor, config: Any, architecture: Architecture
 ) -> Iterator[tuple[str, Tensor]]:
     """Our tensor `name` as llama.cpp's: name and values of each."""
     owner, _, kind = name.rpartition(".")
@@ -204,14 +205,14 @@ def llama_cpp_tensors(
         yield f"blk.{number}.{each}.{kind}" if number else f"{each}.{kind}", part
 
 
-def _ropes(config: DecoderConfig) -> tuple[RopeConfig | None, RopeConfig | None]:
+def _ropes(config: Any) -> tuple[RopeConfig | None, RopeConfig | None]:
     """The rotation of layers without a window, or if these have none of all, and of those with a window."""
     rotated = [layer.attention for layer in config.layers if layer.attention.rope]
     rotated.sort(key=lambda attention: bool(attention.window))
     return (rotated[0].rope, rotated[-1].rope if rotated[-1].window else None) if rotated else (None, None)
 
 
-def _shape(config: DecoderConfig, architecture: Architecture) -> dict[str, Any]:
+def _shape(config: Any, architecture: Architecture) -> dict[str, Any]:
     """Keys of gguf's writer, and what they say of the model; None is left out."""
     import gguf
 

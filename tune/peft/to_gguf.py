@@ -15,7 +15,8 @@ def export_gguf_lora(model: Any, file: Path, model_type: str) -> None:
     it trains more than low-rank matrices of linear layers, or there is none."""
     import gguf
 
-    architecture, layers = require_supported(model.config, model_type), adapted_modules(model)
+    architecture = require_supported(model.config, model_type)
+    layers: dict[str, Any] = dict(adapted_modules(model))
     parts = {id(part) for layer in layers.values() for part in (layer.lora_a, layer.lora_b)}
     others = [name for name, part in model.named_parameters() if part.requires_grad and id(part) not in parts]
     others += [name for name, layer in layers.items() if not isinstance(layer, LoRALinear)]
