@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from tune import checkpointers, config, datasets, distributed, loggers, optimizers, peft, quantization
+from tune import checkpointers, config, datasets, distributed, evaluation, loggers, optimizers, peft, quantization
 from tune.config import instantiate, instantiate_data
 from tune.models import balance_loss
 
@@ -32,6 +32,10 @@ def main(cfg):
 
     tokenizer = instantiate(cfg.tokenizer)
     dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)
+    tasks = evaluation.Tasks(
+        cfg.evaluate.tasks, tokenizer, cfg.evaluate.include_path, limit=cfg.evaluate.limit,
+        num_fewshot=cfg.evaluate.num_fewshot, apply_chat_template=cfg.evaluate.apply_chat_template,
+    )  # fmt: skip
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
     data = datasets.DataLoader(
         dataset,
@@ -127,6 +131,9 @@ def main(cfg):
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
                     metrics |= loggers.evaluate(model, batches, loss_fn, world)
+            if tasks and not interrupted and (is_end or (cfg.evaluate.every and step % cfg.evaluate.every == 0)):
+                with run.pause():
+                    metrics |= evaluation.metrics(tasks(model, world), world)
             run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **metrics)
             checkpointer.step(step, now=is_end)
             if interrupted:

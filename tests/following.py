@@ -131,6 +131,10 @@ class Reader:
             return
         if verb in ("run", "preview", "prepare"):
             arguments = [verb, *self.completed(arguments[1:], is_run=verb == "run")]
+        if verb == "eval":
+            for argument in arguments:
+                self.stand_in(argument.removeprefix("./"))
+            arguments = [*arguments, "device=cpu"]
         shutil.rmtree(self.folder / "OUT", ignore_errors=True)  # each example begins without it
         if "ADAPTER" in arguments:
             shutil.copytree(self.trained_adapter(), self.folder / "ADAPTER", dirs_exist_ok=True)
@@ -204,6 +208,11 @@ class Reader:
         match name:
             case "mine.py":
                 shutil.copyfile(config.find_recipe("full_finetune"), path)
+            case "held_out.jsonl":
+                path.symlink_to(self.folder / "chats.jsonl")
+            case "runs/mine":
+                path.parent.mkdir(exist_ok=True)
+                path.symlink_to(self.checkpoint)
             case "pythia-160m":
                 save_checkpoint(path, "GPTNeoXConfig")
             case "mamba-130m-hf":

@@ -9,11 +9,12 @@ HOUSE = Path(tune.__file__).parent
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
     "checkpointers": 1579,
-    "cli": 859,
+    "cli": 911,
     "collators": 161,
-    "config": 809,
+    "config": 822,
     "datasets": 3906,
     "distributed": 856,
+    "evaluation": 325,
     "generation": 679,
     "loggers": 874,
     "losses": 836,

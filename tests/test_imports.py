@@ -14,7 +14,7 @@ RECIPES = HOUSE.parent / "recipes"
 # Each package may import those after it. The first lines use the library, the last are used by all of it.
 ORDER = [
     *("cli", "preflight", "launchers", "loggers", "records"),
-    *("peft", "generation", "checkpointers"),
+    *("evaluation", "peft", "generation", "checkpointers"),
     *("datasets", "models", "optimizers"),
     *("tokenizers", "losses", "quantization", "distributed"),
     *("collators", "config"),

@@ -114,7 +114,7 @@ def test_a_new_setting_of_a_copy_works_at_once(
         (["cp", "full_finetune", "mine.yaml"], "full_finetune.py is copied to a .py file"),
         (["run", "full_fintune"], "Did you mean 'full_finetune'?"),
         (["run", "missing.py"], "missing.py"),
-        (["run", "--nproc-per-node", "2", "full_fintune"], "name one of distill, full_finetune, "),
+        (["run", "--nproc-per-node", "2", "full_fintune"], "name one of distill, evaluate, full_finetune, "),
         (["run", "--nproc-per-node", "2", "full_finetune", "lr=1"], "Did you mean 'optimizer.lr'?"),
         (["convert", "missing.gguf", "out"], "missing.gguf: there is no such file"),
     ],

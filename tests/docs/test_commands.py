@@ -13,12 +13,16 @@ PAGES = {
 }
 FOLLOWED_ELSEWHERE = {"docs/extending.md", "docs/changes.md"}  # test_guides.py, test_changes.py
 HUB = "reads from the Hugging Face hub; tests/cli/test_download.py has a hub of its own"
+HUB_TASKS = "reads its data from the Hugging Face hub; tests/recipes/test_evaluate.py has tasks with local data"
 NOT_RUN = {
     "git clone REPOSITORY tune && cd tune": "REPOSITORY is wherever the reader found it",
     "pytest -q tests/losses": "is one of these tests itself",
     ". .venv/bin/activate": "for the shell of the reader",
     "tune download HuggingFaceTB/SmolLM2-135M-Instruct": HUB,
     "tune download Qwen/Qwen3-0.6B [--revision REVISION] [--out FOLDER]": HUB,
+    "tune eval ./SmolLM2-135M --tasks arc_easy,hellaswag --out results.json": HUB_TASKS,
+    "tune run full_finetune model.path=... dataset.path=... evaluate.every=500 'evaluate.tasks=[arc_easy,hellaswag]' "
+    "evaluate.limit=100": HUB_TASKS,
     "tune convert model.gguf FOLDER": "tests/cli/test_convert_gguf.py writes such files",
     "tune convert Llama-3.1-8B/original FOLDER": "tests/cli/test_convert_meta.py writes such folders",
 }

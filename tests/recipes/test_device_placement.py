@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from evaluation.task_files import write_tasks
 from helpers import save_checkpoint
 from models.test_attention import SCORINGS, make
 from models.test_families import VARIANTS
@@ -32,6 +33,12 @@ SETTINGS = {
         "Adafactor": ["optimizer._component_=tune.optimizers.Adafactor"],
         "Muon": ["optimizer._component_=tune.optimizers.Muon"],
         "in backward": ["optimizer_in_backward=true", "max_grad_norm=null"],
+        "tasks": ["evaluate.tasks=[choice,rolling,answer]", "evaluate.include_path=TASKS", "evaluate.every=1"],
+    },
+    "evaluate": {
+        "tasks": ["tasks=[choice,rolling,answer]", "include_path=TASKS"],
+        "loss": ["dataset.path=ROWS"],
+        "answers": ["dataset.path=ROWS", "score=tune.evaluation.exact_match", "generation.max_new_tokens=3"],
     },
     "lora_finetune": {
         "dropout": ["adapter.dropout=0.1"],
@@ -91,11 +98,12 @@ def step(chats, tmp_path, monkeypatch):
     """Runs a recipe on the meta device to the end of its first step, validation included."""
     init = distributed.init
 
-    def log(run, step, **metrics):
+    def stepped(*arguments, **keywords):
         raise SteppedError
 
     monkeypatch.setattr(distributed, "init", lambda *arguments: replace(init("cpu"), device=META))
-    monkeypatch.setattr(loggers.Run, "log", log)
+    monkeypatch.setattr(loggers.Run, "log", stepped)
+    monkeypatch.setattr(distributed.World, "finish", stepped)  # where there are no steps
     to_fp64 = distributed.World._fp64
     monkeypatch.setattr(distributed.World, "_fp64", lambda world, value: to_fp64(world, made_up(value)))
     for conversion in ("__bool__", "item", "cpu"):
@@ -109,6 +117,13 @@ def step(chats, tmp_path, monkeypatch):
     pairs.write_text("".join(json.dumps({**pair, "chosen": f"Yes, {number}."}) + "\n" for number in range(4)))
 
     def run(recipe, folder, *settings):
+        places = {"TASKS": write_tasks(tmp_path), "ROWS": rows} if recipe in ("evaluate", "full_finetune") else {}
+        for name, place in places.items():
+            settings = [each.replace(f"={name}", f"={place}") for each in settings]
+        if recipe == "evaluate":
+            with pytest.raises(SteppedError):
+                importlib.import_module(recipe).main(config.load(recipe, [f"model.path={folder}", *settings]))
+            return
         data = pairs if recipe in ("preference_finetune", "reward_finetune") else rows
         batches = ["max_seq_len=128", "global_batch_size=4"]
         if recipe in ("grpo", "ppo_finetune"):

@@ -54,7 +54,7 @@ def import_gguf(file: Path, out: Path) -> list[str]:
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
-        with _without_bars():
+        with without_bars():
             model = AutoModelForCausalLM.from_pretrained(
                 **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
             )
@@ -66,14 +66,14 @@ def import_gguf(file: Path, out: Path) -> list[str]:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
 
-    with written_aside(out, folder=True) as unfinished, _without_bars():
+    with written_aside(out, folder=True) as unfinished, without_bars():
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
     return notes
 
 
-def _without_bars() -> AbstractContextManager:
-    """transformers has a progress bar of tqdm for each of its steps, some of which no setting turns off."""
+def without_bars() -> AbstractContextManager:
+    """Around calls that have progress bars of tqdm which no setting turns off."""
     from tqdm import tqdm
 
     return patch.object(tqdm, "__init__", partialmethod(tqdm.__init__, disable=True))

@@ -23,6 +23,7 @@ VERBS = {
     "preview": "look at the data of a run before it starts",
     "prepare": "tokenise the data of a run ahead of time",
     "download": "get a model from the Hugging Face hub",
+    "eval": "evaluate a model on benchmarks, or on data of your own",
     "merge": "merge an adapter into its base",
     "export": "write the model of a run as GGUF, for llama.cpp and Ollama, or in Hugging Face layout",
     "add-tokens": "a model with a larger vocabulary",

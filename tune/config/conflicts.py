@@ -60,6 +60,8 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
                 yield key, f"{problem} Set it to 0, or leave the validation dataset out."
     is_loaded = value("dataset._component_") in ("tune.datasets.load", "tune.datasets.load_prompts")
     is_loaded = is_loaded and not value("dataset.validation_fraction")
+    if value("evaluate.every") and not value("evaluate.tasks"):
+        yield "evaluate.every", "there is nothing to evaluate on. Give evaluate.tasks, or leave it out."
     for key in ("validate_every", "validate_first"):
         if value(key) and is_loaded and value("validation_dataset.path", default=True) is None:
             choices = "validation_dataset.path" + ("" if "reward" in cfg else " or dataset.validation_fraction")

@@ -16,6 +16,14 @@ OPTIONS: dict[str, Any] = {
     "global_batch_size": PositiveInt,
     "micro_batch_size": PositiveInt,
     "validate_every": PositiveInt | None,
+    "include_path": str | None,
+    "limit": PositiveFloat | None,
+    "num_fewshot": NonNegativeInt | None,
+    "batch_size": PositiveInt | None,
+    "max_length": PositiveInt | None,
+    "score": str | list | dict,
+    "chat_template": str | None,
+    "out": str | None,
     "max_prompt_len": PositiveInt,
     "prompts_per_step": PositiveInt,
     "updates": PositiveInt,
@@ -58,6 +66,9 @@ OPTIONS: dict[str, Any] = {
     "profiler.start": PositiveInt | None,
     "profiler.steps": PositiveInt,
 }
+
+OPTIONS["evaluate.every"] = OPTIONS["validate_every"]
+OPTIONS |= {f"evaluate.{name}": OPTIONS[name] for name in ("include_path", "limit", "num_fewshot")}
 
 # A setting that is null by default, and the component whose arguments it has where it names none.
 OFF_BY_DEFAULT = {"adapter": "tune.peft.adapter"}

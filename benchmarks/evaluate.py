@@ -1,0 +1,78 @@
+"""Seconds for the requests of lm-evaluation-harness: `tune.evaluation`, and its own model class `HFLM`.
+
+    python benchmarks/evaluate.py MODEL [--questions 20 --rounds 1 --batch-size 16]
+
+Questions are pieces of this repository's documentation, 16 to 192 tokens long, with four choices each: words that
+follow (2 to 16 tokens), or one letter. Whole texts have 100 to 600 tokens. The two run in turns, in one process with
+all cores; printed are the medians, and the largest difference of a log-likelihood.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from tune import distributed
+from tune.evaluation.harness import HarnessModel
+from tune.peft import open_model
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--questions", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--batch-size", type=int, default=16, help="requests in a forward of HFLM")
+    parser.add_argument("--cpu-time", action="store_true", help="of the process, on a busy machine")
+    args = parser.parse_args()
+    clock = time.process_time if args.cpu_time else time.perf_counter
+
+    world = distributed.init()
+    dtype = "fp32" if world.device.type == "cpu" else "bf16"
+    model, tokenizer = open_model(args.model, device=world.device, dtype=dtype)
+    theirs_dtype = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+    models = {
+        "tune": HarnessModel(model, tokenizer, world, None, None),
+        "HFLM": HFLM(args.model, device=str(world.device), dtype=theirs_dtype, batch_size=args.batch_size),
+    }
+    ids = tokenizer.encode(" ".join(file.read_text() for file in sorted(Path("docs").glob("*.md"))))
+    draw = random.Random(0)
+
+    def piece(low, high):
+        start, length = draw.randrange(len(ids) - high), draw.randint(low, high)
+        return tokenizer.decode(ids[start : start + length]).strip()
+
+    contexts = [piece(16, 192) for _ in range(args.questions)]
+    tasks = {
+        "four choices": [(context, f" {piece(2, 16)}") for context in contexts for _ in range(4)],
+        "four letters": [(context, f" {letter}") for context in contexts for letter in "ABCD"],
+        "whole texts": [(piece(100, 600),) for _ in range(args.questions // 4)],
+    }
+    for name, arguments in tasks.items():
+        kind = "loglikelihood" if len(arguments[0]) == 2 else "loglikelihood_rolling"
+        requests = [Instance(kind, {}, each, index) for index, each in enumerate(arguments)]
+        seconds, found = {each: [] for each in models}, {}
+        for _ in range(args.rounds):
+            for each, lm in models.items():
+                start = clock()
+                answers = getattr(lm, kind)(requests, disable_tqdm=True)
+                seconds[each].append(clock() - start)
+                found[each] = torch.tensor([answer[0] if isinstance(answer, tuple) else answer for answer in answers])
+        medians = {each: statistics.median(times) for each, times in seconds.items()}
+        difference = (found["tune"] - found["HFLM"]).abs().max()
+        print(
+            f"{name}: {len(requests)} requests, "
+            + ", ".join(f"{each} {median:.2f} s" for each, median in medians.items())
+            + f": {medians['HFLM'] / medians['tune']:.2f}x; largest difference {difference:.1e}",
+            flush=True,
+        )
+    world.finish()
+
+
+if __name__ == "__main__":
+    main()

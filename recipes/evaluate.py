@@ -1,0 +1,107 @@
+"""Evaluation of a model, an adapter or a run: on tasks of lm-evaluation-harness, or on data of your own.
+
+    python recipes/evaluate.py model.path=./SmolLM2-135M 'tasks=[arc_easy,hellaswag]' out=results.json
+    torchrun --nproc-per-node 8 recipes/evaluate.py model.path=./runs/mine 'tasks=[gsm8k]' apply_chat_template=true
+    tune eval ./runs/mine --data held_out.jsonl --score my_scores:is_right
+
+1. The answers to tasks are those of lm-evaluation-harness's own model class, and so are the numbers.
+2. A data file gives the loss, the perplexity and the share of tokens that are predicted right: over all learned tokens
+   of the file, with the masks and templates of training.
+3. With `score`, a file's prompts are answered, and a function (row, completion) -> number says how well.
+
+Every process has the whole model and a share of the requests. Every setting is in configs/evaluate.yaml. Copy this file
+(`tune cp evaluate my.py`) and change it.
+"""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from tune import config, datasets, distributed, evaluation, generation, loggers, losses, peft
+from tune.atomic import written_aside
+from tune.config import instantiate, instantiate_weighted
+from tune.errors import TuneError
+from tune.tokenizers import Tokenizer
+
+
+@config.entrypoint("evaluate")
+def main(cfg):
+    if cfg.score and not cfg.dataset.path:
+        raise TuneError("score: it needs prompts to answer: give a data file (--data FILE, or dataset.path)")
+    if not cfg.tasks and not cfg.dataset.path:
+        raise TuneError("there is nothing to evaluate on: give tasks, or a data file (--data FILE, or dataset.path)")
+    if cfg.log_samples and not cfg.out:
+        raise TuneError("log_samples: samples are written beside the results: say where, out=results.json")
+    world = distributed.init(cfg.device)
+    found = peft.resolve_model(cfg.model.path, cfg.adapters)
+    tokenizer = Tokenizer(str(found.tokenizer), cfg.chat_template)
+    tasks = evaluation.Tasks(  # what is wrong with them is found before weights are read
+        cfg.tasks, tokenizer, cfg.include_path, limit=cfg.limit, num_fewshot=cfg.num_fewshot,
+        apply_chat_template=cfg.apply_chat_template, batch_size=cfg.batch_size, max_length=cfg.max_length,
+    )  # fmt: skip
+    scores = [generation.Reward(*each) for each in instantiate_weighted(cfg.score, "score")] if cfg.score else []
+    model, _ = peft.open_model(
+        cfg.model.path, adapters=cfg.adapters, device=world.device, dtype=cfg.dtype,
+        quantization=cfg.quantization.weights,
+    )  # fmt: skip
+    longest = cfg.max_length or getattr(model, "max_positions", None) or 2048
+
+    def measure_loss():
+        """Of all learned tokens of the data."""
+        data = instantiate(cfg.dataset, tokenizer, max_seq_len=longest)
+        data.require_vocabulary(model.config.vocab_size)
+        tell(data.accounting.table())
+        batches = datasets.validation_batches(data, world, cfg.batch_size or 8)
+        found = loggers.evaluate(model, batches, losses.LinearCrossEntropy(accuracy=True), world)
+        loss, accuracy = found["validation_loss"], found["validation_token_accuracy"]
+        return {"loss": loss, "perplexity": math.exp(loss), "token_accuracy": accuracy}, []
+
+    def measure_answers():
+        """Means of the scores, and the answers."""
+        sampler = instantiate(
+            cfg.generation, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, max_rows=cfg.batch_size or 16
+        )
+        room = longest - sampler.max_new_tokens
+        data = datasets.load_prompts(tokenizer, cfg.dataset.path, cfg.dataset.split, max_prompt_len=room)
+        tell(data.table())
+        prompts = [replace(prompt, position=prompt.index) for prompt in data.prompts]
+        groups = generation.rollout(model, sampler, tokenizer, prompts, scores, world, samples=1, step=0)
+        found = world.fetch(**loggers.means(generation.statistics(groups, scores), world))
+        own = {name.removeprefix("reward/"): value for name, value in found.items() if name != "reward"}
+        everyone = world.all_gather([episode.record(0) for (episode,) in groups])
+        return own, sorted((each for part in everyone for each in part), key=lambda each: each["prompt"])
+
+    def tell(text):
+        if world.is_main:
+            print(text, flush=True)
+
+    results: dict = {"results": {}}
+    samples: dict = {}
+    if tasks:
+        results = tasks(model, world, cfg.model.path, cfg.log_samples)
+        samples = results.pop("samples", {})
+    if cfg.dataset.path:
+        values, answers = measure_answers() if scores else measure_loss()
+        if world.is_main:
+            name = Path(cfg.dataset.path).stem
+            results["results"][name] = {"alias": name, **{f"{metric},none": value for metric, value in values.items()}}
+            samples[name] = answers
+
+    for name, value in evaluation.metrics(results, world).items():
+        tell(f"{name:<40} {value:.4f}")
+    if cfg.out and world.is_main:
+        out = Path(cfg.out)
+        files = {out: json.dumps(results, indent=2, default=str, ensure_ascii=False)}
+        for task, rows in samples.items() if cfg.log_samples else ():
+            lines = [json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows]
+            files[out.with_name(f"{out.stem}_samples_{task}.jsonl")] = "".join(lines)
+        for file, text in files.items():
+            with written_aside(file) as unfinished:
+                unfinished.write_text(text, encoding="utf-8")
+            tell(f"wrote {file}")
+    world.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""In each of several processes: `shared_requests.py MODEL TASKS OUT`: tasks on a copy of the model in each process and
+on one that is sharded over them, and with fewer rows than processes. Writes what each request was answered."""
+
+import json
+import sys
+from pathlib import Path
+
+from tune import distributed
+from tune.checkpointers import load_frozen, load_model
+from tune.evaluation import Tasks, metrics
+from tune.tokenizers import Tokenizer
+
+world = distributed.init("cpu")
+path, folder, out = sys.argv[1:]
+names = ["choice", "letters", "answer", "rolling"]
+models = {"copies": load_model(path), "sharded": load_frozen(path, world, "fp32")[0]}
+tokenizer = Tokenizer(path)
+answers = {}
+for kind, model in models.items():
+    results = Tasks(names, tokenizer, folder)(model, world, log_samples=True)
+    assert bool(results) == world.is_main
+    everywhere = world.all_gather(metrics(results, world))
+    assert everywhere[0] == everywhere[-1] and "choice/acc" in everywhere[0]
+    if world.is_main:
+        answers[kind] = {name: [each["resps"] for each in results["samples"][name]] for name in names}
+for name in names:
+    Tasks([name], tokenizer, folder, limit=1, batch_size=1)(models["sharded"], world)
+if world.is_main:
+    Path(out).write_text(json.dumps(answers))
+world.finish()

@@ -1,0 +1,218 @@
+"""The numbers of lm-evaluation-harness's own `HFLM`, for every request."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from evaluation.task_files import write_tasks
+from helpers import WORDS, run_processes, save_checkpoint
+from tokenizers import Tokenizer, processors
+
+from tune import distributed
+from tune.errors import TuneError
+from tune.evaluation import Tasks, log_likelihoods, metrics
+from tune.peft import open_model
+
+lm_eval = pytest.importorskip("lm_eval")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+NAMES = ["choice", "letters", "answer", "rolling"]
+LONG = " ".join(WORDS * 12)  # more tokens than the models can read
+
+
+@pytest.fixture(scope="module")
+def world():
+    return distributed.init("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, dict[str, str]]:
+    """By name, the arguments of `HFLM`."""
+    home = tmp_path_factory.mktemp("models")
+    short = {"max_position_embeddings": 128}
+    llama = save_checkpoint(home / "llama", **short)
+    found = {
+        "llama": {"pretrained": llama},
+        "gemma2": {
+            "pretrained": save_checkpoint(home / "gemma2", "Gemma2Config", head_dim=16, pad_token_id=None, **short)
+        },
+        "qwen3_moe": {
+            "pretrained": save_checkpoint(
+                home / "moe",
+                "Qwen3MoeConfig",
+                head_dim=16,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=64,
+                **short,
+            )
+        },
+        "adapter": {"pretrained": llama, "peft": make_adapter(llama, home / "adapter")},
+        "with BOS": {"pretrained": save_checkpoint(home / "bos", **short)},
+    }
+    file = home / "bos" / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    bos = "<|endoftext|>"
+    special = [(bos, tokenizer.token_to_id(bos))]
+    tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", special)
+    tokenizer.save(str(file))
+    return {name: {key: str(value) for key, value in each.items()} for name, each in found.items()}
+
+
+def make_adapter(base: Path, folder: Path) -> Path:
+    """By PEFT, and not zero."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    torch.manual_seed(1)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def both(arguments, world):
+    """Our model and theirs."""
+    from lm_eval.models.huggingface import HFLM
+
+    from tune.evaluation.harness import HarnessModel
+
+    adapters = [arguments["peft"]] if "peft" in arguments else []
+    model, tokenizer = open_model(arguments["pretrained"], adapters=adapters)
+    # Its cache gives wrong numbers where two requests have the same tokens, divided in other places.
+    theirs = HFLM(**arguments, device="cpu", dtype="float32", batch_size=3, logits_cache=False)
+    return HarnessModel(model, tokenizer, world, None, None), theirs
+
+
+def instances(kind, arguments):
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, each, index) for index, each in enumerate(arguments)]
+
+
+def flat(value) -> list:
+    """The numbers and texts in nested lists."""
+    return [item for each in value for item in flat(each)] if isinstance(value, list | tuple) else [value]
+
+
+def assert_same(ours, theirs) -> None:
+    for one, other in zip(flat(ours), flat(theirs), strict=True):
+        assert one == (pytest.approx(other, rel=1e-6, abs=1e-4) if isinstance(other, float) else other)
+
+
+PAIRS = {
+    "plain": ("the cat", " sat on"),
+    "blank at the end of the context": ("the cat ", "sat on"),
+    "two of them": ("the cat  ", " sat"),
+    "line break": ("the cat\n", "sat"),
+    "empty context": ("", "the cat sat"),
+    "empty context, one token": ("", "a"),
+    "empty context, begins with BOS": ("", "<|endoftext|>the cat"),
+    "BOS in the context": ("<|endoftext|>the cat", " sat"),
+    "one token": ("the dog", " ran"),
+    "another for the same context": ("the dog", " sat"),
+    "a context that is another's start": ("the dog ran", " on"),
+    "the same twice": ("the dog", " ran"),
+    "a word that the two share": ("the c", "at sat on the mat"),
+    "cut from the left": (LONG, " sat on"),
+    "the tokens of another, divided elsewhere": ("<|endoftext|>the cat", " ran"),
+    "as long as can be read": ("the", LONG[: len(LONG) // 12]),
+    "unicode": ("naïve 🙂", " ünï🙂"),
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "adapter", "with BOS"])
+def test_requests(name, models, world):
+    ours, theirs = both(models[name], world)
+    assert ours.max_length == theirs.max_length == 128
+    assert ours.prefix_token_id == theirs.prefix_token_id and ours.eot_token_id == theirs.eot_token_id
+    requests = instances("loglikelihood", PAIRS.values())
+    expected = theirs.loglikelihood(requests)
+    assert_same(ours.loglikelihood(requests), expected)
+    for batch_size in (1, 5):
+        ours.batch_size = batch_size
+        assert_same(ours.loglikelihood(requests), expected)
+    texts = instances("loglikelihood_rolling", [("the cat",), (LONG,), ("a",), (f"{LONG} {LONG}",)])
+    assert_same(ours.loglikelihood_rolling(texts), theirs.loglikelihood_rolling(texts))
+    settings = [{"until": ["a"], "max_gen_toks": 9}, {"until": "\n"}, {"until": [], "max_new_tokens": 5}]
+    prompts = [context for context, _ in PAIRS.values() if context]
+    wanted = [(prompt, settings[0]) for prompt in prompts] + [(prompt, settings[2]) for prompt in prompts[:3]]
+    generated = instances("generate_until", wanted)
+    assert ours.generate_until(generated) == theirs.generate_until(generated)
+
+
+def test_greedy_is_told(models, world):
+    """That the continuation is what the model would have said."""
+    ours, theirs = both(models["llama"], world)
+    with torch.no_grad():
+        ids = ours.tok_encode("the cat")
+        for _ in range(4):
+            ids.append(int(ours.model(torch.tensor([ids]))[0, -1].argmax()))
+    context, own = ids[:-4], ids[-4:]
+    found = log_likelihoods(ours.model, [(context, own), (context, own[::-1]), (context, own[:1])], world, 128)
+    assert [greedy for _, greedy in found] == [True, False, True]
+    expected = theirs._loglikelihood_tokens(
+        [(None, context, own), (None, context, own[::-1]), (None, context, own[:1])]
+    )
+    assert_same(found, expected)
+
+
+def test_nothing_to_predict_and_too_much(models, world):
+    ours, _ = both(models["llama"], world)
+    assert log_likelihoods(ours.model, [([5], []), ([5], [6])], world, 128)[0] == (0.0, True)
+    assert log_likelihoods(ours.model, [], world, 128) == []
+    with pytest.raises(TuneError, match="129 tokens are to be predicted at once, and max_length is 128"):
+        log_likelihoods(ours.model, [([5], [6] * 129)], world, 128)
+
+
+def test_a_context_of_blanks_is_empty(models, world):
+    """Where `HFLM` fails."""
+    ours, _ = both(models["llama"], world)
+    (found,) = ours.loglikelihood(instances("loglikelihood", [("  ", "the cat")]))
+    (expected,) = ours.loglikelihood(instances("loglikelihood", [("", "  the cat")]))
+    assert found == expected
+
+
+@pytest.mark.parametrize("chat", [{}, {"apply_chat_template": True, "num_fewshot": 2}], ids=["plain", "chat"])
+@pytest.mark.parametrize("name", ["llama", "adapter", "with BOS"])
+def test_whole_tasks(name, chat, models, folder, world):
+    ours, lm = both(models[name], world)
+    tasks = Tasks(NAMES, ours.tokenizer, str(folder), **chat)
+    found = tasks(ours.model, world, source=models[name]["pretrained"], log_samples=True)
+    theirs = lm_eval.simple_evaluate(lm, tasks=[*tasks.tasks], task_manager=tasks.manager, **chat)
+    for task in NAMES:
+        for one, other in zip(found["samples"][task], theirs["samples"][task], strict=True):
+            assert one["arguments"] == other["arguments"]
+            assert_same(one["resps"], other["resps"])
+    assert metrics(found, world) == pytest.approx(metrics(theirs, world), rel=1e-4)
+    assert len(metrics(found, world)) == 6
+    assert theirs.keys() <= found.keys()
+    for key in ("configs", "versions", "n-shot", "higher_is_better", "n-samples", "tokenizer_eos_token", "max_length"):
+        assert json.dumps(found[key], default=str) == json.dumps(theirs[key], default=str), key
+    assert found["chat_template"] == (ours.tokenizer.chat_template if chat else None)
+
+
+def test_an_answer_that_has_begun(models, world):
+    ours, theirs = both(models["llama"], world)
+    for begun in ("The answer is", "The answer is "):
+        chat = [{"role": "user", "content": "the cat?"}, {"role": "assistant", "content": begun}]
+        assert ours.apply_chat_template(chat, False) == theirs.apply_chat_template(chat, False)
+    assert ours.apply_chat_template(chat[:1]) == theirs.apply_chat_template(chat[:1])
+
+
+def test_two_processes_share_the_requests(models, folder, world, tmp_path):
+    script = Path(__file__).with_name("shared_requests.py")
+    run_processes(script, 2, models["llama"]["pretrained"], str(folder), str(tmp_path / "out"))
+    shared = json.loads((tmp_path / "out").read_text())
+    ours, _ = both(models["llama"], world)
+    alone = Tasks(NAMES, ours.tokenizer, str(folder))(ours.model, world, log_samples=True)["samples"]
+    for kind in ("copies", "sharded"):
+        for name in NAMES:
+            assert_same(shared[kind][name], [each["resps"] for each in alone[name]])

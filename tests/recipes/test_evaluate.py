@@ -1,0 +1,267 @@
+"""`tune eval` and the recipe behind it; evaluation in a training. The numbers are those of transformers and of
+lm-evaluation-harness (tests/evaluation)."""
+
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import full_finetune
+import lora_finetune
+import pytest
+import torch
+from evaluation.task_files import write_task, write_tasks
+from helpers import run_processes
+
+from tune import distributed
+from tune.cli import main
+from tune.evaluation import Tasks
+from tune.peft import open_model
+
+pytest.importorskip("lm_eval")
+transformers = pytest.importorskip("transformers")
+
+RECIPE = Path(full_finetune.__file__).with_name("evaluate.py")
+SCORES = """\
+def length(row, completion):
+    return len(completion)
+
+def fails(row, completion):
+    raise ValueError("no such row")
+
+def alone(row):
+    return 1
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture
+def prompts(tmp_path, monkeypatch):
+    """A file of prompts, beside the user's functions."""
+    (tmp_path / "my_scores.py").write_text(SCORES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_scores", raising=False)
+    rows = [{"prompt": "the cat" + " sat" * at, "completion": "on the mat"} for at in range(5)]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def evaluated(out: Path) -> dict:
+    return json.loads(out.read_text())["results"]
+
+
+def of(results: dict, task: str) -> dict:
+    """The metrics of a task, without standard errors."""
+    values = results[task].items()
+    return {name: value for name, value in values if "," in name and "stderr" not in name}
+
+
+def test_tasks(checkpoint, folder, tmp_path, capsys):
+    out = tmp_path / "results" / "all.json"
+    options = ["--include-path", str(folder), "--limit", "6", "--batch-size", "4", "--num-fewshot", "1"]
+    files = ["--out", str(out), "--log-samples", "--device", "cpu"]
+    main(["eval", str(checkpoint), "--tasks", "choice,answer", *options, *files])
+    model, tokenizer = open_model(checkpoint)
+    tasks = Tasks(["choice", "answer"], tokenizer, str(folder), limit=6, num_fewshot=1)
+    expected = tasks(model, distributed.init("cpu"), log_samples=True)
+    found = json.loads(out.read_text())
+    assert found["results"] == json.loads(json.dumps(expected["results"]))
+    assert found.keys() == expected.keys() - {"samples"}
+    assert found["config"]["limit"] == 6 and found["config"]["model_args"] == {"pretrained": str(checkpoint)}
+    for name in ("choice", "answer"):
+        samples = [json.loads(line) for line in (out.parent / f"all_samples_{name}.jsonl").read_text().splitlines()]
+        assert samples == json.loads(json.dumps(expected["samples"][name], default=str))
+    accuracy = of(expected["results"], "choice")["acc,none"]
+    assert f"choice/acc {accuracy:.4f}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_loss_is_that_of_transformers(checkpoint, tmp_path):
+    texts = ["the cat sat", "a big red dog ran under the mat and then it was slow", "it was"]
+    data, out = tmp_path / "texts.jsonl", tmp_path / "out.json"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    main(["eval", str(checkpoint), "--data", str(data), "--out", str(out)])
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    total = right = count = 0
+    for text in texts:
+        ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1]
+        total += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+        right += int((logits.argmax(-1) == ids[0, 1:]).sum())
+        count += ids.shape[1] - 1
+    expected = {"loss": total / count, "perplexity": math.exp(total / count), "token_accuracy": right / count}
+    found = of(evaluated(out), "texts")
+    assert found == pytest.approx({f"{name},none": value for name, value in expected.items()}, rel=1e-5)
+
+
+def test_loss_is_that_of_a_validation(checkpoint, chats, tmp_path, run_recipe):
+    """With the masks and the template of training."""
+    out, run = tmp_path / "out.json", tmp_path / "run"
+    main(["eval", str(checkpoint), "--data", str(chats), "--out", str(out), "--batch-size", "5"])
+    settings = [
+        f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "validate_first=true",
+        f"output_dir={run}", "max_steps=1", "device=cpu", "dtype=fp32", "max_seq_len=512",
+    ]  # fmt: skip
+    assert run_recipe(settings) == 0
+    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    assert of(evaluated(out), "chats")["loss,none"] == pytest.approx(first["validation_loss"], rel=1e-5)
+
+
+def test_answers_are_scored(checkpoint, prompts, tmp_path, capsys):
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    rows = [json.loads(line) for line in prompts.read_text().splitlines()]
+    answers = []
+    for row in rows:
+        ids = tokenizer(row["prompt"], return_tensors="pt").input_ids
+        new = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+        answers.append(tokenizer.decode(new, skip_special_tokens=True))
+    options = ["--data", str(prompts), "--max-new-tokens", "6", "--out", str(tmp_path / "out.json"), "--log-samples"]
+    main(["eval", str(checkpoint), *options, "--score", "my_scores:length"])
+    found = of(evaluated(tmp_path / "out.json"), "prompts")
+    assert found["length,none"] == pytest.approx(sum(map(len, answers)) / len(answers))
+    samples = [json.loads(line) for line in (tmp_path / "out_samples_prompts.jsonl").read_text().splitlines()]
+    assert [each["text"] for each in samples] == answers and [each["row"] for each in samples] == rows
+
+    for at, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+        row["completion"] = f" {answer}\n" if at % 2 else "no"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main(["eval", str(checkpoint), *options, "--score", "tune.evaluation.exact_match"])
+    assert of(evaluated(tmp_path / "out.json"), "prompts")["exact_match,none"] == pytest.approx(2 / 5)
+
+
+def test_an_adapter_and_a_run(checkpoint, chats, folder, tmp_path, run_recipe):
+    run = tmp_path / "run"
+    settings = [
+        f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={run}", "max_steps=2", "device=cpu",
+        "dtype=fp32", "max_seq_len=512", "optimizer.lr=0.1", "evaluate.tasks=[choice,rolling]",
+        f"evaluate.include_path={folder}",
+    ]  # fmt: skip
+    assert run_recipe(settings, recipe=lora_finetune) == 0
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    common = ["--tasks", "rolling", "--include-path", str(folder), "--out", str(tmp_path / "out.json")]
+    for named in ([str(run)], [str(checkpoint), "--adapter", str(run / "adapter")]):
+        main(["eval", *named, *common])
+        found = of(evaluated(tmp_path / "out.json"), "rolling")["bits_per_byte,none"]
+        assert found == pytest.approx(last["rolling/bits_per_byte"], rel=1e-4)
+    main(["eval", str(checkpoint), *common])
+    assert of(evaluated(tmp_path / "out.json"), "rolling")["bits_per_byte,none"] != pytest.approx(found, rel=1e-3)
+
+
+def test_two_processes(checkpoint, chats, folder, prompts, tmp_path):
+    def same(*settings):
+        out = tmp_path / "one.json", tmp_path / "two.json"
+        for count, file in enumerate(out, 1):
+            run_processes(RECIPE, count, f"model.path={checkpoint}", "device=cpu", f"out={file}", *settings)
+        one, two = map(evaluated, out)
+        assert one.keys() == two.keys()
+        for task in one:
+            assert of(two, task) == pytest.approx(of(one, task), rel=1e-6)
+
+    same("tasks=[choice,answer,rolling]", f"include_path={folder}", f"dataset.path={chats}")
+    same(f"dataset.path={prompts}", "score=my_scores.length", "generation.max_new_tokens=5")
+
+
+def test_in_a_training(checkpoint, chats, folder, tmp_path, run_recipe):
+    """It changes nothing in the training, and its last numbers are those of the model that is left."""
+    common = [
+        f"model.path={checkpoint}", f"dataset.path={chats}", "max_steps=3", "device=cpu", "dtype=fp32",
+        "max_seq_len=128", "optimizer.lr=1e-2",
+    ]  # fmt: skip
+    settings = ["evaluate.tasks=[choice]", f"evaluate.include_path={folder}", "evaluate.every=2"]
+    for name, more in {"plain": [], "evaluated": settings}.items():
+        assert run_recipe([*common, f"output_dir={tmp_path / name}", *more]) == 0
+    plain, evaluated_ = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("plain", "evaluated")
+    )
+    assert [each["loss"] for each in plain] == [each["loss"] for each in evaluated_]
+    assert ["choice/acc" in each for each in evaluated_] == [False, True, True]
+    out = tmp_path / "out.json"
+    trained = str(tmp_path / "evaluated")
+    main(["eval", trained, "--tasks", "choice", "--include-path", str(folder), "--out", str(out)])
+    found = of(evaluated(out), "choice")
+    assert found["acc_norm,none"] == pytest.approx(evaluated_[-1]["choice/acc_norm"])
+
+
+def no_template(tmp_path, checkpoint):
+    model = shutil.copytree(checkpoint, tmp_path / "base")
+    (model / "chat_template.jinja").unlink()
+    return [str(model), "--tasks", "choice", "--apply-chat-template"]
+
+
+def not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    return ["--tasks", "choice"]
+
+
+def file_of(tmp_path, body):
+    write_task(tmp_path, "mine", [{"q": "the cat"}], body)
+    return ["--include-path", str(tmp_path), "--tasks", "mine"]
+
+
+GENERATES = 'output_type: generate_until\ndoc_to_text: "{{q}}"\ndoc_to_target: "{{q}}"\ngeneration_kwargs: {%s}\n'
+ON_HUB = "task: far\ndataset_path: nobody/nothing\ntest_split: test\noutput_type: multiple_choice\n"
+WRONG = {
+    "unknown task": (["--tasks", "choise"], "there is no task 'choise'. Did you mean 'choice'?"),
+    "its data are on the hub": ("far", "tasks: far cannot be used", "run it once with network", "include_path"),
+    "not installed": (not_installed, "pip install 'tune-recipes[eval]'"),
+    "no rows": (["--tasks", "choice", "--limit", "0"], "limit: 0 is not a positive number"),
+    "no examples": (["--tasks", "choice", "--num-fewshot", "-1"], "num_fewshot: -1 is not a non-negative integer"),
+    "empty batches": (["--tasks", "choice", "--batch-size", "0"], "batch_size: 0 is not a positive integer"),
+    "nothing": ([], "there is nothing to evaluate on", "--data FILE"),
+    "nothing to answer": (["--score", "my_scores:length"], "score: it needs prompts"),
+    "nowhere to write": (["--tasks", "choice", "--log-samples"], "log_samples", "out=results.json"),
+    "no folder of tasks": (["--tasks", "choice", "--include-path", "nowhere"], "include_path: nowhere is no folder"),
+    "misspelt option": (["--task", "choice"], "--task: is not an option. Did you mean '--tasks'?"),
+    "no such column": (('output_type: multiple_choice\ndoc_to_text: "{{question}"\n',), "tasks: mine cannot be used: "),
+    "beams": ((GENERATES % "num_beams: 4",), "generation_kwargs: num_beams is not supported"),
+    "too long an answer": ((GENERATES % "max_gen_toks: 512",), "a task generates 512 tokens, and max_length=512"),
+    "no template": (no_template, "has no chat template"),
+    "no model": (["./nowhere", "--tasks", "choice"], "nowhere"),
+    "no data": (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
+    "a score that fails": (["--data", "prompts.jsonl", "--score", "my_scores:fails"], "fails fails on", "no such row"),
+    "a score of rows": (["--data", "prompts.jsonl", "--score", "my_scores:alone"], "score: alone cannot be called so"),
+    "no such score": (["--data", "prompts.jsonl", "--score", "my_scores:lenght"], "Did you mean 'length'?"),
+    "another type": (["--tasks", "choice", "--dtype", "fp8"], "dtype: 'fp8' is not one of bf16, fp32"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_inputs(name, checkpoint, folder, prompts, tmp_path, capsys, monkeypatch):
+    given, *says = WRONG[name]
+    if given == "far":
+        (tmp_path / "far.yaml").write_text(ON_HUB)
+        given = ["--include-path", str(tmp_path), "--tasks", "far"]
+    elif isinstance(given, tuple):
+        given = file_of(tmp_path, *given)
+    elif callable(given):
+        given = given(monkeypatch) if given is not_installed else given(tmp_path, checkpoint)
+    if not given or given[0].startswith("--"):
+        given = [str(checkpoint), *given]
+    if "--tasks" in given and "--include-path" not in given:
+        given += ["--include-path", str(folder)]
+    with pytest.raises(SystemExit) as end:
+        main(["eval", *given, "device=cpu", "generation.max_new_tokens=3"])
+    shown = capsys.readouterr().err
+    assert end.value.code == 2, shown
+    assert "Traceback" not in shown
+    for text in says:
+        assert text in shown
+
+
+def test_nothing_to_evaluate_on_in_a_training(checkpoint, chats, tmp_path, run_recipe, capsys):
+    common = [f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={tmp_path / 'run'}"]
+    assert run_recipe([*common, "evaluate.every=5"]) == 2
+    assert "evaluate.every: there is nothing to evaluate on. Give evaluate.tasks" in capsys.readouterr().err
+    assert run_recipe([*common, "evaluate.limit=-2", "evaluate.tasks=choice"]) == 2
+    shown = capsys.readouterr().err
+    assert "evaluate.limit: -2 is not" in shown and "evaluate.tasks: 'choice' is not a list" in shown

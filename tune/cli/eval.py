@@ -1,0 +1,51 @@
+"""Evaluate MODEL (a model, an adapter or a run folder) on tasks of lm-evaluation-harness, or on data of your own:
+
+    tune eval ./SmolLM2-135M --tasks arc_easy,hellaswag --out results.json
+    tune eval ./runs/mine --data held_out.jsonl
+    tune eval ./runs/mine --data held_out.jsonl --score my_scores:is_right
+    tune eval ./base --adapter ./runs/lora --tasks gsm8k --apply-chat-template --nproc-per-node 8
+
+This is the recipe `evaluate`; options are its settings, which are these (others as key=value):
+"""
+
+import json
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+
+from omegaconf import OmegaConf
+
+from tune import config
+from tune.cli import run
+from tune.errors import TuneError
+from tune.lookup import did_you_mean
+
+NESTED = {"data": "dataset.path", "quantization": "quantization.weights", "max_new_tokens": "generation.max_new_tokens"}
+
+
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    defaults = config.find_config("evaluate")
+    parser.usage = "tune eval MODEL [--tasks A,B] [--data FILE] [--out FILE.json] [OPTIONS] [key=value ...]"
+    parser.formatter_class, parser.epilog = RawDescriptionHelpFormatter, defaults.read_text()
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--nproc-per-node", metavar="N", help="processes that share the work")
+    values = OmegaConf.to_container(OmegaConf.load(defaults))
+    assert isinstance(values, dict)
+    keys = {str(name): str(name) for name, value in values.items() if not isinstance(value, dict)} | NESTED
+    for name, key in keys.items():
+        option = "--adapter" if name == "adapters" else f"--{name.replace('_', '-')}"
+        action = "store_true" if values.get(key) is False else "append"
+        parser.add_argument(option, dest=key, action=action)
+    options, rest = parser.parse_known_args(arguments)
+    if unknown := [each for each in rest if each.startswith("-") and each not in ("--config", "--debug")]:
+        known = [each for each in parser._option_string_actions if each.startswith("--")]
+        raise TuneError(f"{unknown[0]}: is not an option.{did_you_mean(unknown[0], known)} --help lists them")
+    settings = [f"model.path={options.model}"]
+    for key in keys.values():
+        if (given := getattr(options, key)) is True:
+            settings.append(f"{key}=true")
+        elif given and isinstance(values.get(key), list):
+            settings.append(f"{key}={json.dumps([each for text in given for each in text.split(',')])}")
+        elif given:
+            settings.append(f"{key}={given[-1].replace(':', '.') if key == 'score' else given[-1]}")
+    launch = ["--nproc-per-node", options.nproc_per_node] if options.nproc_per_node else []
+    run.main(parser, [*launch, "evaluate", *settings, *rest])

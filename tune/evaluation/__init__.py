@@ -1,0 +1,7 @@
+"""What lm-evaluation-harness asks of a model: its `Tasks`, the `HarnessModel` that answers them (harness.py, the only
+file that needs that library), and `log_likelihoods`."""
+
+from tune.evaluation.likelihoods import log_likelihoods
+from tune.evaluation.tasks import Tasks, exact_match, metrics
+
+__all__ = ["Tasks", "exact_match", "log_likelihoods", "metrics"]

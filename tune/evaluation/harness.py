@@ -1,0 +1,110 @@
+"""A model of ours as lm-evaluation-harness asks it."""
+
+import json
+import sys
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import nn
+
+from tune.distributed import World
+from tune.errors import TuneError
+from tune.evaluation.likelihoods import log_likelihoods
+from tune.generation import Sampler
+from tune.tokenizers import Message, Tokenizer
+
+CACHED_TOKENS = 32768  # of all rows that are generated together
+GENERATED, UNKNOWN_LENGTH = 256, 2048  # what `HFLM` has where a task, or a model, does not say it
+
+
+class HarnessModel(TemplateLM):
+    """Answers what lm-evaluation-harness's `HFLM` answers. Every process is given all requests, and computes a share
+    of them. `batch_size` is the requests in a forward, by default as many as fit; contexts are cut from the left to
+    `max_length`, by default the length that the model was trained for."""
+
+    eot_token_id: Any = None  # these are properties there
+    prefix_token_id: Any = None
+    tokenizer_name = ""
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Tokenizer, world: World, batch_size: int | None, max_length: int | None
+    ):
+        super().__init__()
+        self.model, self.tokenizer, self.world, self.batch_size = model, tokenizer, world, batch_size
+        self.max_length = max_length or getattr(model, "max_positions", None) or UNKNOWN_LENGTH
+        self.tokenizer_name, self.eot_token_id = str(tokenizer.path).replace("/", "__"), tokenizer.eos_id
+        self.prefix_token_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        if self.prefix_token_id is None:
+            raise TuneError(f"{tokenizer.path} names neither a BOS nor an EOS token, after which a text could begin")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """By default with the tokenizer's BOS, unless a chat template has written it."""
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self.tokenizer.decode([self.prefix_token_id]))
+        return [*(self.tokenizer.prefix_ids if add_special_tokens else ()), *self.tokenizer.encode(string)]
+
+    def apply_chat_template(self, chat_history: list[Message], add_generation_prompt: bool = True) -> str:
+        if add_generation_prompt:
+            return self.tokenizer.apply_chat_template(chat_history, add_generation_prompt=True)
+        *before, last = chat_history  # an answer that goes on, as with transformers' continue_final_message
+        begun = [*before, {**last, "content": f"{last['content']}\ufdd0 "}]
+        text, _, behind = self.tokenizer.apply_chat_template(begun).rpartition("\ufdd0")
+        return text if behind.startswith(" ") else text.rstrip()
+
+    def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+        # A context of blanks is empty here: they belong to the continuation.
+        pairs = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
+        self._tell_cut([len(context) + len(continuation) - 1 for context, continuation in pairs], self.max_length)
+        return log_likelihoods(self.model, pairs, self.world, self.max_length, self.batch_size)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
+        """Of whole texts, in pieces of `max_length` tokens that have as much context as there is room for."""
+        totals, windows = [0.0] * len(requests), []
+        for index, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            pieces = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            windows += [(index, make_disjoint_window(each)) for each in pieces]
+        found = log_likelihoods(self.model, [each for _, each in windows], self.world, self.max_length, self.batch_size)
+        for (index, _), (log_prob, _) in zip(windows, found, strict=True):
+            totals[index] += log_prob
+        return totals
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
+        """Raises TuneError where a task asks for what `Sampler` does not have."""
+        alike: dict[str, dict[int, str]] = {}  # by their settings
+        for index, request in enumerate(requests):
+            context, settings = request.args
+            alike.setdefault(json.dumps(settings, sort_keys=True), {})[index] = context
+        mine = {index: text for settings, each in alike.items() for index, text in self._share(each, settings).items()}
+        together = {index: text for each in self.world.all_gather(mine) for index, text in each.items()}
+        return [together[index] for index in range(len(requests))]
+
+    def _share(self, contexts: dict[int, str], settings: str) -> dict[int, str]:
+        """This process's share of the texts after `contexts`."""
+        given: dict[str, Any] = dict(normalize_gen_kwargs(json.loads(settings), GENERATED))
+        eos = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
+        new, until = given.pop("max_gen_toks"), handle_stop_sequences(given.pop("until"), eos)
+        given.setdefault("temperature", 0.0)
+        if others := given.keys() - {"do_sample", "temperature", "top_k", "top_p", "min_p"}:
+            raise TuneError(f"generation_kwargs: {', '.join(sorted(others))} is not supported")
+        if (room := self.max_length - new) < 1:
+            raise TuneError(f"a task generates {new} tokens, and max_length={self.max_length} has no room for its text")
+        whole = {index: self.tok_encode(text) or [self.prefix_token_id] for index, text in contexts.items()}
+        self._tell_cut([*map(len, whole.values())], room)
+        mine = sorted(whole, key=lambda index: -len(whole[index]))[self.world.data_rank :: self.world.data_size]
+        prompts = [whole[index][-room:] for index in mine]
+        rows = self.batch_size or max(1, min(64, CACHED_TOKENS // (new + max(map(len, prompts), default=0))))
+        given.pop("do_sample")
+        sampler = Sampler(
+            max_new_tokens=new, stop_ids=self.tokenizer.stop_ids, stop_strings=[each for each in until if each],
+            decode=self.tokenizer.decode, max_rows=rows, **given,
+        )  # fmt: skip
+        found = sampler(self.model, prompts, indices=mine)
+        texts = [self.tokenizer.decode(completion.tokens, skip_special_tokens=True) for (completion,) in found]
+        return {index: postprocess_generated_text(text, until, None) for index, text in zip(mine, texts, strict=True)}
+
+    def _tell_cut(self, lengths: list[int], room: int) -> None:
+        if self.world.is_main and (cut := sum(length > room for length in lengths)):
+            print(f"{cut:,} of {len(lengths):,} texts of more than {room:,} tokens lose their start", file=sys.stderr)

@@ -1,0 +1,131 @@
+"""Tasks of lm-evaluation-harness: found and checked before weights are read, then run."""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tune.checkpointers.gguf import without_bars
+from tune.distributed import World
+from tune.errors import TuneError
+from tune.lookup import did_you_mean
+from tune.tokenizers import Tokenizer
+
+BOOTSTRAPS = 100_000  # samples for standard errors without a formula, as there
+
+
+class Tasks:
+    """Tasks of lm-evaluation-harness with their data: by the names of its own, also with `*`, those of YAML files in
+    the folder `include_path`, or paths of such files. Called with a model, they are answered.
+
+    `limit` takes only the first rows of each (a number, or a share below 1), `num_fewshot` puts examples before each.
+
+    Raises:
+        TuneError: the library is not installed, a name is unknown, or a task or its data cannot be used.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        tokenizer: Tokenizer,
+        include_path: str | None = None,
+        *,
+        limit: float | None = None,
+        num_fewshot: int | None = None,
+        apply_chat_template: bool = False,
+        batch_size: int | None = None,
+        max_length: int | None = None,
+    ):
+        self.settings = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
+        self.tokenizer, self.sizes, self.tasks = tokenizer, (batch_size, max_length), list[Any]()
+        if not names:
+            return
+        if apply_chat_template:
+            tokenizer.require_chat_template()
+        try:
+            from lm_eval.tasks import TaskManager
+        except ImportError as error:
+            message = "tasks: lm-evaluation-harness is not installed: pip install 'tune-recipes[eval]'"
+            raise TuneError(message) from error
+        logging.getLogger("lm_eval").setLevel(os.environ.get("LMEVAL_LOG_LEVEL", "ERROR"))
+        if include_path is not None and not Path(include_path).is_dir():
+            raise TuneError(f"include_path: {include_path} is no folder; name the one with your task files")
+        self.manager = TaskManager(include_path=include_path, include_defaults=False)
+        if not {*names} <= {*self.manager.all_tasks}:  # its own are thousands of files, which takes seconds
+            self.manager = TaskManager(include_path=include_path)
+        for name in names:
+            if not (found := self.manager.match_tasks([name])) and not Path(name).is_file():
+                hint = did_you_mean(name, self.manager.all_tasks)
+                raise TuneError(f"tasks: there is no task {name!r}.{hint} `lm-eval ls tasks` lists them")
+            self.tasks += [task for each in found or [name] for task in self._load(each)]
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def __call__(self, model: nn.Module, world: World, source: str = "", log_samples: bool = False) -> dict[str, Any]:
+        """The results as lm-evaluation-harness writes them, with the `samples` if asked for; on the first process only,
+        but all of them call it. `source` is the name of the model."""
+        from lm_eval import simple_evaluate
+        from lm_eval.loggers import EvaluationTracker
+
+        from tune.evaluation.harness import HarnessModel
+
+        tokenizer, tracker = self.tokenizer, EvaluationTracker()
+        harness = HarnessModel(model, tokenizer, world, *self.sizes)
+        results = simple_evaluate(
+            harness, model_args={"pretrained": source}, tasks=[*self.tasks], task_manager=self.manager,
+            evaluation_tracker=tracker, batch_size=harness.batch_size, device=str(world.device),
+            log_samples=log_samples, bootstrap_iters=BOOTSTRAPS if world.is_main else 0,
+            torch_random_seed=None,  # a training's
+            **self.settings,
+        )  # fmt: skip
+        if not world.is_main:
+            return {}
+        tracker.general_config_tracker.log_end_time()
+        results |= {"eot_token_id": tokenizer.eos_id, "max_length": harness.max_length}
+        for name, index in {"pad": tokenizer.pad_id, "eos": tokenizer.eos_id, "bos": tokenizer.bos_id}.items():
+            results[f"tokenizer_{name}_token"] = [tokenizer.special_tokens.get(f"{name}_token"), str(index)]
+        return results | asdict(tracker.general_config_tracker)
+
+    def _load(self, name: str) -> list[Any]:
+        try:
+            loaded = self.manager.load([name])
+            for task in loaded["tasks"].values():
+                if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+                    raise TuneError("it runs code that a model writes, or has images: use lm-eval itself")
+                with without_bars():
+                    task.build_all_requests(limit=1)  # its templates fit its data
+        except Exception as error:  # whatever a task file, its code and its data do
+            reason = next(iter(str(error).splitlines()), "")
+            if isinstance(error, ConnectionError) or "offline" in reason.lower():
+                reason += ". Its data are on the Hugging Face hub: run it once with network, or name local files in a "
+                reason += "task of your own (include_path)"
+            kind = "" if isinstance(error, TuneError) else f"{type(error).__name__}: "
+            raise TuneError(f"tasks: {name} cannot be used: {kind}{reason}") from error
+        return [loaded["groups"][name]] if name in loaded.get("groups", ()) else [*loaded["tasks"].values()]
+
+
+def metrics(results: dict[str, Any], world: World) -> dict[str, float]:
+    """Of `results`, on all processes, the values by `task/metric`. All processes call it."""
+    found = {
+        f"{task}/{name.removesuffix(',none')}": float(value)
+        for task, values in results.get("results", {}).items()
+        for name, value in values.items()
+        if "," in name and "_stderr," not in name and isinstance(value, int | float)
+    }
+    return world.broadcast(found)
+
+
+def exact_match(row: dict[str, Any], completion: str) -> float:
+    """1 if the `completion` is the answer in the row, apart from blanks around it, else 0. The answer is its `answer`,
+    `completion` or `output`, or the last one of its conversation."""
+    answer = next((row[name] for name in ("answer", "completion", "output") if row.get(name)), row.get("messages"))
+    if isinstance(answer, list) and answer:
+        answer = answer[-1]["content"]
+    if not isinstance(answer, str):
+        raise TuneError("exact_match: the row has no answer, completion or output, nor messages that end with one")
+    return float(answer.strip() == completion.strip())
