@@ -15,8 +15,6 @@ from tune.errors import TuneError
 from tune.lookup import did_you_mean
 from tune.tokenizers import Tokenizer
 
-BOOTSTRAPS = 100_000  # samples for standard errors without a formula, as there
-
 
 class Tasks:
     """Tasks of lm-evaluation-harness with their data: by the names of its own, also with `*`, those of YAML files in
@@ -79,9 +77,8 @@ class Tasks:
         results = simple_evaluate(
             harness, model_args={"pretrained": source}, tasks=[*self.tasks], task_manager=self.manager,
             evaluation_tracker=tracker, batch_size=harness.batch_size, device=str(world.device),
-            log_samples=log_samples, bootstrap_iters=BOOTSTRAPS if world.is_main else 0,
-            torch_random_seed=None,  # a training's
-            **self.settings,
+            log_samples=log_samples, bootstrap_iters=100_000 if world.is_main else 0,  # for errors without a formula
+            torch_random_seed=None, **self.settings,
         )  # fmt: skip
         if not world.is_main:
             return {}
