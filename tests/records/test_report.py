@@ -159,10 +159,10 @@ def test_samples_before_and_after(shown, make_run):
 
 def test_samples_of_other_prompts_each_step(make_run):
     folder = make_run()
-    write_samples(folder, (1, 0, "a", {"q": "1?"}), (1, 1, "b", {"q": "2?"}), (2, 2, "c", {"q": "3?"}))
-    assert samples(read(folder)) == [
-        ('{"q": "1?"}', "a", ""), ('{"q": "2?"}', "b", ""), ('{"q": "3?"}', "", "c"),
-    ]  # fmt: skip
+    chat = {"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "2?"}]}
+    write_samples(folder, (1, 0, "a", {"prompt": "1?"}), (1, 1, "b", chat), (2, 2, "c", {"q": "3?"}), (2, "4?", "d"))
+    first, last = [("1?", "a", ""), ("Be kind.\n2?", "b", "")], [('{"q": "3?"}', "", "c"), ("4?", "", "d")]
+    assert samples(read(folder)) == first + last
 
 
 def test_a_long_run_keeps_its_extremes(make_run, tmp_path):

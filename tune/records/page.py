@@ -40,7 +40,7 @@ def write_report(folders: Sequence[Path], out: Path) -> int:
         "date": lambda at: f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M}",
         "duration": lambda seconds: str(timedelta(seconds=round(seconds))),
         "setting": lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False),
-        "basename": lambda path: Path(path).name,
+        "ending": lambda path: "/".join(Path(path).parts[-2:]),
         "mean": lambda values: values.mean() if len(values) else math.nan,
     }
     files = Path(__file__).with_name("assets").iterdir()
@@ -99,9 +99,12 @@ def samples(run: Record) -> list[tuple[str, str, str]]:
 
 
 def _prompt(sample: dict[str, Any]) -> str:
-    """What a sample answers: its text, or the row that it was made from."""
-    prompt = sample.get("prompt")
-    return prompt if isinstance(prompt, str) else json.dumps(sample.get("row", prompt), ensure_ascii=False)
+    """What a sample answers, as far as its row is in a usual format."""
+    prompt = sample.get("row", sample.get("prompt"))
+    for key in ("messages", "prompt"):
+        prompt = prompt.get(key, prompt) if isinstance(prompt, dict) else prompt
+    turns = [each["content"] for each in prompt if "content" in each] if isinstance(prompt, list) else [prompt]
+    return "\n".join(each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in turns)
 
 
 def thin(steps: np.ndarray, values: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:

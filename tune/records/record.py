@@ -172,10 +172,11 @@ def _metrics(file: Path, tail: int | None) -> tuple[dict[str, np.ndarray], int]:
             except (KeyError, OverflowError):
                 unreadable += line.endswith(b"\n")  # a killed process may leave half of the last one
                 continue
+            rows = len(columns["step"]) - 1
             for name, value in numbers.items():
-                column = columns.setdefault(name, array("d"))
-                column.extend([math.nan] * (len(columns["step"]) - 1 - len(column)))
-                column.append(value)
+                if name not in columns or len(columns[name]) < rows:
+                    columns.setdefault(name, array("d")).extend([math.nan] * (rows - len(columns.get(name, ()))))
+                columns[name].append(value)
     for column in columns.values():
         column.extend([math.nan] * (len(columns["step"]) - len(column)))
     steps, places = np.unique(np.array(columns["step"])[::-1], return_index=True)
