@@ -8,8 +8,8 @@ HOUSE = Path(tune.__file__).parent
 
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
-    "checkpointers": 1579,
-    "cli": 911,
+    "checkpointers": 1583,
+    "cli": 960,
     "collators": 161,
     "config": 822,
     "datasets": 3906,
@@ -20,9 +20,9 @@ CEILINGS = {
     "losses": 836,
     "models": 3200,
     "optimizers": 339,
-    "peft": 1442,
+    "peft": 1534,
     "records": 326,
-    "quantization": 171,
+    "quantization": 266,
     "tokenizers": 1200,
     "beside": 243,  # the files beside the packages
 }

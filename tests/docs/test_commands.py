@@ -23,6 +23,7 @@ NOT_RUN = {
     "tune eval ./SmolLM2-135M --tasks arc_easy,hellaswag --out results.json": HUB_TASKS,
     "tune run full_finetune model.path=... dataset.path=... evaluate.every=500 'evaluate.tasks=[arc_easy,hellaswag]' "
     "evaluate.limit=100": HUB_TASKS,
+    "tune quantize MODEL --to KIND --out FOLDER": "tests/quantization/test_compressed.py writes such folders",
     "tune convert model.gguf FOLDER": "tests/cli/test_convert_gguf.py writes such files",
     "tune convert Llama-3.1-8B/original FOLDER": "tests/cli/test_convert_meta.py writes such folders",
 }

@@ -20,6 +20,7 @@ from tune.distributed import DTYPES, World
 from tune.errors import TuneError
 from tune.models.build import as_reward_model
 from tune.models.names import Names
+from tune.quantization import Compressor
 from tune.secrets import without_secrets
 
 SHARD_BYTES = 5 * 10**9
@@ -41,6 +42,7 @@ def export(
     dtype: Literal["bf16", "fp32"] | None = None,
     card: str = "",
     base: Pretrained | None = None,
+    compressor: Compressor | None = None,
 ) -> None:
     """Write `model` to `folder` with the names, types and config of the checkpoint `source`.
 
@@ -48,7 +50,7 @@ def export(
     copied, and without a `tokenizer` its files. Each tensor has the type that it has in the source (without weights
     there, the type in its config), or `dtype`. A model that scores is written as transformers'
     `...ForSequenceClassification`. All processes take part: tensors are gathered one by one, and rank 0 holds at most
-    one file of 5 GB and one tensor. The folder appears when it is complete.
+    one file of 5 GB and one tensor. A `compressor` quantises weights. The folder appears when it is complete.
     """
     origin, folder = Path(source), Path(folder)
     scores = getattr(getattr(model, "config", None), "scores", False)
@@ -63,7 +65,7 @@ def export(
             found = others.pop(name, None)
             if tensor.is_floating_point():
                 tensor = tensor.to(DTYPES[dtype] if dtype else found.dtype if found else declared)
-            yield name, tensor.to("cpu")
+            yield from compressor.tensors(name, tensor.to("cpu")) if compressor else [(name, tensor.to("cpu"))]
         yield from ((name, others[name].read()) for name in sorted(others))
 
     if world.is_main:
@@ -74,7 +76,9 @@ def export(
                 fields[key] = str(DTYPES[dtype]).removeprefix("torch.")
             if scores:
                 fields = as_reward_model(fields, model.config.pad_id)
-            if fields and (dtype or scores):
+            if compressor:
+                fields["quantization_config"] = compressor.config()
+            if fields and (dtype or scores or compressor):
                 (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
             for file in [*map(origin.joinpath, CONFIGS), *origin.glob("*.py")]:
                 if file.exists() and not (unfinished / file.name).exists():

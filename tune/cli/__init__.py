@@ -24,8 +24,9 @@ VERBS = {
     "prepare": "tokenise the data of a run ahead of time",
     "download": "get a model from the Hugging Face hub",
     "eval": "evaluate a model on benchmarks, or on data of your own",
-    "merge": "merge an adapter into its base",
+    "merge": "merge adapters into their base",
     "export": "write the model of a run as GGUF, for llama.cpp and Ollama, or in Hugging Face layout",
+    "quantize": "write a model in int8, int4 or FP8, for vLLM and transformers",
     "add-tokens": "a model with a larger vocabulary",
     "convert": "turn a GGUF file or a Llama in Meta's format into a folder in Hugging Face layout",
 }

@@ -1,5 +1,6 @@
 """Merging an adapter into its base, on disk."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,46 +12,54 @@ from tune import distributed
 from tune.checkpointers import Pretrained, export
 from tune.errors import TuneError
 from tune.peft.adapters import add_adapters
+from tune.peft.combining import load_combined
 from tune.peft.files import load_adapter, read_adapter
 from tune.peft.opening import without_memory
 from tune.tokenizers import Tokenizer
 
 
-def merge(base: str | Path, adapter: str | Path, out: str | Path, card: str = "") -> None:
+def merge(
+    base: str | Path, adapter: str | Path | Sequence[str | Path], out: str | Path, card: str = "", **combination: Any
+) -> None:
     """Write to `out` the model `base` with `adapter` merged in, with the names and types of the base.
 
     The tokenizer is that of the adapter's folder, if it has one; `card` becomes README.md. The adapter and at most one
-    file of 5 GB are in memory. Adapters are merged in fp32. `out` appears, or is replaced, when it is complete.
+    file of 5 GB are in memory. Adapters are merged in fp32. Several become one first, see `load_combined` for the
+    `combination`. `out` appears, or is replaced, when it is complete.
 
     Raises:
         TuneError: layers or shapes of the adapter do not fit the base; the base is quantised.
     """
-    source, adapter = Path(base), Path(adapter)
-    model, weights, tokenizer = open_on_disk(source, adapter)
-    card = card or (
-        f"---\nbase_model: {source.name}\ntags: [tune]\n---\n\n"
-        f"`{source.name}` with the adapter `{'/'.join(adapter.parts[-2:])}` merged in by tune.\n"
-    )
+    source, adapters = Path(base), [Path(each) for each in ([adapter] if isinstance(adapter, str | Path) else adapter)]
+    model, weights, tokenizer = open_on_disk(source, *adapters, **combination)
+    names = ", ".join(f"`{'/'.join(each.parts[-2:])}`" for each in adapters)
+    what = f"adapter {names} merged" if len(adapters) == 1 else f"adapters {names} merged ({combination['method']})"
+    card = card or f"---\nbase_model: {source.name}\ntags: [tune]\n---\n\n`{source.name}` with the {what} in by tune.\n"
     export(model, tokenizer, out, distributed.init("cpu"), source=str(source), card=card, base=weights)
 
 
-def open_on_disk(source: Path, adapter: Path | None) -> tuple[Any, Pretrained, Tokenizer | None]:
+def open_on_disk(
+    source: Path, adapter: Path | None = None, *more: Path, **combination: Any
+) -> tuple[Any, Pretrained, Tokenizer | None]:
     """The model `source` without memory but for the adapter, its weights, and the adapter's tokenizer, if it has one.
     Raises TuneError as `merge` does."""
     lora = read_adapter(str(adapter)) if adapter else None
     head: Literal["tokens", "score"] = "score" if lora and "score" in lora.modules_to_save else "tokens"
     model = without_memory(source, head)
     weights = Pretrained(str(source), model)
-    if lora is None:
+    if adapter is None or lora is None:
         return model.requires_grad_(False), weights, None
     add_adapters(model, lora)
     give_memory(model)
-    load_adapter(model, str(adapter))
+    if more:
+        load_combined(model, [adapter, *more], **combination)
+    else:
+        load_adapter(model, str(adapter))
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and not parameter.isfinite().all():
             raise TuneError(f"{adapter} has values that are not finite in {name}: its training failed")
     tokenizer = None
-    if adapter and (adapter / "tokenizer.json").exists():  # tune and TRL save it
+    if (adapter / "tokenizer.json").exists():  # tune and TRL save it
         tokenizer = Tokenizer(str(adapter))
         if (source / "tokenizer.json").exists():
             _require_same_vocabulary(source, tokenizer)

@@ -1,0 +1,136 @@
+"""Quantised folders are what compressed-tensors makes of the same weights, and transformers computes what they say."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import save_checkpoint
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from tune.checkpointers import load_model
+from tune.cli import main
+from tune.quantization.compressed import dequantize, quantize
+from tune.tokenizers import Tokenizer
+
+pytest.importorskip("compressed_tensors")
+transformers = pytest.importorskip("transformers")
+
+from compressed_tensors.compressors import BaseCompressor  # noqa: E402
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme  # noqa: E402
+from compressed_tensors.quantization.utils import calculate_qparams  # noqa: E402
+
+KINDS = ("int8", "int4", "fp8")
+REAL = Path(__file__).parents[2] / ".demo" / "smollm2-135m"
+
+
+def rounded(model: nn.Module, kind: str, group: int | None) -> nn.Module:
+    """`model` with the weights of its blocks quantised and dequantised."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and "." in name:
+            pair = quantize(layer.weight.data, kind, group or layer.in_features)
+            layer.weight.data = dequantize(*pair)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["LlamaConfig", "Phi3Config", "Qwen2Config"])
+def test_transformers_loads_them(kind: str, family: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "model", family, pad_token_id=None, tie_word_embeddings=family == "Qwen2Config")
+    main(["quantize", str(folder), "--to", kind, "--out", str(tmp_path / "out")])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    tokens, plain = torch.arange(80).view(2, 40), load_model(str(folder))
+    with torch.no_grad():
+        before = plain(tokens)
+        expected, found = rounded(plain, kind, 64 if kind == "int4" else None)(tokens), theirs(tokens).logits
+    assert (expected - before).abs().max() > 1e-3
+    assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert Tokenizer(str(tmp_path / "out")).vocabulary == Tokenizer(str(folder)).vocabulary
+
+
+@pytest.mark.parametrize(("kind", "columns"), [("int8", 96), ("int8", 90), ("int4", 128), ("fp8", 96)])
+def test_the_library_makes_the_same(kind: str, columns: int) -> None:
+    from tune.quantization import Compressor
+
+    torch.manual_seed(0)
+    weight = torch.randn(48, columns)
+    weight[3] = 0
+    compressor = Compressor(kind, {"layer.weight": columns})
+    config = compressor.config()
+    weights = QuantizationArgs(**config["config_groups"]["group_0"]["weights"])
+    blocks = weight.unflatten(1, (-1, compressor.group or columns))
+    scale, _ = calculate_qparams(blocks.amin(2), blocks.amax(2), weights)
+    library: type[BaseCompressor] = BaseCompressor.get_value_from_registry(config["format"])
+    made: dict[str, Tensor] = library.compress(
+        {"weight": weight, "weight_scale": scale}, QuantizationScheme(targets=["Linear"], weights=weights)
+    )
+    ours = {name.removeprefix("layer."): each for name, each in compressor.tensors("layer.weight", weight)}
+    assert ours.keys() == made.keys()
+    rows = torch.arange(48) != 3  # a row of zeros has another scale, and codes of zero
+    for name in ours.keys() - {"weight_shape"}:
+        exact = ours[name].dtype == torch.int32
+        one, other = (each[rows] if exact else each[rows].float() for each in (ours[name], made[name]))
+        assert_close(one, other, rtol=0 if exact else 1e-6, atol=0)
+    assert ours["weight_scale"].isfinite().all() and (ours["weight_scale"] > 0).all()
+
+
+WRONG = {
+    "no kind": (["MODEL"], "--to"),
+    "unknown kind": (["MODEL", "--to", "int3"], "invalid choice: 'int3'"),
+    "nf4": (["MODEL", "--to", "nf4"], "while loading (load_in_4bit)"),
+    "mxfp4": (["MODEL", "--to", "mxfp4"], "llama-quantize"),
+    "nothing there": (["absent", "--to", "int8"], "absent"),
+    "there already": (["MODEL", "--to", "int8", "--out", "MODEL"], "exists already"),
+    "odd rows": (["ODD", "--to", "int4"], "are no groups of (128, 64, 32): take int8"),
+    "experts": (["EXPERTS", "--to", "fp8"], "only dense models are quantised"),
+    "quantised already": (["AGAIN", "--to", "int8"], "the weights are quantised (compressed-tensors)"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_inputs(wrong: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, message = WRONG[wrong]
+    places = {"MODEL": checkpoint, "NEW": tmp_path / "new"}
+    if "ODD" in arguments:
+        places["ODD"] = save_checkpoint(tmp_path / "odd", intermediate_size=100)
+    if "EXPERTS" in arguments:
+        places["EXPERTS"] = save_checkpoint(tmp_path / "experts", "MixtralConfig", num_local_experts=4)
+    if "AGAIN" in arguments:
+        places["AGAIN"] = tmp_path / "again"
+        main(["quantize", str(checkpoint), "--to", "int8", "--out", str(tmp_path / "again")])
+    if "--out" not in arguments:
+        arguments = [*arguments, "--out", "NEW"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["quantize", *(str(places.get(each, each)) for each in arguments)])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL.exists(), reason="needs the real model: make model")
+def test_sizes_and_perplexities_of_a_real_model(tmp_path: Path) -> None:
+    """The table of docs/cli.md."""
+    text = " ".join((Path(__file__).parents[2] / "LICENSE").read_text().split())
+    tokens = torch.tensor([Tokenizer(str(REAL)).encode(text)[at : at + 256] for at in (0, 512, 1024, 1536)])
+
+    def perplexity(model: nn.Module) -> float:
+        with torch.no_grad():
+            log_probs = model(tokens)[:, :-1].log_softmax(-1)
+        return math.exp(-log_probs.gather(2, tokens[:, 1:, None]).mean().item())
+
+    found = {"fp32": ((REAL / "model.safetensors").stat().st_size / 1e6, perplexity(load_model(str(REAL))))}
+    for kind in KINDS:
+        main(["quantize", str(REAL), "--to", kind, "--out", str(tmp_path / kind)])
+        config = json.loads((tmp_path / kind / "config.json").read_text())["quantization_config"]
+        group = config["config_groups"]["group_0"]["weights"]["group_size"]
+        size = (tmp_path / kind / "model.safetensors").stat().st_size / 1e6
+        found[kind] = size, perplexity(rounded(load_model(str(REAL)), kind, group))
+    assert sum(tensor.nbytes for tensor in load_file(tmp_path / "int4" / "model.safetensors").values()) < 1.8e8
+    print(found)
+    assert found["int8"][1] / found["fp32"][1] == pytest.approx(1, abs=0.02)
+    assert found["fp8"][1] / found["fp32"][1] == pytest.approx(1, abs=0.05)
+    assert found["int4"][1] / found["fp32"][1] < 1.6

@@ -1,0 +1,38 @@
+"""Write MODEL (a model folder, an adapter merged into its base, a run) with the linear layers of its blocks quantised,
+for vLLM and transformers: int8 or fp8 with a scale for each row, int4 with one for each group of weights."""
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+from tune.cli.convert import new_folder
+from tune.errors import TuneError
+
+
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.add_argument("model", metavar="MODEL", type=Path, help="a model folder, an adapter or a run")
+    parser.add_argument("--to", required=True, choices=("int8", "int4", "fp8", "nf4", "mxfp4"))
+    parser.add_argument("--out", required=True, metavar="FOLDER", type=Path, help="to write: absent or empty")
+    options = parser.parse_args(arguments)
+    with new_folder(options.out):
+        from torch import nn
+
+        from tune import checkpointers, distributed, peft
+        from tune.quantization import Compressor
+
+        found = peft.resolve_model(options.model)
+        model, base, tokenizer = peft.open_on_disk(found.base, *found.adapters)
+        linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) and "." in name}
+        if getattr(model, "routing", None) or not linears:
+            raise TuneError(
+                f"{found.base} has experts, which each reader stores otherwise; only dense models are quantised"
+            )
+        columns = {str(base.names[f"{name}.weight"]): each.in_features for name, each in linears.items()}
+        card = (
+            f"---\nbase_model: {found.base.name}\ntags: [tune]\n---\n\n`{found.base.name}` in {options.to}, by tune.\n"
+        )
+        checkpointers.export(
+            model, tokenizer, options.out, distributed.init("cpu"), source=str(found.base), card=card, base=base,
+            compressor=Compressor(options.to, columns),
+        )  # fmt: skip
+    print(f"to use it:\n  vllm serve {options.out}")
