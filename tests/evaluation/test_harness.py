@@ -199,6 +199,25 @@ def test_whole_tasks(name, chat, models, folder, world):
     assert found["chat_template"] == (ours.tokenizer.chat_template if chat else None)
 
 
+def test_names_of_tasks(models, folder, world, tmp_path):
+    """Of one, of several, of a group, and of a file."""
+    ours, _ = both(models["llama"], world)
+    (tmp_path / "pair.yaml").write_text(
+        "group: pair\ntask: [choice, letters]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    )
+    for name in ("choice", "letters"):
+        (tmp_path / f"{name}.yaml").write_text((folder / f"{name}.yaml").read_text())
+
+    def named(*names):
+        return Tasks(names, ours.tokenizer, str(tmp_path))
+
+    assert [task.task_name for task in named("choic*").tasks] == ["choice"]
+    assert [task.task_name for task in named(str(folder / "rolling.yaml")).tasks] == ["rolling"]
+    found = metrics(named("pair")(ours.model, world), world)
+    weighted = (13 * found["choice/acc"] + 5 * found["letters/acc"]) / 18
+    assert found["pair/acc"] == pytest.approx(weighted) and "pair" not in found
+
+
 def test_an_answer_that_has_begun(models, world):
     ours, theirs = both(models["llama"], world)
     for begun in ("The answer is", "The answer is "):

@@ -156,6 +156,18 @@ def test_an_adapter_and_a_run(checkpoint, chats, folder, tmp_path, run_recipe):
     assert of(evaluated(tmp_path / "out.json"), "rolling")["bits_per_byte,none"] != pytest.approx(found, rel=1e-3)
 
 
+def test_a_quantised_base(checkpoint, folder, tmp_path):
+    out = tmp_path / "out.json"
+    common = ["--tasks", "rolling", "--include-path", str(folder), "--out", str(out)]
+    main(["eval", str(checkpoint), *common, "--quantization", "nf4"])
+    model, tokenizer = open_model(checkpoint, quantization="nf4")
+    expected = Tasks(["rolling"], tokenizer, str(folder))(model, distributed.init("cpu"))
+    found = of(evaluated(out), "rolling")
+    assert found == pytest.approx(of(expected["results"], "rolling"))
+    main(["eval", str(checkpoint), *common])
+    assert found["bits_per_byte,none"] != pytest.approx(of(evaluated(out), "rolling")["bits_per_byte,none"], rel=1e-4)
+
+
 def test_two_processes(checkpoint, chats, folder, prompts, tmp_path):
     def same(*settings):
         out = tmp_path / "one.json", tmp_path / "two.json"

@@ -53,7 +53,8 @@ class Tasks:
         if include_path is not None and not Path(include_path).is_dir():
             raise TuneError(f"include_path: {include_path} is no folder; name the one with your task files")
         self.manager = TaskManager(include_path=include_path, include_defaults=False)
-        if not {*names} <= {*self.manager.all_tasks}:  # its own are thousands of files, which takes seconds
+        named = {name for name in names if not Path(name).is_file()}
+        if not named <= {*self.manager.all_tasks}:  # its own are thousands of files, which takes seconds
             self.manager = TaskManager(include_path=include_path)
         for name in names:
             if not (found := self.manager.match_tasks([name])) and not Path(name).is_file():
