@@ -48,9 +48,10 @@ def test_checkpoints(make_run, capsys):
     folder = make_run()
     for name in ("step-00000004", "step-00000012", ".step-00000008.abc", "notes"):
         (folder / "checkpoints" / name).mkdir(parents=True)
+    (folder / "checkpoints/step-00000012/state.json").write_text('{"step": 12, "best": {"step": 4}}')
     assert shown(capsys, "checkpoints", str(folder)) == [
         ["checkpoint", "GiB", "loss", "validation_loss"],
-        ["step-00000004", "0.00", "complete", "0.5", "0.525"],
+        ["step-00000004", "0.00", "best", "0.5", "0.525"],
         [".step-00000008.abc", "0.00", "unfinished", "0.25", "0.2625"],
         ["step-00000012", "0.00", "complete", "0.1667", "0.175"],
     ]

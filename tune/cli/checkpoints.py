@@ -1,5 +1,6 @@
-"""List the checkpoints of RUN: size, whether they are complete, and the metrics of their steps."""
+"""List the checkpoints of RUN: size, whether they are complete, which is the best, and the metrics of their steps."""
 
+import json
 import re
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -16,10 +17,13 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     run = read(path)
     metrics = [name for name in run.columns if name in ("loss", "reward") or name.startswith("validation_")]
     rows = [["checkpoint", "GiB", "", *metrics]]
+    newest = max(path.glob("checkpoints/step-*/state.json"), default=None, key=lambda file: file.parent.name)
+    best = json.loads(newest.read_text()).get("best", {}).get("step") if newest else None  # with checkpointer.keep_best
     for folder in sorted(path.glob("checkpoints/*"), key=lambda folder: folder.name.lstrip(".")):
         if name := re.match(r"(\.?)step-(\d+)", folder.name):
             values = ("".join(map(number, known[steps == int(name[2])])) for steps, known in map(run.known, metrics))
-            rows.append([folder.name, gib(folder), "unfinished" if name[1] else "complete", *values])
+            state = "unfinished" if name[1] else "best" if int(name[2]) == best else "complete"
+            rows.append([folder.name, gib(folder), state, *values])
     if len(rows) == 1:
         raise TuneError(f"{path} has no checkpoints yet: checkpointer.every says how often one is written")
     print_table(rows)
