@@ -14,11 +14,11 @@ from torch.testing import assert_close
 
 from tune import distributed
 from tune.checkpointers import export, load_model, model_card
-from tune.checkpointers.export import write_tensors
+from tune.checkpointers.writing import write_tensors
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
-export_module = import_module("tune.checkpointers.export")
+export_module = import_module("tune.checkpointers.writing")
 transformers = pytest.importorskip("transformers")
 
 

@@ -1,12 +1,12 @@
 """Weights in and out, and training states to continue from."""
 
 from tune.checkpointers.checkpointer import Checkpointer
-from tune.checkpointers.export import export, model_card
 from tune.checkpointers.hf_tensors import hf_tensors
 from tune.checkpointers.reading import read_trained
 from tune.checkpointers.to_gguf import export_gguf
 from tune.checkpointers.vocabulary import add_tokens
 from tune.checkpointers.weights import Pretrained, Random, check, load_frozen, load_model
+from tune.checkpointers.writing import export, model_card
 
 __all__ = [
     "Checkpointer",

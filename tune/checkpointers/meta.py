@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tune.atomic import written_aside
 from tune.checkpointers.disk import load_torch_file
-from tune.checkpointers.export import write_tensors
+from tune.checkpointers.writing import write_tensors
 from tune.errors import TuneError
 from tune.models.config_file import read_json
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tune.atomic import written_aside
 from tune.checkpointers.disk import disk_tensors
-from tune.checkpointers.export import copy_without_weights, write_tensors
+from tune.checkpointers.writing import copy_without_weights, write_tensors
 from tune.errors import TuneError
 from tune.models import build
 from tune.tokenizers import Tokenizer

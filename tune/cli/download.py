@@ -28,7 +28,7 @@ def download(hub_id: str, revision: str | None, out: Path) -> None:
         from huggingface_hub import errors
     except ImportError as error:
         raise TuneError("`tune download` needs the hf extra: pip install 'tune-recipes[hf]'") from error
-    from tune.checkpointers.export import HUB_ID
+    from tune.checkpointers.writing import HUB_ID
 
     login = "log in with `hf auth login` or set HF_TOKEN"
     explanations = {

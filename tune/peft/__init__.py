@@ -7,10 +7,10 @@ A new kind of adapter is a class beside `LoRALinear`; `adapters.py` chooses the 
 from tune.peft.adapters import Adapted, adapted_modules, add_adapters, initialize, switched_off
 from tune.peft.dropout import set_dropout_keys
 from tune.peft.files import adapter, digest, export_adapter, export_trained, load_adapter, read_adapter, start
+from tune.peft.gguf_lora import export_gguf_lora
 from tune.peft.lora import LoRA, LoRALinear
 from tune.peft.merging import give_memory, merge, open_on_disk
 from tune.peft.opening import Resolved, open_model, resolve_model
-from tune.peft.to_gguf import export_gguf_lora
 from tune.peft.tokens import untrained_tokens
 
 __all__ = [

@@ -16,8 +16,8 @@ from torch import nn
 from tune.atomic import written_aside
 from tune.checkpointers import Pretrained, export
 from tune.checkpointers.disk import DiskTensor, headers, sampled_digest, shape_differences
-from tune.checkpointers.export import SavesItself
 from tune.checkpointers.weights import load_shard
+from tune.checkpointers.writing import SavesItself
 from tune.distributed import World, full_tensor, local_shard
 from tune.errors import TuneError
 from tune.models.config_file import read_json
