@@ -14,7 +14,7 @@ from tune.errors import TuneError
 from tune.peft.adapters import add_adapters
 from tune.peft.combining import load_combined
 from tune.peft.files import load_adapter, read_adapter
-from tune.peft.opening import without_memory
+from tune.peft.named import without_memory
 from tune.tokenizers import Tokenizer
 
 
