@@ -1,0 +1,118 @@
+"""One curve for every method: 1, 2 and 4 processes, FSDP and HSDP, micro-batches, packed or not; GRPO has equal ids."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers import run_processes
+from recipes.test_grpo import requests, rows  # noqa: F401
+
+pytestmark = pytest.mark.slow
+
+RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
+ADAPTER, OFF = "adapter.rank=4", "reference=adapter_off"
+
+
+def loss(name, *overrides):
+    return [f"loss._component_=tune.losses.{name}", *overrides]
+
+
+SAMPLED = ["dataset.path={requests}", "max_prompt_len=64", "reward=recipes.test_grpo.share_of_a", "epochs=20"]
+# Of each recipe: its settings, by which a step has all rows, and its methods.
+RECIPES = {
+    "preference_finetune": (
+        ["dataset.path={pairs}", "max_seq_len=256", "global_batch_size=40"],
+        {
+            "DPO": [],
+            "DPO of means": loss("DPO", "loss.length_normalized=true", "loss.beta=5"),
+            **{name: loss(name) for name in ("IPO", "SimPO", "CPO", "ORPO", "KTO")},
+            "DPO, the adapter off": [ADAPTER, OFF],
+            "DPO, another reference": ["reference={tied}"],
+        },
+    ),
+    "reward_finetune": (
+        ["dataset.path={pairs}", "max_seq_len=256", "global_batch_size=40"],
+        {"reward": ["loss.center=0.01"], "reward, adapter": [ADAPTER]},
+    ),
+    "distill": (
+        ["dataset.path={chats}", "max_seq_len=128", "global_batch_size=48", "teacher.path={tied}"],
+        {
+            "forward": [],
+            "reverse": loss("ReverseKL"),
+            "Jensen-Shannon": loss("JensenShannon"),
+            "mixed": ["loss.cross_entropy=0.5", "loss.temperature=3"],
+            "top 20": ["teacher.top_k=20"],
+            "on policy": loss("ReverseKL", "on_policy.share=0.6", "on_policy.max_new_tokens=12"),
+        },
+    ),
+    "grpo": (
+        [*SAMPLED, "prompts_per_step=4", "group_size=4", "sampling.max_new_tokens=8"],
+        {
+            "GRPO": [],
+            "clipped": loss("ClippedPolicy", "updates=2", "mask_truncated=true", "sampling.stop_strings=[a]"),
+            "GSPO": loss("GSPO", "updates=2"),
+            "kl": [ADAPTER, OFF, "kl=0.1", "sampling.temperature=0.8"],
+            "kl to another model": ["kl=0.1", "reference={tied}"],
+            "dynamic": ["dynamic_sampling=2", "baseline=leave_one_out", "reward=recipes.test_grpo.odd_ones"],
+            "one prompt": ["prompts_per_step=1", "group_size=16"],
+            "environment": ["environment=recipes.test_grpo.Guess", "max_turns=3", "sampling.stop_strings=[a,e]"],
+        },
+    ),
+    "ppo_finetune": (
+        [*SAMPLED, "prompts_per_step=8", "sampling.max_new_tokens=8"],
+        {"PPO": [], "PPO, adapter": [ADAPTER, OFF, "samples_per_prompt=2"]},
+    ),
+}
+ALONE = "micro-batches of 1"
+PACKED = ["packed=true"]
+HSDP = ["parallel.dp_replicate=2", "parallel.dp_shard=2", "micro_batch_size=2"]
+WAYS = {  # by the number of processes
+    1: {ALONE: [], "micro-batches of 4": ["micro_batch_size=4"], "packed": PACKED},
+    2: {"FSDP": ["micro_batch_size=2"], "two copies": ["parallel.dp_replicate=2"]},
+    4: {"FSDP": [], "HSDP": HSDP, "packed": [*PACKED, *HSDP]},
+}
+FIGURES = ("loss", "entropy", "rewards/margins", "reward", "kl", "value_loss", "policy_loss", "validation_loss")
+
+
+def logged(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_curve(recipe, checkpoint, tied_checkpoint, pairs, chats, requests, tmp_path):  # noqa: F811
+    settings, methods = RECIPES[recipe]
+    data = {"pairs": pairs, "chats": chats, "requests": requests, "tied": tied_checkpoint}
+    given = [
+        f"model.path={checkpoint}", "device=cpu", "dtype=fp32", "micro_batch_size=1", "optimizer.lr=1e-4", "epochs=3",
+        "max_steps=3", "checkpointer.every=null", *settings,
+    ]  # fmt: skip
+    given += ["teacher.dtype=fp32"] * (recipe == "distill")
+    common = [each.format(**data) if "{" in each else each for each in given]
+    for processes, ways in WAYS.items():
+        variants = {
+            f"{method} - {way}": [each.format(**data) for each in (*overrides, *how)]
+            for method, overrides in methods.items()
+            for way, how in ways.items()
+            if how[:1] != PACKED or "max_seq_len" in "".join(settings)  # samples of prompts are always together
+        }
+        folder = tmp_path / str(processes)
+        run_processes(RUN_VARIANTS, processes, recipe, str(folder), json.dumps(common), json.dumps(variants))
+    apart = dict.fromkeys(methods, 0.0)
+    for folder in tmp_path.glob("*/*"):
+        method = folder.name.partition(" - ")[0]
+        plain = tmp_path / "1" / f"{method} - {ALONE}"
+        curve, expected = logged(folder), logged(plain)
+        assert len(curve) == len(expected) == 3
+        assert len({step["loss"] for step in expected if "loss" in step}) > 1, (
+            method
+        )  # groups of a step may all be dead
+        for one, other in zip(curve, expected, strict=True):
+            assert one.keys() == other.keys(), folder
+            differences = [abs(one[name] - other[name]) / max(1, abs(other[name])) for name in FIGURES if name in other]
+            apart[method] = max(apart[method], *differences)
+        if recipe == "grpo":
+            assert [(each["sample"], each["tokens"]) for each in rows(folder)] == [
+                (each["sample"], each["tokens"]) for each in rows(plain)
+            ], folder
+    print(apart)  # shown by -s, or where one is too large
+    assert max(apart.values()) < 1e-5
