@@ -12,8 +12,8 @@ generalised Jensen-Shannon divergence b KL(q, m) + (1 - b) KL(p, m), where m = b
 2. The teacher sees the student's batches in the same processes: frozen, sharded as the student is, in its own type.
 3. In a share `on_policy.share` of the documents the student samples the last answer anew before each step (GKD, Agarwal
    et al. 2024): the teacher judges what the student would say. The reverse KL suits it.
-4. With `teacher.top_k` the teacher's most probable tokens are computed once, before the first step, and kept in the run
-   folder; all other tokens are one bucket, of student and teacher, as without it the divergence is none.
+4. With `teacher.top_k` the teacher's most probable tokens are computed once, by `tune prepare` or before step 1, and
+   kept with the data. All others are one bucket, of student and teacher: without it the divergence is none.
 5. Both have one tokenizer; heads that are padded to different sizes are cut to its ids.
 
 Every setting is in configs/distill.yaml. Copy this file (`tune cp distill my.py`) and change it.
@@ -26,8 +26,31 @@ import torch
 from tune import checkpointers, config, datasets, distributed, loggers, losses, optimizers, peft, quantization
 from tune.config import instantiate, instantiate_data
 from tune.generation import Sampler, own_answers
-from tune.models import balance_loss, build
+from tune.models import balance_loss
 from tune.tokenizers import Tokenizer
+
+
+def load_teacher(cfg, world, *parts):
+    settings = cfg.teacher.path, world, cfg.teacher.dtype, cfg.teacher.quantization
+    teacher, weights = checkpointers.load_frozen(*settings)
+    for part in filter(None, parts):
+        part.require_vocabulary(teacher.config.vocab_size)
+    return teacher, weights
+
+
+def store_predictions(cfg, world, tokenizer, *parts):
+    """The teacher's most probable tokens, as a column of the data. `tune prepare` calls this too."""
+    teacher, weights = load_teacher(cfg, world, *parts)
+    most_probable = losses.MostProbable(
+        cfg.teacher.top_k, cfg.loss.temperature, cfg.memory.loss_chunk_tokens, tokenizer.vocab_size
+    )
+    for part in filter(None, parts):
+        datasets.add_scores(
+            part, "teacher", lambda batch: teacher(batch, most_probable), world,
+            micro_batch_size=cfg.micro_batch_size, pad_to=None,
+            folder=datasets.cache_folder(cfg.dataset.get("cache_dir")),
+            made_of=[weights.state_dict(), cfg.teacher.dtype, cfg.teacher.top_k, cfg.loss.temperature],
+        )  # fmt: skip
 
 
 @config.entrypoint("distill")
@@ -38,13 +61,9 @@ def main(cfg):
 
     with torch.device("meta"):
         model = instantiate(cfg.model)  # its shape only: no memory yet
-        teacher = build(cfg.teacher.path).requires_grad_(False).eval()
     weights = checkpointers.Pretrained(cfg.model.path, model)
     if cfg.quantization.weights:
         quantization.quantize_linears(model, double=cfg.quantization.double)
-    teacher_weights = checkpointers.Pretrained(cfg.teacher.path, teacher)
-    if cfg.teacher.quantization:
-        quantization.quantize_linears(teacher, double=True)
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None
 
@@ -71,6 +90,10 @@ def main(cfg):
     if adapted:
         run.info(adapted.table())
 
+    if cfg.teacher.top_k:
+        store_predictions(cfg, world, tokenizer, dataset, validation)
+    else:
+        teacher, _ = load_teacher(cfg, world, dataset, validation)
     distributed.parallelize(
         model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
         activation_checkpointing=cfg.memory.activation_checkpointing,
@@ -80,21 +103,6 @@ def main(cfg):
     weights.load(model)
     peft.start(model, lora, cfg.seed)
     checkpointers.check(model)
-
-    distributed.parallelize(teacher, world, dtype=cfg.teacher.dtype, master_dtype=cfg.teacher.dtype)
-    teacher_weights.load(teacher)
-
-    if cfg.teacher.top_k:
-        most_probable = losses.MostProbable(
-            cfg.teacher.top_k, cfg.loss.temperature, cfg.memory.loss_chunk_tokens, tokenizer.vocab_size
-        )
-        for part in filter(None, (dataset, validation)):
-            datasets.add_scores(
-                part, "teacher", lambda batch: teacher(batch, most_probable), world,
-                micro_batch_size=cfg.micro_batch_size, pad_to=pad_to, folder=run.path,
-                made_of=[teacher_weights.state_dict(), dict(cfg.teacher), cfg.loss.temperature],
-            )  # fmt: skip
-        del teacher  # frees it
 
     divergence = instantiate(cfg.loss, vocab_size=tokenizer.vocab_size)
     sampler = Sampler(max_new_tokens=cfg.on_policy.max_new_tokens, stop_ids=tokenizer.stop_ids, seed=cfg.seed)
@@ -136,8 +144,9 @@ def main(cfg):
                     run.record(0, loggers.evaluate(model, batches, loss_fn, world))
             if cfg.on_policy.share:
                 batch = own_answers(
-                    batch, model, sampler, world, step=step, share=cfg.on_policy.share, vocab_size=tokenizer.vocab_size
-                )
+                    batch, model, sampler, world, step=step, share=cfg.on_policy.share,
+                    vocab_size=tokenizer.vocab_size, pad_to=pad_to,
+                )  # fmt: skip
             total_loss = torch.zeros((), device=world.device)
             for index, micro_batch in enumerate(batch.micro_batches, 1):
                 micro_batch = micro_batch.to(world.device)

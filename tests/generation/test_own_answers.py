@@ -43,11 +43,11 @@ def documents(batch):
     return found
 
 
-def answered(model, rows, share=1.0, number=1, vocab_size=300, **options):
+def answered(model, rows, share=1.0, number=1, vocab_size=300, pad_to=None, **options):
     sampler = Sampler(max_new_tokens=5, stop_ids=[STOP], **options)
     batch = step(rows)
     return own_answers(
-        batch, model, sampler, distributed.init("cpu"), step=number, share=share, vocab_size=vocab_size
+        batch, model, sampler, distributed.init("cpu"), step=number, share=share, vocab_size=vocab_size, pad_to=pad_to
     )  # fmt: skip
 
 
@@ -92,3 +92,12 @@ def test_a_process_without_rows(model):
     assert (batch.num_tokens, batch.num_supervised) == (0, 0) and torch.equal(
         batch.micro_batches[0].labels, torch.tensor([[-100]])
     )
+
+
+def test_compiled_blocks_get_few_shapes(model):
+    """Padding, which is a document of number 0, changes no other and is not counted."""
+    rows = [[[conversation(index)] for index in range(start, start + 3)] for start in range(1, 10, 3)]
+    plain, padded = answered(model, rows), answered(model, [*rows, [[]]], pad_to=64)
+    assert [each.tokens.shape for each in padded.micro_batches] == [(1, 64)] * 4
+    assert {index: each for index, each in documents(padded).items() if index} == documents(plain)
+    assert (padded.num_tokens, padded.num_supervised) == (plain.num_tokens, plain.num_supervised)

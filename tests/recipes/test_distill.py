@@ -13,6 +13,7 @@ from helpers import run_processes, save_checkpoint
 
 from tune import config
 from tune.checkpointers import load_model
+from tune.cli import main as tune
 from tune.datasets import DataLoader, load
 from tune.errors import TuneError
 from tune.generation import Sampler
@@ -201,6 +202,17 @@ def test_padded_vocabularies(common, teacher, tmp_path):
     assert second == pytest.approx(first, rel=1e-6)
 
 
+def test_a_teacher_whose_table_is_too_small(common, tmp_path):
+    small = save_checkpoint(tmp_path / "small", vocab_size=260)
+    with pytest.raises(TuneError, match=r"the tokenizer made token .*, but the model's vocab_size is 260"):
+        run(tmp_path / "run", [*common, f"teacher.path={small}"])
+
+
+def test_more_of_the_most_probable_than_there_are_tokens(common, tmp_path):
+    few, all_there_are = (run(tmp_path / str(k), [*common, f"teacher.top_k={k}", "max_steps=1"]) for k in (300, 9999))
+    assert few == all_there_are
+
+
 def test_another_tokenizer(common, teacher, tmp_path):
     other = shutil.copytree(teacher, tmp_path / "other")
     file = other / "tokenizer.json"
@@ -217,6 +229,10 @@ def test_another_tokenizer(common, teacher, tmp_path):
     ("settings", "message"),
     [
         (["teacher.path=nowhere"], "nowhere"),
+        (["loss._component_=tune.losses.DPO"], "tune.losses.DPO is one of preferences, unlike this recipe's"),
+        (["on_policy.share=2"], "on_policy.share: 2 is not a number from 0 to 1"),
+        (["on_policy.share=1", "on_policy.max_new_tokens=999"], "together more than the 512 up to which"),
+        (["teacher.top_k=8", "dataset.streaming=true"], "teacher: the rows of .* are streamed"),
         (["teacher.dtype=fp64"], "teacher.dtype"),
         (["teacher.quantization=int8"], "teacher.quantization"),
         (["teacher.top_k=0"], "teacher.top_k"),
@@ -279,20 +295,34 @@ def test_on_policy_continued_bitwise(common, tmp_path):
 
 
 def test_all_of_the_teacher_stored_is_the_teacher(common, plainly, chats, tmp_path):
-    settings = [*common, "teacher.top_k=300", "max_steps=5", f"validation_dataset.path={chats}"]
+    validated = [f"validation_dataset.path={chats}", f"dataset.cache_dir={tmp_path / 'kept'}"]
+    settings = [*common, *validated, "teacher.top_k=300", "max_steps=5"]
     assert run(tmp_path / "stored", settings) == pytest.approx(plainly["forward"], rel=1e-5)
     last = json.loads((tmp_path / "stored" / "metrics.jsonl").read_text().splitlines()[-1])
     assert 0 < last["validation_loss"] < plainly["forward"][0]
-    assert len(list((tmp_path / "stored").glob("teacher-*.npy"))) == 1  # of the same rows twice
+    assert len(list((tmp_path / "kept").glob("teacher-*.npy"))) == 1  # of the same rows twice
 
 
 def test_stored_predictions_are_read_again(common, plainly, tmp_path):
     """Of the same teacher, rows and temperature only."""
-    settings = [*common, *METHODS["top 20"], "max_steps=5", "checkpointer.every=1"]
+    kept_in = f"dataset.cache_dir={tmp_path / 'kept'}"
+    settings = [*common, *METHODS["top 20"], kept_in, "max_steps=5", "checkpointer.every=1"]
     continued_bitwise(settings, "model/model.safetensors", tmp_path)
     assert curve(tmp_path / "whole") == plainly["top 20"]
-    (file,) = (tmp_path / "stopped").glob("teacher-*.npy")
+    (file,) = (tmp_path / "kept").glob("teacher-*.npy")
     kept = np.load(file)
     assert kept.shape[1] == 41 and kept[:, 20:].max() <= 1e-6
     run(tmp_path / "stopped", [*settings, "loss.temperature=3", "max_steps=6"])
-    assert len(list((tmp_path / "stopped").glob("teacher-*.npy"))) == 2
+    assert len(list((tmp_path / "kept").glob("teacher-*.npy"))) == 2
+
+
+def test_predictions_are_stored_ahead_of_the_run(common, plainly, chats, tmp_path, capsys):
+    """By `tune prepare`; the run does not compute them again."""
+    more = [f"validation_dataset.path={chats}", "dataset.take=20", f"dataset.cache_dir={tmp_path / 'kept'}"]
+    settings = [*common, *METHODS["top 20"], *more, "max_steps=1"]
+    tune(["prepare", "distill", *settings])
+    assert "the teacher's 20 most probable tokens are stored" in capsys.readouterr().out
+    stored = {file: file.stat().st_mtime_ns for file in (tmp_path / "kept").glob("teacher-*.npy")}
+    run(tmp_path / "run", settings)
+    assert len(stored) == 2
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "kept").glob("teacher-*.npy")} == stored

@@ -14,7 +14,7 @@ from tune.distributed import World, local_shard, parallelize
 from tune.errors import TuneError
 from tune.models import Decoder, HuggingFaceModel, build
 from tune.models.names import Names, OnDisk, disk_parts, stored_tensors
-from tune.quantization import NF4Weight
+from tune.quantization import NF4Weight, quantize_linears
 
 
 class Pretrained:
@@ -154,11 +154,15 @@ def check(model: nn.Module) -> None:
         model.check()
 
 
-def load_frozen(path: str, world: World, dtype: Literal["bf16", "fp32"]) -> tuple[nn.Module, Pretrained]:
+def load_frozen(
+    path: str, world: World, dtype: Literal["bf16", "fp32"], quantization: Literal["nf4"] | None = None
+) -> tuple[nn.Module, Pretrained]:
     """A second model beside the one that is trained, sharded as that is and without dropout: a reference, a teacher."""
     with torch.device("meta"):
         model: nn.Module = build(path)
     weights = Pretrained(path, model)
+    if quantization:
+        quantize_linears(model, double=True)
     parallelize(model.requires_grad_(False).eval(), world, dtype=dtype, master_dtype=dtype)
     weights.load(model)
     check(model)

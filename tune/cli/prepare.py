@@ -1,8 +1,9 @@
 """Tokenise the datasets of a run into the cache (dataset.cache_dir, else $TUNE_CACHE, else ~/.cache/tune) and print
 what becomes of their rows. A run with the same data, tokenizer and settings then starts from there. Needs no weights
-and no GPU. The arguments are those of `tune run`; RECIPE may be a config: then the recipe is the one that has its
-keys."""
+and no GPU, unless `teacher.top_k` is given: then the teacher's predictions are kept there too. The arguments are those
+of `tune run`; RECIPE may be a config: then the recipe is the one that has its keys."""
 
+import runpy
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -39,7 +40,14 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
             print(without_secrets(f"{part.name} is streamed: nothing of it is kept. Its first rows:"))
         print(part.accounting.table(), flush=True)
     found = warnings_about(parts_of(dataset, "training"), parts_of(validation, "validation"), tokenizer)
-    print("\n  ".join(["warnings", *found] if found else ["no warnings"]))
+    print("\n  ".join(["warnings", *found] if found else ["no warnings"]), flush=True)
+    if "teacher" in cfg and cfg.teacher.top_k:
+        from tune import distributed
+
+        tokenizer.require_same_ids(type(tokenizer)(cfg.teacher.path), "teacher.path")
+        recipe = runpy.run_path(str(config.find_recipe("distill")))
+        recipe["store_predictions"](cfg, distributed.init(cfg.device), tokenizer, dataset, validation)
+        print(f"the teacher's {cfg.teacher.top_k} most probable tokens are stored")
 
 
 def prompts_of(cfg: DictConfig, tokenizer: Any) -> dict[str, Any]:

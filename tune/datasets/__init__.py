@@ -20,6 +20,7 @@ Where a new one goes:
 
 from tune.collators import Sample
 from tune.datasets.accounting import Accounting
+from tune.datasets.cache import cache_folder
 from tune.datasets.dataset import Dataset
 from tune.datasets.from_path import load
 from tune.datasets.loader import DataLoader, GlobalBatch, validation_batches
@@ -44,6 +45,7 @@ __all__ = [
     "Sample",
     "Stream",
     "add_scores",
+    "cache_folder",
     "load",
     "load_prompts",
     "mix",

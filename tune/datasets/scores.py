@@ -43,41 +43,33 @@ def add_scores(
             f"{name}: the rows of {dataset.name} are streamed, and not there before the training. Set "
             "dataset.streaming=false"
         )
+
+    def values_of(part: Dataset) -> np.ndarray:
+        values = torch.zeros(())
+        starts = torch.from_numpy(np.cumsum(part.lengths) - part.lengths).to(world.device)
+        last, done = time.monotonic(), 0
+        for _, batch in validation_batches(part, world, micro_batch_size, pad_to):
+            batch = batch.to(world.device)
+            scores, places, count = score(batch).float(), batch.documents.samples, len(starts)
+            if scores.ndim > 1:
+                places = (starts[places][batch.documents.ids] + batch.positions).flatten()[batch.supervised]
+                count = int(part.lengths.sum())
+            if not values.ndim:
+                values = scores.new_zeros(count, *scores.shape[1:])
+            values.index_add_(0, places, scores)  # 0 for padding
+            done += world.data_size * batch.tokens.shape[0]
+            if world.is_main and time.monotonic() - last > TELL:
+                last = time.monotonic()
+                print(f"computing {name}: {min(done, len(part)):,} of {len(part):,} rows", file=sys.stderr, flush=True)
+        return world.sum(values).float().cpu().numpy()
+
     for part in dataset.parts.values() if isinstance(dataset, Mixture) else [dataset]:
         file = folder / f"{name}-{hash_of(part.fingerprint, made_of)}.npy"
         values = world.broadcast(np.load(file) if world.is_main and file.exists() else None)
         if values is None:
-            values = _scores(part, name, score, world, micro_batch_size, pad_to)
+            values = values_of(part)
             if world.is_main:
+                folder.mkdir(parents=True, exist_ok=True)
                 with written_aside(file) as unfinished, unfinished.open("wb") as stream:
                     np.save(stream, values)
         part.add_column(name, values)
-
-
-def _scores(
-    dataset: Dataset,
-    name: str,
-    score: Callable[[Batch], torch.Tensor],
-    world: World,
-    micro_batch_size: int,
-    pad_to: Any,
-) -> np.ndarray:
-    values = torch.zeros(())
-    starts = torch.from_numpy(np.cumsum(dataset.lengths) - dataset.lengths).to(world.device)
-    last, done = time.monotonic(), 0
-    for _, batch in validation_batches(dataset, world, micro_batch_size, pad_to):
-        batch = batch.to(world.device)
-        scores, places, count = score(batch).float(), batch.documents.samples, len(starts)
-        if scores.ndim > 1:
-            places = (starts[places][batch.documents.ids] + batch.positions).flatten()[batch.supervised]
-            count = int(dataset.lengths.sum())
-        if not values.ndim:
-            values = scores.new_zeros(count, *scores.shape[1:])
-        values.index_add_(0, places, scores)  # 0 for padding
-        done += world.data_size * batch.tokens.shape[0]
-        if world.is_main and time.monotonic() - last > TELL:
-            last = time.monotonic()
-            print(
-                f"computing {name}: {min(done, len(dataset)):,} of {len(dataset):,} rows", file=sys.stderr, flush=True
-            )
-    return world.sum(values).float().cpu().numpy()

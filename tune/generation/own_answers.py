@@ -14,14 +14,16 @@ from tune.generation.sampler import Sampler
 
 
 def own_answers(
-    batch: GlobalBatch, model: nn.Module, sampler: Sampler, world: World, *, step: int, share: float, vocab_size: int
-) -> GlobalBatch:
+    batch: GlobalBatch, model: nn.Module, sampler: Sampler, world: World, *,
+    step: int, share: float, vocab_size: int, pad_to: int | None = None,
+) -> GlobalBatch:  # fmt: skip
     """`batch` with the last answers of a `share` of its documents replaced by what `sampler` samples from `model`. In
     these documents only the sampled tokens are supervised.
 
     Which documents, and what is sampled, is a function of the sampler's seed, the step and the documents' numbers in
     the dataset: all layouts and micro-batches have the same. An answer is cut before an id that is not below
-    `vocab_size`, which a padded head may give. Columns are dropped. All processes must call it.
+    `vocab_size`, which a padded head may give. Columns are dropped. With `pad_to` a micro-batch is padded to a multiple
+    of so many tokens: compiled blocks want few shapes. All processes must call it.
     """
     parts = [_documents(micro_batch) for micro_batch in batch.micro_batches]
     chosen = [
@@ -37,7 +39,10 @@ def own_answers(
         id(document): _answered(document.index, prompt, list(takewhile(vocab_size.__gt__, completion.tokens)))
         for document, prompt, (completion,) in zip(chosen, prompts, completions, strict=True)
     }
-    micro_batches = [collate([[answered.get(id(each), each) for each in documents]]) for documents in parts]
+    rows = [[answered.get(id(each), each) for each in documents] for documents in parts]
+    lengths = [max(1, sum(len(each.tokens) for each in row)) for row in rows]
+    padding = [-length % (pad_to or 1) for length in lengths]
+    micro_batches = [collate([row], sum(each)) for row, *each in zip(rows, lengths, padding, strict=True)]
     counts = world.fetch(
         tokens=world.sum(sum(each.num_tokens for each in micro_batches)),
         supervised=world.sum(sum(each.num_supervised for each in micro_batches)),

@@ -60,12 +60,13 @@ class MostProbable:
     @torch.no_grad()
     def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
         weight = weight[: self.vocab_size]
+        k = min(self.k, len(weight))
         chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight)
         hidden = of_supervised(hidden, batch)
-        values = torch.empty(len(hidden), 2 * self.k + 1, device=hidden.device)
+        values = torch.empty(len(hidden), 2 * k + 1, device=hidden.device)
         for chunk, logits, _ in chunks_of_logits(hidden, weight, chunk_tokens, softcap, self.temperature):
             log_p, p = _distribution(logits)
-            most, ids = log_p.topk(self.k)
+            most, ids = log_p.topk(k)
             values[chunk] = torch.cat([ids, most, _log_of_sum(p.scatter_(1, ids, 0))], dim=1)
         return values
 
