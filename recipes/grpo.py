@@ -74,7 +74,7 @@ def main(cfg):
         dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
         activation_checkpointing=cfg.memory.activation_checkpointing,
     )  # fmt: skip
-    run.describe_prompts(data)
+    run.describe_prompts(data, sampler)
     if adapted:
         run.info(adapted.table())
 

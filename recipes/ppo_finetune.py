@@ -58,22 +58,22 @@ def main(cfg):
     log_probs = losses.LogProbs(cfg.memory.loss_chunk_tokens, cfg.sampling.temperature)
 
     tokenizer = instantiate(cfg.tokenizer)
+    tokenizer.require_same_ids(type(tokenizer)(cfg.value.path), "value.path")
     sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)
     dataset = instantiate(cfg.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len)
     validation = []
     if cfg.validation_dataset.path:
         validation = instantiate(cfg.validation_dataset, tokenizer, max_prompt_len=cfg.max_prompt_len).prompts
-    data = datasets.PromptLoader(
-        dataset, cfg.prompts_per_step, epochs=cfg.epochs, max_steps=cfg.max_steps, seed=cfg.seed
-    )
-    pad_to = cfg.max_prompt_len + sampler.max_new_tokens if cfg.compile else None  # batches of one shape
+    order = {"epochs": cfg.epochs, "max_steps": cfg.max_steps, "seed": cfg.seed}
+    data = datasets.PromptLoader(dataset, cfg.prompts_per_step, **order)
     longest = cfg.max_prompt_len + sampler.max_new_tokens
+    pad_to = longest if cfg.compile else None  # batches of one shape
     run.describe_model(
         model, (cfg.micro_batch_size, longest), longest, longest,
         dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
         activation_checkpointing=cfg.memory.activation_checkpointing,
     )  # fmt: skip
-    run.describe_prompts(data)
+    run.describe_prompts(data, sampler)
     if adapted:
         run.info(adapted.table())
 

@@ -54,6 +54,10 @@ TEXT = [("<s>Q: 1+1? 2</s>", " 2</s>"), ("<s>Q: 1+1? 3</s>", " 3</s>")]
         ({"prompt": "Hi?", "chosen": [said("Yes")], "rejected": [said("No")]}, CHAT),
         ({"prompt": [user("Hi?")], "chosen": [said("Yes")], "rejected": [said("No")]}, CHAT),
         ({"instruction": "Hi?", "chosen": "Yes", "rejected": "No"}, CHAT),
+        (
+            {"instruction": "Hi", "input": "?", "chosen": "Yes", "rejected": "No"},
+            [(text.replace("Hi?", "Hi\n\n?"), answer) for text, answer in CHAT],
+        ),
         ({"instruction": "Hi?", "chosen": "Yes", "rejected": ["No", "No"]}, [*CHAT, CHAT[1]]),
         ({"prompt": [user("Hi?")], "chosen": [said("Yes")], "rejected": [[said("No")]]}, CHAT),
     ],

@@ -134,11 +134,11 @@ class NoStart:
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        (Fails, ("Fails.step fails", "KeyError: 'door'")),
+        (Fails, ("step fails on 'dog'", "KeyError: 'door'")),
         (NotANumber, ("reward nan", "finite number")),
         (OnlyANumber, ("gives 1.0", "(reward, messages, done)")),
         (NoAnswer, ("the messages of step", "a list of messages")),
-        (NoStart, ("NoStart.start fails", "AttributeError")),
+        (NoStart, ("start fails", "AttributeError")),
     ],
 )
 def test_environments_that_are_wrong(environment, says, tokenizer, world, prompt):

@@ -52,6 +52,11 @@ def write(tmp_path):
             ["loss._component_=tune.losses.LinearCrossEntropy"],
             "loss._component_: tune.losses.LinearCrossEntropy is none of preferences, unlike this recipe's",
         ),
+        (
+            ["loss._component_=tune.losses.BradleyTerry"],
+            "loss._component_: tune.losses.BradleyTerry compares scores, unlike this recipe's",
+        ),
+        (["loss.beta=-1"], "loss.beta: -1 is not a positive number"),
         (["loss._component_=tune.losses.DPOO"], "tune.losses has no 'DPOO'. Did you mean 'DPO'?"),
         (["loss.beta=0"], "loss.beta: 0 is not a positive number"),
         (["loss.label_smoothing=1"], "loss.label_smoothing: 1 is not a number from 0 to below 1"),

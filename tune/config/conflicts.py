@@ -53,6 +53,8 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
             problem = f"with {others} it is not the model before the first step" if others else "there is none"
             instead = "the folder of a model" if "kl" in cfg else "precomputed"
             yield "reference", f"the adapter cannot be switched off: {problem}. Use reference={instead}."
+    if (path := value("environment")) and (lacking := {"start", "step"} - {*dir(locate(path))}):
+        yield "environment", f"{path} has no {' and no '.join(sorted(lacking))}: it must be a class with both."
     if value("validation_dataset") and value("validation_dataset.path", default=True):
         for key in keys:
             if key.endswith(".validation_fraction") and value(key):

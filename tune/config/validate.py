@@ -147,11 +147,13 @@ class _Combination:
         return mismatch(value, OPTIONS.get(key, Any if says_nothing else type(place)))
 
     def _rows_problem(self, component: str, default: Values) -> str:
-        """A loss of preferences where the recipe has one of tokens, or the reverse."""
+        """A loss of preferences where the recipe has one of tokens, scores where it has log-probs, or the reverse."""
         usual = default[COMPONENT]
         rows, wanted = (getattr(locate(each), "rows", None) is not None for each in (component, usual))
         if rows == wanted:
-            return ""
+            of_scores, scored = (not hasattr(locate(each), "needs_reference") for each in (component, usual))
+            kind = "scores" if of_scores else "log-probs"
+            return f"{component} compares {kind}, unlike this recipe's {usual}." if of_scores != scored else ""
         return f"{component} {'is one' if rows else 'is none'} of preferences, unlike this recipe's, as {usual} is."
 
     def _argument_problem(self, component: str, name: str, value: Any, default: Values, prefix: str) -> str:

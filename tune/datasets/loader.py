@@ -1,6 +1,6 @@
 """The order of the rows in training, and each rank's part of an optimizer step."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -106,18 +106,7 @@ class DataLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue behind a saved step. Raises TuneError if the data, their order or their batches are others, or if
         the run ends before that step."""
-        now = self._identity()
-        changed = [f"{name} was {state[name]} and is now {now[name]}" for name in now if state[name] != now[name]]
-        if changed:
-            raise TuneError(
-                f"the checkpoint was made with other data: {'; '.join(changed)}. Restore these settings (fingerprint: "
-                "the dataset, tokenizer, max_seq_len, packed), or start anew with resume=never and another output_dir"
-            )
-        if state["step"] > self._steps:
-            raise TuneError(
-                f"resume: the checkpoint is that of step {state['step']}, and this run ends with step {self._steps}. "
-                "Raise max_steps or epochs, or start anew with resume=never and another output_dir"
-            )
+        require_continuable(state, self._identity(), self._steps, "max_seq_len, packed")
         self._step, self._position = state["step"], Position(**state["position"])
 
     def _batch(self, data: Dataset | Mixture | DrawnRows, rows: np.ndarray, names: list[int]) -> GlobalBatch:
@@ -129,6 +118,22 @@ class DataLoader:
 
     def _identity(self) -> dict[str, Any]:
         return {"fingerprint": self.dataset.fingerprint, "seed": self.seed, "global_batch_size": self.global_batch_size}
+
+
+def require_continuable(state: Mapping[str, Any], now: Mapping[str, Any], steps: int, length: str) -> None:
+    """Raises TuneError if a saved state is one of other data than those of `now`, or of a step behind the last one.
+    `length` names the settings by which rows are cut."""
+    changed = [f"{name} was {state[name]} and is now {now[name]}" for name in now if state[name] != now[name]]
+    if changed:
+        raise TuneError(
+            f"the checkpoint was made with other data: {'; '.join(changed)}. Restore these settings (fingerprint: "
+            f"the dataset, tokenizer, {length}), or start anew with resume=never and another output_dir"
+        )
+    if state["step"] > steps:
+        raise TuneError(
+            f"resume: the checkpoint is that of step {state['step']}, and this run ends with step {steps}. "
+            "Raise max_steps or epochs, or start anew with resume=never and another output_dir"
+        )
 
 
 def validation_batches(

@@ -9,16 +9,15 @@ import numpy as np
 
 from tune.datasets.cache import hash_of
 from tune.datasets.formats import Chat, Plain, Row, require_meaning, shown
-from tune.datasets.formats.content import require
+from tune.datasets.formats.content import question_of
 from tune.datasets.formats.messages import checked_messages, checked_tools, conversation
+from tune.datasets.loader import require_continuable
 from tune.datasets.rows import LEFT_OUT, TOO_LONG
 from tune.datasets.sources import open_source
-from tune.datasets.user_functions import called
+from tune.datasets.user_functions import applied
 from tune.errors import TuneError
 from tune.tokenizers import Message, Tokenizer
 from tune.types import PositiveInt
-
-FOR_REWARDS = ("chosen", "rejected", "label")  # columns that say nothing else of the prompt
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,11 @@ def load_prompts(
     dropped: Counter[str] = Counter()
     for place, row in open_source(path, split, subset, take):
         try:
-            if filter and not called(filter, "dataset.filter", row):
+            if filter and not applied(filter, "filter", row):
                 dropped[LEFT_OUT + filter] += 1
                 continue
-            prompt = _prompt(tokenizer, row, dict(columns or {}), [*ignore, *FOR_REWARDS], len(prompts))
+            left_out = [*ignore, "chosen", "rejected", "label"]  # the latter are for rewards
+            prompt = _prompt(tokenizer, row, dict(columns or {}), left_out, len(prompts))
         except TuneError as error:
             raise TuneError(f"{place}: {error}") from error
         if len(prompt.tokens) > max_prompt_len:
@@ -101,9 +101,7 @@ def _prompt(tokenizer: Tokenizer, row: Any, columns: Mapping[str, str], ignore: 
         require_meaning(row, ["prompt"], Plain(text, ""), ignore)
         return Prompt(index, [*tokenizer.prefix_ids, *tokenizer.encode(text)], row)
     if isinstance(named.get("instruction"), str):
-        require(isinstance(more := named.get("input"), str | None), "input", more, "a string")
-        question = "\n\n".join(filter(None, (named["instruction"], more)))
-        named["messages"] = [{"role": "user", "content": question}]
+        named["messages"] = [{"role": "user", "content": question_of(named)}]
     column = "prompt" if named.get("prompt") else "messages"
     if not named.get(column):
         raise TuneError(
@@ -168,18 +166,7 @@ class PromptLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue behind a saved step. Raises TuneError if the prompts or their order are others."""
-        now = self._identity()
-        changed = [f"{name} was {state[name]} and is now {now[name]}" for name in now if state[name] != now[name]]
-        if changed:
-            raise TuneError(
-                f"the checkpoint was made with other prompts: {'; '.join(changed)}. Restore these settings, or start "
-                "anew with resume=never and another output_dir"
-            )
-        if state["step"] > self.steps:
-            raise TuneError(
-                f"resume: the checkpoint is that of step {state['step']}, and this run ends with step {self.steps}. "
-                "Raise max_steps or epochs, or start anew with resume=never and another output_dir"
-            )
+        require_continuable(state, self._identity(), self.steps, "max_prompt_len")
         self.step, self.position = state["step"], state["position"]
 
     def _identity(self) -> dict[str, Any]:

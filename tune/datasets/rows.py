@@ -29,7 +29,7 @@ from tune.datasets.formats import (
 from tune.datasets.labels import Draft, labelled, rendered
 from tune.datasets.remarks import columns_left_out, remarks
 from tune.datasets.train_on import TrainOn, flagged
-from tune.datasets.user_functions import called
+from tune.datasets.user_functions import applied
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
@@ -117,10 +117,10 @@ class RowReader:
             raise TuneError(f"the row is {'null' if row is None else shown(row)}; it must be an object with columns")
         if self._is_held_out(row) != self.validation:
             raise Dropped(FOR_TRAINING if self.validation else HELD_OUT)
-        if self.filter and not called(self.filter, "filter", row):
+        if self.filter and not applied(self.filter, "filter", row):
             raise Dropped(LEFT_OUT + self.filter)
         if isinstance(self.format, str):
-            row = called(self.format, "format", row)
+            row = applied(self.format, "format", row)
             if row is None:
                 raise Dropped(LEFT_OUT + self.format)
             if not isinstance(row, dict):

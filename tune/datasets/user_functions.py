@@ -63,10 +63,16 @@ def _imported(source: bytes, package: str) -> Iterator[str]:
             yield from accumulate(name.split("."), "{}.{}".format)
 
 
-def called(path: str, setting: str, row: dict[str, Any]) -> Any:
-    """What the user's function gives for a row. Raises TuneError if it raises."""
-    function = load_function(path, setting)
+def applied(path: str, setting: str, row: dict[str, Any]) -> Any:
+    """What the user's function of this path gives for a row."""
+    return called(f"{path} fails on this row", load_function(path, setting), row)
+
+
+def called(what: str, function: Callable[..., Any], *given: Any) -> Any:
+    """What the user's function gives. Raises TuneError, which says that `what` fails, if it raises."""
     try:
-        return function(row)
-    except Exception as error:  # whatever the user's function does
-        raise TuneError(f"{path} fails on this row: {type(error).__name__}: {error}") from error
+        return function(*given)
+    except TuneError:
+        raise
+    except Exception as error:
+        raise TuneError(f"{what}: {type(error).__name__}: {error}") from error

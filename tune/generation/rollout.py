@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from numbers import Real
+from operator import methodcaller
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,14 +15,13 @@ from torch import nn
 from tune.collators import IGNORE, Batch, Sample, collate
 from tune.datasets import Prompt
 from tune.datasets.formats.messages import checked_messages
+from tune.datasets.user_functions import called
 from tune.distributed import World
 from tune.errors import TuneError
 from tune.generation.sampler import Sampler
 from tune.tokenizers import Message, Tokenizer
 
-EXAMPLES = {  # of the columns
-    "advantage": np.zeros((), np.float32), "reward": np.zeros((), np.float32), "sampled": np.zeros(1, np.float32)
-}  # fmt: skip
+EXAMPLES = {"sampled": np.zeros(1, np.float32), **dict.fromkeys(("advantage", "reward"), np.zeros((), np.float32))}
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class Reward:
     def of(self, episodes: Sequence["Episode"], tokenizer: Tokenizer, device: torch.device) -> list[float]:
         """One number for each of the episodes. A function with the method `scores` gets all of them together."""
         if hasattr(self.function, "scores"):
-            scores = self.function.scores(episodes, tokenizer, device)
+            scores = called(f"reward: {self.name} fails", self.function.scores, episodes, tokenizer, device)
+            if not isinstance(scores, Sequence) or len(scores) != len(episodes):
+                found = f"reward: {self.name} gives {scores!r:.80} for {len(episodes)} completions"
+                raise TuneError(f"{found}; it must give a list of as many numbers")
             return [_finite(score, f"reward: {self.name} gives {score!r}") for score in scores]
         return [self(episode.prompt.row, episode.text) for episode in episodes]
 
     def __call__(self, row: dict[str, Any], completion: str) -> float:
         """Raises TuneError if the function raises, or gives something else than a finite number."""
         shown = repr(completion if len(completion) <= 80 else completion[:77] + "...")
-        try:
-            value = self.function(row, completion)
-        except Exception as error:  # whatever the user's function does
-            raise TuneError(f"reward: {self.name} fails on {shown}: {type(error).__name__}: {error}") from error
+        value = called(f"reward: {self.name} fails on {shown}", self.function, row, completion)
         return _finite(value, f"reward: {self.name} gives {value!r} for {shown}")
 
 
@@ -169,12 +169,12 @@ def _converse(
 ) -> None:
     """Completions and an environment's answers in turn. Sampled ids are never tokenised again: what the template writes
     behind an answer is appended."""
-    running = [(episode, environment()) for episode in chain(*groups)]
+    running = [(episode, called("environment: it cannot be made", environment)) for episode in chain(*groups)]
     conversations = {episode.index: list(episode.prompt.messages or []) for episode, _ in running}
     for episode, its_environment in running:
         if episode.prompt.messages is None:
             raise TuneError("environment: its prompts must be conversations: messages, or instruction")
-        _call(its_environment, "start", episode.prompt.row)
+        called("environment: start fails", methodcaller("start", episode.prompt.row), its_environment)
         episode.rewards["environment"] = 0.0
     for turn in range(max_turns):
         if not world.fetch(any=world.any(bool(running)))["any"]:
@@ -193,7 +193,7 @@ def _converse(
             text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
             episode.text += text
             message = {"role": "assistant", "content": text}
-            answer = _call(its_environment, "step", message)
+            answer = called(f"environment: step fails on {text!r}", its_environment.step, message)
             if not isinstance(answer, tuple) or len(answer) != 3:
                 raise TuneError(f"environment: step gives {answer!r}; it must give (reward, messages, done)")
             reward, messages, done = answer
@@ -214,14 +214,6 @@ def _converse(
             episode.log_probs += [None] * len(suffix)
             still.append((episode, its_environment))
         running = still
-
-
-def _call(environment: Environment, method: str, given: Any) -> Any:
-    try:
-        return getattr(environment, method)(given)
-    except Exception as error:  # whatever the user's class does
-        name = f"{type(environment).__name__}.{method}"
-        raise TuneError(f"environment: {name} fails on {given!r}: {type(error).__name__}: {error}") from error
 
 
 def micro_batches(

@@ -20,6 +20,7 @@ from tune.datasets.display import MARKS, first_row, marked, parts_of
 from tune.datasets.warnings import warnings_about
 from tune.distributed import World
 from tune.errors import TuneError
+from tune.generation import Sampler
 from tune.loggers import run_folder
 from tune.loggers.flops import flops_per_token, peak_flops
 from tune.loggers.hardware import hardware_notes, peak_memory_gib, planned_memory
@@ -186,9 +187,11 @@ class Run:
                 self.info(f"warning: {warning}")
         self.stream = data.dataset if isinstance(data.dataset, Stream) else None
 
-    def describe_prompts(self, data: PromptLoader) -> None:
-        """Report the prompts and how often they are drawn."""
+    def describe_prompts(self, data: PromptLoader, sampler: Sampler) -> None:
+        """Report the prompts, how often they are drawn, and if nothing ends what is sampled."""
         self.info(data.dataset.table())
+        if not (sampler.stop_ids or sampler.stop_strings):
+            self.info("warning: the tokenizer has no eos_token: nothing ends a completion. Set sampling.stop_strings")
         self._describe_steps(data, "steps")
 
     def _describe_steps(self, data: DataLoader | PromptLoader, what: str) -> None:

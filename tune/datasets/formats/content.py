@@ -54,6 +54,13 @@ def require(is_right: bool, place: str, value: Any, kind: str) -> None:
         raise TuneError(f"{place} is {shown(value)}; it must be {kind}")
 
 
+def question_of(row: Row) -> str:
+    """A row's `instruction`, with its `input` behind, if it has one."""
+    for name in ("instruction", "input"):
+        require(isinstance(row.get(name), str | None), name, row.get(name), "a string")
+    return "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+
+
 def shown(value: Any) -> str:
     """A value for a message."""
     if value is None:

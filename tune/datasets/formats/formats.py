@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tune.collators import IGNORE
-from tune.datasets.formats.content import Answers, Chat, Content, Plain, Row, Tokens, require, shown
+from tune.datasets.formats.content import Answers, Chat, Content, Plain, Row, Tokens, question_of, require, shown
 from tune.datasets.formats.messages import checked_messages, checked_tools, conversation, is_empty_answer
 from tune.datasets.formats.preferences import instructed, labelled, preference
 from tune.errors import TuneError
@@ -29,13 +29,10 @@ def sharegpt(row: Row) -> Content | str:
 
 def alpaca(row: Row) -> Content | str:
     """`instruction` and `output`, optional `input` (put behind the instruction) and `system`: a chat of one turn."""
-    for name in ("instruction", "output", "input"):
-        require(isinstance(row.get(name), str | None), name, row.get(name), "a string")
-    if not row["output"]:
-        return "empty output"
-    question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
-    if not question:
-        return "empty instruction"
+    require(isinstance(row["output"], str | None), "output", row["output"], "a string")
+    question = question_of(row)
+    if not (question and row["output"]):
+        return "empty instruction" if row["output"] else "empty output"
     turn = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
     return Chat(conversation({**row, "messages": turn}, "messages"))
 
@@ -118,7 +115,9 @@ SUPERVISED = (
     Format("text", text, ("text",)),
 )
 PREFERENCES = (
-    Format("instruction_preference", instructed, ("instruction", "chosen", "rejected"), ("system", "margin"), True),
+    Format(
+        "instruction_preference", instructed, ("instruction", "chosen", "rejected"), ("input", "system", "margin"), True
+    ),
     Format("preference", preference, ("chosen", "rejected"), ("prompt", "system", "tools", "margin")),
 )
 LABELLED = (

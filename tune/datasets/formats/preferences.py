@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tune.datasets.formats.content import Answers, Chat, Content, Plain, Row, Tokens, require, shown
+from tune.datasets.formats.content import Answers, Chat, Content, Plain, Row, Tokens, question_of, require, shown
 from tune.datasets.formats.messages import checked_messages, checked_tools, conversation
 from tune.errors import TuneError
 
@@ -33,16 +33,17 @@ def preference(row: Row) -> Answers | str:
 
 
 def instructed(row: Row) -> Answers | str:
-    """`instruction`, `chosen` and `rejected`: strings, as a chat of one turn; optional `system`."""
-    instruction, rejected = row["instruction"], row["rejected"]
-    require(isinstance(instruction, str) and instruction != "", "instruction", instruction, "a string")
+    """`instruction`, `chosen` and `rejected`: strings, as a chat of one turn; optional `input` (put behind the
+    instruction) and `system`."""
+    question, rejected = question_of(row), row["rejected"]
+    require(question != "", "instruction", row["instruction"], "a string")
     several = rejected if isinstance(rejected, list) else [rejected]
     for name, answer in (("chosen", row["chosen"]), *(("rejected", each) for each in several)):
         require(isinstance(answer, str | None), name, answer, "a string")
         if not answer:
             return f"empty {name}"
     answers = [[{"role": "assistant", "content": answer}] for answer in (row["chosen"], *several)]
-    return _chats({**row, "prompt": instruction}, answers) if several else "empty rejected"
+    return _chats({**row, "prompt": question}, answers) if several else "empty rejected"
 
 
 def labelled(read: Callable[[Row], Content | str]) -> Callable[[Row], Answers | str]:

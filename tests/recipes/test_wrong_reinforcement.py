@@ -1,0 +1,199 @@
+"""Wrong rewards, models, environments and settings of grpo and ppo_finetune: each is told, none with a traceback."""
+
+import json
+import shutil
+
+import grpo
+import ppo_finetune
+import pytest
+from helpers import save_checkpoint
+from recipes.test_grpo import requests  # noqa: F401
+from recipes.test_rewards import reward_model
+
+HERE = "recipes.test_wrong_reinforcement"
+
+
+def good(row, completion):
+    return completion.count("a")
+
+
+def of_one_argument(completion):
+    return 1.0
+
+
+def gives_none(row, completion):
+    return None
+
+
+def fails(row, completion):
+    return row["no such column"]
+
+
+def gives_nan(row, completion):
+    return float("nan")
+
+
+class TooFew:
+    def scores(self, episodes, tokenizer, device):
+        return [1.0]
+
+
+class NoList:
+    def scores(self, episodes, tokenizer, device):
+        return 3
+
+
+class FailingJudge:
+    def scores(self, episodes, tokenizer, device):
+        raise ConnectionError("no answer")
+
+
+class NoStep:
+    def start(self, row):
+        pass
+
+
+class NotMade(NoStep):
+    def __init__(self):
+        raise ConnectionError("no server")
+
+    def step(self, message):
+        return 1.0, [], True
+
+
+class Pair(NoStep):
+    def step(self, message):
+        return 1.0, True
+
+
+class TextAsReward(NoStep):
+    def step(self, message):
+        return "good", [], True
+
+
+class TextAsMessages(NoStep):
+    def step(self, message):
+        return 1.0, "Once more!", False
+
+
+class FailingStep(NoStep):
+    def step(self, message):
+        raise KeyError("secret")
+
+
+def unwanted(row):
+    return False
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoint, tmp_path_factory):
+    """Models beside the policy, by name."""
+    at = tmp_path_factory.mktemp("models")
+    reward_model(at / "two_labels", num_labels=2)
+    reward_model(at / "other_reward")
+    save_checkpoint(at / "other_tokenizer")
+    for name in ("other_reward", "other_tokenizer"):
+        file = at / name / "tokenizer.json"
+        file.write_text((checkpoint / "tokenizer.json").read_text().replace("<|im_start|>", "<|turn|>"))
+    shutil.copyfile(checkpoint / "tokenizer.json", at / "two_labels" / "tokenizer.json")
+    return {"language": checkpoint, "nowhere": at / "nowhere", **{each.name: each for each in at.iterdir()}}
+
+
+REWARD_MODEL = "reward={{_component_: tune.generation.RewardModel, path: {%s}}}"
+BOTH = {
+    "raises": ([f"reward={HERE}.fails"], "reward: fails fails on", "KeyError: 'no such column'"),
+    "NaN": ([f"reward={HERE}.gives_nan"], "reward: gives_nan gives nan for", "it must give a finite number"),
+    "None": ([f"reward={HERE}.gives_none"], "reward: gives_none gives None for", "it must give a finite number"),
+    "one argument": ([f"reward={HERE}.of_one_argument"], "reward: of_one_argument cannot be called so"),
+    "not importable": (["reward=no_such_module.good"], "there is no module 'no_such_module'"),
+    "no dotted path": (["reward=good"], "'good' is not the dotted path of a function or class. Name its module too"),
+    "too few scores": ([f"reward={HERE}.TooFew"], "reward: TooFew gives [1.0] for 16 completions; it must give a list"),
+    "no list of scores": ([f"reward={HERE}.NoList"], "reward: NoList gives 3 for 16 completions"),
+    "a judge that fails": ([f"reward={HERE}.FailingJudge"], "reward: FailingJudge fails: ConnectionError: no answer"),
+    "two labels": ([REWARD_MODEL % "two_labels"], "the model scores 2 labels, and a reward is one number"),
+    "no reward model": ([REWARD_MODEL % "language"], "it is no reward model. Make one of it with reward_finetune"),
+    "a reward model's tokenizer": ([REWARD_MODEL % "other_reward"], "reward.path: ", "has another tokenizer than"),
+    "no folder of a reward model": ([REWARD_MODEL % "nowhere"], "nowhere (no such folder)"),
+    "another reference": (["kl=0.1", "reference={other_tokenizer}"], "reference: ", "has another tokenizer than"),
+    "no reference": (["kl=0.1", "reference={nowhere}"], "is neither precomputed nor adapter_off nor the folder"),
+    "no adapter": (["kl=0.1", "reference=adapter_off"], "the adapter cannot be switched off: there is none"),
+    "greedy": (["sampling.temperature=0"], "sampling.temperature: 0 is not a positive number"),
+    "negative kl": (["kl=-1"], "kl: -1 is not a non-negative number"),
+    "empty stop string": (["sampling.stop_strings=['']"], "sampling.stop_strings: none may be empty"),
+    "no prompt wanted": ([f"dataset.filter={HERE}.unwanted"], "no prompt is left of 22 rows", "left out by"),
+    "no prompt fits": (["max_prompt_len=2"], "no prompt is left of 22 rows", "longer than max_prompt_len"),
+    "too many prompts": (["prompts_per_step=99"], "prompts_per_step=99 is more than the 22 of"),
+    "no updates": (["updates=0"], "updates: 0 is not a positive integer"),
+    "another loss": (["loss._component_=tune.losses.DPO"], "tune.losses.DPO is one of preferences, unlike this"),
+}
+ENVIRONMENTS = {
+    "NoStep": ("has no step: it must be a class with both",),
+    "good": ("has no start and no step: it must be a class with both",),
+    "NotMade": ("environment: it cannot be made: ConnectionError: no server",),
+    "Pair": ("environment: step gives (1.0, True); it must give (reward, messages, done)",),
+    "TextAsReward": ("environment: step gives the reward 'good'; it must give a finite number",),
+    "TextAsMessages": ("environment: the messages of step",),
+    "FailingStep": ("environment: step fails on ", "KeyError: 'secret'"),
+}
+OF_GRPO = {
+    "group of one": (["group_size=1"], "group_size: 1 is not an integer from 2"),
+    "no turns": (["max_turns=0"], "max_turns: 0 is not a positive integer"),
+    **{
+        name: ([f"environment={HERE}.{name}", "max_turns=2", "sampling.stop_strings=[a,e,n,r,s,t,l]"], *messages)
+        for name, messages in ENVIRONMENTS.items()
+    },
+}
+OF_PPO = {
+    "another value tokenizer": (["value.path={other_tokenizer}"], "value.path: ", "has another tokenizer than"),
+    "a value model of two labels": (["value.path={two_labels}"], "the model scores 2 labels"),
+    "no value model": (["value.path={nowhere}"], "nowhere does not exist"),
+    "a value model of tokens": (["value.head=tokens"], "a value is one: set value.head=score"),
+    "no samples": (["samples_per_prompt=0"], "samples_per_prompt: 0 is not a positive integer"),
+    "negative weight": (["value_weight=-1"], "value_weight: -1 is not a non-negative number"),
+    "no room for values": (["value_clip=0"], "value_clip: 0 is not a positive number"),
+    "lambda": (["gae_lambda=2"], "gae_lambda: 2 is not a number from 0 to 1"),
+    "an environment": ([f"environment={HERE}.Pair"], "environment: is not a setting. It is one of grpo: use that"),
+}
+CASES = [
+    *((recipe, case) for recipe in (grpo, ppo_finetune) for case in BOTH.items()),
+    *((grpo, case) for case in OF_GRPO.items()),
+    *((ppo_finetune, case) for case in OF_PPO.items()),
+]
+
+
+@pytest.fixture
+def settings(checkpoint, requests, tmp_path):  # noqa: F811
+    return [
+        f"model.path={checkpoint}", f"dataset.path={requests}", f"output_dir={tmp_path / 'run'}", "max_prompt_len=64",
+        f"reward={HERE}.good", "sampling.max_new_tokens=12", "device=cpu", "dtype=fp32", "max_steps=1",
+    ]  # fmt: skip
+
+
+def counts(recipe):
+    return ["prompts_per_step=4", "group_size=4"] if recipe is grpo else ["prompts_per_step=16"]
+
+
+@pytest.mark.parametrize(("recipe", "case"), CASES, ids=[f"{recipe.__name__} {name}" for recipe, (name, _) in CASES])
+def test_is_told(recipe, case, settings, folders, run_recipe, capsys):
+    overrides, *messages = case[1]
+    given = [each.format(**folders) if "{" in each else each for each in overrides]
+    assert run_recipe([*settings, *counts(recipe), *given], recipe) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert all(message in told for message in messages), told
+
+
+@pytest.mark.parametrize("recipe", [grpo, ppo_finetune])
+def test_a_tokenizer_that_ends_nothing_is_told(recipe, checkpoint, settings, run_recipe, tmp_path, capsys):
+    """Otherwise every completion is as long as may be, and nobody learns why."""
+    folder = shutil.copytree(checkpoint, tmp_path / "endless")
+    for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
+        fields = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({key: fields[key] for key in fields if not key.startswith("eos_token")}))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+    )
+    given = [*settings, *counts(recipe), f"model.path={folder}"]
+    assert run_recipe(given, recipe) == 0
+    assert "warning: the tokenizer has no eos_token: nothing ends a completion" in capsys.readouterr().out
+    assert run_recipe([*given, f"output_dir={tmp_path / 'stopped'}", "sampling.stop_strings=[a]"], recipe) == 0
+    assert "nothing ends" not in capsys.readouterr().out
