@@ -75,3 +75,14 @@ def test_an_epoch_is_put_in_order_once_for_a_step(monkeypatch):
     drawn = [prompt.index for prompt in [*loader.draw(8), *loader.draw(8)]]
     assert made == [[3, 0], [3, 0], [3, 1]]
     assert sorted(drawn[:10]) == [*range(10)] and len({*drawn[10:]}) == 6
+
+
+def test_conversations_of_sharegpt(read):
+    turns = [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "sat"}]
+    (prompt,) = read({"conversations": turns}).prompts
+    assert prompt.messages == [{"role": "user", "content": "the cat"}]
+
+
+def test_a_column_of_usual_name_is_suggested(read):
+    with pytest.raises(TuneError, match=r"it has question, answer. .* 'dataset.columns={instruction: question}'"):
+        read({"question": "1+1?", "answer": "2"})

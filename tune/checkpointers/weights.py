@@ -156,10 +156,10 @@ def check(model: nn.Module) -> None:
 
 def load_frozen(
     path: str, world: World, dtype: Literal["bf16", "fp32"], quantization: Literal["nf4"] | None = None
-) -> tuple[nn.Module, Pretrained]:
+) -> tuple[Decoder, Pretrained]:
     """A second model beside the one that is trained, sharded as that is and without dropout: a reference, a teacher."""
     with torch.device("meta"):
-        model: nn.Module = build(path)
+        model = build(path)
     weights = Pretrained(path, model)
     if quantization:
         quantize_linears(model, double=True)

@@ -9,6 +9,7 @@ import numpy as np
 
 from tune.datasets.cache import hash_of
 from tune.datasets.formats import Chat, Plain, Row, require_meaning, shown
+from tune.datasets.formats.columns import QUESTIONS
 from tune.datasets.formats.content import question_of
 from tune.datasets.formats.messages import checked_messages, checked_tools, conversation
 from tune.datasets.loader import require_continuable
@@ -64,10 +65,10 @@ def load_prompts(
 ) -> Prompts:
     """Reads the prompts of a dataset, which is opened as by `tune.datasets.load`.
 
-    A row has `messages` (answers at their end are left out), or `prompt` (a list of messages, or a string: plain text),
-    or `instruction` (a string: a chat of one turn; `input` is put behind it); optional `system` and `tools`. `columns`
-    gives the data's names for these; `filter` names a function of yours from a row to whether it is wanted. A prompt of
-    more than `max_prompt_len` tokens is dropped and counted.
+    A row has `messages` or `conversations` (answers at their end are left out), or `prompt` (a list of messages, or a
+    string: plain text), or `instruction` (a string: a chat of one turn; `input` is put behind it); optional `system`
+    and `tools`. `columns` gives the data's names for these; `filter` names a function of yours from a row to whether it
+    is wanted. A prompt of more than `max_prompt_len` tokens is dropped and counted.
 
     Raises:
         TuneError: a row has none of these columns, or they are not as they must be; or it has what a model of text does
@@ -102,11 +103,12 @@ def _prompt(tokenizer: Tokenizer, row: Any, columns: Mapping[str, str], ignore: 
         return Prompt(index, [*tokenizer.prefix_ids, *tokenizer.encode(text)], row)
     if isinstance(named.get("instruction"), str):
         named["messages"] = [{"role": "user", "content": question_of(named)}]
-    column = "prompt" if named.get("prompt") else "messages"
-    if not named.get(column):
+    column = next((each for each in ("prompt", "messages", "conversations") if named.get(each)), None)
+    if column is None:
+        theirs = next((name for name in row if name.lower() in QUESTIONS), "its_name")
         raise TuneError(
-            f"there is no messages, prompt or instruction; it has {', '.join(row)}. If a column only has another name, "
-            "say so: 'dataset.columns={instruction: its_name}'"
+            f"there is no messages, conversations, prompt or instruction; it has {', '.join(row)}. If one has "
+            f"another name, say so: 'dataset.columns={{instruction: {theirs}}}' (a chat), or prompt (plain text)"
         )
     messages = conversation({**named, column: checked_messages(named[column], column)}, column)
     while messages and messages[-1]["role"] == "assistant":
