@@ -70,11 +70,17 @@ def share(model: nn.Module, blocks: list[nn.Module], units: list[nn.Module], mes
         for module in part.modules():
             uses |= _uses(module, mesh)
         _sum_outputs(part, mesh)
+    head = getattr(model, "head", None)
     for module in model.modules():
         weight = module._parameters.get("weight")
         is_vocabulary = isinstance(module, nn.Embedding | nn.Linear) and (module, "weight") not in uses
         if is_vocabulary and weight is not None and len(weight) % mesh.size() == 0:
-            uses[module, "weight"] = Use(0, WHOLE)
+            is_plain = type(module) in (nn.Embedding, nn.Linear)
+            uses[module, "weight"] = Use(0, None if is_plain else WHOLE)
+            if type(module) is nn.Embedding:
+                _look_up_shares(module, mesh)
+            if is_plain and (head is None or module is head):
+                _share_head(model, mesh)
     shared: dict[Tensor, nn.Parameter] = {}
     taken: set[nn.Module] = set()
     for unit in units:
@@ -211,6 +217,39 @@ def _sum_outputs(part: nn.Module, mesh: DeviceMesh) -> None:
         return _Summed.apply(output, group), stats
 
     part.forward = with_sum
+
+
+def _look_up_shares(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
+    """Have an embedding look up the tokens whose rows it has, and take the others from other processes."""
+    forward, group = embedding.forward, mesh.get_group().group_name
+    rows = embedding.num_embeddings // mesh.size()
+    first = rows * mesh.get_local_rank()
+
+    def looked_up(input: Tensor) -> Tensor:
+        places = input - first
+        inside = (places >= 0) & (places < rows)
+        return _Summed.apply(forward(places.clamp(0, rows - 1)) * inside[..., None], group)
+
+    embedding.forward = looked_up  # type: ignore[method-assign]
+
+
+def _share_head(model: Any, mesh: DeviceMesh) -> None:
+    """Give heads that take them (`takes_shares`) shares of the output weight's rows, as a DTensor; others the whole."""
+    forward, group = model.forward, mesh.get_group().group_name
+
+    def sharing(batch: Any, head: Any = None, **others: Any) -> Any:
+        def on_shares(hidden: Tensor, weight: Tensor, batch: Any, **options: Any) -> Any:
+            shares = DTensor.from_local(weight, mesh, [Shard(0)])
+            if head is None:
+                logits = model.logits(_Copied.apply(hidden, group), weight, batch, **options)
+                return DTensor.from_local(logits, mesh, [Shard(logits.ndim - 1)]).full_tensor()
+            if getattr(head, "takes_shares", False):
+                return head(_Copied.apply(hidden, group), shares, batch, **options)
+            return head(hidden, shares.full_tensor(), batch, **options)
+
+        return forward(batch, on_shares, **others)
+
+    model.forward = sharing
 
 
 def _norm_over_processes(norm: nn.RMSNorm, mesh: DeviceMesh) -> None:

@@ -4,9 +4,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tune.collators import Batch
+from tune.distributed import local_shard
 
 SMALL_CHUNK = 512  # tokens
 LOGITS = 2**27  # half a GiB in fp32
@@ -17,13 +20,54 @@ def default_chunk_tokens(weight: Tensor) -> int:
     return SMALL_CHUNK if weight.device.type == "cpu" else max(SMALL_CHUNK, LOGITS // weight.shape[0])
 
 
+class Rows:
+    """The rows of a head's weight that this process has: those from `first` on; all, but for a weight whose rows the
+    processes of a mesh share (a DTensor of `tune.distributed.tensor_parallel`)."""
+
+    def __init__(self, weight: Tensor):
+        self.first, self.group = 0, None
+        if isinstance(weight, DTensor):
+            self.first = local_shard(weight)[1][0].start
+            self.group = weight.device_mesh.get_group()
+
+    def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """`values` of the rows of all processes, in place of those of this one's."""
+        if self.group is not None:
+            dist.all_reduce(values, operation, self.group)
+        return values
+
+    def find(self, targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The places of `targets` `[chunk, 1]` among `logits` `[chunk, rows]`, and 1 where they are, else 0."""
+        places = targets - self.first
+        inside = (places >= 0) & (places < logits.shape[1])
+        return places.clamp(0, logits.shape[1] - 1), inside.to(logits.dtype)
+
+    def at(self, targets: Tensor, logits: Tensor) -> Tensor:
+        """The logits of the targets, `[chunk, 1]`."""
+        places, inside = self.find(targets, logits)
+        return self.reduce(logits.gather(1, places) * inside)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The first row with the highest logit, `[chunk, 1]`."""
+        highest, place = logits.max(dim=1, keepdim=True)
+        is_highest = highest == self.reduce(highest.clone(), dist.ReduceOp.MAX)
+        none = torch.iinfo(place.dtype).max
+        return self.reduce(torch.where(is_highest, place + self.first, none), dist.ReduceOp.MIN)
+
+
+ALL = Rows(torch.empty(0))
+
+
 def of_supervised(values: Tensor, batch: Batch) -> Tensor:
     """The rows of `values` `[rows, seq, ...]` at supervised tokens, `[num_supervised, ...]`."""
     return values.flatten(0, 1).index_select(0, batch.supervised)
 
 
 def operands(hidden: Tensor, weight: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """`hidden` and labels of the supervised tokens, and `weight` between them, as an autograd function takes them."""
+    """`hidden` and labels of the supervised tokens, and the own rows of `weight` between them, as an autograd function
+    takes them."""
+    if isinstance(weight, DTensor):
+        weight = weight.to_local()
     if not torch.is_grad_enabled():  # the function would still be told that a parameter needs its gradient
         weight = weight.detach()
     return of_supervised(hidden, batch), weight, of_supervised(batch.labels, batch)
@@ -53,26 +97,25 @@ def chunks_of_logits(
         yield chunk, logits if temperature == 1 else logits.div_(temperature), slope
 
 
-def normalize(logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def normalize(logits: Tensor, out: Tensor | None = None, rows: Rows = ALL) -> tuple[Tensor, Tensor, Tensor]:
     """Subtract their maximum from `logits` `[chunk, vocab]` in place. Returns it, their exponentials (in `out`, which
-    may be the logits) and the sums of these.
-
-    Here a head sharded over the vocabulary reduces over its ranks: the maximum by MAX, the sums by SUM, as it does with
-    the logits of targets, which one rank has.
+    may be the logits) and the sums of these; both over all processes that share the vocabulary's `rows`.
     """
-    maximum = logits.amax(dim=1, keepdim=True)
+    maximum = rows.reduce(logits.amax(dim=1, keepdim=True), dist.ReduceOp.MAX)
     logits -= maximum
     exponentials = torch.exp(logits, out=out)
-    return maximum, exponentials, exponentials.sum(dim=1, keepdim=True)
+    return maximum, exponentials, rows.reduce(exponentials.sum(dim=1, keepdim=True))
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    logits: Tensor, targets: Tensor, out: Tensor | None = None, rows: Rows = ALL
+) -> tuple[Tensor, Tensor]:
     """The sum over a chunk, and the gradient of `logits` `[chunk, vocab]` (in `out`). They change as in `normalize`."""
-    target_logits = logits.gather(1, targets)
-    maximum, exponentials, normalizer = normalize(logits, out)
+    target_logits = rows.at(targets, logits)
+    maximum, exponentials, normalizer = normalize(logits, out, rows)
     probabilities = exponentials.div_(normalizer)
-    grad_logits = probabilities.scatter_add_(1, targets, probabilities.new_full(targets.shape, -1.0))
-    return (normalizer.log() - (target_logits - maximum)).sum(), grad_logits
+    places, inside = rows.find(targets, logits)
+    return (normalizer.log() - (target_logits - maximum)).sum(), probabilities.scatter_add_(1, places, -inside)
 
 
 class Gradients:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tune.collators import Batch
-from tune.losses.chunks import Gradients, Summed, chunks_of_logits, cross_entropy, default_chunk_tokens, operands
+from tune.losses.chunks import Gradients, Rows, Summed, chunks_of_logits, cross_entropy, default_chunk_tokens, operands
 from tune.types import PositiveInt
 
 
@@ -22,12 +22,15 @@ class LinearCrossEntropy:
     With `accuracy`, `counts` `[2]` accumulates the correctly predicted tokens (highest logit) and all supervised ones.
     """
 
+    takes_shares = True  # of the weight's rows
+
     def __init__(self, chunk_tokens: PositiveInt | None = None, accuracy: bool = False):
         self.chunk_tokens, self.accuracy = chunk_tokens, accuracy
         self.counts: Tensor | None = None
 
     def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
         """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]` -> scalar. `softcap` bounds logits by tanh."""
+        rows = Rows(weight)
         hidden, weight, labels = operands(hidden, weight, batch)
         if self.accuracy and self.counts is None:
             self.counts = labels.new_zeros(2)
@@ -38,9 +41,9 @@ class LinearCrossEntropy:
             for chunk, logits, slope in chunks_of_logits(hidden, weight, chunk_tokens, softcap):
                 targets = labels[chunk, None]
                 if self.counts is not None:
-                    self.counts[0] += (logits.argmax(dim=1, keepdim=True) == targets).sum()
+                    self.counts[0] += (rows.argmax(logits) == targets).sum()
                     self.counts[1] += len(targets)
-                total, grad_logits = cross_entropy(logits, targets, out=logits)
+                total, grad_logits = cross_entropy(logits, targets, out=logits, rows=rows)
                 loss += total
                 gradients.add(chunk, grad_logits, slope)
         return Summed.apply(loss, hidden, weight, gradients)

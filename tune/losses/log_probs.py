@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from tune.collators import Batch
-from tune.losses.chunks import Gradients, chunks_of_logits, default_chunk_tokens, normalize, of_supervised, operands
+from tune.losses.chunks import (
+    Gradients,
+    Rows,
+    chunks_of_logits,
+    default_chunk_tokens,
+    normalize,
+    of_supervised,
+    operands,
+)
 from tune.types import PositiveFloat, PositiveInt
 
 
@@ -26,6 +34,8 @@ class LogProbs:
     default chunks are as large as those of `LinearCrossEntropy`.
     """
 
+    takes_shares = True  # of the weight's rows
+
     def __init__(self, chunk_tokens: PositiveInt | None = None, temperature: PositiveFloat = 1.0):
         self.chunk_tokens, self.temperature = chunk_tokens, temperature
 
@@ -33,7 +43,7 @@ class LogProbs:
         """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]`. `softcap` bounds logits by tanh, before `temperature`
         divides them."""
         options = self.chunk_tokens or default_chunk_tokens(weight), softcap, self.temperature
-        return TokenLogProbs(*_LogProbs.apply(*operands(hidden, weight, batch), options))
+        return TokenLogProbs(*_LogProbs.apply(*operands(hidden, weight, batch), Rows(weight), options))
 
 
 def per_document(values: Tensor, batch: Batch) -> Tensor:
@@ -45,7 +55,7 @@ def per_document(values: Tensor, batch: Batch) -> Tensor:
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: tuple[int, float | None, float]
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: Rows, options: tuple[int, float | None, float]
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradients = Gradients(hidden, weight, of_hidden=ctx.needs_input_grad[0], of_weight=False)
         log_probs, entropies = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
@@ -55,38 +65,38 @@ class _LogProbs(torch.autograd.Function):
         for chunk, logits, slope in chunks_of_logits(hidden, weight, *options):
             targets = labels[chunk, None]
             buffer = torch.empty_like(logits) if buffer is None else buffer[: len(logits)]
-            target_logits = logits.gather(1, targets)
-            maximum, exponentials, normalizer = normalize(logits, out=buffer)
+            target_logits = rows.at(targets, logits)
+            maximum, exponentials, normalizer = normalize(logits, out=buffer, rows=rows)
             is_argmax[chunk] = (target_logits == maximum).squeeze(1)
             log_probs[chunk] = (target_logits - maximum - normalizer.log()).squeeze(1)
             log_normalizer[chunk] = maximum + normalizer.log()
-            # A head sharded over the vocabulary sums this product over its ranks too.
-            product = logits.mul_(exponentials).sum(dim=1, keepdim=True)
+            product = rows.reduce(logits.mul_(exponentials).sum(dim=1, keepdim=True))
             entropies[chunk] = (normalizer.log() - product / normalizer).squeeze(1)
             if gradients.hidden is not None:
-                gradients.add(chunk, _grad_logits(exponentials.div_(normalizer), targets), slope)
+                gradients.add(chunk, _grad_logits(exponentials.div_(normalizer), targets, rows), slope)
         # What the weight's gradient does not need is not kept.
         of_weight = (hidden, weight, labels, log_normalizer) if ctx.needs_input_grad[1] else (None,) * 4
         ctx.save_for_backward(gradients.hidden, *of_weight)
-        ctx.options = options
+        ctx.rows, ctx.options = rows, options
         ctx.mark_non_differentiable(entropies, is_argmax)
         return log_probs, entropies, is_argmax
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_hidden, hidden, weight, labels, log_normalizer = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = (grad_hidden * grad[:, None]).to(grad_hidden.dtype)
         if weight is None:
-            return grad_hidden, None, None, None
+            return grad_hidden, None, None, None, None
         gradients = Gradients(hidden, weight, of_hidden=False, of_weight=True)
         for chunk, logits, slope in chunks_of_logits(hidden, weight, *ctx.options):
             probabilities = logits.sub_(log_normalizer[chunk]).exp_()
-            gradients.add(chunk, _grad_logits(probabilities, labels[chunk, None]).mul_(grad[chunk, None]), slope)
+            grad_logits = _grad_logits(probabilities, labels[chunk, None], ctx.rows).mul_(grad[chunk, None])
+            gradients.add(chunk, grad_logits, slope)
         assert gradients.weight is not None
-        return grad_hidden, gradients.weight.to(weight.dtype), None, None
+        return grad_hidden, gradients.weight.to(weight.dtype), None, None, None
 
 
-def _grad_logits(probabilities: Tensor, targets: Tensor) -> Tensor:
+def _grad_logits(probabilities: Tensor, targets: Tensor, rows: Rows) -> Tensor:
     """That of the target's log-prob, in place of `probabilities` `[chunk, vocab]`."""
-    return probabilities.neg_().scatter_add_(1, targets, probabilities.new_ones(targets.shape))
+    return probabilities.neg_().scatter_add_(1, *rows.find(targets, probabilities))

@@ -147,9 +147,12 @@ class Decoder(nn.Module):
             hidden = hidden[0][documents.boundaries[1:] - 1, None]
         hidden, weight = self.output_operands(hidden)
         softcap = self.config.logit_softcap
-        if head is not None:
-            assert isinstance(batch, Batch), "a head reads a Batch"
-            return head(hidden, weight, batch, **{"softcap": softcap} if softcap else {})
+        function: Any = head or self.logits
+        return function(hidden, weight, batch, **{"softcap": softcap} if softcap else {})
+
+    @staticmethod
+    def logits(hidden: Tensor, weight: Tensor, batch: Batch | Tensor, *, softcap: float | None = None) -> Tensor:
+        """The head that gives the logits of all tokens, `[rows, seq, vocab]`."""
         logits = F.linear(hidden, weight)
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 

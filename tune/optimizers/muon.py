@@ -38,9 +38,7 @@ class Muon(Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "in_blocks": False})
         in_blocks = [parameter for group in self._groups(in_blocks=True) for parameter in group["params"]]
         if any(isinstance(each, DTensor) and "tp" in (each.device_mesh.mesh_dim_names or ()) for each in in_blocks):
-            raise TuneError(
-                "optimizer._component_: Muon needs whole matrices: set parallel.tp=1"
-            )
+            raise TuneError("optimizer._component_: Muon needs whole matrices: set parallel.tp=1")
         self.parts: dict[bool, Optimizer] = {}
         if self._groups(in_blocks=True):
             a_matrix = nn.Parameter(torch.empty(1, 1))  # a placeholder: `step` gives it the matrices

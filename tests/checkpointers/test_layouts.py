@@ -1,0 +1,97 @@
+"""A checkpoint of any layout is that of any other: every tensor is the same, to the bit."""
+
+import pytest
+from helpers import run_processes, save_checkpoint
+
+SCRIPT = """
+import itertools
+import sys
+from pathlib import Path
+
+import torch
+
+from tune import distributed, optimizers, peft
+from tune.checkpointers import Checkpointer, Pretrained, hf_tensors
+from tune.collators import Batch
+from tune.losses import LinearCrossEntropy
+from tune.models import build
+
+LAYOUTS = [{"tp": tp, "dp_replicate": replicas} for tp, replicas in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))]
+KINDS = {"all": None, "adapter": peft.LoRA(rank=4, dora=True)}
+path, folder = Path(sys.argv[1]), Path(sys.argv[2])
+
+
+class Nothing:
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def start(layout, lora, at):
+    world = distributed.init("cpu", **layout)
+    with torch.device("meta"):
+        model = build(str(path))
+    weights = Pretrained(str(path), model)
+    if lora:
+        peft.add_adapters(model, lora)
+    distributed.parallelize(model, world, dtype="fp32")
+    weights.load(model)
+    if lora:
+        peft.initialize(model, seed=0)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    parts = {"model": model, "optimizer": optimizer, "schedule": Nothing(), "data": Nothing()}
+    return world, model, optimizer, Checkpointer(at, world, **parts, async_=False)
+
+
+def step(world, model, optimizer):
+    draw = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(0, 300, (2, 4, 20), generator=draw)
+    mine = slice(world.data_rank, None, world.data_size)
+    loss = model(Batch.of(tokens[mine], labels[mine]), LinearCrossEntropy()) / 80
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return world.fetch(loss=world.sum(loss))["loss"]
+
+
+def whole(model, optimizer):
+    tensors = dict(hf_tensors(model))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            tensors[name] = distributed.full_tensor(parameter.detach())
+            state = optimizer.state[parameter]
+            tensors |= {f"{name} {part}": distributed.full_tensor(value) for part, value in state.items()}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+pairs = 0
+for kind, lora in KINDS.items():
+    for number, layout in enumerate(LAYOUTS):
+        at = folder / f"{kind} {number}"
+        world, model, optimizer, checkpointer = start(layout, lora, at)
+        step(world, model, optimizer)
+        checkpointer.save(1)
+        saved, expected = whole(model, optimizer), step(world, model, optimizer)
+        for other in LAYOUTS:
+            world, model, optimizer, checkpointer = start(other, lora, at)
+            step(world, model, optimizer)
+            step(world, model, optimizer)  # it has other states, which the checkpoint replaces
+            assert checkpointer.resume(at / "step-00000001") == 1
+            loaded = whole(model, optimizer)
+            assert loaded.keys() == saved.keys()
+            for name, tensor in saved.items():
+                assert torch.equal(loaded[name], tensor), (kind, layout, other, name)
+            assert abs(step(world, model, optimizer) / expected - 1) < 1e-6, (kind, layout, other)
+            pairs += 1
+print(pairs, "pairs")
+world.finish()
+"""
+
+
+@pytest.mark.slow
+def test_all_pairs_of_layouts_of_four_processes(tmp_path):
+    save_checkpoint(tmp_path / "model", "Qwen3Config", num_hidden_layers=2)
+    (tmp_path / "pairs.py").write_text(SCRIPT)
+    assert run_processes(tmp_path / "pairs.py", 4, str(tmp_path / "model"), str(tmp_path)).endswith("50 pairs\n")
