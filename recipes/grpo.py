@@ -160,7 +160,7 @@ def main(cfg):
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
     with run:  # closes its files and loggers, however the training ends
-        steps = run.track(data, start, total=len(data))
+        steps = run.track(data, start, total=len(data), until=checkpointer.is_over)
         for step, prompts in loggers.profile(steps, run.path / "profile", world, **cfg.profiler):
             if step == 1 and validation and cfg.validate_first:
                 with run.pause():
@@ -203,13 +203,13 @@ def main(cfg):
                     metrics |= validate()
             run.append("samples.jsonl", [episode.record(step) for group in rollout for episode in group])
             run.log(step, **metrics)  # type: ignore[arg-type]
-            checkpointer.step(step, now=is_end)
+            checkpointer.step(step, now=is_end, **metrics)
             if interrupted:
                 saved = checkpointer.wait()
                 run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
                 sys.exit(130)
 
-        checkpointer.wait()
+        checkpointer.finish()
         card = checkpointers.model_card("grpo", cfg.model.path, dataset.name)
         where = peft.export_trained(
             model, lora, run.path, world, base=weights, tokenizer=tokenizer, card=card, merge=cfg.export.merge

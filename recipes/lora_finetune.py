@@ -13,6 +13,7 @@ import torch
 
 from tune import checkpointers, config, datasets, distributed, evaluation, loggers, optimizers, peft, quantization
 from tune.config import instantiate, instantiate_data
+from tune.generation import FixedPrompts
 from tune.models import balance_loss
 
 
@@ -48,6 +49,10 @@ def main(cfg):
         accumulate=not cfg.optimizer_in_backward,
         pad_to=pad_to,
     )
+    samples = FixedPrompts(
+        tokenizer, world, run.info, prompts=cfg.evaluate.prompts, every=cfg.evaluate.every,
+        max_new_tokens=cfg.evaluate.max_new_tokens, temperature=cfg.evaluate.temperature,
+    )  # fmt: skip
     run.describe(
         model, data, tokenizer, validation, source=cfg.model.path,
         dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
@@ -89,12 +94,15 @@ def main(cfg):
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
     with run:  # closes its files and loggers, however the training ends
-        steps = run.track(data, start, total=len(data))
+        steps = run.track(data, start, total=len(data), until=checkpointer.is_over)
         for step, batch in loggers.profile(steps, run.path / "profile", world, **cfg.profiler):
             if step == 1 and validation and cfg.validate_first:
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
                     run.record(0, loggers.evaluate(model, batches, loss_fn, world))
+            if step == 1 and samples.are_due(0):
+                with run.pause():
+                    run.append("samples.jsonl", samples(model, 0))
             total_loss = torch.zeros((), device=world.device)
             for index, micro_batch in enumerate(batch.micro_batches, 1):
                 micro_batch = micro_batch.to(world.device)
@@ -134,14 +142,17 @@ def main(cfg):
             if tasks and not interrupted and (is_end or (cfg.evaluate.every and step % cfg.evaluate.every == 0)):
                 with run.pause():
                     metrics |= evaluation.metrics(tasks(model, world), world)
+            if samples.are_due(step, is_end) and not interrupted:
+                with run.pause():
+                    run.append("samples.jsonl", samples(model, step))
             run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **metrics)
-            checkpointer.step(step, now=is_end)
+            checkpointer.step(step, now=is_end, **metrics)
             if interrupted:
                 saved = checkpointer.wait()
                 run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
                 sys.exit(130)
 
-        checkpointer.wait()
+        checkpointer.finish()
         card = checkpointers.model_card("lora_finetune", cfg.model.path, dataset.accounting.source)
         peft.export_adapter(
             model, lora, run.path / "adapter", world, base=cfg.model.path, tokenizer=tokenizer, card=card

@@ -80,6 +80,23 @@ def save_checkpoint(folder: Path, config_class: str = "LlamaConfig", **changes) 
     return folder
 
 
+def make_adapter(base: Path, folder: Path, seed: int, **settings) -> Path:
+    """A random adapter in PEFT's layout, with settings of `LoRA`."""
+    from tune import distributed
+    from tune.checkpointers import load_model
+    from tune.peft import LoRA, add_adapters, export_adapter
+    from tune.tokenizers import Tokenizer as Ours
+
+    model, lora = load_model(str(base)), LoRA(rank=4, alpha=8, **settings)
+    add_adapters(model, lora)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    export_adapter(model, lora, folder, distributed.init("cpu"), base=str(base), tokenizer=Ours(str(base)))
+    return folder
+
+
 def run_processes(script: Path, count: int, *arguments: str) -> str:
     """Run `script` in `count` processes that find each other as under torchrun; returns rank 0's output."""
     with socket.socket() as probe:

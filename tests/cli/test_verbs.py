@@ -22,7 +22,7 @@ finally:
 def test_help_is_instant() -> None:
     """Of other people's packages, which take their time to be imported, it needs none."""
     shown = subprocess.run([sys.executable, "-c", HELP], check=True, capture_output=True, text=True).stdout
-    for verb in ("ls", "cp", "cat", "run", "preview", "prepare", "download", "convert"):
+    for verb in ("ls", "cp", "cat", "run", "preview", "prepare", "generate", "chat", "download", "convert"):
         assert f"  {verb} " in shown
 
 

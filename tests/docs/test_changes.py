@@ -75,20 +75,6 @@ def test_average(reader, run, checkpoint, dtype):
     torch.testing.assert_close(exported(resumed), exported(whole), rtol=0, atol=0)
 
 
-def test_early_stopping_stays_stopped(reader, run):
-    follow(reader, "Early stopping")
-    settings = ["patience=2", "validate_every=1", "optimizer.lr=0", "max_steps=6"]  # which learns nothing
-    folder = run(*settings)
-    first = exported(folder)
-    for _ in range(2):
-        assert [line["step"] for line in logged(folder)] == [1, 2, 3]
-        assert sorted(path.name for path in (folder / "checkpoints").iterdir())[-1] == "step-00000003"
-        run(*settings)
-    torch.testing.assert_close(exported(folder), first, rtol=0, atol=0)
-    learning = run("patience=2", "validate_every=1", folder="learning")
-    assert [line["step"] for line in logged(learning)] == [1, 2, 3, 4]
-
-
 def test_frozen_layers(reader, run, checkpoint):
     follow(reader, "The first layers frozen")
     folder = run("frozen_layers=2")

@@ -14,6 +14,7 @@ PAGES = {
 FOLLOWED_ELSEWHERE = {"docs/extending.md", "docs/changes.md"}  # test_guides.py, test_changes.py
 HUB = "reads from the Hugging Face hub; tests/cli/test_download.py has a hub of its own"
 HUB_TASKS = "reads its data from the Hugging Face hub; tests/recipes/test_evaluate.py has tasks with local data"
+TERMINAL = "is for a terminal; tests/cli/test_chat.py has one"
 NOT_RUN = {
     "git clone REPOSITORY tune && cd tune": "REPOSITORY is wherever the reader found it",
     "pytest -q tests/losses": "is one of these tests itself",
@@ -24,6 +25,8 @@ NOT_RUN = {
     "tune run full_finetune model.path=... dataset.path=... evaluate.every=500 'evaluate.tasks=[arc_easy,hellaswag]' "
     "evaluate.limit=100": HUB_TASKS,
     "tune quantize MODEL --to KIND --out FOLDER": "tests/quantization/test_compressed.py writes such folders",
+    "tune chat BASE": TERMINAL,
+    "tune chat ADAPTER --compare BASE": TERMINAL,
     "tune convert model.gguf FOLDER": "tests/cli/test_convert_gguf.py writes such files",
     "tune convert Llama-3.1-8B/original FOLDER": "tests/cli/test_convert_meta.py writes such folders",
 }

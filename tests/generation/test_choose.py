@@ -61,6 +61,35 @@ def test_top_is_that_of_transformers(top_k, top_p, min_p):
     assert_close(log_probs, LOGITS.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0])  # of the whole distribution
 
 
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.7}, {"temperature": 1.5}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}]
+)
+def test_10_000_draws_have_the_shares_of_their_tokens(settings):
+    """By Pearson's chi-square with what transformers keeps; the seed decides each draw."""
+    logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(3)) * 1.5
+    processors = transformers.generation.logits_process
+    wanted = logits / settings.get("temperature", 1.0)
+    for name, warper in {"top_k": "TopKLogitsWarper", "top_p": "TopPLogitsWarper", "min_p": "MinPLogitsWarper"}.items():
+        if name in settings:
+            wanted = getattr(processors, warper)(settings[name])(None, wanted)
+    shares = wanted.double().softmax(dim=-1)[0]
+
+    def draws(seed):
+        numbers = torch.tensor([next(uniforms(seed, 0, prompt, 0)) for prompt in range(10_000)], dtype=torch.float64)
+        return choose(logits.expand(10_000, -1), numbers, **settings)[0]
+
+    found, possible = draws(1), shares > 0
+    counts = found.bincount(minlength=20)
+    assert not counts[~possible].any()
+    expected = 10_000 * shares[possible]
+    chi_square = float(((counts[possible] - expected) ** 2 / expected).sum())
+    freedom = int(possible.sum()) - 1
+    # Wilson and Hilferty's normal of a chi-square: below 3.1 with a probability of 0.999.
+    normal = ((chi_square / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    assert normal < 3.1
+    assert torch.equal(found, draws(1)) and not torch.equal(found, draws(2))
+
+
 def test_equally_likely_tokens_are_kept_together():
     assert _kept(torch.full((1, 4), math.log(0.25)), 2, 0.3, None).isfinite().all()
 

@@ -5,33 +5,20 @@ import shutil
 
 import pytest
 import torch
-from helpers import save_checkpoint
+from helpers import make_adapter, save_checkpoint
 from torch.testing import assert_close
 
-from tune import distributed
 from tune.checkpointers import load_model
 from tune.errors import TuneError
 from tune.models import Decoder
 from tune.models.hf import HuggingFaceModel
-from tune.peft import LoRA, add_adapters, export_adapter, open_model, resolve_model
+from tune.peft import open_model, resolve_model
 from tune.quantization import NF4Weight
-from tune.tokenizers import Tokenizer
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 TOKENS = torch.arange(5, 85).view(2, 40)
-
-
-def make_adapter(base, folder, seed, **settings):
-    model, lora = load_model(str(base)), LoRA(rank=4, alpha=8, **settings)
-    add_adapters(model, lora)
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
-    export_adapter(model, lora, folder, distributed.init("cpu"), base=str(base), tokenizer=Tokenizer(str(base)))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +76,8 @@ def test_folders_of_a_run(checkpoint, adapters, tmp_path):
 def test_types_and_quantisation(checkpoint, adapters, tmp_path):
     halved = tmp_path / "bf16"
     transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).save_pretrained(halved)
-    Tokenizer(str(checkpoint)).save(halved)
+    for file in checkpoint.glob("tokenizer*"):
+        shutil.copy(file, halved)
     types = {name: open_model(halved, **each)[0].norm.weight.dtype for name, each in {
         "on a CPU": {}, "of the file": {"device": "meta"}, "chosen": {"dtype": "fp16"},
     }.items()}  # fmt: skip

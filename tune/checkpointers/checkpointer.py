@@ -16,10 +16,17 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_leaves
 
+from tune.checkpointers.best import Best
 from tune.checkpointers.reading import Planner, Reader
 from tune.distributed import World
 from tune.errors import TuneError
@@ -41,6 +48,9 @@ class Checkpointer:
     current config. Frozen parameters are not saved: on resuming, `base` checks that they come from the same weights,
     and `adapter` that its settings are the same.
 
+    With `keep_best`, the name of a metric, the checkpoint with its best value is kept too: of a loss the lowest, of
+    others the highest. After `patience` values in a row that were no better the training `is_over`.
+
     `extra` is state of your own, by name: averaged weights, counters. Plain values are saved as JSON. Tensors, also
     sharded ones, are loaded in place, so that the object must have them before it is restored.
     """
@@ -61,6 +71,8 @@ class Checkpointer:
         keep: PositiveInt | None = 2,
         async_: bool = True,
         on_error: Literal["retry", "stop"] = "retry",
+        keep_best: str | None = None,
+        patience: PositiveInt | None = None,
         tell: Callable[[str], None] = print,
     ):
         self.folder, self.world = folder, world
@@ -69,8 +81,8 @@ class Checkpointer:
         small = {"schedule": schedule, "data": data, "base": base, "adapter": adapter, **(extra or {})}
         self.small: dict[str, Stateful] = {name: part for name, part in small.items() if part is not None}
         self.every, self.keep, self.asynchronous = every, keep, async_
-        self.on_error, self.tell = on_error, tell
-        self.saved = 0
+        self.on_error, self.tell = on_error, tell if world.is_main else lambda message: None
+        self.best, self.saved = Best(keep_best, patience), 0
         self.group = _background_group(dist.group.WORLD, world.timeout)
         self.background = ThreadPoolExecutor(max_workers=1)
         self.pending: Future[None] | None = None
@@ -87,7 +99,7 @@ class Checkpointer:
         reader = Reader(path)
         saved = reader.read_metadata().state_dict_metadata
         small = json.loads((path / "state.json").read_text())
-        if (found := small.keys() - {"step", "groups"}) != self.small.keys():
+        if (found := small.keys() - {"step", "groups", "best"}) != self.small.keys():
             raise TuneError(
                 f"resume: {path} is of another recipe: it has the state of {', '.join(sorted(found))}, this one of "
                 f"{', '.join(sorted(self.small))}. Continue with that recipe, or give another output_dir"
@@ -119,6 +131,7 @@ class Checkpointer:
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
         for name, tensors in extra.items():
             self.small[name].load_state_dict(tensors)
+        self.best.load_state_dict(small.get("best", {}))
         self.saved = small["step"]
         return self.saved
 
@@ -126,20 +139,28 @@ class Checkpointer:
         """The newest complete checkpoint in the folder."""
         return self.world.broadcast(max(self.folder.glob("step-*"), default=None, key=lambda path: path.name))
 
-    def step(self, step: int, now: bool = False) -> None:
-        """Call it after each optimizer step: it saves when a checkpoint is due, or `now`. With `on_error="stop"` it
-        raises TuneError if a checkpoint could not be written; earlier ones are intact."""
+    def step(self, step: int, now: bool = False, **metrics: float) -> None:
+        """Call it after each optimizer step: it saves when a checkpoint is due, the best one, or `now`. With
+        `on_error="stop"` it raises TuneError if a checkpoint could not be written; earlier ones are intact."""
         if self.pending is not None and self.pending.done():
             self.wait()
-        if now or (self.every and step % self.every == 0):
+        measured = self.best.metric in metrics
+        is_best = measured and self.best.take(step, self.world.broadcast(metrics[str(self.best.metric)]))
+        if measured and self.is_over():
+            self.tell(f"stopped: {self.best} was the best, and the last {self.best.patience} were no better")
+        if now or is_best or self.is_over() or (self.every and step % self.every == 0):
             self.save(step)
+
+    def is_over(self) -> bool:
+        """Whether `keep_best` has not become better for as long as `patience` says."""
+        return self.best.is_over
 
     def save(self, step: int) -> None:
         """Save now. All processes must call it."""
         self.wait()
         unfinished = self.folder / f".step-{step:08d}.{self.world.broadcast(uuid.uuid4().hex[:8])}"
         parts, extra = self._states()
-        small = json.dumps({"step": step, "groups": self._changed(), **parts})
+        small = json.dumps({"step": step, "groups": self._changed(), "best": self.best.state_dict(), **parts})
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
         tensors = {"model": model, "optimizer": optimizer["state"], "extra": extra}
         tensors = _on_host(tensors) if self.asynchronous else tensors
@@ -157,14 +178,29 @@ class Checkpointer:
             self._settle(pending.result)
         return self.saved
 
+    def finish(self) -> None:
+        """Wait as `wait`; with `keep_best` the model then has the weights of the best checkpoint."""
+        self.wait()
+        if self.best.metric is None:
+            return
+        path = self.folder / f"step-{self.best.step:08d}"
+        if not self.world.broadcast(path.exists()):
+            self.tell(
+                f"checkpointer.keep_best: there is no checkpoint with a {self.best.metric}: the last weights are taken"
+            )
+            return
+        model = get_model_state_dict(self.model, options=TRAINED)
+        dcp.load({"model": model}, storage_reader=Reader(path), planner=Planner())
+        set_model_state_dict(self.model, model, options=TRAINED)
+        self.tell(f"the weights are those with the best {self.best}")
+
     def _settle(self, result: Callable[[], None]) -> None:
         try:
             result()
         except TuneError as error:
             if self.on_error == "stop":
                 raise
-            if self.world.is_main:
-                self.tell(f"{error} The run goes on, and tries again at the next checkpoint.")
+            self.tell(f"{error} The run goes on, and tries again at the next checkpoint.")
 
     def _finish(self, write: Callable[[], Any], small: str, unfinished: Path, step: int) -> None:
         """Rank 0 returns from `write` after all ranks have written and it has saved the metadata: then it renames."""
@@ -182,7 +218,8 @@ class Checkpointer:
             ) from error
         self.saved = step
         if self.world.is_main and self.keep:
-            for old in sorted(self.folder.glob("step-*"))[: -self.keep]:
+            kept = {*sorted(self.folder.glob("step-*"))[-self.keep :], self.folder / f"step-{self.best.step:08d}"}
+            for old in {*self.folder.glob("step-*")} - kept:
                 # It is renamed first: a folder that is only partly removed must not look complete.
                 shutil.rmtree(old.rename(self.folder / f".{old.name}.removed"), ignore_errors=True)
 

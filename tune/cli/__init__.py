@@ -22,6 +22,8 @@ VERBS = {
     "checkpoints": "list the checkpoints of a run, with their metrics",
     "preview": "look at the data of a run before it starts",
     "prepare": "tokenise the data of a run ahead of time",
+    "generate": "answer prompts with a model, an adapter or a run",
+    "chat": "talk to a model in the terminal",
     "download": "get a model from the Hugging Face hub",
     "eval": "evaluate a model on benchmarks, or on data of your own",
     "merge": "merge adapters into their base",

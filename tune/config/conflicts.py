@@ -62,9 +62,17 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
                 yield key, f"{problem} Set it to 0, or leave the validation dataset out."
     is_loaded = value("dataset._component_") in ("tune.datasets.load", "tune.datasets.load_prompts")
     is_loaded = is_loaded and not value("dataset.validation_fraction")
-    if value("evaluate.every") and not value("evaluate.tasks"):
-        yield "evaluate.every", "there is nothing to evaluate on. Give evaluate.tasks, or leave it out."
-    for key in ("validate_every", "validate_first"):
+    best = str(value("checkpointer.keep_best") or "")
+    if value("checkpointer.patience") and not best:
+        yield "checkpointer.patience", "it counts values of a metric: name it, checkpointer.keep_best=validation_loss."
+    if best and not best.startswith("validation_") and "/" not in best:
+        yield "checkpointer.keep_best", f"{best} is that of a few rows. Take validation_loss, or another of validation."
+    if value("evaluate.prompts") and value("model._component_") == "tune.models.hf":
+        yield "evaluate.prompts", "models of tune.models.hf have no cache here to generate with. Leave it out."
+    if value("evaluate.every") and not value("evaluate.prompts") and not value("evaluate.tasks"):
+        yield "evaluate.every", "there is nothing to evaluate on. Give evaluate.tasks or .prompts, or leave it out."
+    of_validation = ["checkpointer.keep_best"] if best.startswith("validation_") else []
+    for key in ("validate_every", "validate_first", *of_validation):
         if value(key) and is_loaded and value("validation_dataset.path", default=True) is None:
             choices = "validation_dataset.path" + ("" if "reward" in cfg else " or dataset.validation_fraction")
             yield key, f"there is nothing to validate on. Give {choices}, or leave it out."

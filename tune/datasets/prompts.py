@@ -1,8 +1,11 @@
 """Prompts to sample answers to, and their order."""
 
+import json
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,8 @@ from tune.datasets.user_functions import applied
 from tune.errors import TuneError
 from tune.tokenizers import Message, Tokenizer
 from tune.types import PositiveInt
+
+FOR_REWARDS = ("chosen", "rejected", "label")  # columns that say nothing else of the prompt
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ def load_prompts(
             if filter and not applied(filter, "filter", row):
                 dropped[LEFT_OUT + filter] += 1
                 continue
-            left_out = [*ignore, "chosen", "rejected", "label"]  # the latter are for rewards
+            left_out = [*ignore, *FOR_REWARDS]
             prompt = _prompt(tokenizer, row, dict(columns or {}), left_out, len(prompts))
         except TuneError as error:
             raise TuneError(f"{place}: {error}") from error
@@ -92,6 +97,57 @@ def load_prompts(
     if not prompts:
         raise TuneError(f"{path}: no prompt is left of {dropped.total():,} rows: {dict(dropped) or 'there are none'}")
     return Prompts(path, prompts, dropped)
+
+
+def placed_rows(path: str | None, setting: str) -> list[tuple[str, Any]]:
+    """The rows of a file with prompts, and their places: a `.txt` has a prompt in each line. None: of standard input,
+    where these lines may be JSON. `setting` is what names the file."""
+    name = path or "standard input"
+    if path and not Path(path).is_file():
+        raise TuneError(f"{setting} {path}: there is no such file")
+    if path and not path.endswith(".txt"):
+        rows = list(open_source(path))
+    else:
+        try:
+            lines = (Path(path).read_text(encoding="utf-8") if path else sys.stdin.read()).splitlines()
+            is_json = not path and lines and lines[0].startswith("{")
+            rows = [
+                (f"{name}:{number}", json.loads(line) if is_json else {"prompt": line})
+                for number, line in enumerate(lines, 1)
+                if line.strip()
+            ]
+        except ValueError as error:
+            raise TuneError(f"{name} cannot be read: {error}") from error
+    if not rows:
+        raise TuneError(f"{name} has no prompt")
+    return rows
+
+
+def open_prompts(
+    tokenizer: Tokenizer, rows: Iterable[tuple[str, Any]], *, system: str | None = None, raw: bool = False
+) -> list[Prompt]:
+    """The prompts of rows as `load_prompts` reads them, but that a text is the first message of a chat if the tokenizer
+    has a chat template, unless `raw`. `system` is the system message of chats."""
+    prompts: list[Prompt] = []
+    for place, row in rows:
+        try:
+            prompts.append(_opened(tokenizer, row, len(prompts), system, raw))
+        except TuneError as error:
+            raise TuneError(f"{place}: {error}") from error
+    return prompts
+
+
+def _opened(tokenizer: Tokenizer, row: Any, index: int, system: str | None, raw: bool) -> Prompt:
+    text = row.get("prompt") if isinstance(row, dict) else None
+    is_chat = not raw and tokenizer.chat_template is not None
+    if system and (raw or (isinstance(text, str) and not is_chat)):
+        raise TuneError("a system message needs a chat template, and a text as it is has none")
+    if raw and not isinstance(text, str):
+        raise TuneError("a text as it is must be in the column prompt")
+    asked = {**row, "prompt": None, "instruction": text} if isinstance(text, str) and is_chat else row
+    return replace(
+        _prompt(tokenizer, {**asked, "system": system} if system else asked, {}, FOR_REWARDS, index), row=row
+    )
 
 
 def _prompt(tokenizer: Tokenizer, row: Any, columns: Mapping[str, str], ignore: Sequence[str], index: int) -> Prompt:

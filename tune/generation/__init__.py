@@ -1,7 +1,10 @@
-"""Sampling from a model: `Sampler` runs it, `choose` takes a token for each row of logits, `rollout` adds rewards,
-`own_answers` puts samples into the batches of a dataset."""
+"""Sampling from a model: `Sampler` runs it, `Continuation` does so token by token, `choose` takes a token for each row
+of logits, `FixedPrompts` shows what becomes of a model, `rollout` adds rewards, `own_answers` puts samples into the
+batches of a dataset."""
 
 from tune.generation.choose import choose
+from tune.generation.continuation import Continuation
+from tune.generation.fixed_prompts import FixedPrompts
 from tune.generation.own_answers import own_answers
 from tune.generation.reward_model import RewardModel
 from tune.generation.rollout import Environment, Episode, Reward, is_live, micro_batches, rollout, statistics
@@ -9,8 +12,10 @@ from tune.generation.sampler import Completion, Sampler
 
 __all__ = [
     "Completion",
+    "Continuation",
     "Environment",
     "Episode",
+    "FixedPrompts",
     "Reward",
     "RewardModel",
     "Sampler",

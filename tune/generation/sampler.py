@@ -99,7 +99,7 @@ class Sampler:
             TuneError: the model is not a `tune.models.Decoder`, a prompt or a stop id does not fit it, or it gives NaN.
         """
         indices = range(len(prompts)) if indices is None else indices
-        decoder = self._check(model, prompts, indices)
+        decoder = self.check(model, prompts, indices)
         outputs = [[Completion() for _ in range(samples)] for _ in prompts]
         waiting = deque(
             _Row(tuple(map(int, prompt)), completion, uniforms(self.seed, step, index, sample))
@@ -124,7 +124,28 @@ class Sampler:
         text = self.decode(tokens[-max(len(each.encode()) for each in self.stop_strings) - 4 :])
         return any(each in text for each in self.stop_strings)
 
-    def _check(self, model: nn.Module, prompts: Sequence[Sequence[int]], indices: Sequence[int]) -> Decoder:
+    def extend(self, completions: Sequence[Completion], draws: Sequence[float], logits: Tensor) -> None:
+        """Add to each of `completions` a token from its `logits` `[completions, vocab]`, by its number of `draws`."""
+        top = self.top_k, self.top_p, self.min_p
+        ids, log_probs = choose(logits, torch.tensor(draws, dtype=torch.float64), self.temperature, *top)
+        # Both in one transfer: the only time that the host waits for the device.
+        fetched = torch.stack([ids.int(), log_probs.view(torch.int32)]).cpu()
+        values = fetched[0].tolist(), fetched[1].view(torch.float32).tolist()
+        for completion, token, log_prob in zip(completions, *values, strict=True):
+            if math.isnan(log_prob):
+                raise TuneError(
+                    f"sampling: the logits after {len(completion.tokens)} new tokens are NaN or infinite, as weights "
+                    "or activations are. Go back to an earlier checkpoint, or use dtype=fp32"
+                )
+            completion.tokens.append(token)
+            completion.log_probs.append(log_prob)
+            completion.finish = "stop" if self.stops(completion.tokens) else "length"
+
+    def is_complete(self, completion: Completion) -> bool:
+        return completion.finish == "stop" or len(completion.tokens) == self.max_new_tokens
+
+    def check(self, model: nn.Module, prompts: Sequence[Sequence[int]], indices: Sequence[int]) -> Decoder:
+        """Raises TuneError if the model or its settings cannot complete the `prompts`, whose numbers are `indices`."""
         if not isinstance(model, Decoder):
             raise TuneError(
                 f"sampling: a {type(model).__name__} has no cache here. Use model._component_=tune.models.build if it "
@@ -208,23 +229,10 @@ class _Rollout:
 
     def _take(self, slots: Sequence[int], logits: Tensor) -> None:
         """Choose a token for the rows in `slots` from `logits` `[slots, vocab]`. Rows that end leave."""
-        draws = [next(self.rows[slot].uniforms) for slot in slots]
-        top = self.settings.top_k, self.settings.top_p, self.settings.min_p
-        ids, log_probs = choose(logits, torch.tensor(draws, dtype=torch.float64), self.settings.temperature, *top)
-        # Both in one transfer: the only time that the host waits for the device.
-        fetched = torch.stack([ids.int(), log_probs.view(torch.int32)]).cpu()
-        values = fetched[0].tolist(), fetched[1].view(torch.float32).tolist()
-        for slot, token, log_prob in zip(slots, *values, strict=True):
-            completion = self.rows[slot].completion
-            if math.isnan(log_prob):
-                raise TuneError(
-                    f"sampling: the logits after {len(completion.tokens)} new tokens are NaN or infinite, as weights "
-                    "or activations are. Go back to an earlier checkpoint, or use dtype=fp32"
-                )
-            completion.tokens.append(token)
-            completion.log_probs.append(log_prob)
-            completion.finish = "stop" if self.settings.stops(completion.tokens) else "length"
-            if completion.finish == "stop" or len(completion.tokens) == self.settings.max_new_tokens:
+        rows = [self.rows[slot] for slot in slots]
+        self.settings.extend([row.completion for row in rows], [next(row.uniforms) for row in rows], logits)
+        for slot, row in zip(slots, rows, strict=True):
+            if self.settings.is_complete(row.completion):
                 del self.rows[slot]
 
     def _close_up(self) -> None:

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeVar
 
 import torch
@@ -200,8 +200,11 @@ class Run:
         if (data.max_steps or 0) > len(data):
             self.info(f"max_steps={data.max_steps:,} is not reached: epochs={data.epochs} ends before. Raise epochs")
 
-    def track(self, data: Iterable[T], start: int, total: int) -> Iterator[T]:
-        """Iterate over optimizer steps, from the one after `start`, and time how long each waits for data."""
+    def track(
+        self, data: Iterable[T], start: int, total: int, until: Callable[[], bool] = lambda: False
+    ) -> Iterator[T]:
+        """Iterate over optimizer steps, from the one after `start` and not beyond what `until` says, and time how long
+        each waits for data."""
         if self.world.is_main:
             sinks = open_sinks(self.path, self.tensorboard, self.wandb, self.settings)  # locks the folder
             for sink, message in itertools.product(sinks, self.messages):
@@ -219,8 +222,9 @@ class Run:
             (self.path / "first_row.txt").write_text(self.first_row, encoding="utf-8")
         for sink in self.sinks:
             sink.start(start, total)
-        begin = self.step_began = time.perf_counter()
-        for item in data:
+        items, begin = iter(data), time.perf_counter()
+        self.step_began = begin
+        while not until() and (item := next(items, None)) is not None:
             self.data_seconds = time.perf_counter() - begin
             yield item
             begin = time.perf_counter()

@@ -57,13 +57,13 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, documents: Document
 
 
 def attend_cached(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Attention of one token per row, `query` `[rows, 1, heads, head_dim]`, to what is `visible` `[rows, slots]` of
+    """Attention of new tokens, `query` `[rows, seq, heads, head_dim]`, to what is `visible` `[rows, seq, slots]` of
     `key`, `value` `[rows, slots, kv_heads, head_dim]`."""
-    if scoring.sinks is not None or query.shape[2] == key.shape[2]:
-        return _masked(query, key, value, visible[:, None], scoring)
+    if scoring.sinks is not None or query.shape[2] == key.shape[2] or query.shape[1] > 1:
+        return _masked(query, key, value, visible, scoring)
     # The heads that share a key become its queries: keys and values are not repeated.
     shared = query.view(len(query), key.shape[2], -1, query.shape[-1]).transpose(1, 2)
-    return _masked(shared, key, value, visible[:, None], scoring).transpose(1, 2).flatten(1, 2)[:, None]
+    return _masked(shared, key, value, visible, scoring).transpose(1, 2).flatten(1, 2)[:, None]
 
 
 def _document(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:

@@ -16,7 +16,7 @@ from tune.models.rope import Rotation
 class Place:
     """Where the tokens of a forward belong in a layer's cache: written are those in `kept` (None: all), to `written`.
 
-    With one new token per row, `read` is what they attend to, where `visible` `[rows, slots]`.
+    With new tokens behind those of each row, `read` is what they attend to, where `visible` `[rows, seq, slots]`.
     """
 
     written: tuple[Any, ...]
@@ -73,19 +73,29 @@ class KeyValueCache:
                 places[layer.slots] = Place(tuple(written), tokens)
             layer.place = places[layer.slots]
 
-    def extend(self, positions: list[int], device: torch.device) -> Tensor:
-        """Next is a token at each of `positions`, of rows 0, 1, ... Returns the positions `[rows, 1]`."""
-        count, longest, last = len(positions), max(positions) + 1, torch.tensor(positions, device=device)
-        row = torch.arange(count, device=device)
+    def extend(self, positions: list[int], device: torch.device, length: int = 1) -> Tensor:
+        """Next are `length` tokens from each of `positions` on, of rows 0, 1, ..., see `together`. Returns all their
+        positions `[rows, length]`."""
+        count, longest = len(positions), max(positions) + length
+        new = torch.tensor(positions, device=device)[:, None] + torch.arange(length, device=device)
+        row = torch.arange(count, device=device).repeat_interleave(length)
         places: dict[int | None, Place] = {None: Place((slice(count),), read=(slice(count),))}
         for layer in self.layers:
             if layer.slots is not None and layer.slots not in places:
                 used = min(longest, layer.slots)
-                visible = torch.arange(used, device=device) <= last[:, None]
+                visible = torch.arange(used, device=device) <= new[..., None]
                 read = slice(count), slice(used)
-                places[layer.slots] = Place((row, last % layer.slots), read=read, visible=visible)
+                places[layer.slots] = Place((row, new.flatten() % layer.slots), read=read, visible=visible)
             layer.place = places[layer.slots]
-        return last[:, None]
+        return new
+
+    def together(self, start: int) -> int:
+        """How many tokens from position `start` on can come together: as long as no window loses what they read."""
+        return max(1, min((layer.slots for layer in self.layers if layer.slots is not None), default=start) - start)
+
+    def keeps_all(self, length: int) -> bool:
+        """Whether the end of a document of `length` tokens can be replaced: no window and no state has lost a token."""
+        return all(layer.slots is not None and length <= layer.slots for layer in self.layers)
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
         """Give the second row of each of `moves` what the first has."""

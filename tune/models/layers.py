@@ -146,7 +146,7 @@ class Attention(nn.Module):
 
 
 def attend_in(context: Context, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """`attend` within the context's documents, or `attend_cached` for one more token per row of a cache."""
+    """`attend` within the context's documents, or `attend_cached` for more tokens per row of a cache."""
     if context.cache is not None:
         context.cache.write(key, value)
         if (visible := context.cache.place.visible) is not None:

@@ -69,7 +69,8 @@ def _exported(path: Path) -> Path:
         steps = ", ".join(each.name for each in sorted(run.glob("checkpoints/step-*"))) or "no checkpoint either"
         raise TuneError(
             f"{path}: this run has exported nothing yet: it has neither model/ nor adapter/, but {steps}. Let it come "
-            f"to its end: the command that began it, with output_dir={run}, continues after its last checkpoint"
+            f"to its end (the command that began it, with output_dir={run}, continues after its last checkpoint), or "
+            f"make a model of a checkpoint: `tune export {run} --step N --to hf --out FOLDER`"
         )
     if path.is_file():
         hint = "`tune convert` makes a folder of a GGUF file" if path.suffix == ".gguf" else "name its folder"

@@ -1,0 +1,161 @@
+"""`tune chat`, driven through a real terminal."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import sys
+import time
+
+import pytest
+from helpers import HANGS, make_adapter, save_checkpoint
+
+from tune.checkpointers import load_model
+from tune.generation import Sampler
+from tune.tokenizers import Tokenizer
+
+
+class Terminal:
+    """A process in a terminal: what is typed, and what is shown."""
+
+    def __init__(self, *arguments):
+        self.process, self.screen = pty.fork()
+        if not self.process:
+            environment = os.environ | {"TERM": "dumb", "COLUMNS": "100000"}
+            os.execve(sys.executable, [sys.executable, "-m", "tune.cli", *map(str, arguments)], environment)
+        self.seen, self.bytes = "", b""
+
+    def type(self, text):
+        os.write(self.screen, text.encode())
+
+    def wait_for(self, pattern):
+        """What is shown up to the end of the pattern, which has not been given yet."""
+        deadline = time.monotonic() + HANGS
+        while not (found := re.search(pattern, self.seen)):
+            ready, _, _ = select.select([self.screen], [], [], max(0, deadline - time.monotonic()))
+            try:
+                self.bytes += os.read(self.screen, 65536) if ready else b""
+            except OSError:  # the process has ended
+                ready = []
+            assert ready, f"{pattern!r} is not in {self.seen[-2000:]!r}"
+            self.seen = self.bytes.decode(errors="replace").replace("\r\n", "\n")
+        shown, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        self.bytes = self.seen.encode()
+        return shown
+
+    def ask(self, text):
+        """What is shown between a line that is typed and the next prompt."""
+        self.type(f"{text}\n")
+        self.wait_for(re.escape(text) + "\n")
+        return self.wait_for(r"(?m)^> ").removesuffix("> ").removesuffix("\n")
+
+    def end(self):
+        os.kill(self.process, signal.SIGKILL)
+        os.waitpid(self.process, 0)
+        os.close(self.screen)
+
+
+@pytest.fixture
+def terminal():
+    opened = []
+
+    def start(*arguments):
+        opened.append(Terminal("chat", *arguments))
+        opened[0].wait_for(r"(?m)^> ")
+        return opened[0]
+
+    yield start
+    for each in opened:
+        each.end()
+
+
+def answer(folder, messages, count, **settings):
+    """What the sampler gives for the whole conversation."""
+    model, tokenizer = load_model(str(folder)), Tokenizer(str(folder))
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    step = settings.pop("step", 1)
+    sampler = Sampler(max_new_tokens=count, stop_ids=tokenizer.stop_ids, **{"temperature": 0} | settings)
+    return tokenizer.decode(sampler(model, [prompt], step=step)[0][0].tokens, skip_special_tokens=True)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def words(text):
+    """What terminals change is left out: control characters and blanks."""
+    return re.sub(r"[\x00-\x20\x7f\ufffd]", "", text)
+
+
+def test_a_conversation(checkpoint, terminal, tmp_path):
+    chat = terminal(checkpoint, "--max-new-tokens", 12, "--device", "cpu")
+    first = answer(checkpoint, [user("the cat")], 12)
+    assert words(chat.ask("the cat")) == words(first)
+    turns = [user("the cat"), assistant(first), user("a dog")]
+    second = answer(checkpoint, turns, 12)
+    assert words(chat.ask("a dog")) == words(second)
+    assert words(chat.ask("/retry")) == words(second)  # the most likely tokens
+    assert f"saved to {tmp_path}/saved.jsonl" in chat.ask(f"/save {tmp_path}/saved.jsonl")
+    assert "a new conversation; no system message" in chat.ask("/reset")
+    assert words(chat.ask("a dog")) == words(answer(checkpoint, [user("a dog")], 12))
+    assert "a new conversation; system: very red" in chat.ask("/system very red")
+    system = {"role": "system", "content": "very red"}
+    assert words(chat.ask("a dog")) == words(answer(checkpoint, [system, user("a dog")], 12))
+    chat.ask(f"/save {tmp_path}/saved.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "saved.jsonl").read_text().splitlines()]
+    assert rows[0] == {"model": str(checkpoint), "messages": [*turns, assistant(second)]}
+    assert rows[1]["messages"][:2] == [system, user("a dog")] and len(rows) == 2
+    assert "/retry   another answer" in chat.ask("/help")
+    wrong = {
+        "/rset": "/rset is no command. Did you mean '/reset'?", "/save": "/save: name a file",
+        f"/save {tmp_path}/none/x": "it cannot be written: No such file",
+    }  # fmt: skip
+    for command, message in wrong.items():
+        assert message in chat.ask(command)
+    chat.ask("/reset")
+    assert "/retry: there is no message yet" in chat.ask("/retry")
+    chat.type("\x04")
+    assert os.waitstatus_to_exitcode(os.waitpid(chat.process, os.WUNTRACED)[1]) == 0
+    chat.process = os.spawnv(os.P_NOWAIT, "/bin/true", ["true"])
+
+
+def test_another_answer_by_another_sample(checkpoint, terminal):
+    chat = terminal(checkpoint, "--max-new-tokens", 12, "--temperature", 1, "--seed", 3)
+    for step, line in enumerate(["the cat", "/retry", "/retry"], 1):
+        expected = answer(checkpoint, [user("the cat")], 12, temperature=1.0, seed=3, step=step)
+        assert words(chat.ask(line)) == words(expected)
+
+
+def test_base_and_tuned(checkpoint, terminal, tmp_path):
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", 1)
+    chat = terminal(adapter, "--compare", checkpoint, "--max-new-tokens", 9)
+    shown = chat.ask("the cat")
+    tuned, base = shown.removeprefix(f"[{adapter}]").split(f"[{checkpoint}]")
+    first = answer(checkpoint, [user("the cat")], 9)
+    assert words(base) == words(first) != words(tuned)
+    base = chat.ask("a dog").split(f"[{checkpoint}]")[1]  # each goes on from its own answers
+    assert words(base) == words(answer(checkpoint, [user("the cat"), assistant(first), user("a dog")], 9))
+
+
+def test_streaming_and_ctrl_c(terminal, tmp_path):
+    """An answer that would take minutes is seen while it comes, and is stopped."""
+    folder = save_checkpoint(tmp_path / "endless", max_position_embeddings=200_000, eos_token_id=None)
+    chat = terminal(folder, "--max-new-tokens", 150_000)
+    chat.type("the cat\n")
+    chat.wait_for(r"the cat\n.*\S[\s\S]{40}")
+    chat.type("\x03")
+    chat.wait_for(r"\(stopped\)\n> ")
+    assert "a new conversation" in chat.ask("/reset")
+    chat.type("the dog")
+    chat.wait_for("the dog")  # before, the signal would come between two of Python's
+    chat.type("\x03")
+    chat.wait_for(r"\(Ctrl-D or /exit ends\)\n> ")
+    chat.type("/exit\n")
+    assert os.waitstatus_to_exitcode(os.waitpid(chat.process, 0)[1]) == 0
+    chat.process = os.spawnv(os.P_NOWAIT, "/bin/true", ["true"])

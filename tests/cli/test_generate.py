@@ -1,0 +1,181 @@
+"""`tune generate`: answers on standard output, in the order of the prompts, as transformers gives them."""
+
+import io
+import json
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import HANGS, make_adapter, save_checkpoint
+
+from tune.cli import main
+from tune.generation.defaults import sampling_settings
+from tune.tokenizers import Tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+PROMPTS = ["the cat sat", "a", "it was a very big red dog and then it ran under the mat"]
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def run(capsys, *arguments):
+    main(["generate", *map(str, arguments)])
+    shown = capsys.readouterr()
+    return shown.out, shown.err
+
+
+def theirs(folder, text, count):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    found = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prompts")
+    (folder / "prompts.txt").write_text("\n".join([*PROMPTS, ""]))
+    rows = [{"prompt": PROMPTS[0], "id": 7}, {"messages": [{"role": "user", "content": PROMPTS[1]}]}]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_answers_are_those_of_transformers(checkpoint, files, capsys):
+    expected = [theirs(checkpoint, CHAT.format(prompt), 20) for prompt in PROMPTS]
+    out, err = run(capsys, checkpoint, "--prompts", files / "prompts.txt", "--max-new-tokens", 20, "--device", "cpu")
+    assert out == "".join(f"{answer}\n" for answer in expected)
+    assert "float32 on cpu; the most likely token, seed 0" in err and "3 of 3 prompts, " in err and "tokens/s" in err
+    assert run(capsys, checkpoint, "--prompt", PROMPTS[2], "--max-new-tokens", 20)[0] == expected[2] + "\n"
+    raw = run(capsys, checkpoint, "--prompt", PROMPTS[0], "--raw", "--max-new-tokens", 9)[0]
+    assert raw == theirs(checkpoint, PROMPTS[0], 9) + "\n"
+    system = run(capsys, checkpoint, "--prompt", "a", "--system", "very small", "--max-new-tokens", 9)[0]
+    text = "<|im_start|>system\nvery small<|im_end|>\n" + CHAT.format("a")
+    assert system == theirs(checkpoint, text, 9) + "\n"
+
+
+def test_standard_input(checkpoint, files, capsys, monkeypatch):
+    expected = {
+        name: run(capsys, checkpoint, "--prompts", files / name, "--max-new-tokens", 5)[0]
+        for name in ("prompts.txt", "prompts.jsonl")
+    }
+    for name, answers in expected.items():
+        monkeypatch.setattr(sys, "stdin", io.StringIO((files / name).read_text()))
+        assert run(capsys, checkpoint, "--max-new-tokens", 5)[0] == answers
+
+
+def test_samples_and_their_records(checkpoint, files, tmp_path, capsys):
+    sampled = [checkpoint, "--prompts", files / "prompts.jsonl", "--max-new-tokens", 12, "--temperature", 0.9]
+    sampled += ["--samples", 3, "--top-k", 50, "--top-p", 0.95, "--min-p", 0.001, "--out", tmp_path / "out.jsonl"]
+    out, err = run(capsys, *sampled, "--seed", 4)
+    assert "temperature 0.9, top_k 50, top_p 0.95, min_p 0.001, seed 4" in err
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(each["index"], each["sample"]) for each in records] == [(i, s) for i in range(2) for s in range(3)]
+    assert out == "".join(each["completion"] + "\n" for each in records)
+    assert records[0]["prompt"] == PROMPTS[0] and records[3]["messages"][0]["content"] == PROMPTS[1]
+    assert records[0].keys() == {"index", "sample", "prompt", "completion", "finish", "tokens"}
+    assert len({each["completion"] for each in records}) == 6
+    assert all(each["finish"] == ("length" if each["tokens"] == 12 else "stop") for each in records)
+    assert run(capsys, *sampled, "--seed", 4, "--batch-size", 1)[0] == out
+    assert run(capsys, *sampled, "--seed", 5)[0] != out
+
+
+def test_adapters_and_runs(checkpoint, files, tmp_path, capsys):
+    adapter = make_adapter(checkpoint, tmp_path / "run" / "adapter", 1)
+    (tmp_path / "run" / "config.yaml").touch()
+    ask = ["--prompt", "the dog", "--max-new-tokens", 12]
+    ways = [checkpoint, "--adapter", adapter], [adapter], [tmp_path / "run"]
+    out = {run(capsys, *named, *ask)[0] for named in ways}
+    assert len(out) == 1 and out != {run(capsys, checkpoint, *ask)[0]}
+
+
+def test_settings_of_the_checkpoint(tmp_path):
+    file = {"do_sample": True, "top_p": 0.8, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(file))
+    settings, words = sampling_settings(tmp_path)
+    assert settings == {"temperature": 0.6, "top_k": 20, "top_p": 0.8}
+    assert words.endswith("; repetition_penalty=1.1 of generation_config.json is not applied")
+    assert sampling_settings(tmp_path, temperature=0.0, top_k=0)[0] == {"temperature": 0.0, "top_p": 0.8}
+    (tmp_path / "generation_config.json").write_text(json.dumps(file | {"do_sample": False}))
+    assert sampling_settings(tmp_path)[0] == {"temperature": 0.0}
+    assert sampling_settings(tmp_path, temperature=1.0)[0] == {"temperature": 1.0}
+    assert sampling_settings(tmp_path / "nothing")[1] == "the most likely token"
+
+
+def test_two_processes(checkpoint, files, tmp_path, capsys):
+    arguments = ["generate", checkpoint, "--prompts", files / "prompts.txt", "--max-new-tokens", "9", "--device", "cpu"]
+    arguments += ["--samples", "2", "--temperature", "1", "--batch-size", "1", "--out", tmp_path / "two.jsonl"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}", "-m", "tune.cli"]
+    command = [sys.executable, *torchrun, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == run(capsys, *arguments[1:-1], tmp_path / "one.jsonl")[0]
+    assert (tmp_path / "two.jsonl").read_text() == (tmp_path / "one.jsonl").read_text()
+
+
+WRONG = {
+    "no model": (["not_there", "--prompt", "a"], "model.path: not_there does not exist"),
+    "a name of the hub": (["org/name", "--prompt", "a"], "tune download org/name"),
+    "no adapter": (["MODEL", "--adapter", "MODEL", "--prompt", "a"], "is no adapter"),
+    "no file": (["MODEL", "--prompts", "none.jsonl"], "--prompts none.jsonl: there is no such file"),
+    "another kind of file": (["MODEL", "--prompts", "notes.md"], "notes.md: cannot read .md files"),
+    "an empty file": (["MODEL", "--prompts", "empty.txt"], "empty.txt has no prompt"),
+    "no JSON": (["MODEL", "--prompts", "broken.jsonl"], "broken.jsonl:1"),
+    "other columns": (["MODEL", "--prompts", "columns.jsonl"], "columns.jsonl:1: there is no messages, conv"),
+    "only answers": (["MODEL", "--prompts", "answers.jsonl"], "answers.jsonl:1: messages has only answers"),
+    "raw messages": (["MODEL", "--prompts", "chats.jsonl", "--raw"], "chats.jsonl:1: a text as it is must be in the"),
+    "a raw system message": (["MODEL", "--prompt", "a", "--raw", "--system", "b"], "needs a chat template"),
+    "temperature": (["MODEL", "--prompt", "a", "--temperature", "-1"], "temperature: -1.0 is not a non-negative"),
+    "top-p": (["MODEL", "--prompt", "a", "--temperature", "1", "--top-p", "2"], "top_p: 2.0 is not a number above 0"),
+    "too many tokens": (["MODEL", "--prompt", "a", "--max-new-tokens", "600"], "more than the 512 up to which"),
+    "no tokens": (["MODEL", "--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens: 0 is not a positive"),
+    "a prompt that is too long": (["MODEL", "--prompts", "long.txt"], "prompt 0 has"),
+    "nothing to go on from": (["MODEL", "--prompt", "", "--raw"], "prompt 0 is empty"),
+    "where to write": (["MODEL", "--prompt", "a", "--out", "none/out.jsonl"], "--out none/out.jsonl cannot be written"),
+    "both": (["MODEL", "--prompt", "a", "--prompts", "long.txt"], "not allowed with argument --prompt"),
+    "samples": (["MODEL", "--prompt", "a", "--samples", "0"], "--samples: 0 is not a positive integer"),
+    "batch size": (["MODEL", "--prompt", "a", "--batch-size", "-1"], "--batch-size: -1 is not a positive integer"),
+    "device": (["MODEL", "--prompt", "a", "--device", "tpu"], "device: tpu is not available"),
+    "dtype": (["MODEL", "--prompt", "a", "--dtype", "int3"], "invalid choice: 'int3'"),
+    "a seed": (["MODEL", "--prompt", "a", "--seed", "-2", "--temperature", "1"], "seed: -2 is not a non-negative"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_inputs(name, checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.md").write_text("a")
+    (tmp_path / "empty.txt").write_text("\n\n")
+    (tmp_path / "broken.jsonl").write_text("{prompt\n")
+    (tmp_path / "columns.jsonl").write_text('{"question": "a"}\n')
+    (tmp_path / "answers.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n')
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    (tmp_path / "long.txt").write_text("cat " * 600)
+    arguments, message = WRONG[name]
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", *(str(checkpoint) if each == "MODEL" else each for each in arguments)])
+    shown = capsys.readouterr()
+    assert ended.value.code == 2 and message in shown.err and not shown.out
+
+
+def test_a_model_without_a_chat_template(checkpoint, tmp_path, capsys):
+    base = tmp_path / "base"
+    shutil.copytree(checkpoint, base)
+    (base / "chat_template.jinja").unlink()
+    assert Tokenizer(str(base)).chat_template is None
+    assert run(capsys, base, "--prompt", "the", "--max-new-tokens", 9)[0] == theirs(base, "the", 9) + "\n"
+    with pytest.raises(SystemExit):
+        main(["generate", str(base), "--prompt", "the", "--system", "a"])
+    assert "a system message needs a chat template" in capsys.readouterr().err
+
+
+def test_another_type(tmp_path, capsys):
+    folder = save_checkpoint(tmp_path / "m")
+    assert "bfloat16 on cpu" in run(capsys, folder, "--prompt", "a", "--max-new-tokens", 2, "--dtype", "bf16")[1]
+    assert torch.get_default_dtype() == torch.float32

@@ -1,0 +1,98 @@
+"""Texts that grow are completed as a sampler completes them whole."""
+
+from itertools import islice
+
+import pytest
+import torch
+from generation.test_sampler import make_prompts
+from generation.test_sampler import model as model
+
+from tune.collators import Batch
+from tune.errors import TuneError
+from tune.generation import Continuation, Sampler
+
+
+class Reads(list):
+    """The numbers of tokens that forwards of a model read."""
+
+    def __init__(self, model):
+        self.hook = model.embedding.register_forward_hook(lambda module, inputs, output: self.append(inputs[0].numel()))
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_turns_of_a_conversation(model, temperature):
+    """The windows are 16 tokens wide: these turns begin within them, reach over their ends and come after them."""
+    continuation, sampler = Continuation(model), Sampler(max_new_tokens=6, temperature=temperature, seed=3)
+    text, reads = [], Reads(model)
+    for turn, message in enumerate(make_prompts([5, 3, 1, 30, 9])):
+        text, before = text + message, len(text)
+        if len(text) + 6 > model.max_generated:
+            assert turn > 2
+            break
+        reads.clear()
+        answer = list(continuation(sampler, text, step=turn))
+        # The last token of an answer is chosen, and read only with the next message.
+        assert sum(reads) == len(text) - before + 5 + (turn > 0)
+        assert answer == sampler(model, [text], step=turn)[0][0].tokens
+        text = text + answer
+    reads.hook.remove()
+
+
+def test_other_texts_than_before(model):
+    """Again, shorter, changed at its beginning, its middle or its end, and after an answer that was left."""
+    continuation, sampler = Continuation(model), Sampler(max_new_tokens=8, temperature=0.9)
+    (text,) = make_prompts([21])
+    changed = [7, *text[1:]], [*text[:10], 7, *text[11:]], [*text[:20], 7]
+    longer = (text * 5)[: model.max_generated - 8]
+    texts = [text, text, text[:9], text, changed[0], text, *changed[1:], longer]
+    for step, each in enumerate(texts):
+        assert list(continuation(sampler, each, step=step)) == sampler(model, [each], step=step)[0][0].tokens
+        list(islice(continuation(sampler, text), 3))
+
+
+def test_a_cache_that_grows(model):
+    continuation, sampler = Continuation(model), Sampler(max_new_tokens=8, temperature=0)
+    continuation.capacity = 20
+    continuation.cache = model.new_cache(1, 20)
+    for text in make_prompts([10, 40]):
+        assert list(continuation(sampler, text)) == sampler(model, [text])[0][0].tokens
+    assert continuation.capacity == min(1024, model.max_generated)
+
+
+def test_after_an_interruption(model):
+    continuation, sampler = Continuation(model), Sampler(max_new_tokens=12, temperature=0)
+    (text,) = make_prompts([10])
+    expected = sampler(model, [text])[0][0].tokens
+
+    def interrupt(module, inputs, output):
+        raise KeyboardInterrupt
+
+    answer = continuation(sampler, text)
+    assert list(islice(answer, 4)) == expected[:4]
+    hook = model.blocks[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(answer)
+    hook.remove()
+    assert list(continuation(sampler, text + expected[:4]))[:8] == expected[4:]
+
+
+def test_stops_and_limits(model):
+    (text,) = make_prompts([4])
+    free = list(Continuation(model)(Sampler(max_new_tokens=9, temperature=0), text))
+    stopping = Sampler(max_new_tokens=9, temperature=0, stop_ids=[free[3]])
+    assert list(Continuation(model)(stopping, text)) == free[: free.index(free[3]) + 1]
+    with pytest.raises(TuneError, match=r"prompt 0 has 4 tokens .* Lower one by 4"):
+        list(Continuation(model)(Sampler(max_new_tokens=model.max_generated), text))
+    with pytest.raises(TuneError, match="prompt 0 is empty"):
+        list(Continuation(model)(stopping, []))
+
+
+@torch.no_grad()
+def test_on_a_device_that_is_not_the_cpu(model):
+    device = torch.device("meta")
+    moved = type(model)(model.config).to(device)
+    cache = moved.new_cache(rows=1, capacity=40)
+    cache.start([0], Batch.of([[5] * 7]), device)
+    moved(Batch.of([[5] * 7]).to(device), cache=cache)
+    tokens = torch.zeros(1, 9, dtype=torch.long, device=device)
+    assert moved(tokens, positions=cache.extend([7], device, 9), cache=cache).shape == (1, 1, model.config.vocab_size)

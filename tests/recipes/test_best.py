@@ -1,0 +1,184 @@
+"""The best checkpoint, stopping early, and answers to fixed prompts during a training."""
+
+import json
+from pathlib import Path
+
+import full_finetune
+import lora_finetune
+import pytest
+import torch
+from helpers import run_processes
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tune.checkpointers import load_model
+from tune.checkpointers.best import Best
+from tune.generation import Sampler
+from tune.peft import open_model
+from tune.tokenizers import Tokenizer
+
+RECIPES = {"full": full_finetune, "lora": lora_finetune}
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request):
+    return RECIPES[request.param]
+
+
+@pytest.fixture
+def run(checkpoint, chats, tmp_path, run_recipe, recipe):
+    def run(*settings: str, folder: str = "run") -> Path:
+        common = [
+            f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "device=cpu",
+            "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "micro_batch_size=4", "validate_every=1",
+            "checkpointer.keep_best=validation_loss", "schedule._component_=tune.optimizers.constant",
+            "schedule.warmup=0", f"output_dir={tmp_path / folder}", *settings,
+        ]  # fmt: skip
+        assert run_recipe(common, recipe) == 0
+        return tmp_path / folder
+
+    return run
+
+
+def logged(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(folder):
+    return [int(path.name.removeprefix("step-")) for path in sorted((folder / "checkpoints").iterdir())]
+
+
+def exported(folder):
+    (file,) = [*folder.glob("model/model.safetensors"), *folder.glob("adapter/adapter_model.safetensors")]
+    return load_file(file)
+
+
+# With these the validation loss rises from one step to the next: the learning rate, and that step.
+WAVES = {"full_finetune": ("optimizer.lr=0.05", 3), "lora_finetune": ("optimizer.lr=0.3", 2)}
+
+
+def test_the_best_is_kept_and_exported(run, recipe, checkpoint):
+    wave, last = WAVES[recipe.__name__]
+    folder = run(wave, f"max_steps={last}", "checkpointer.every=1", "checkpointer.keep=1")
+    losses = [line["validation_loss"] for line in logged(folder)]
+    best = losses.index(min(losses)) + 1
+    assert best < last and steps(folder) == [best, last]
+    log = (folder / "log.txt").read_text()
+    assert f"the weights are those with the best validation_loss, {losses[best - 1]:.4g} at step {best}" in log
+
+    plain = run(wave, f"max_steps={last}", "checkpointer.keep_best=null", folder="plain")
+    assert logged(plain)[-1]["validation_loss"] == losses[-1]  # the training was left alone
+    dcp_to_torch_save(folder / "checkpoints" / f"step-0000000{best}", folder / "state.pt")
+    weights = torch.load(folder / "state.pt", weights_only=True)["model"]
+    if recipe is full_finetune:
+        found = dict(load_model(str(folder / "model")).named_parameters())
+    else:
+        found = {name: each for name, each in open_model(folder)[0].named_parameters() if "lora_" in name}
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(weights[name], each) for name, each in found.items())
+    assert any(not torch.equal(each, exported(plain)[name]) for name, each in exported(folder).items())
+
+
+def test_a_run_that_has_stopped_stays_stopped_and_goes_on_to_the_bit(run):
+    settings = ["optimizer.lr=0", "max_steps=8", "checkpointer.patience=3", "checkpointer.every=1"]  # learns nothing
+    folder = run(*settings, "checkpointer.keep=null")
+    first = exported(folder)
+    assert [line["step"] for line in logged(folder)] == [1, 2, 3, 4] == steps(folder)
+    log = (folder / "log.txt").read_text()
+    assert "stopped: validation_loss, " in log and "at step 1 was the best, and the last 3 were no better" in log
+    run(*settings, "checkpointer.keep=null")
+    assert [line["step"] for line in logged(folder)] == [1, 2, 3, 4]
+    assert all(torch.equal(first[name], each) for name, each in exported(folder).items())
+    resumed = run(*settings, f"resume={folder}/checkpoints/step-00000002", folder="resumed")
+    assert [line["step"] for line in logged(resumed)][-1] == 4  # it waits no longer than the run that was cut off
+
+
+def test_resumed_to_the_bit(run, recipe):
+    wave, last = WAVES[recipe.__name__]
+    settings = [wave, "max_steps=8", "checkpointer.patience=1", "checkpointer.every=1"]
+    whole = run(*settings, "checkpointer.keep=null")
+    assert logged(whole)[-1]["step"] == last
+    resumed = run(*settings, f"resume={whole}/checkpoints/step-0000000{last - 1}", folder="resumed")
+    assert logged(resumed)[-1]["validation_loss"] == logged(whole)[-1]["validation_loss"]
+    assert [line["step"] for line in logged(resumed)] == [last]
+    states = [
+        json.loads((each / "checkpoints" / f"step-{last:08d}" / "state.json").read_text()) for each in (whole, resumed)
+    ]
+    assert states[0]["best"] == states[1]["best"]
+
+
+def test_answers_to_fixed_prompts(run, recipe, checkpoint, tmp_path):
+    (tmp_path / "prompts.txt").write_text("the cat\na very big dog and\nit was\n")
+    settings = ["optimizer.lr=1e-2", f"evaluate.prompts={tmp_path}/prompts.txt", "evaluate.max_new_tokens=9"]
+    settings += ["checkpointer.keep_best=null", "max_steps=5"]
+    folder = run(*settings, "evaluate.every=2")
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["index"]) for row in rows] == [(at, each) for at in (0, 2, 4, 5) for each in range(3)]
+    assert rows[1]["prompt"] == "a very big dog and"
+    assert "step 4, the first of 3 prompts: " in (folder / "log.txt").read_text()
+    tokenizer = Tokenizer(str(checkpoint))
+    for start, model in ((0, load_model(str(checkpoint))), (9, open_model(folder)[0])):
+        chats = [[{"role": "user", "content": row["prompt"]}] for row in rows[:3]]
+        prompts = [tokenizer.encode(tokenizer.apply_chat_template(each, add_generation_prompt=True)) for each in chats]
+        expected = Sampler(max_new_tokens=9, temperature=0, stop_ids=tokenizer.stop_ids)(model, prompts)
+        assert [row["tokens"] for row in rows[start : start + 3]] == [each.tokens for (each,) in expected]
+    plain = run("optimizer.lr=1e-2", "checkpointer.keep_best=null", "max_steps=5", folder="plain")
+    losses = [[line["loss"] for line in logged(each)] for each in (folder, plain)]
+    assert losses[0] == losses[1] and not (plain / "samples.jsonl").exists()
+
+
+def test_on_two_processes(checkpoint, chats, tmp_path):
+    (tmp_path / "prompts.txt").write_text("the cat\na very big dog and\nit was\n")
+    common = [
+        f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "device=cpu",
+        "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "micro_batch_size=2", "max_steps=6", "validate_every=1",
+        "checkpointer.keep_best=validation_loss", "checkpointer.patience=1", "checkpointer.keep=1", "optimizer.lr=0.05",
+        f"evaluate.prompts={tmp_path}/prompts.txt", "evaluate.max_new_tokens=5", "schedule.warmup=0",
+        "schedule._component_=tune.optimizers.constant",
+    ]  # fmt: skip
+    script = Path(full_finetune.__file__)
+    for count in (1, 2):
+        run_processes(script, count, *common, f"output_dir={tmp_path / str(count)}")
+    assert steps(tmp_path / "1") == steps(tmp_path / "2") == [2, 3]
+    assert logged(tmp_path / "1")[-1]["step"] == logged(tmp_path / "2")[-1]["step"] == 3
+    one, two = ((tmp_path / each / "samples.jsonl").read_text().splitlines()[:3] for each in ("1", "2"))
+    assert one == two
+    for name, each in exported(tmp_path / "1").items():  # Adam turns the smallest differences into steps
+        assert (exported(tmp_path / "2")[name] - each).norm() < 1e-3 * each.norm()
+
+
+WRONG = {
+    "patience alone": (["checkpointer.patience=2"], "checkpointer.patience: it counts values of a metric"),
+    "a metric of a step": (["checkpointer.keep_best=loss"], "checkpointer.keep_best: loss is that of a few rows"),
+    "nothing to validate on": (
+        ["checkpointer.keep_best=validation_loss"],
+        "checkpointer.keep_best: there is nothing to",
+    ),
+    "no patience": (["checkpointer.patience=0", "checkpointer.keep_best=a/b"], "checkpointer.patience: 0 is not"),
+    "no prompts": (["evaluate.every=2"], "evaluate.every: there is nothing to evaluate on"),
+    "no cache": (["evaluate.prompts=a.txt", "model._component_=tune.models.hf"], "evaluate.prompts: models of tune"),
+    "no file": (["evaluate.prompts=none.txt"], "evaluate.prompts none.txt: there is no such file"),
+    "no tokens": (["evaluate.max_new_tokens=0"], "evaluate.max_new_tokens: 0 is not a positive integer"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_settings(name, checkpoint, chats, tmp_path, run_recipe, recipe, capsys):
+    settings, message = WRONG[name]
+    common = [f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", f"output_dir={tmp_path / 'run'}"]
+    assert run_recipe([*common, *settings], recipe) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_what_is_best():
+    loss, score = Best("validation_loss", 2), Best("hellaswag/acc", None)
+    found = [loss.take(step, value) for step, value in enumerate([2.0, float("nan"), 1.5, 1.5, 1.6], 1)]
+    assert found == [True, False, True, False, False] and loss.is_over and str(loss) == "validation_loss, 1.5 at step 3"
+    assert [score.take(step, value) for step, value in enumerate([0.2, 0.1, 0.3], 1)] == [True, False, True]
+    assert not score.is_over and not Best(None, None).is_over
+    other = Best("validation_loss", 2)
+    other.load_state_dict(score.state_dict())
+    assert other.step == 0
+    other.load_state_dict(loss.state_dict())
+    assert other.is_over and other.state_dict() == loss.state_dict()

@@ -1,0 +1,36 @@
+"""The best value of a metric in a training."""
+
+from typing import Any
+
+
+class Best:
+    """The best value of a metric so far, of a loss or a perplexity the lowest, of others the highest; `stale` counts
+    those since."""
+
+    def __init__(self, metric: str | None, patience: int | None):
+        self.metric, self.patience = metric, patience
+        self.sign = -1 if any(word in (metric or "") for word in ("loss", "perplexity", "bits_per_byte")) else 1
+        self.value, self.step, self.stale = -float("inf"), 0, 0
+
+    def __str__(self) -> str:
+        return f"{self.metric}, {self.value * self.sign:.4g} at step {self.step}"
+
+    def take(self, step: int, value: float) -> bool:
+        """Whether the metric of a step is the best so far. NaN is not."""
+        if value * self.sign > self.value:
+            self.value, self.step, self.stale = value * self.sign, step, 0
+        else:
+            self.stale += 1
+        return self.stale == 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.patience is not None and self.stale >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("metric", "value", "step", "stale")} if self.step else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores nothing from the state of another metric."""
+        if state.get("metric") == self.metric:
+            vars(self).update(state)

@@ -1,0 +1,60 @@
+"""Sampling token by token, from a cache that stays."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tune.collators import Batch
+from tune.generation.choose import uniforms
+from tune.generation.sampler import Completion, Sampler
+from tune.models import Decoder
+
+CHUNK = 512  # tokens that are read together behind what the cache has
+
+
+class Continuation:
+    """Completes one text after the other with what a `Sampler` gives, token by token. Of a text that begins as the last
+    one, as a conversation does that goes on, only the rest is read."""
+
+    def __init__(self, model: Decoder):
+        self.model, self.capacity = model, 0
+        self.known: list[int] = []  # the text that the cache has
+
+    @torch.no_grad()
+    def __call__(self, sampler: Sampler, prompt: Sequence[int], step: int = 0) -> Iterator[int]:
+        """The tokens of `sampler(model, [prompt], step=step)`, as they come; it may be left before its end."""
+        sampler.check(self.model, [prompt], [0])
+        completion, draws = Completion(), uniforms(sampler.seed, step, 0, 0)
+        self._make_room(len(prompt) + sampler.max_new_tokens)
+        while not sampler.is_complete(completion):
+            sampler.extend([completion], [next(draws)], self._read([*prompt, *completion.tokens]))
+            yield completion.tokens[-1]
+
+    def _make_room(self, length: int) -> None:
+        """Twice as much as is needed, so that a growing conversation seldom needs a new cache."""
+        if length > self.capacity:
+            room = max(2 * length, 2 * CHUNK)
+            self.capacity = min(room, self.model.max_generated or room)
+            self.cache, self.known = self.model.new_cache(1, self.capacity), []
+
+    def _read(self, text: list[int]) -> Tensor:
+        """The logits after `text`, `[1, vocab]`."""
+        device, known = self.model.embedding.weight.device, self.known
+        pairs = zip(known, text[:-1], strict=False)
+        start = next((at for at, (old, new) in enumerate(pairs) if old != new), min(len(known), len(text) - 1))
+        if start < len(known) and not self.cache.keeps_all(len(known)):
+            start = 0
+        self.known = []  # what is interrupted leaves the cache in no known state
+        if start == 0:
+            batch = Batch.of([text])
+            self.cache.start([0], batch, device)
+            logits = self.model(batch.to(device), cache=self.cache)
+        while 0 < start < len(text):
+            length = min(CHUNK, self.cache.together(start), len(text) - start)
+            positions = self.cache.extend([start], device, length)
+            tokens = torch.tensor([text[start : start + length]], device=device)
+            logits = self.model(tokens, positions=positions, cache=self.cache)
+            start += length
+        self.known = text
+        return logits[:, 0]
