@@ -169,11 +169,15 @@ def test_samples_and_curve_do_not_depend_on_the_micro_batches(method, alone, run
 
 def test_samples_and_curve_are_the_same_on_two_processes(alone, tmp_path):
     folder, common = alone
-    hsdp = {"two copies of the model": [*METHODS["plain"], "parallel.dp_replicate=2", "micro_batch_size=3"]}
-    run_processes(RUN_VARIANTS, 2, "grpo", str(tmp_path), json.dumps(common), json.dumps(METHODS | hsdp))
+    layouts = {
+        "two copies of the model": [*METHODS["plain"], "parallel.dp_replicate=2", "micro_batch_size=3"],
+        "heads shared": [*METHODS["plain"], "parallel.tp=2"],
+    }
+    run_processes(RUN_VARIANTS, 2, "grpo", str(tmp_path), json.dumps(common), json.dumps(METHODS | layouts))
     for name in METHODS:
         assert_same_run(tmp_path / name, folder / name)
-    assert_same_run(tmp_path / "two copies of the model", folder / "plain")
+    for name in layouts:
+        assert_same_run(tmp_path / name, folder / "plain")
 
 
 def test_what_the_methods_did(alone):

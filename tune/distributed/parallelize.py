@@ -40,6 +40,11 @@ def parallelize(
     blocks = repeated_blocks(model)
     units = units_of(model, blocks)
     if world.mesh["tp"].size() > 1:
+        if compile and activation_checkpointing != "none":
+            raise TuneError(
+                "compile: with parallel.tp above 1 compiled blocks cannot be recomputed. Set compile=false, or "
+                "memory.activation_checkpointing=none"
+            )
         share(model, blocks, units, world.mesh["tp"])
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
