@@ -11,8 +11,7 @@ less the mean of its group. With r = p / p_sampled, the loss of a step is
 
 1. A is not divided by the group's standard deviation, which would favour prompts of which nearly all or nearly no
    completion is right. Tokens of all completions of the global batch weigh the same, so length is not rewarded.
-2. r corrects for the difference of sampler and trainer, and for older policies where `updates` is above 1. Others:
-   loss._component_=tune.losses.ClippedPolicy or GSPO.
+2. r corrects for the difference of sampler and trainer, and for older policies. Others: losses.ClippedPolicy, GSPO.
 3. Groups whose rewards are all equal carry nothing; with `dynamic_sampling` others are sampled in their place.
 4. There is no KL term unless `kl` is above 0. The reference is the base without its adapter, or another checkpoint.
 

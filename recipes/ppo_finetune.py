@@ -10,9 +10,8 @@ advantage is A_t = sum over k of lambda^k d_t+k (GAE), and V learns R = A + V. T
 
     -min(ratio A, clip(ratio, 1 - low, 1 + high) A) + value_weight max((V - R)^2, (V near the old one - R)^2) / 2
 
-1. Advantages have mean 0 and standard deviation 1 over the tokens of the global batch.
-2. `updates` optimizer steps are made on the completions of a step, each on all of them.
-3. The value model is the base, or a reward model, with a head of one output: trained in full, not exported.
+1. Advantages have mean 0 and standard deviation 1 over the tokens of a step, all of which are learned `updates` times.
+2. The value model is the base, or a reward model, with a head of one output: trained in full, not exported.
 
 Every setting is in configs/ppo_finetune.yaml. Copy this file (`tune cp ppo_finetune my.py`) and change it.
 """

@@ -15,7 +15,8 @@ from tune.distributed.tensor_parallel import share
 from tune.distributed.world import World
 from tune.errors import TuneError
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Types of tensors by their names in settings."""
 
 
 def parallelize(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tune.checkpointers import Pretrained, check
+from tune.distributed import DTYPES
 from tune.distributed.parallelize import allocate
 from tune.errors import TuneError
 from tune.models import build, hf
@@ -18,8 +19,6 @@ from tune.peft.adapters import adapted_modules, add_adapters
 from tune.peft.files import CONFIG, load_adapter, read_adapter
 from tune.quantization import quantize_linears
 from tune.tokenizers import Tokenizer
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
