@@ -198,7 +198,7 @@ class Reader:
             tiny["teacher.path"] = tiny["model.path"]
         for argument in (*arguments, given.get("model.path", "")):
             self.stand_in(argument.removeprefix("./"))
-        kept = [argument for argument in arguments if "..." not in argument]
+        kept = [each for each in arguments if "..." not in each and not each.startswith("parallel.tp=")]  # one process
         return [*kept, *(f"{key}={value}" for key, value in tiny.items() if given.get(key, "...") == "...")]
 
     def stand_in(self, name: str) -> None:
