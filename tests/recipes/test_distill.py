@@ -146,11 +146,14 @@ def test_one_curve_in_one_process(way, common, plainly, tmp_path):
 
 
 def test_one_curve_in_two_processes(common, plainly, tmp_path):
-    variants = METHODS | {f"{name}, HSDP": [*METHODS[name], "parallel.dp_replicate=2"] for name in ("forward", "mixed")}
+    layouts = {"HSDP": "parallel.dp_replicate=2", "heads shared": "parallel.tp=2"}
+    variants = METHODS | {
+        f"{name}, {way}": [*METHODS[name], layout] for name in ("forward", "mixed") for way, layout in layouts.items()
+    }
     settings = [*common, "max_steps=5"]
     run_processes(RUN_VARIANTS, 2, "distill", str(tmp_path), json.dumps(settings), json.dumps(variants))
     for name in variants:
-        assert curve(tmp_path / name) == pytest.approx(plainly[name.removesuffix(", HSDP")], rel=1e-5), name
+        assert curve(tmp_path / name) == pytest.approx(plainly[name.partition(", ")[0]], rel=1e-5), name
 
 
 def test_methods_differ(plainly):

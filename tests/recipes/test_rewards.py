@@ -243,6 +243,7 @@ WAYS = {  # to compute each of four curves
         "micro-batches of 1": ["micro_batch_size=1"],
         "recomputed": ["memory.activation_checkpointing=full"],
         "HSDP": ["parallel.dp_replicate={processes}"],
+        "heads shared": ["parallel.tp={processes}"],
     },
     "4 rows, adapter": {"as it is": [ADAPTER], "micro-batches of 1": [ADAPTER, "micro_batch_size=1"]},
     "all rows": {
