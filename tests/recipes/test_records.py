@@ -62,7 +62,7 @@ def test_the_commands_in_the_report_work(inputs, run_recipe, monkeypatch, capsys
     assert run_recipe(inputs.settings(f"output_dir={inputs.folder / 'new'}"), lora_finetune) == 0
     page = (inputs.folder / "new" / "report.html").read_text()
     commands = re.findall(r'<pre class="command">tune (.*?)</pre>', page)
-    assert [command.split()[0] for command in commands] == ["merge", "eval", "export"]
+    assert [command.split()[0] for command in commands] == ["merge", "generate", "eval", "export"]
     for command in commands:
         cli.main(command.replace("FILE", str(inputs.rows)).split())
     assert (inputs.folder / "new" / "merged" / "config.json").exists()
