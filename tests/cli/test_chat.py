@@ -23,6 +23,7 @@ class Terminal:
     def __init__(self, *arguments):
         self.process, self.screen = pty.fork()
         if not self.process:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests that a shell started in the background ignore it
             environment = os.environ | {"TERM": "dumb", "COLUMNS": "100000"}
             os.execve(sys.executable, [sys.executable, "-m", "tune.cli", *map(str, arguments)], environment)
         self.seen, self.bytes = "", b""
