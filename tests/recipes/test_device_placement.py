@@ -101,7 +101,7 @@ def step(chats, tmp_path, monkeypatch):
     def stepped(*arguments, **keywords):
         raise SteppedError
 
-    monkeypatch.setattr(distributed, "init", lambda *arguments: replace(init("cpu"), device=META))
+    monkeypatch.setattr(distributed, "init", lambda *_, **__: replace(init("cpu"), device=META))
     monkeypatch.setattr(loggers.Run, "log", stepped)
     monkeypatch.setattr(distributed.World, "finish", stepped)  # where there are no steps
     to_fp64 = distributed.World._fp64
