@@ -253,6 +253,36 @@ def test_a_checkpoint_that_fails_is_told_in_the_next_step_and_tried_again(tmp_pa
         stopping.step(9)
 
 
+@pytest.mark.parametrize("async_", [False, True])
+def test_a_best_checkpoint_that_fails_leaves_the_one_before_it(tmp_path, monkeypatch, async_):
+    def full(*arguments, **keywords):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    told, weights = [], {}
+    options = {"every": 1, "keep": 1, "keep_best": "validation_accuracy", "async_": async_, "tell": told.append}
+    checkpointer = make(tmp_path, **options)
+    for step, value in enumerate([0.5, 0.9, 0.1, 0.1], 1):
+        train(checkpointer, step)
+        weights[step] = checkpointer.model.weight.detach().clone()
+        with monkeypatch.context() as patch:
+            if step == 2:
+                patch.setattr(dcp, "save", full)
+            checkpointer.step(step, validation_accuracy=value)
+            if checkpointer.pending:
+                checkpointer.pending.exception()
+    assert checkpointer.wait() == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000004"]
+    again = make(tmp_path, **options)
+    assert again.resume("auto") == 4
+    again.finish()
+    assert torch.equal(again.model.weight, weights[1])
+    assert told[-1] == "the weights are those with the best validation_accuracy, 0.5 at step 1"
+
+    checkpointer.step(5, validation_accuracy=0.8)  # below what could not be written, and above what could
+    checkpointer.wait()
+    assert checkpointer.best.kept == (0.8, 5)
+
+
 class Counting(torch.optim.SGD):
     """Keeps a number of its own in its groups, as Prodigy and others do."""
 

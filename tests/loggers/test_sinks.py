@@ -107,3 +107,14 @@ def test_weights_and_biases(tmp_path, monkeypatch):
     assert sink.run.config["seed"] == 3
     sink.close()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_a_continued_file_keeps_whole_lines_with_any_text(tmp_path):
+    """A killed process leaves a part of a line, which may end as a whole one does; texts have other separators."""
+    samples = tmp_path / "samples.jsonl"
+    whole = [json.dumps({"step": step, "text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n" for step in (1, 2)]
+    samples.write_text("".join(whole) + '{"step": 3, "row": {"text": ""}', encoding="utf-8")
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink.start(2, 5)
+    sink.close()
+    assert samples.read_text(encoding="utf-8") == "".join(whole)

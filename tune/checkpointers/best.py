@@ -5,12 +5,13 @@ from typing import Any
 
 class Best:
     """The best value of a metric so far, of a loss or a perplexity the lowest, of others the highest; `stale` counts
-    those since."""
+    those since. `kept` are value and step of the best one whose checkpoint is written."""
 
     def __init__(self, metric: str | None, patience: int | None):
         self.metric, self.patience = metric, patience
         self.sign = -1 if any(word in (metric or "") for word in ("loss", "perplexity", "bits_per_byte")) else 1
         self.value, self.step, self.stale = -float("inf"), 0, 0
+        self.kept = self.value, self.step
 
     def __str__(self) -> str:
         return f"{self.metric}, {self.value * self.sign:.4g} at step {self.step}"
@@ -23,6 +24,11 @@ class Best:
             self.stale += 1
         return self.stale == 0
 
+    def forget(self, step: int) -> None:
+        """The checkpoint of a step could not be written: if it was the best, the one before it is again."""
+        if self.step == step:
+            self.value, self.step = self.kept
+
     @property
     def is_over(self) -> bool:
         return self.patience is not None and self.stale >= self.patience
@@ -34,3 +40,4 @@ class Best:
         """Restores nothing from the state of another metric."""
         if state.get("metric") == self.metric:
             vars(self).update(state)
+            self.kept = self.value, self.step

@@ -82,7 +82,7 @@ class Checkpointer:
         self.small: dict[str, Stateful] = {name: part for name, part in small.items() if part is not None}
         self.every, self.keep, self.asynchronous = every, keep, async_
         self.on_error, self.tell = on_error, tell if world.is_main else lambda message: None
-        self.best, self.saved = Best(keep_best, patience), 0
+        self.best, self.saved, self.writing = Best(keep_best, patience), 0, 0
         self.group = _background_group(dist.group.WORLD, world.timeout)
         self.background = ThreadPoolExecutor(max_workers=1)
         self.pending: Future[None] | None = None
@@ -145,7 +145,10 @@ class Checkpointer:
         if self.pending is not None and self.pending.done():
             self.wait()
         measured = self.best.metric in metrics
-        is_best = measured and self.best.take(step, self.world.broadcast(metrics[str(self.best.metric)]))
+        if measured:
+            self.best.take(step, metrics[str(self.best.metric)])
+            vars(self.best).update(self.world.broadcast(vars(self.best)))  # rank 0 knows which are written
+        is_best = measured and self.best.step == step
         if measured and self.is_over():
             self.tell(f"stopped: {self.best} was the best, and the last {self.best.patience} were no better")
         if now or is_best or self.is_over() or (self.every and step % self.every == 0):
@@ -158,6 +161,7 @@ class Checkpointer:
     def save(self, step: int) -> None:
         """Save now. All processes must call it."""
         self.wait()
+        self.writing, best = step, (self.best.value, self.best.step)
         unfinished = self.folder / f".step-{step:08d}.{self.world.broadcast(uuid.uuid4().hex[:8])}"
         parts, extra = self._states()
         small = json.dumps({"step": step, "groups": self._changed(), "best": self.best.state_dict(), **parts})
@@ -165,7 +169,7 @@ class Checkpointer:
         tensors = {"model": model, "optimizer": optimizer["state"], "extra": extra}
         tensors = _on_host(tensors) if self.asynchronous else tensors
         write = functools.partial(dcp.save, tensors, checkpoint_id=unfinished, process_group=self.group)
-        finish = functools.partial(self._finish, write, small, unfinished, step)
+        finish = functools.partial(self._finish, write, small, unfinished, step, best)
         if self.asynchronous:
             self.pending = self.background.submit(finish)
         else:
@@ -200,9 +204,12 @@ class Checkpointer:
         except TuneError as error:
             if self.on_error == "stop":
                 raise
+            self.best.forget(self.writing)
             self.tell(f"{error} The run goes on, and tries again at the next checkpoint.")
 
-    def _finish(self, write: Callable[[], Any], small: str, unfinished: Path, step: int) -> None:
+    def _finish(
+        self, write: Callable[[], Any], small: str, unfinished: Path, step: int, best: tuple[float, int]
+    ) -> None:
         """Rank 0 returns from `write` after all ranks have written and it has saved the metadata: then it renames."""
         complete = self.folder / f"step-{step:08d}"
         try:
@@ -216,9 +223,9 @@ class Checkpointer:
                 f"the checkpoint of step {step} could not be written: {_cause(error)}. Earlier ones are intact: make "
                 f"room; the same command with output_dir={self.folder.parent} continues after step {self.saved}."
             ) from error
-        self.saved = step
+        self.saved, self.best.kept = step, best
         if self.world.is_main and self.keep:
-            kept = {*sorted(self.folder.glob("step-*"))[-self.keep :], self.folder / f"step-{self.best.step:08d}"}
+            kept = {*sorted(self.folder.glob("step-*"))[-self.keep :], self.folder / f"step-{best[1]:08d}"}
             for old in {*self.folder.glob("step-*")} - kept:
                 # It is renamed first: a folder that is only partly removed must not look complete.
                 shutil.rmtree(old.rename(self.folder / f".{old.name}.removed"), ignore_errors=True)

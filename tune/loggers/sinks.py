@@ -63,10 +63,9 @@ class JsonLines(Sink):
     def start(self, step: int, total: int) -> None:
         # From the beginning, step 0 (a validation before the first one) is logged again too.
         for file in (self.path, self.path.with_name("samples.jsonl")):
-            kept = [line + "\n" for logged, line in logged_steps(file) if step and logged <= step]
             if file.exists():
-                with written_aside(file) as unfinished:
-                    unfinished.write_text("".join(kept))
+                with written_aside(file) as unfinished, unfinished.open("w", encoding="utf-8") as kept:
+                    kept.writelines(line for logged, line in logged_steps(file) if step and logged <= step)
         self.file = self.path.open("a", buffering=1)  # a line at a time
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
@@ -76,10 +75,13 @@ class JsonLines(Sink):
         self.file.close()
 
 
-def logged_steps(metrics: Path) -> list[tuple[int, str]]:
-    """The steps of a metrics.jsonl, each with its line; a killed process may leave half of the last one."""
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return [(json.loads(line)["step"], line) for line in lines if line.endswith("}")]
+def logged_steps(file: Path) -> Iterator[tuple[int, str]]:
+    """The steps of a file of JSON lines, each with its line; a killed process may leave a part of the last one."""
+    if file.exists():
+        with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:  # a text may have other separators
+            for line in lines:
+                with contextlib.suppress(ValueError):
+                    yield json.loads(line)["step"], line.rstrip("\n") + "\n"
 
 
 class LogFile(Sink):
