@@ -226,6 +226,7 @@ def test_an_answer_that_has_begun(models, world):
     assert ours.apply_chat_template(chat[:1]) == theirs.apply_chat_template(chat[:1])
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_requests(models, folder, world, tmp_path):
     script = Path(__file__).with_name("shared_requests.py")
     run_processes(script, 2, models["llama"]["pretrained"], str(folder), str(tmp_path / "out"))

@@ -168,6 +168,7 @@ def test_a_quantised_base(checkpoint, folder, tmp_path):
     assert found["bits_per_byte,none"] != pytest.approx(of(evaluated(out), "rolling")["bits_per_byte,none"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes(checkpoint, chats, folder, prompts, tmp_path):
     def same(*settings):
         out = tmp_path / "one.json", tmp_path / "two.json"

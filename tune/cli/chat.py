@@ -53,7 +53,7 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         its_own.require_chat_template()
         its_settings = settings | {"stop_ids": its_own.stop_ids}
         speakers.append(Speaker(options.compare, Continuation(base), its_own, its_settings))
-    Chat(console, speakers, options.max_new_tokens, options.system).run()
+    Dialogue(console, speakers, options.max_new_tokens, options.system).run()
     world.finish()
 
 
@@ -68,7 +68,7 @@ class Speaker:
     messages: list[Message] = field(default_factory=list)
 
 
-class Chat:
+class Dialogue:
     """Reads messages and commands until the end of the input."""
 
     def __init__(self, console: Console, speakers: list[Speaker], max_new_tokens: int | None, system: str | None):
