@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import full_finetune
 import lora_finetune
@@ -11,6 +12,7 @@ import pytest
 import torch
 from helpers import save_checkpoint
 from llama_cpp import LlamaCpp
+from omegaconf import OmegaConf
 
 from tune.checkpointers import load_model
 from tune.cli import main
@@ -171,6 +173,36 @@ def test_a_checkpoint_of_a_run(kind: str, runs: dict[str, Path], tmp_path: Path)
         assert all(torch.equal(one, other) for one, other in pairs) == same
     file = export(run, tmp_path / "m.gguf", "--to", "gguf", "--step", "3")
     require_same(file, last, Tokenizer(str(tmp_path / "end")).encode(TEXT)[:16], within=0.01)
+
+
+def with_settings(run: Path, folder: Path, **changes: Any) -> Path:
+    """A run folder with other settings and the checkpoints of `run`."""
+    folder.mkdir()
+    (folder / "checkpoints").symlink_to(run / "checkpoints")
+    OmegaConf.save(OmegaConf.merge(OmegaConf.load(run / "config.yaml"), changes), folder / "config.yaml")
+    return folder
+
+
+@pytest.mark.parametrize("key", ["model", "adapter", "tokenizer"])
+@pytest.mark.parametrize("code", ["subprocess.check_output", "tune.config.instantiate"])
+def test_no_code_that_a_run_folder_names_is_run(
+    key: str, code: str, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inner = {"_component_": "subprocess.check_output", "args": ["touch", str(tmp_path / "ran")]}
+    evil = inner if code == inner["_component_"] else {"_component_": code, "node": inner}
+    run = with_settings(runs["lora"], tmp_path / "run", **{key: evil})
+    with pytest.raises(SystemExit) as stopped:
+        export(run, tmp_path / "new", "--to", "hf", "--step", "3")
+    assert stopped.value.code == 2 and not (tmp_path / "ran").exists()
+    assert f"{key}._component_ is {code}" in capsys.readouterr().err
+
+
+def test_the_code_of_a_model_folder_is_not_run(runs: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+    trusting = {"_component_": "tune.models.hf", "trust_remote_code": True}
+    run = with_settings(runs["full"], tmp_path / "run", model=trusting)
+    with pytest.raises(SystemExit):
+        export(run, tmp_path / "new", "--to", "hf", "--step", "3")
+    assert "trust_remote_code would run code" in capsys.readouterr().err
 
 
 WRONG = {

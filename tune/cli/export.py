@@ -9,6 +9,12 @@ from typing import Any
 from tune.cli.convert import new_folder
 from tune.errors import TuneError
 
+# What a run folder may have made. It can come from another person, and a component can be any function.
+COMPONENTS = {
+    "model": ("tune.models.build", "tune.models.hf"),
+    "adapter": ("tune.peft.adapter", "tune.peft.LoRA"),
+    "tokenizer": ("tune.tokenizers.Tokenizer",),
+}
 KINDS, TYPES = ("gguf", "gguf-lora", "hf"), ("f16", "bf16", "q8_0", "q4_0")
 
 
@@ -71,6 +77,16 @@ def at_step(run: Path, step: int) -> tuple[Any, Any, str, Any]:
             f"{run} has no checkpoint of step {step}; it has {steps}. Name a run folder and one of its steps"
         )
     cfg: Any = OmegaConf.load(settings[-1])
+    for key, known in COMPONENTS.items():
+        if cfg.get(key) and (component := cfg[key].get("_component_")) not in known:
+            raise TuneError(
+                f"{settings[-1]}: {key}._component_ is {component}; --step takes {' or '.join(known)}, as others could "
+                "be any code. Export the result of the run, without --step"
+            )
+    if cfg.model.get("trust_remote_code"):
+        raise TuneError(
+            f"{settings[-1]}: model.trust_remote_code would run code; export the result of the run, without --step"
+        )
     with torch.device("meta"):
         model = instantiate(cfg.model)
     lora = instantiate(cfg.adapter) if cfg.get("adapter") else None
