@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import tune
 from tune.atomic import written_aside
@@ -54,6 +56,17 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     with written_aside(path, folder=True) as unfinished:
         (unfinished / "whole").touch()
     assert [file.relative_to(tmp_path) for file in tmp_path.rglob("*")] == [Path("a[1]"), Path("a[1]/whole")]
+
+
+def test_files_of_a_folder_have_the_usual_mode(tmp_path):
+    """safetensors makes files that only their owner may read: a server of another user could not load them."""
+    usual = tmp_path / "usual"
+    usual.touch()
+    with written_aside(tmp_path / "model", folder=True) as unfinished:
+        save_file({"weight": torch.zeros(1)}, unfinished / "model.safetensors")
+        (unfinished / "inside").mkdir(mode=0o700)
+    assert (tmp_path / "model" / "model.safetensors").stat().st_mode == usual.stat().st_mode
+    assert (tmp_path / "model" / "inside").stat().st_mode == tmp_path.joinpath("model").stat().st_mode
 
 
 def test_there_is_one_way_to_write_aside():

@@ -22,6 +22,8 @@ def written_aside(path: Path, folder: bool = False) -> Iterator[Path]:
     try:
         yield unfinished
         if folder:
+            for file in unfinished.iterdir():  # safetensors makes files that only their owner may read
+                file.chmod(unfinished.stat().st_mode & (0o777 if file.is_dir() else 0o666))
             shutil.rmtree(path, ignore_errors=True)
         unfinished.replace(path)
     finally:

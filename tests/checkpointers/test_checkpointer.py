@@ -283,6 +283,13 @@ def test_a_best_checkpoint_that_fails_leaves_the_one_before_it(tmp_path, monkeyp
     assert checkpointer.best.kept == (0.8, 5)
 
 
+def test_a_best_of_what_no_validation_measures_is_refused_at_the_first(tmp_path):
+    checkpointer = make(tmp_path, keep_best="validation_los")
+    checkpointer.step(1, loss=1.0)
+    with pytest.raises(TuneError, match="does not measure validation_los, but validation_loss, validation_accuracy"):
+        checkpointer.step(2, loss=1.0, validation_loss=2.0, validation_accuracy=0.5)
+
+
 class Counting(torch.optim.SGD):
     """Keeps a number of its own in its groups, as Prodigy and others do."""
 

@@ -117,6 +117,11 @@ def test_a_conversation(checkpoint, terminal, tmp_path):
         "/rset": "/rset is no command. Did you mean '/reset'?", "/save": "/save: name a file",
         f"/save {tmp_path}/none/x": "it cannot be written: No such file",
     }  # fmt: skip
+    (tmp_path / "array.json").write_text("[{}]")
+    (tmp_path / "cut.jsonl").write_text('{"messages": []}')
+    wrong[f"/save {tmp_path}/array.json"] = "it holds no JSON lines"
+    chat.ask(f"/save {tmp_path}/cut.jsonl")
+    assert len([json.loads(line) for line in (tmp_path / "cut.jsonl").read_text().splitlines()]) == 2
     for command, message in wrong.items():
         assert message in chat.ask(command)
     chat.ask("/reset")

@@ -144,9 +144,12 @@ class Checkpointer:
         `on_error="stop"` it raises TuneError if a checkpoint could not be written; earlier ones are intact."""
         if self.pending is not None and self.pending.done():
             self.wait()
-        measured = self.best.metric in metrics
+        measured, wanted = self.best.metric in metrics, self.best.metric or ""
+        found = ", ".join(name for name in metrics if name.startswith("validation_"))
+        if not measured and found and wanted.startswith("validation_"):
+            raise TuneError(f"checkpointer.keep_best: a validation does not measure {wanted}, but {found}")
         if measured:
-            self.best.take(step, metrics[str(self.best.metric)])
+            self.best.take(step, metrics[wanted])
             vars(self.best).update(self.world.broadcast(vars(self.best)))  # rank 0 knows which are written
         is_best = measured and self.best.step == step
         if measured and self.is_over():

@@ -169,7 +169,13 @@ class Dialogue:
             raise TuneError("/save: name a file")
         rows = [{"model": speaker.name, "messages": speaker.messages} for speaker in self.speakers]
         try:
-            with Path(name).expanduser().open("a", encoding="utf-8") as file:
+            with Path(name).expanduser().open("a+", encoding="utf-8") as file:
+                file.seek(0)
+                before = file.read()
+                if before and not before.startswith("{"):
+                    raise TuneError(f"/save {name}: it holds no JSON lines; name another file")
+                if before and not before.endswith("\n"):
+                    file.write("\n")
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         except OSError as error:
             raise TuneError(f"/save {name}: it cannot be written: {error.strerror}") from error
