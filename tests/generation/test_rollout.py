@@ -1,9 +1,12 @@
 """Rollouts with a sampler that gives what a test wants: an environment of several turns, and what is learned."""
 
+import ast
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_processes
 
 from tune import distributed
 from tune.datasets import Prompt, PromptLoader, Prompts
@@ -62,6 +65,15 @@ def converse(tokenizer, world, prompt, sampler, samples=1, environment=Guess, **
         None, sampler, tokenizer, [prompt], [], world, samples=samples, step=2, environment=environment, **options
     )
     return group
+
+
+def test_tensor_parallel_processes_have_the_rewards_and_the_messages_of_the_first(checkpoint):
+    """Also where they are random, or fail: then advantages, and with them the model, would differ."""
+    output = run_processes(Path(__file__).with_name("rewards_of_peers.py"), 2, str(checkpoint))
+    *_, rewards, turns, failure = output.splitlines()
+    assert len({reward for reward, *_ in ast.literal_eval(rewards)}) == 3
+    assert all(rewards["environment"] > 0 for _, rewards, _ in ast.literal_eval(turns))
+    assert failure.endswith("ValueError: process 0")
 
 
 def test_turns_of_an_environment(tokenizer, world, prompt):

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -85,6 +86,23 @@ class World:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def of_peers(self, make: Callable[[], T]) -> T:
+        """What `make` gives on the first process of the tensor-parallel group, on all of that group: for what need not
+        give the same twice. It is called there alone. If it raises, the others raise a TuneError that says the same."""
+        if self.mesh["tp"].size() == 1:
+            return make()
+        box: list[Any] = [None, None]
+        failure: Exception | None = None
+        if self.mesh.get_local_rank("tp") == 0:
+            try:
+                box[0] = make()
+            except Exception as error:  # raised below, when the others have it
+                failure, box[1] = error, str(error)
+        dist.broadcast_object_list(box, group=self.mesh.get_group("tp"), group_src=0)
+        if box[1] is not None:
+            raise failure or TuneError(box[1])
+        return box[0]
 
     def barrier(self) -> None:
         dist.barrier()

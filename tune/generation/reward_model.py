@@ -18,7 +18,8 @@ from tune.types import PositiveInt
 
 class RewardModel:
     """The scores of a reward model (`reward_finetune`'s, or transformers' `...ForSequenceClassification` of one label),
-    which each process holds whole. It must have the policy's tokenizer: it scores the ids that were sampled.
+    which each process holds whole (of tensor-parallel ones the first). It must have the policy's tokenizer: it scores
+    the ids that were sampled.
 
         reward={_component_: tune.generation.RewardModel, path: ./reward_model}
 

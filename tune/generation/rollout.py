@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
+from itertools import chain, starmap
 from numbers import Real
 from operator import methodcaller
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from tune.datasets.formats.messages import checked_messages
 from tune.datasets.user_functions import called
 from tune.distributed import World
 from tune.errors import TuneError
-from tune.generation.sampler import Sampler
+from tune.generation.sampler import Completion, Sampler
 from tune.tokenizers import Message, Tokenizer
 
 EXAMPLES = {"sampled": np.zeros(1, np.float32), **dict.fromkeys(("advantage", "reward"), np.zeros((), np.float32))}
@@ -148,8 +149,9 @@ def rollout(
     else:
         _converse(model, sampler, tokenizer, groups, world, step, environment, max_turns)
     episodes = [*chain(*groups)]
-    for each in rewards:
-        for episode, value in zip(episodes, each.of(episodes, tokenizer, world.device), strict=True):
+    values = world.of_peers(lambda: [each.of(episodes, tokenizer, world.device) for each in rewards])
+    for each, of_episodes in zip(rewards, values, strict=True):
+        for episode, value in zip(episodes, of_episodes, strict=True):
             episode.rewards[each.name] = value
             episode.reward += each.weight * value
     for episode in episodes:
@@ -168,52 +170,67 @@ def _converse(
     max_turns: int,
 ) -> None:
     """Completions and an environment's answers in turn. Sampled ids are never tokenised again: what the template writes
-    behind an answer is appended."""
-    running = [(episode, called("environment: it cannot be made", environment)) for episode in chain(*groups)]
-    conversations = {episode.index: list(episode.prompt.messages or []) for episode, _ in running}
-    for episode, its_environment in running:
-        if episode.prompt.messages is None:
-            raise TuneError("environment: its prompts must be conversations: messages, or instruction")
-        called("environment: start fails", methodcaller("start", episode.prompt.row), its_environment)
+    behind an answer is appended. Of tensor-parallel processes only the first has environments."""
+    running = [*chain(*groups)]
+    conversations = {id(episode): list(episode.prompt.messages or []) for episode in running}
+    environments: dict[int, Environment] = {}  # by id: prompts of a validation have one index
+
+    def begin() -> None:
+        for episode in running:
+            environments[id(episode)] = called("environment: it cannot be made", environment)
+        for episode in running:
+            if episode.prompt.messages is None:
+                raise TuneError("environment: its prompts must be conversations: messages, or instruction")
+            called("environment: start fails", methodcaller("start", episode.prompt.row), environments[id(episode)])
+
+    def answer(is_last: bool, episode: Episode, completion: Completion) -> tuple[float, list[int] | None]:
+        """The reward for a completion, and the tokens after which the episode goes on; None: it is over."""
+        text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        message = {"role": "assistant", "content": text}
+        answer = called(f"environment: step fails on {text!r}", environments[id(episode)].step, message)
+        if not isinstance(answer, tuple) or len(answer) != 3:
+            raise TuneError(f"environment: step gives {answer!r}; it must give (reward, messages, done)")
+        given, messages, done = answer
+        reward = _finite(given, f"environment: step gives the reward {given!r}")
+        if done or completion.finish == "length" or is_last:
+            return reward, None
+        conversation = conversations[id(episode)]
+        before = tokenizer.apply_chat_template([*conversation, message], tools=episode.prompt.tools)
+        conversation += [message, *checked_messages(messages, "environment: the messages of step")]
+        behind = tokenizer.apply_chat_template(conversation, tools=episode.prompt.tools, add_generation_prompt=True)
+        is_stop = completion.tokens[-1] in tokenizer.stop_ids  # otherwise a stop string: the template ends the turn
+        last = tokenizer.decode(completion.tokens[-1:]) if is_stop else text
+        end = before.rfind(last) + len(last)
+        if last not in before or not behind.startswith(before[:end]):
+            raise TuneError("environment: the chat template changes what stands before a new message")
+        return reward, tokenizer.encode(behind[end:])
+
+    world.of_peers(begin)
+    for episode in running:
         episode.rewards["environment"] = 0.0
     for turn in range(max_turns):
         if not world.fetch(any=world.any(bool(running)))["any"]:
             return
         found = sampler(
             model,
-            [[*episode.prompt.tokens, *episode.tokens] for episode, _ in running],
+            [[*episode.prompt.tokens, *episode.tokens] for episode in running],
             step=step * max_turns + turn,
-            indices=[episode.index for episode, _ in running],
+            indices=[episode.index for episode in running],
         )
-        still = []
-        for (episode, its_environment), (completion,) in zip(running, found, strict=True):
+        completed = [*zip(running, chain(*found), strict=True)]
+        reply = partial(answer, turn == max_turns - 1)
+        answers = world.of_peers(lambda: [*starmap(reply, completed)])  # noqa: B023
+        running = []
+        for (episode, completion), (reward, suffix) in zip(completed, answers, strict=True):
             episode.tokens += completion.tokens
             episode.log_probs += completion.log_probs
             episode.finish = completion.finish
-            text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
-            episode.text += text
-            message = {"role": "assistant", "content": text}
-            answer = called(f"environment: step fails on {text!r}", its_environment.step, message)
-            if not isinstance(answer, tuple) or len(answer) != 3:
-                raise TuneError(f"environment: step gives {answer!r}; it must give (reward, messages, done)")
-            reward, messages, done = answer
-            episode.rewards["environment"] += _finite(reward, f"environment: step gives the reward {reward!r}")
-            if done or completion.finish == "length" or turn == max_turns - 1:
-                continue
-            conversation = conversations[episode.index]
-            before = tokenizer.apply_chat_template([*conversation, message], tools=episode.prompt.tools)
-            conversation += [message, *checked_messages(messages, "environment: the messages of step")]
-            behind = tokenizer.apply_chat_template(conversation, tools=episode.prompt.tools, add_generation_prompt=True)
-            is_stop = completion.tokens[-1] in tokenizer.stop_ids  # otherwise a stop string: the template ends the turn
-            last = tokenizer.decode(completion.tokens[-1:]) if is_stop else text
-            end = before.rfind(last) + len(last)
-            if last not in before or not behind.startswith(before[:end]):
-                raise TuneError("environment: the chat template changes what stands before a new message")
-            suffix = tokenizer.encode(behind[end:])
-            episode.tokens += suffix
-            episode.log_probs += [None] * len(suffix)
-            still.append((episode, its_environment))
-        running = still
+            episode.text += tokenizer.decode(completion.tokens, skip_special_tokens=True)
+            episode.rewards["environment"] += reward
+            if suffix is not None:
+                episode.tokens += suffix
+                episode.log_probs += [None] * len(suffix)
+                running.append(episode)
 
 
 def micro_batches(
