@@ -111,10 +111,14 @@ def run_processes(script: Path, count: int, *arguments: str) -> str:
             subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
     try:
-        outputs = [process.communicate(timeout=HANGS)[0] for process in processes]
+        outputs = []
+        for process in processes:
+            outputs.append(process.communicate(timeout=HANGS)[0])
+            if process.returncode:  # the others may wait for it
+                break
     finally:
         for process in processes:
             process.kill()
-    failed = [output for process, output in zip(processes, outputs, strict=True) if process.returncode]
+    failed = [output for process, output in zip(processes, outputs, strict=False) if process.returncode]
     assert not failed, "\n".join(output[-3000:] for output in failed)
     return outputs[0]
