@@ -15,6 +15,7 @@ Every process has the whole model and a share of the requests. Every setting is 
 
 import json
 import math
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,25 +34,50 @@ def main(cfg):
         raise TuneError("there is nothing to evaluate on: give tasks, or a data file (--data FILE, or dataset.path)")
     if cfg.log_samples and not cfg.out:
         raise TuneError("log_samples: samples are written beside the results: say where, out=results.json")
+    if cfg.out:
+        try:
+            Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=Path(cfg.out).parent):
+                if Path(cfg.out).is_dir():
+                    raise IsADirectoryError("it is a folder")
+        except OSError as error:
+            raise TuneError(f"out: {cfg.out} cannot be written: {error}. Name a JSON file") from error
     world = distributed.init(cfg.device)
+
+    def tell(text):
+        if world.is_main:
+            print(text, flush=True)
+
+    # What is wrong with tasks and data is found before weights are read.
     found = peft.resolve_model(cfg.model.path, cfg.adapters)
     tokenizer = Tokenizer(str(found.tokenizer), cfg.chat_template)
-    tasks = evaluation.Tasks(  # what is wrong with them is found before weights are read
+    shape = peft.without_memory(found.base)
+    longest = cfg.max_length or getattr(shape, "max_positions", None) or 2048
+    tasks = evaluation.Tasks(
         cfg.tasks, tokenizer, cfg.include_path, limit=cfg.limit, num_fewshot=cfg.num_fewshot,
         apply_chat_template=cfg.apply_chat_template, batch_size=cfg.batch_size, max_length=cfg.max_length,
+        model=shape,
     )  # fmt: skip
     scores = [generation.Reward(*each) for each in instantiate_weighted(cfg.score, "score")] if cfg.score else []
+    if scores:
+        sampler = instantiate(
+            cfg.generation, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, max_rows=cfg.batch_size or 16
+        )
+        sampler.check(shape, [], [])
+        room = longest - sampler.max_new_tokens
+        questions = datasets.load_prompts(tokenizer, cfg.dataset.path, cfg.dataset.split, max_prompt_len=room)
+        tell(questions.table())
+    elif cfg.dataset.path:
+        data = instantiate(cfg.dataset, tokenizer, max_seq_len=longest)
+        data.require_vocabulary(shape.config.vocab_size)
+        tell(data.accounting.table())
     model, _ = peft.open_model(
         cfg.model.path, adapters=cfg.adapters, device=world.device, dtype=cfg.dtype,
         quantization=cfg.quantization.weights,
     )  # fmt: skip
-    longest = cfg.max_length or getattr(model, "max_positions", None) or 2048
 
     def measure_loss():
         """Of all learned tokens of the data."""
-        data = instantiate(cfg.dataset, tokenizer, max_seq_len=longest)
-        data.require_vocabulary(model.config.vocab_size)
-        tell(data.accounting.table())
         batches = datasets.validation_batches(data, world, cfg.batch_size or 8)
         found = loggers.evaluate(model, batches, losses.LinearCrossEntropy(accuracy=True), world)
         loss, accuracy = found["validation_loss"], found["validation_token_accuracy"]
@@ -59,22 +85,12 @@ def main(cfg):
 
     def measure_answers():
         """Means of the scores, and the answers."""
-        sampler = instantiate(
-            cfg.generation, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, max_rows=cfg.batch_size or 16
-        )
-        room = longest - sampler.max_new_tokens
-        data = datasets.load_prompts(tokenizer, cfg.dataset.path, cfg.dataset.split, max_prompt_len=room)
-        tell(data.table())
-        prompts = [replace(prompt, position=prompt.index) for prompt in data.prompts]
+        prompts = [replace(prompt, position=prompt.index) for prompt in questions.prompts]
         groups = generation.rollout(model, sampler, tokenizer, prompts, scores, world, samples=1, step=0)
         found = world.fetch(**loggers.means(generation.statistics(groups, scores), world))
         own = {name.removeprefix("reward/"): value for name, value in found.items() if name != "reward"}
         everyone = world.all_gather([episode.record(0) for (episode,) in groups])
         return own, sorted((each for part in everyone for each in part), key=lambda each: each["prompt"])
-
-    def tell(text):
-        if world.is_main:
-            print(text, flush=True)
 
     results: dict = {"results": {}}
     samples: dict = {}

@@ -31,7 +31,7 @@ def main(cfg):
     dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)
     tasks = evaluation.Tasks(
         cfg.evaluate.tasks, tokenizer, cfg.evaluate.include_path, limit=cfg.evaluate.limit,
-        num_fewshot=cfg.evaluate.num_fewshot, apply_chat_template=cfg.evaluate.apply_chat_template,
+        num_fewshot=cfg.evaluate.num_fewshot, apply_chat_template=cfg.evaluate.apply_chat_template, model=model,
     )  # fmt: skip
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
     data = datasets.DataLoader(
@@ -129,7 +129,7 @@ def main(cfg):
                     metrics |= loggers.evaluate(model, batches, loss_fn, world)
             if tasks and not interrupted and (is_end or (cfg.evaluate.every and step % cfg.evaluate.every == 0)):
                 with run.pause():
-                    metrics |= evaluation.metrics(tasks(model, world), world)
+                    metrics |= evaluation.metrics(tasks(model, world, bootstrap_iters=0), world)
             if samples.are_due(step, is_end) and not interrupted:
                 with run.pause():
                     run.append("samples.jsonl", samples(model, step))

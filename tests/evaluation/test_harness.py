@@ -170,6 +170,8 @@ def test_nothing_to_predict_and_too_much(models, world):
     assert log_likelihoods(ours.model, [], world, 128) == []
     with pytest.raises(TuneError, match="129 tokens are to be predicted at once, and max_length is 128"):
         log_likelihoods(ours.model, [([5], [6] * 129)], world, 128)
+    with pytest.raises(TuneError, match="request 1 has no context"):
+        log_likelihoods(ours.model, [([5], [6]), ([], [6, 7])], world, 128)
 
 
 def test_a_context_of_blanks_is_empty(models, world):

@@ -3,12 +3,14 @@ lm-evaluation-harness (tests/evaluation)."""
 
 import json
 import math
+import random
 import shutil
 import sys
 from pathlib import Path
 
 import full_finetune
 import lora_finetune
+import numpy as np
 import pytest
 import torch
 from evaluation.task_files import write_task, write_tasks
@@ -183,15 +185,24 @@ def test_two_processes(checkpoint, chats, folder, prompts, tmp_path):
     same(f"dataset.path={prompts}", "score=my_scores.length", "generation.max_new_tokens=5")
 
 
-def test_in_a_training(checkpoint, chats, folder, tmp_path, run_recipe):
+def test_in_a_training(checkpoint, chats, folder, tmp_path, run_recipe, monkeypatch):
     """It changes nothing in the training, and its last numbers are those of the model that is left."""
     common = [
         f"model.path={checkpoint}", f"dataset.path={chats}", "max_steps=3", "device=cpu", "dtype=fp32",
         "max_seq_len=128", "optimizer.lr=1e-2",
     ]  # fmt: skip
-    settings = ["evaluate.tasks=[choice]", f"evaluate.include_path={folder}", "evaluate.every=2"]
+    middle = (folder / "letters.yaml").read_text().replace("letters\n", "middle\n")
+    (tmp_path / "middle.yaml").write_text(middle.replace("metric: acc", "metric: acc, aggregation: median"))
+    shutil.copy(folder / "choice.yaml", tmp_path)
+    settings = ["evaluate.tasks=[choice,middle]", f"evaluate.include_path={tmp_path}", "evaluate.every=2"]
+    monkeypatch.setattr("lm_eval.api.metrics.bootstrap_stderr", lambda *_, **__: pytest.fail("it draws"))
+    drawn = {}
     for name, more in {"plain": [], "evaluated": settings}.items():
+        random.seed(5)
+        np.random.seed(5)
         assert run_recipe([*common, f"output_dir={tmp_path / name}", *more]) == 0
+        drawn[name] = random.random(), np.random.random()
+    assert drawn["plain"] == drawn["evaluated"]
     plain, evaluated_ = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("plain", "evaluated")
@@ -239,6 +250,9 @@ WRONG = {
     "beams": ((GENERATES % "num_beams: 4",), "generation_kwargs: num_beams is not supported"),
     "too long an answer": ((GENERATES % "max_gen_toks: 512",), "a task generates 512 tokens, and max_length=512"),
     "no template": (no_template, "has no chat template"),
+    "too few examples": (["--tasks", "choice", "--num-fewshot", "13"], "tasks: choice cannot be used"),
+    "out is a folder": (["--tasks", "choice", "--out", "."], "out: . cannot be written: it is a folder"),
+    "out is in a file": (["--tasks", "choice", "--out", "prompts.jsonl/out"], "out: prompts.jsonl/out cannot be"),
     "no model": (["./nowhere", "--tasks", "choice"], "nowhere"),
     "no data": (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
     "a score that fails": (["--data", "prompts.jsonl", "--score", "my_scores:fails"], "fails fails on", "no such row"),
@@ -246,6 +260,39 @@ WRONG = {
     "no such score": (["--data", "prompts.jsonl", "--score", "my_scores:lenght"], "Did you mean 'length'?"),
     "another type": (["--tasks", "choice", "--dtype", "fp8"], "dtype: 'fp8' is not one of bf16, fp32"),
 }
+
+
+@pytest.mark.parametrize(
+    "more", [["--data", "nowhere.jsonl"], ["--data", "no_prompts.jsonl", "--score", "my_scores:length"], ["--out", "."]]
+)
+def test_it_is_wrong_before_weights_are_read(more, checkpoint, folder, prompts, tmp_path, monkeypatch):
+    (tmp_path / "no_prompts.jsonl").write_text('{"text": "the cat"}\n')
+    monkeypatch.setattr("tune.peft.open_model", lambda *_, **__: pytest.fail("weights are read"))
+    with pytest.raises(SystemExit) as end:
+        main(["eval", str(checkpoint), "--tasks", "choice", "--include-path", str(folder), *more])
+    assert end.value.code == 2
+
+
+ANSWERS = GENERATES % "max_gen_toks: 4"
+
+
+@pytest.mark.parametrize(
+    ("body", "setting", "says"),
+    [
+        (GENERATES % "repetition_penalty: 1.1", "seed=0", "generation_kwargs: repetition_penalty is not supported"),
+        (GENERATES % "max_gen_toks: 512", "seed=0", "a task generates 512 tokens, and max_length=512"),
+        (ANSWERS, "model._component_=tune.models.hf", "a HuggingFaceModel has no cache"),
+    ],
+)
+def test_it_is_wrong_before_the_training(body, setting, says, checkpoint, chats, tmp_path, run_recipe, capsys):
+    write_task(tmp_path, "mine", [{"q": "the cat"}], body)
+    settings = [
+        f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={tmp_path / 'run'}", "max_steps=1",
+        "device=cpu", "dtype=fp32", "max_seq_len=128", "evaluate.tasks=[mine]", f"evaluate.include_path={tmp_path}",
+    ]  # fmt: skip
+    assert run_recipe([*settings, setting]) == 2
+    assert f"tasks: mine cannot be used: {says}" in capsys.readouterr().err.replace("sampling: ", "")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("name", WRONG)

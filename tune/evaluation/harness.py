@@ -19,6 +19,30 @@ CACHED_TOKENS = 32768  # of all rows that are generated together
 GENERATED, UNKNOWN_LENGTH = 256, 2048  # what `HFLM` has where a task, or a model, does not say it
 
 
+def sampling(settings: dict[str, Any], eos: str | None = None) -> tuple[list[str], dict[str, Any]]:
+    """Of a task's `generation_kwargs`: the texts that end an answer, and settings of `Sampler`. Raises TuneError for
+    what that does not have."""
+    given: dict[str, Any] = dict(normalize_gen_kwargs(settings, GENERATED))
+    until = handle_stop_sequences(given.pop("until"), eos)
+    given["max_new_tokens"], _ = given.pop("max_gen_toks"), given.pop("do_sample")
+    given.setdefault("temperature", 0.0)
+    if others := given.keys() - {"max_new_tokens", "temperature", "top_k", "top_p", "min_p"}:
+        raise TuneError(f"generation_kwargs: {', '.join(sorted(others))} is not supported")
+    Sampler(**given)
+    return until, given
+
+
+def length_of(model: nn.Module, max_length: int | None) -> int:
+    return max_length or getattr(model, "max_positions", None) or UNKNOWN_LENGTH
+
+
+def require_generation(model: nn.Module, new: int, max_length: int | None) -> None:
+    """Raises TuneError if `model` does not generate, or has no room for `new` tokens."""
+    Sampler(max_new_tokens=new).check(model, [], [])
+    if new >= (most := length_of(model, max_length)):
+        raise TuneError(f"a task generates {new} tokens, and max_length={most} has no room for its text")
+
+
 class HarnessModel(TemplateLM):
     """Answers what lm-evaluation-harness's `HFLM` answers. Every process is given all requests, and computes a share
     of them. `batch_size` is the requests in a forward, by default as many as fit; contexts are cut from the left to
@@ -33,7 +57,7 @@ class HarnessModel(TemplateLM):
     ):
         super().__init__()
         self.model, self.tokenizer, self.world, self.batch_size = model, tokenizer, world, batch_size
-        self.max_length = max_length or getattr(model, "max_positions", None) or UNKNOWN_LENGTH
+        self.max_length = length_of(model, max_length)
         self.tokenizer_name, self.eot_token_id = str(tokenizer.path).replace("/", "__"), tokenizer.eos_id
         self.prefix_token_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
         if self.prefix_token_id is None:
@@ -72,7 +96,6 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """Raises TuneError where a task asks for what `Sampler` does not have."""
         alike: dict[str, dict[int, str]] = {}  # by their settings
         for index, request in enumerate(requests):
             context, settings = request.args
@@ -83,22 +106,17 @@ class HarnessModel(TemplateLM):
 
     def _share(self, contexts: dict[int, str], settings: str) -> dict[int, str]:
         """This process's share of the texts after `contexts`."""
-        given: dict[str, Any] = dict(normalize_gen_kwargs(json.loads(settings), GENERATED))
         eos = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
-        new, until = given.pop("max_gen_toks"), handle_stop_sequences(given.pop("until"), eos)
-        given.setdefault("temperature", 0.0)
-        if others := given.keys() - {"do_sample", "temperature", "top_k", "top_p", "min_p"}:
-            raise TuneError(f"generation_kwargs: {', '.join(sorted(others))} is not supported")
-        if (room := self.max_length - new) < 1:
-            raise TuneError(f"a task generates {new} tokens, and max_length={self.max_length} has no room for its text")
+        until, given = sampling(json.loads(settings), eos)
+        require_generation(self.model, new := given["max_new_tokens"], self.max_length)
+        room = self.max_length - new
         whole = {index: self.tok_encode(text) or [self.prefix_token_id] for index, text in contexts.items()}
         self._tell_cut([*map(len, whole.values())], room)
         mine = sorted(whole, key=lambda index: -len(whole[index]))[self.world.data_rank :: self.world.data_size]
         prompts = [whole[index][-room:] for index in mine]
         rows = self.batch_size or max(1, min(64, CACHED_TOKENS // (new + max(map(len, prompts), default=0))))
-        given.pop("do_sample")
         sampler = Sampler(
-            max_new_tokens=new, stop_ids=self.tokenizer.stop_ids, stop_strings=[each for each in until if each],
+            stop_ids=self.tokenizer.stop_ids, stop_strings=[each for each in until if each],
             decode=self.tokenizer.decode, max_rows=rows, **given,
         )  # fmt: skip
         found = sampler(self.model, prompts, indices=mine)

@@ -27,12 +27,14 @@ def log_likelihoods(
 
     Requests with the same tokens before the last one, as the choices A to D of a question, are one document. A batch
     has `batch_size` of them, or as many as have `BATCH_TOKENS` tokens, the longest first. Contexts are cut from the
-    left to `max_length` tokens. Raises TuneError for a continuation that is longer.
+    left to `max_length` tokens. Raises TuneError for a continuation that is longer, and for an empty context.
     """
     inputs: dict[tuple[int, ...], list[int]] = {}
     for index, (context, continuation) in enumerate(requests):
         if len(continuation) > max_length:
             raise TuneError(f"{len(continuation):,} tokens are to be predicted at once, and max_length is {max_length}")
+        if continuation and not len(context):
+            raise TuneError(f"request {index} has no context, of which its first token is predicted: begin it with BOS")
         if continuation:
             inputs.setdefault((*context, *continuation)[-max_length - 1 : -1], []).append(index)
     mine = sorted(inputs, key=len, reverse=True)[world.data_rank :: world.data_size]

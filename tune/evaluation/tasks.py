@@ -2,11 +2,14 @@
 
 import logging
 import os
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from tune.checkpointers.gguf import without_bars
@@ -16,16 +19,30 @@ from tune.lookup import did_you_mean
 from tune.tokenizers import Tokenizer
 
 
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """lm-evaluation-harness seeds Python's and NumPy's global generators."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
 class Tasks:
     """Tasks of lm-evaluation-harness with their data: by the names of its own, also with `*`, those of YAML files in
     the folder `include_path`, or paths of such files. Called with a model, they are answered.
 
     `limit` takes only the first rows of each (a number, or a share below 1), `num_fewshot` puts examples before each.
+    `model` is the one that is to answer, or one on the meta device: whether it can is found here.
 
     Raises:
-        TuneError: the library is not installed, a name is unknown, or a task or its data cannot be used.
+        TuneError: the library is not installed, a name is unknown, a task or its data cannot be used, or a task wants
+            answers that the `model` does not generate.
     """
 
+    @_random_states_kept()
     def __init__(
         self,
         names: Sequence[str],
@@ -37,9 +54,10 @@ class Tasks:
         apply_chat_template: bool = False,
         batch_size: int | None = None,
         max_length: int | None = None,
+        model: nn.Module | None = None,
     ):
         self.settings = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
-        self.tokenizer, self.sizes, self.tasks = tokenizer, (batch_size, max_length), list[Any]()
+        self.tokenizer, self.model, self.sizes, self.tasks = tokenizer, model, (batch_size, max_length), list[Any]()
         if not names:
             return
         if apply_chat_template:
@@ -65,9 +83,18 @@ class Tasks:
     def __len__(self) -> int:
         return len(self.tasks)
 
-    def __call__(self, model: nn.Module, world: World, source: str = "", log_samples: bool = False) -> dict[str, Any]:
+    @_random_states_kept()
+    def __call__(
+        self,
+        model: nn.Module,
+        world: World,
+        source: str = "",
+        log_samples: bool = False,
+        bootstrap_iters: int = 100_000,
+    ) -> dict[str, Any]:
         """The results as lm-evaluation-harness writes them, with the `samples` if asked for; on the first process only,
-        but all of them call it. `source` is the name of the model."""
+        but all of them call it. `source` is the name of the model; standard errors without a formula are of
+        `bootstrap_iters` draws, and left out with 0."""
         from lm_eval import simple_evaluate
         from lm_eval.loggers import EvaluationTracker
 
@@ -78,7 +105,7 @@ class Tasks:
         results = simple_evaluate(
             harness, model_args={"pretrained": source}, tasks=[*self.tasks], task_manager=self.manager,
             evaluation_tracker=tracker, batch_size=harness.batch_size, device=str(world.device),
-            log_samples=log_samples, bootstrap_iters=100_000 if world.is_main else 0,  # for errors without a formula
+            log_samples=log_samples, bootstrap_iters=bootstrap_iters if world.is_main else 0,
             torch_random_seed=None, **self.settings,
         )  # fmt: skip
         if not world.is_main:
@@ -90,13 +117,23 @@ class Tasks:
         return results | asdict(tracker.general_config_tracker)
 
     def _load(self, name: str) -> list[Any]:
+        from tune.evaluation.harness import require_generation, sampling
+
         try:
             loaded = self.manager.load([name])
             for task in loaded["tasks"].values():
                 if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
                     raise TuneError("it runs code that a model writes, or has images: use lm-eval itself")
+                if self.settings["num_fewshot"] and task.get_config("num_fewshot") != 0:  # as simple_evaluate does
+                    task.set_config("num_fewshot", self.settings["num_fewshot"])
+                task.set_fewshot_seed(0)
                 with without_bars():
                     task.build_all_requests(limit=1)  # its templates fit its data
+                for request in task.instances:
+                    if request.request_type == "generate_until":
+                        _, given = sampling(request.args[1])
+                        if self.model is not None:
+                            require_generation(self.model, given["max_new_tokens"], self.sizes[1])
         except Exception as error:  # whatever a task file, its code and its data do
             reason = next(iter(str(error).splitlines()), "")
             if isinstance(error, ConnectionError) or "offline" in reason.lower():
