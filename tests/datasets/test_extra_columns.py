@@ -10,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tune import distributed
 from tune.collators import Sample
-from tune.datasets import DataLoader, Dataset, Mixture, load
+from tune.datasets import DataLoader, Dataset, Mixture, add_scores, load
+from tune.distributed import World
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
@@ -162,3 +164,19 @@ def test_what_could_part_a_group_is_refused(tokenizer, tmp_path, options):
     path = write(tmp_path / "rows.jsonl", [{"text": f"cat {i}", "group": i // 2} for i in range(8)])
     with pytest.raises(TuneError, match="could part the rows of a group"):
         load(tokenizer, path, max_seq_len=32, extra_columns=["group"], cache_dir=str(tmp_path / "cache"), **options)
+
+
+def test_scores_of_tokens_are_added_up_piece_by_piece(tmp_path, monkeypatch):
+    """Not all at once on the device."""
+    world, sizes, add_up = distributed.init("cpu"), [], World.sum
+    monkeypatch.setattr("tune.datasets.scores.SUMMED", 16)
+    monkeypatch.setattr(World, "sum", lambda self, value: sizes.append(len(value)) or add_up(self, value))
+    samples = pairs(10)
+    add_scores(
+        Dataset.from_samples(samples, 40), "twice", lambda batch: 2 * batch.tokens.flatten()[batch.supervised][:, None],
+        world, micro_batch_size=2, pad_to=None, folder=tmp_path, made_of=[],
+    )  # fmt: skip
+    (file,) = tmp_path.glob("twice-*.npy")
+    expected = np.concatenate([2 * np.where(sample.labels < 0, 0, sample.tokens) for sample in samples])
+    assert np.load(file).flatten().tolist() == expected.tolist()
+    assert max(sizes) == 16 and sum(sizes) == len(expected) > 64

@@ -19,6 +19,8 @@ from tune.datasets.stream import Stream
 from tune.distributed import World
 from tune.errors import TuneError
 
+SUMMED = 1 << 16  # rows at a time
+
 
 @torch.no_grad()
 def add_scores(
@@ -45,7 +47,7 @@ def add_scores(
         )
 
     def values_of(part: Dataset) -> np.ndarray:
-        values = torch.zeros(())
+        values = torch.zeros(())  # on the host: those of a teacher are tens of GB
         starts = torch.from_numpy(np.cumsum(part.lengths) - part.lengths).to(world.device)
         last, done = time.monotonic(), 0
         for _, batch in validation_batches(part, world, micro_batch_size, pad_to):
@@ -55,13 +57,13 @@ def add_scores(
                 places = (starts[places][batch.documents.ids] + batch.positions).flatten()[batch.supervised]
                 count = int(part.lengths.sum())
             if not values.ndim:
-                values = scores.new_zeros(count, *scores.shape[1:])
-            values.index_add_(0, places, scores)  # 0 for padding
+                values = torch.zeros(count, *scores.shape[1:])
+            values.index_add_(0, places.cpu(), scores.cpu())  # 0 for padding
             done += world.data_size * batch.tokens.shape[0]
             if world.is_main and time.monotonic() - last > TELL:
                 last = time.monotonic()
                 print(f"computing {name}: {min(done, len(part)):,} of {len(part):,} rows", file=sys.stderr, flush=True)
-        return world.sum(values).float().cpu().numpy()
+        return torch.cat([world.sum(each).float().cpu() for each in values.split(SUMMED)]).numpy()
 
     for part in dataset.parts.values() if isinstance(dataset, Mixture) else [dataset]:
         file = folder / f"{name}-{hash_of(part.fingerprint, made_of)}.npy"
