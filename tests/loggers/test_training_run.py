@@ -90,3 +90,15 @@ def test_sinks_are_closed_on_every_exit(run, error, exit_code):
         if error:
             raise error
     assert told == ([exit_code] if error else ["all processes end", 0])
+
+
+def test_a_step_that_learns_nothing_is_told(run, clock):
+    run.sinks[0].message = (told := []).append
+    run.step_began, run.data_seconds = 0.0, 0.0
+    for step, values in enumerate([{"supervised_tokens": 3}, {"dead_groups": 2.0}, {"loss": 0.0}], 1):
+        clock.now += 1
+        run.log(step, **{"tokens": 10, "supervised_tokens": 0} | values)
+    assert told == [
+        "warning: nothing was learned in step 2: all groups are dead, or were cut",
+        "warning: nothing was learned in step 3: no token is supervised",
+    ]

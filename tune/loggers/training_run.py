@@ -265,6 +265,9 @@ class Run:
         if peak := peak_flops(self.world.device):
             values["mfu"] = values["tokens_per_second"] * self.flops_per_token / peak
         self.record(step, values)
+        if not supervised_tokens:
+            why = "all groups are dead, or were cut" if "dead_groups" in metrics else "no token is supervised"
+            self.info(f"warning: nothing was learned in step {step}: {why}")
 
     def append(self, file: str, records: list[dict[str, Any]]) -> None:
         """Add all processes' `records`, as lines of JSON, to a file in the run folder."""
