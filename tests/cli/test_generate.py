@@ -164,6 +164,16 @@ def test_wrong_inputs(name, checkpoint, tmp_path, monkeypatch, capsys):
     assert ended.value.code == 2 and message in shown.err and not shown.out
 
 
+@pytest.mark.parametrize("name", ["too many tokens", "nothing to go on from", "temperature"])
+def test_wrong_inputs_leave_what_was_written_before(name, checkpoint, tmp_path, capsys):
+    (tmp_path / "out.jsonl").write_text("answers\n")
+    arguments = [str(checkpoint) if each == "MODEL" else each for each in WRONG[name][0]]
+    with pytest.raises(SystemExit):
+        main(["generate", *arguments, "--out", str(tmp_path / "out.jsonl")])
+    assert WRONG[name][1] in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl").read_text() == "answers\n"
+
+
 def test_a_model_without_a_chat_template(checkpoint, tmp_path, capsys):
     base = tmp_path / "base"
     shutil.copytree(checkpoint, base)

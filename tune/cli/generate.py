@@ -97,6 +97,7 @@ def generate(options: Namespace, rows: list[tuple[str, Any]]) -> None:
     room = max(1, min(MAX_NEW_TOKENS, (model.max_generated or sys.maxsize) - longest))
     count = room if options.max_new_tokens is None else options.max_new_tokens
     sampler = Sampler(max_new_tokens=count, max_rows=options.batch_size, **settings)
+    sampler.check(model, [each.tokens for each in prompts], [each.index for each in prompts])  # before --out is emptied
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
