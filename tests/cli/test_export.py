@@ -205,6 +205,18 @@ def test_the_code_of_a_model_folder_is_not_run(runs: dict[str, Path], tmp_path: 
     assert "trust_remote_code would run code" in capsys.readouterr().err
 
 
+def test_a_checkpoint_that_is_relative_to_its_start(
+    checkpoint: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    run = tmp_path / "run"
+    arguments = settings(checkpoint, chats, run, "adapter.rank=4", "adapter.init=pissa", "max_steps=1")
+    monkeypatch.setattr("sys.argv", ["lora_finetune", *arguments])
+    lora_finetune.main()
+    with pytest.raises(SystemExit) as stopped:
+        export(run, tmp_path / "new", "--to", "hf", "--step", "1")
+    assert stopped.value.code == 2 and "adapter.init=pissa is relative to" in capsys.readouterr().err
+
+
 WRONG = {
     "nothing there": (["absent", "--to", "gguf"], "absent"),
     "no kind": (["MODEL"], "--to"),

@@ -9,7 +9,9 @@ import pytest
 import torch
 from helpers import run_processes, save_checkpoint
 from recipes.test_grpo import requests  # noqa: F401
+from safetensors.torch import load_file
 
+from tune.cli import main
 from tune.collators import Sample, collate
 from tune.losses import gae
 
@@ -99,6 +101,16 @@ def test_a_continued_run_is_bitwise_the_same(adapter, run, tmp_path):
     assert [[step[name] for name in names] for step in continued] == [
         [step[name] for name in names] for step in whole[1:]
     ]
+
+
+@pytest.mark.parametrize("adapter", [[], ["adapter.rank=4", "export.merge=true"]])
+def test_the_policy_of_a_checkpoint_is_exported(adapter, run, tmp_path):
+    run(*adapter, "checkpointer.every=1", "max_steps=1", "epochs=1")
+    main(["export", str(tmp_path / "run"), "--to", "hf", "--step", "1", "--out", str(tmp_path / "out")])
+    ours, result = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "out", tmp_path / "run" / "model")
+    )
+    assert ours.keys() == result.keys() and all(torch.equal(ours[name], result[name]) for name in ours)
 
 
 def test_a_value_model_with_a_head_over_the_vocabulary_is_refused(run_recipe, common, tmp_path, capsys):

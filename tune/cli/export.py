@@ -93,10 +93,16 @@ def at_step(run: Path, step: int) -> tuple[Any, Any, str, Any]:
     base = checkpointers.Pretrained(cfg.model.path, model) if lora else None
     if lora:
         peft.add_adapters(model, lora)
+        if any(getattr(layer, "start_a", None) is not None for layer in peft.adapted_modules(model).values()):
+            raise TuneError(
+                f"{settings[-1]}: adapter.init={lora.init} is relative to values that a checkpoint does not hold. "
+                "Export the result of the run, without --step"
+            )
         peft.give_memory(model)
     else:
         model.to_empty(device="cpu")
-    checkpointers.read_trained(model, found[step])
+    of_ppo = torch.nn.ModuleDict({"policy": model})  # whose checkpoints have a value model too
+    checkpointers.read_trained(of_ppo if cfg.get("value") else model, found[step])
     return model, base, cfg.model.path, instantiate(cfg.tokenizer)
 
 
