@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 import tempfile
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-HANGS = 300  # seconds
+HANGS = 120  # seconds until an event
+SETTLES = 30  # seconds until a page shows what was asked for
 
 
 class Browser:
@@ -62,13 +64,20 @@ class Browser:
         self.send("Page.navigate", url=page.resolve().as_uri())
         while not self.loaded:
             self._event()
-        time.sleep(0.2)
+        self.ask("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done())))")  # it is drawn
 
     def ask(self, script: str) -> Any:
         """The value of an expression on the page."""
         found = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
+
+    def wait_for(self, script: str, expected: Any) -> None:
+        """Until the expression has the `expected` value, or approximately that."""
+        end = time.monotonic() + SETTLES
+        while (found := self.ask(script)) != expected:
+            assert time.monotonic() < end, (found, expected)
+            time.sleep(0.02)
 
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
         for kind, (x, y) in (("Moved", start), ("Pressed", start), ("Moved", end), ("Released", end)):
@@ -94,6 +103,8 @@ class Browser:
 
     def _event(self) -> None:
         while b"\0" not in self.unread:
+            ready, _, _ = select.select([self.events], [], [], HANGS)
+            assert ready, "the browser hangs"
             read = os.read(self.events, 1 << 16)
             assert read, "the browser has ended"
             self.unread += read

@@ -3,7 +3,7 @@
 import functools
 import json
 import re
-import time
+import signal
 
 import numpy as np
 import pytest
@@ -74,6 +74,15 @@ def test_a_run(shown, make_run):
 
 
 @needs_browser
+def test_a_browser_that_hangs_fails_the_test(monkeypatch):
+    with Browser() as stopped:
+        monkeypatch.setattr("browser.HANGS", 1)
+        stopped.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(AssertionError, match="the browser hangs"):
+            stopped.ask("1")
+
+
+@needs_browser
 def test_reading_and_zooming(shown, make_run):
     browser = shown(make_run(steps=101))
     plot = "document.querySelector('.u-over').getBoundingClientRect()"
@@ -88,12 +97,10 @@ def test_reading_and_zooming(shown, make_run):
     ranges = browser.ask("charts.map(each => [each.scales.x.min, each.scales.x.max])")
     assert ranges == [[pytest.approx(21, abs=1), pytest.approx(41, abs=1)]] * len(ranges)
     browser.ask("document.querySelector('.tools button').click()")
-    time.sleep(0.5)
-    assert browser.ask("charts.map(each => [each.scales.x.min, each.scales.x.max])") == [[1, 101]] * len(ranges)
+    browser.wait_for("charts.map(each => [each.scales.x.min, each.scales.x.max])", [[1, 101]] * len(ranges))
     browser.ask("smoothing.value = 0.5, smoothing.oninput()")
-    time.sleep(0.5)
-    smooth = browser.ask("charts[0].data[2].slice(0, 3)")
-    assert smooth == pytest.approx([2, (2 * 0.25 + 1 * 0.5) / 0.75, (2 * 0.125 + 1 * 0.25 + 2 / 3 * 0.5) / 0.875])
+    smooth = [2, (2 * 0.25 + 1 * 0.5) / 0.75, (2 * 0.125 + 1 * 0.25 + 2 / 3 * 0.5) / 0.875]
+    browser.wait_for("charts[0].data[2].slice(0, 3)", pytest.approx(smooth))
 
 
 @needs_browser
