@@ -220,6 +220,15 @@ def test_secrets_do_not_reach_the_page(make_run, tmp_path, monkeypatch):
     assert not [each for each in (token, "very-secret-value", "me:word", "abcdefgh") if each in page]
 
 
+def test_a_run_without_a_model_can_be_continued(make_run, tmp_path):
+    """A second Ctrl-C ends a run before it has saved anything."""
+    folder = make_run(state="interrupted")
+    write_report([folder], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert f"output_dir={folder} resume=auto" in page
+    assert "The run was interrupted." in page and "saved a checkpoint" not in page
+
+
 def test_only_a_report_is_replaced(make_run, tmp_path):
     folder, page = make_run(), tmp_path / "page.html"
     write_report([folder], page)
