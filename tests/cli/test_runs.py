@@ -17,6 +17,7 @@ from helpers import HANGS
 from run_folders import write_run
 
 from tune.cli import main
+from tune.cli.runs import gib
 
 
 @pytest.fixture
@@ -42,6 +43,13 @@ def test_runs(make_run, tmp_path, capsys):
     ]
     assert rows[1][4:7] == ["0.5", "0.525", "0.00"]
     assert rows[3][:4] == [str(tmp_path / "third"), "done", "full_finetune", "0.02"]  # no step yet
+
+
+def test_the_size_of_a_run_that_removes_files_meanwhile(tmp_path, monkeypatch):
+    (tmp_path / "stays").write_bytes(bytes(2**27))
+    (tmp_path / "gone").symlink_to("removed")  # listed, and not there when its size is asked for
+    monkeypatch.setattr("pathlib.Path.is_file", lambda self: True)
+    assert gib(tmp_path) == "0.12"
 
 
 def test_checkpoints(make_run, capsys):

@@ -1,7 +1,9 @@
 """List the run folders in FOLDER (default: runs) and in the folders in it, the newest last."""
 
+import os
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -27,7 +29,12 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 def gib(folder: Path) -> str:
     """The size of all files in a folder."""
-    return f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 2**30:.2f}"
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # a run that goes on removes files
+                size += Path(parent, name).stat().st_size
+    return f"{size / 2**30:.2f}"
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
