@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import full_finetune
@@ -16,6 +17,7 @@ from omegaconf import OmegaConf
 
 from tune.checkpointers import load_model
 from tune.cli import main
+from tune.cli.export import modelfile
 from tune.generation import Sampler
 from tune.models import Decoder
 from tune.peft import open_model
@@ -127,6 +129,26 @@ def test_tokens_and_chat_are_those_of_the_folder(
     printed = capsys.readouterr().out
     assert f"llama-cli -m {file}" in printed and "ollama create m -f" in printed
     assert (tmp_path / "m.gguf.Modelfile").read_text() == ('FROM ./m.gguf\nPARAMETER stop "<|im_end|>"\n')
+
+
+def test_what_is_beside_the_file_stays(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "m.gguf.Modelfile").write_text("mine")
+    with pytest.raises(SystemExit) as stopped:
+        export(checkpoint, tmp_path / "m.gguf", "--to", "gguf")
+    assert stopped.value.code == 2 and "m.gguf.Modelfile, which is for Ollama, exists" in capsys.readouterr().err
+    assert (tmp_path / "m.gguf.Modelfile").read_text() == "mine" and not (tmp_path / "m.gguf").exists()
+
+
+def test_stop_tokens_with_quotes() -> None:
+    ends = SimpleNamespace(stop_ids={1, 2}, decode=lambda ids: {1: "<end>", 2: '<"end">'}[ids[0]])
+    assert modelfile(ends, "m") == 'FROM ./m\nPARAMETER stop "<end>"\nPARAMETER stop """<"end">"""\n'
+
+
+def test_the_card_says_what_was_done(checkpoint: Path, runs: dict[str, Path], tmp_path: Path) -> None:
+    card = (export(checkpoint, tmp_path / "plain", "--to", "hf") / "README.md").read_text()
+    assert f"`{checkpoint.name}`, written by `tune export`" in card and "Fine-tuned" not in card
+    card = (export(runs["lora"], tmp_path / "lora", "--to", "hf") / "README.md").read_text()
+    assert f"`{checkpoint.name}` with the adapter `lora_finetune/adapter` merged in" in card
 
 
 def settings(model: Path, chats: Path, run: Path, *others: str) -> list[str]:

@@ -164,7 +164,7 @@ def test_wrong_inputs(name, checkpoint, tmp_path, monkeypatch, capsys):
     assert ended.value.code == 2 and message in shown.err and not shown.out
 
 
-@pytest.mark.parametrize("name", ["too many tokens", "nothing to go on from", "temperature"])
+@pytest.mark.parametrize("name", ["too many tokens", "nothing to go on from"])
 def test_wrong_inputs_leave_what_was_written_before(name, checkpoint, tmp_path, capsys):
     (tmp_path / "out.jsonl").write_text("answers\n")
     arguments = [str(checkpoint) if each == "MODEL" else each for each in WRONG[name][0]]

@@ -29,6 +29,9 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     if options.type and options.to != "gguf":
         raise TuneError(f"--type is for --to gguf; with --to {options.to} types stay as they are")
     out: Path = options.out
+    recipe = out.with_name(f"{out.name}.Modelfile")
+    if options.to == "gguf" and recipe.exists():
+        raise TuneError(f"{recipe}, which is for Ollama, exists already. Name another --out, or move it")
     with new_folder(out):
         from tune import checkpointers, distributed, peft
         from tune.models.config_file import ConfigFile
@@ -36,12 +39,14 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
         if options.step is not None:
             model, base, path, tokenizer = at_step(options.source, options.step)
+            card = checkpointers.model_card("tune export", path, "the data of the run")
         else:
             found = peft.resolve_model(options.source)
             model, base, tokenizer = peft.open_on_disk(found.base, next(iter(found.adapters), None))
-            path = str(found.base)
+            path, name = str(found.base), found.base.name
+            merged = "".join(f" with the adapter `{'/'.join(each.parts[-2:])}` merged in" for each in found.adapters)
+            card = f"---\nbase_model: {name}\ntags: [tune]\n---\n\n`{name}`{merged}, written by `tune export`.\n"
         if options.to == "hf":
-            card = checkpointers.model_card("tune export", path, "the data of the run")
             world = distributed.init("cpu")
             checkpointers.export(model, tokenizer, out, world, source=path, card=card, base=base)
             commands = [f"vllm serve {out}"]
@@ -53,7 +58,6 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
             family = str(ConfigFile(Path(path)).get("model_type"))
             for note in checkpointers.export_gguf(model, base, tokenizer, out, family, options.type or "f16"):
                 print(f"note: {note}")
-            recipe = out.with_name(f"{out.name}.Modelfile")
             recipe.write_text(modelfile(tokenizer, out.name))
             name = out.stem.lower()
             commands = [f"llama-cli -m {out}", f"ollama create {name} -f {recipe} && ollama run {name}"]
@@ -109,5 +113,6 @@ def at_step(run: Path, step: int) -> tuple[Any, Any, str, Any]:
 def modelfile(tokenizer: Any, file: str) -> str:
     """What Ollama makes a model of: the file, which has the chat template, and where answers end."""
     ends = [tokenizer.decode([index]) for index in sorted(tokenizer.stop_ids)]
-    lines = [f"FROM ./{file}", *(f'PARAMETER stop "{end}"' for end in ends)]
+    quoted = [f'"""{end}"""' if '"' in end else f'"{end}"' for end in ends]
+    lines = [f"FROM ./{file}", *(f"PARAMETER stop {end}" for end in quoted)]
     return "\n".join([*lines, ""])
