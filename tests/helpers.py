@@ -1,6 +1,8 @@
 """What many tests use: a tiny checkpoint folder as users have them, and processes that form a group."""
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -97,12 +99,18 @@ def make_adapter(base: Path, folder: Path, seed: int, **settings) -> Path:
     return folder
 
 
+def free_port() -> int:
+    """Below those that the system gives to connections: one of these may be taken before it is used."""
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
+
+
 def run_processes(script: Path, count: int, *arguments: str) -> str:
     """Run `script` in `count` processes that find each other as under torchrun; returns rank 0's output."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
+    processes, port = [], free_port()
     for rank in range(count):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
         env = os.environ | {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}

@@ -3,13 +3,12 @@
 import io
 import json
 import shutil
-import socket
 import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import HANGS, make_adapter, save_checkpoint
+from helpers import HANGS, free_port, make_adapter, save_checkpoint
 
 from tune.cli import main
 from tune.generation.defaults import sampling_settings
@@ -108,10 +107,7 @@ def test_settings_of_the_checkpoint(tmp_path):
 def test_two_processes(checkpoint, files, tmp_path, capsys):
     arguments = ["generate", checkpoint, "--prompts", files / "prompts.txt", "--max-new-tokens", "9", "--device", "cpu"]
     arguments += ["--samples", "2", "--temperature", "1", "--batch-size", "1", "--out", tmp_path / "two.jsonl"]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}", "-m", "tune.cli"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "-m", "tune.cli"]
     command = [sys.executable, *torchrun, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr[-3000:]
