@@ -198,7 +198,8 @@ class Reader:
             tiny["teacher.path"] = tiny["model.path"]
         for argument in (*arguments, given.get("model.path", "")):
             self.stand_in(argument.removeprefix("./"))
-        kept = [each for each in arguments if "..." not in each and not each.startswith("parallel.tp=")]  # one process
+        one_process = [re.sub(r"^parallel\.tp=\d+$", "parallel.tp=1", argument) for argument in arguments]
+        kept = [argument for argument in one_process if "..." not in argument]
         return [*kept, *(f"{key}={value}" for key, value in tiny.items() if given.get(key, "...") == "...")]
 
     def stand_in(self, name: str) -> None:

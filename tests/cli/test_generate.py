@@ -133,6 +133,7 @@ WRONG = {
     "no tokens": (["MODEL", "--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens: 0 is not a positive"),
     "a prompt that is too long": (["MODEL", "--prompts", "long.txt"], "prompt 0 has"),
     "nothing to go on from": (["MODEL", "--prompt", "", "--raw"], "prompt 0 is empty"),
+    "over the prompts": (["MODEL", "--prompts", "chats.jsonl", "--out", "chats.jsonl"], "which would be lost"),
     "where to write": (["MODEL", "--prompt", "a", "--out", "none/out.jsonl"], "--out none/out.jsonl cannot be written"),
     "both": (["MODEL", "--prompt", "a", "--prompts", "long.txt"], "not allowed with argument --prompt"),
     "samples": (["MODEL", "--prompt", "a", "--samples", "0"], "--samples: 0 is not a positive integer"),

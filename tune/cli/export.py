@@ -39,13 +39,12 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
         if options.step is not None:
             model, base, path, tokenizer = at_step(options.source, options.step)
-            card = checkpointers.model_card("tune export", path, "the data of the run")
+            title = f"`{Path(path).name}` after step {options.step} of the run `{options.source.name}`"
         else:
             found = peft.resolve_model(options.source)
             model, base, tokenizer = peft.open_on_disk(found.base, next(iter(found.adapters), None))
-            path, name = str(found.base), found.base.name
-            merged = "".join(f" with the adapter `{'/'.join(each.parts[-2:])}` merged in" for each in found.adapters)
-            card = f"---\nbase_model: {name}\ntags: [tune]\n---\n\n`{name}`{merged}, written by `tune export`.\n"
+            path, title = str(found.base), found.title
+        card = f"---\nbase_model: {Path(path).name}\ntags: [tune]\n---\n\n{title}, written by `tune export`.\n"
         if options.to == "hf":
             world = distributed.init("cpu")
             checkpointers.export(model, tokenizer, out, world, source=path, card=card, base=base)

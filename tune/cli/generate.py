@@ -85,6 +85,8 @@ def generate(options: Namespace, rows: list[tuple[str, Any]]) -> None:
     from tune.datasets.prompts import open_prompts
     from tune.generation import Sampler
 
+    if options.out and options.prompts and options.out.exists() and options.out.samefile(options.prompts):
+        raise TuneError(f"--out {options.out} is the file of the prompts, which would be lost. Name another file")
     world = distributed.init(options.device)
 
     def tell(message: str) -> None:

@@ -11,7 +11,7 @@ from tune.errors import TuneError
 
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("model", metavar="MODEL", type=Path, help="a model folder, an adapter or a run")
-    parser.add_argument("--to", required=True, choices=("int8", "int4", "fp8", "nf4", "mxfp4"))
+    parser.add_argument("--to", required=True, metavar="int8|int4|fp8", choices=("int8", "int4", "fp8", "nf4", "mxfp4"))
     parser.add_argument("--out", required=True, metavar="FOLDER", type=Path, help="to write: absent or empty")
     options = parser.parse_args(arguments)
     with new_folder(options.out):
@@ -28,9 +28,7 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
                 f"{found.base} has experts, which each reader stores otherwise; only dense models are quantised"
             )
         columns = {str(base.names[f"{name}.weight"]): each.in_features for name, each in linears.items()}
-        card = (
-            f"---\nbase_model: {found.base.name}\ntags: [tune]\n---\n\n`{found.base.name}` in {options.to}, by tune.\n"
-        )
+        card = f"---\nbase_model: {found.base.name}\ntags: [tune]\n---\n\n{found.title}, in {options.to}, by tune.\n"
         checkpointers.export(
             model, tokenizer, options.out, distributed.init("cpu"), source=str(found.base), card=card, base=base,
             compressor=Compressor(options.to, columns),

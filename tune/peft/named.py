@@ -29,6 +29,12 @@ class Resolved:
     adapters: tuple[Path, ...]
     tokenizer: Path
 
+    @property
+    def title(self) -> str:
+        """What the merged model is, for its card."""
+        merged = (f" with the adapter `{'/'.join(each.parts[-2:])}` merged in" for each in self.adapters)
+        return f"`{self.base.name}`{''.join(merged)}"
+
 
 def resolve_model(path: str | Path, adapters: Sequence[str | Path] = ()) -> Resolved:
     """The folders of what `path` names: a model in Hugging Face layout, an adapter in PEFT's (its base is the one that
