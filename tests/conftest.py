@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import sys
 import tempfile
 from pathlib import Path
 
@@ -15,6 +16,16 @@ os.environ["TUNE_CACHE"] = tempfile.mkdtemp(prefix="tune-cache-")
 hypothesis.settings.register_profile("tune", deadline=None)  # the machine may be busy with other work
 hypothesis.settings.load_profile("tune")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+@pytest.fixture(autouse=True)
+def forget_written_modules(tmp_path_factory):
+    """A module that a test wrote ends with it: the next test may write another of that name."""
+    before, folder = set(sys.modules), str(tmp_path_factory.getbasetemp())
+    yield
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

@@ -74,7 +74,6 @@ class Reader:
                     self.change(block)
                 elif language and (named := FILE.match(block)):
                     (self.folder / named[1]).write_text(block)
-                    sys.modules.pop(Path(named[1]).stem, None)  # another test's
                 elif language == "python" and SCRIPT.match(block):
                     exec(compile(block, "<the page>", "exec"), self.namespace)
                 for line in commands(f"```{language}\n{block}```"):
@@ -85,7 +84,6 @@ class Reader:
     def at_work(self) -> Iterator[None]:
         """In the folder; what a process of its own would forget is forgotten. torchrun starts one process: this one."""
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        modules = set(sys.modules)
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(self.folder)
             patch.setattr(sys, "path", [str(self.folder), *sys.path])
@@ -99,9 +97,6 @@ class Reader:
             finally:
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
-                for name in set(sys.modules) - modules:
-                    if str(self.folder) in str(getattr(sys.modules[name], "__file__", "")):
-                        del sys.modules[name]
 
     def change(self, diff: str) -> None:
         """Make the changes of a diff without line numbers: what a hunk shows must be there once."""

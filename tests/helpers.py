@@ -16,7 +16,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # After so many seconds a process that a test has started hangs; before, the machine may just be busy.
-HANGS = 1800
+HANGS = 600
 WORDS = [
     "the",
     "a",

@@ -1,4 +1,3 @@
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +68,6 @@ def shapes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "reexport" / "__init__.py").write_text("from .inner import *\nfrom . import inner as alias\n")
     (folder / "reexport" / "inner.py").write_text("from shapes import build as made, Made\nfrom .load import load\n")
     (folder / "reexport" / "load.py").write_text("def load(path: str): ...\n")
-    for name in ("shapes", "reexport", "reexport.inner", "reexport.load"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 @pytest.mark.usefixtures("shapes")

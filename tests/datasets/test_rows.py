@@ -307,8 +307,6 @@ def my_data(tmp_path, monkeypatch):
         "def five(): return 5\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("my_data", None)
 
 
 @pytest.mark.usefixtures("my_data")
@@ -356,15 +354,11 @@ def test_modules_that_a_function_imports_are_part_of_the_data(tmp_path, monkeypa
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    try:
-        before = sources_of("mine.keep", "filter")
-        (tmp_path / "other.py").write_text("MOST = 6")
-        assert sources_of("mine.keep", "filter") == before
-        (tmp_path / module).write_text(files[module] + "\nMOST = 6")
-        assert sources_of("mine.keep", "filter") != before
-    finally:
-        for name in ("mine", "aside", "aside.words", "aside.deeper", "limits", "late"):
-            sys.modules.pop(name, None)
+    before = sources_of("mine.keep", "filter")
+    (tmp_path / "other.py").write_text("MOST = 6")
+    assert sources_of("mine.keep", "filter") == before
+    (tmp_path / module).write_text(files[module] + "\nMOST = 6")
+    assert sources_of("mine.keep", "filter") != before
 
 
 @pytest.mark.usefixtures("my_data")

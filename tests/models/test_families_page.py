@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,6 @@ def my_family(tmp_path, monkeypatch):
     assert len(code.splitlines()) < 40
     (tmp_path / "my_family.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_family", raising=False)
     monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
 
 

@@ -48,7 +48,6 @@ def prompts(tmp_path, monkeypatch):
     (tmp_path / "my_scores.py").write_text(SCORES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_scores", raising=False)
     rows = [{"prompt": "the cat" + " sat" * at, "completion": "on the mat"} for at in range(5)]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import full_finetune
@@ -25,7 +24,6 @@ def folder(checkpoint, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(section.split("```python\n")[1].split("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(config.__file__).parents[2]}")
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
     import mine
 
     torch.manual_seed(0)
