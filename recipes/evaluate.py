@@ -19,7 +19,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from tune import config, datasets, distributed, evaluation, generation, loggers, losses, peft
+from tune import checkpointers, config, datasets, distributed, evaluation, generation, loggers, losses, peft
 from tune.atomic import written_aside
 from tune.config import instantiate, instantiate_weighted
 from tune.errors import TuneError
@@ -51,7 +51,7 @@ def main(cfg):
     # What is wrong with tasks and data is found before weights are read.
     found = peft.resolve_model(cfg.model.path, cfg.adapters)
     tokenizer = Tokenizer(str(found.tokenizer), cfg.chat_template)
-    shape = peft.without_memory(found.base)
+    shape, _ = checkpointers.open_checkpoint(found.base)
     longest = cfg.max_length or getattr(shape, "max_positions", None) or 2048
     tasks = evaluation.Tasks(
         cfg.tasks, tokenizer, cfg.include_path, limit=cfg.limit, num_fewshot=cfg.num_fewshot,

@@ -88,8 +88,8 @@ def main(cfg):
     checkpointers.check(model)
     frozen = model
     if cfg.kl and cfg.reference != "adapter_off":
-        tokenizer.require_same_ids(type(tokenizer)(cfg.reference), "reference")
-        frozen, _ = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)
+        frozen, _ = checkpointers.load_frozen("reference", cfg.reference, world, cfg.dtype)
+        checkpointers.require_same_vocabulary("reference", cfg.reference, frozen, tokenizer)
 
     def reference(batch):
         """Log-probs of the supervised tokens under the frozen reference."""

@@ -47,7 +47,7 @@ def main(cfg):
         model = instantiate(cfg.model)  # its shape only: no memory yet
         critic = instantiate(cfg.value)
     weights = checkpointers.Pretrained(cfg.model.path, model)
-    critic_weights = checkpointers.Pretrained(cfg.value.path, critic, seed=cfg.seed)
+    critic_weights = checkpointers.Pretrained(cfg.value.path, critic, cfg.seed, "value.path")
     if cfg.quantization.weights:
         quantization.quantize_linears(model, double=cfg.quantization.double)
     lora = instantiate(cfg.adapter) if cfg.adapter else None
@@ -57,7 +57,7 @@ def main(cfg):
     log_probs = losses.LogProbs(cfg.memory.loss_chunk_tokens, cfg.sampling.temperature)
 
     tokenizer = instantiate(cfg.tokenizer)
-    tokenizer.require_same_ids(type(tokenizer)(cfg.value.path), "value.path")
+    checkpointers.require_same_vocabulary("value.path", cfg.value.path, critic, tokenizer)
     sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)
     dataset = instantiate(cfg.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len)
     validation = []
@@ -94,8 +94,8 @@ def main(cfg):
     both = torch.nn.ModuleDict({"policy": model, "value": critic})
     frozen = model
     if cfg.kl and cfg.reference != "adapter_off":
-        tokenizer.require_same_ids(type(tokenizer)(cfg.reference), "reference")
-        frozen, _ = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)
+        frozen, _ = checkpointers.load_frozen("reference", cfg.reference, world, cfg.dtype)
+        checkpointers.require_same_vocabulary("reference", cfg.reference, frozen, tokenizer)
 
     def reference(batch):
         """Log-probs of the supervised tokens under the frozen reference."""

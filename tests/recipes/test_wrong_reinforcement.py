@@ -92,6 +92,7 @@ def folders(checkpoint, tmp_path_factory):
     reward_model(at / "two_labels", num_labels=2)
     reward_model(at / "other_reward")
     save_checkpoint(at / "other_tokenizer")
+    save_checkpoint(at / "few_rows", vocab_size=280)
     for name in ("other_reward", "other_tokenizer"):
         file = at / name / "tokenizer.json"
         file.write_text((checkpoint / "tokenizer.json").read_text().replace("<|im_start|>", "<|turn|>"))
@@ -113,8 +114,10 @@ BOTH = {
     "two labels": ([REWARD_MODEL % "two_labels"], "the model scores 2 labels, and a reward is one number"),
     "no reward model": ([REWARD_MODEL % "language"], "it is no reward model. Make one of it with reward_finetune"),
     "a reward model's tokenizer": ([REWARD_MODEL % "other_reward"], "reward.path: ", "has another tokenizer than"),
-    "no folder of a reward model": ([REWARD_MODEL % "nowhere"], "nowhere (no such folder)"),
+    "no folder of a reward model": ([REWARD_MODEL % "nowhere"], "reward.path: ", "nowhere does not exist"),
     "another reference": (["kl=0.1", "reference={other_tokenizer}"], "reference: ", "has another tokenizer than"),
+    "a reference of few rows": (["kl=0.1", "reference={few_rows}"], "reference: ", "has rows for 280 tokens, and the"),
+    "a reward model as reference": (["kl=0.1", "reference={other_reward}"], "reference: ", "is a reward model: it"),
     "no reference": (["kl=0.1", "reference={nowhere}"], "is neither precomputed nor adapter_off nor the folder"),
     "no adapter": (["kl=0.1", "reference=adapter_off"], "the adapter cannot be switched off: there is none"),
     "greedy": (["sampling.temperature=0"], "sampling.temperature: 0 is not a positive number"),
@@ -145,6 +148,7 @@ OF_GRPO = {
 }
 OF_PPO = {
     "another value tokenizer": (["value.path={other_tokenizer}"], "value.path: ", "has another tokenizer than"),
+    "a value model of few rows": (["value.path={few_rows}"], "value.path: ", "has rows for 280 tokens, and the"),
     "a value model of two labels": (["value.path={two_labels}"], "the model scores 2 labels"),
     "no value model": (["value.path={nowhere}"], "nowhere does not exist"),
     "a value model of tokens": (["value.head=tokens"], "a value is one: set value.head=score"),

@@ -5,7 +5,15 @@ from tune.checkpointers.hf_tensors import hf_tensors
 from tune.checkpointers.reading import read_trained
 from tune.checkpointers.to_gguf import export_gguf
 from tune.checkpointers.vocabulary import add_tokens
-from tune.checkpointers.weights import Pretrained, Random, check, load_frozen, load_model
+from tune.checkpointers.weights import (
+    Pretrained,
+    Random,
+    check,
+    load_frozen,
+    load_model,
+    open_checkpoint,
+    require_same_vocabulary,
+)
 from tune.checkpointers.writing import export, model_card
 
 __all__ = [
@@ -20,5 +28,7 @@ __all__ = [
     "load_frozen",
     "load_model",
     "model_card",
+    "open_checkpoint",
     "read_trained",
+    "require_same_vocabulary",
 ]

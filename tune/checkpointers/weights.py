@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from tune.checkpointers.disk import DiskTensor, disk_tensors, sampled_digest, shape_differences
 from tune.distributed import World, local_shard, parallelize
 from tune.errors import TuneError
-from tune.models import Decoder, HuggingFaceModel, build
+from tune.models import Decoder, HuggingFaceModel, build, hf
+from tune.models.config_file import ConfigFile
+from tune.models.families import supported
 from tune.models.names import Names, OnDisk, disk_parts, stored_tensors
 from tune.quantization import NF4Weight, quantize_linears
+from tune.tokenizers import Tokenizer
 
 
 class Pretrained:
@@ -24,10 +27,11 @@ class Pretrained:
     head that the checkpoint is without is initialised there, from `seed`.
 
     Raises:
-        TuneError: files that are missing or unreadable; tensors missing, not known or of another shape, all named.
+        TuneError: files that are missing or unreadable; tensors missing, not known or of another shape, all named. It
+            blames `setting`.
     """
 
-    def __init__(self, path: str, model: nn.Module, seed: int = 0):
+    def __init__(self, path: str, model: nn.Module, seed: int = 0, setting: str = "model.path"):
         self.path, self.model, self.seed, self.tensors = path, model, seed, disk_tensors(Path(path))
         names = Names.of(model)
         self.names = names.in_checkpoint(self.tensors)
@@ -44,7 +48,14 @@ class Pretrained:
             name: tensor.shape for name, tensor in self.tensors.items() if name in wanted or not names.is_ignored(name)
         }
         if differences := shape_differences(found, wanted, "config.json says"):
-            raise TuneError(f"model.path: the tensors in {path} do not fit its config.json:\n  {differences}")
+            raise TuneError(f"{setting}: the tensors in {path} do not fit its config.json:\n  {differences}")
+
+    def require_complete(self) -> None:
+        """Raises TuneError if a score head would be initialised."""
+        if self.new:
+            raise TuneError(
+                f"{self.path} has no score.weight: it is no reward model. Make one of it with reward_finetune"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """A digest of the weights (names, shapes, sizes of the files and samples of their bytes), and how the model
@@ -154,13 +165,39 @@ def check(model: nn.Module) -> None:
         model.check()
 
 
+def open_checkpoint(
+    path: str | Path, head: Literal["tokens", "score"] = "tokens", setting: str = "model.path"
+) -> tuple[Any, Pretrained]:
+    """The model of a folder, ours or else transformers', on the meta device, and its weights. Raises TuneError, which
+    blames `setting`, as `Pretrained` does, and if a model of texts is asked for and this one has scores."""
+    file = ConfigFile(Path(path), setting)
+    if head == "tokens" and "SequenceClassification" in str(file.get("architectures")):
+        raise TuneError(f"{setting}: {path} is a reward model: it scores texts and writes none")
+    with torch.device("meta"):
+        model = build(str(path), head=head) if file.get("model_type") in supported() else hf(str(path))
+    return model, Pretrained(str(path), model, setting=setting)
+
+
+def require_same_vocabulary(setting: str, path: str, model: Any, tokenizer: Tokenizer) -> None:
+    """Raises TuneError, which blames `setting`, if the tokenizer in `path` has other ids than `tokenizer`, or `model`
+    lacks rows for some of them."""
+    tokenizer.require_same_ids(Tokenizer(path), setting)
+    if (rows := model.config.vocab_size) < tokenizer.vocab_size:
+        raise TuneError(
+            f"{setting}: the model in {path} has rows for {rows} tokens, and the tokenizer has {tokenizer.vocab_size}: "
+            "take models whose vocab_size is at least that"
+        )
+
+
 def load_frozen(
-    path: str, world: World, dtype: Literal["bf16", "fp32"], quantization: Literal["nf4"] | None = None
+    setting: str,
+    path: str,
+    world: World,
+    dtype: Literal["bf16", "fp32"],
+    quantization: Literal["nf4"] | None = None,
 ) -> tuple[Decoder, Pretrained]:
     """A second model beside the one that is trained, sharded as that is and without dropout: a reference, a teacher."""
-    with torch.device("meta"):
-        model = build(path)
-    weights = Pretrained(path, model)
+    model, weights = open_checkpoint(path, setting=setting)
     if quantization:
         quantize_linears(model, double=True)
     parallelize(model.requires_grad_(False).eval(), world, dtype=dtype, master_dtype=dtype)
@@ -177,11 +214,8 @@ def load_model(
 ) -> Decoder:
     """The model of a checkpoint folder on one device, for use outside a recipe; with the head `score` a reward model
     (see `tune.losses.score`). Raises TuneError if that has no scores."""
-    with torch.device("meta"):
-        model = build(path, head=head)
-    weights = Pretrained(path, model)
-    if weights.new:
-        raise TuneError(f"{path} has no score.weight: it is no reward model. Make one of it with reward_finetune")
+    model, weights = open_checkpoint(path, head)
+    weights.require_complete()
     model.to(dtype).to_empty(device=device)
     weights.load(model)
     return model.eval()

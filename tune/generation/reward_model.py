@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from tune.checkpointers import load_model
+from tune.checkpointers import load_model, open_checkpoint, require_same_vocabulary
 from tune.collators import Batch
 from tune.distributed import DTYPES
 from tune.generation.rollout import Episode
@@ -30,13 +30,14 @@ class RewardModel:
     def __init__(self, path: str, dtype: Literal["bf16", "fp32"] = "fp32", micro_batch_size: PositiveInt = 8):
         self.path, self.dtype, self.micro_batch_size = path, dtype, micro_batch_size
         self.model: Decoder | None = None
+        open_checkpoint(path, "score", "reward.path")[1].require_complete()
 
     @torch.inference_mode()
     def scores(self, episodes: Sequence[Episode], tokenizer: Tokenizer, device: torch.device) -> list[float]:
         """One for each of the episodes."""
         if self.model is None:
-            tokenizer.require_same_ids(Tokenizer(self.path), "reward.path")
             self.model = load_model(self.path, str(device), DTYPES[self.dtype], head="score")
+            require_same_vocabulary("reward.path", self.path, self.model, tokenizer)
         found: list[float] = []
         for start in range(0, len(episodes), self.micro_batch_size):
             some = episodes[start : start + self.micro_batch_size]

@@ -41,16 +41,14 @@ def is_positive(value: Any) -> bool:
 class ConfigFile:
     """config.json of a checkpoint folder. `finish` refuses the fields that were not read."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, setting: str = "model.path"):
         self.path = folder / "config.json"
         if not folder.is_dir():
             what = "is a file" if folder.exists() else "does not exist"
             is_of_the_hub = not folder.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder))
             hint = f". To download it from the Hugging Face hub: `tune download {folder}`" if is_of_the_hub else ""
-            raise TuneError(
-                f"model.path: {folder} {what}; it must be a folder with config.json and *.safetensors{hint}"
-            )
-        self.fields = read_json(self.path)
+            raise TuneError(f"{setting}: {folder} {what}; it must be a folder with config.json and *.safetensors{hint}")
+        self.fields = read_json(self.path, setting)
         self._read: set[str] = set()
         self._sections: list[ConfigFile] = []
 

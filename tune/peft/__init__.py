@@ -10,7 +10,7 @@ from tune.peft.files import adapter, digest, export_adapter, export_trained, loa
 from tune.peft.gguf_lora import export_gguf_lora
 from tune.peft.lora import LoRA, LoRALinear
 from tune.peft.merging import give_memory, merge, open_on_disk
-from tune.peft.named import Resolved, open_model, resolve_model, without_memory
+from tune.peft.named import Resolved, open_model, resolve_model
 from tune.peft.tokens import untrained_tokens
 
 __all__ = [
@@ -37,5 +37,4 @@ __all__ = [
     "start",
     "switched_off",
     "untrained_tokens",
-    "without_memory",
 ]

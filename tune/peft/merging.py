@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from tune import distributed
-from tune.checkpointers import Pretrained, export
+from tune.checkpointers import Pretrained, export, open_checkpoint
 from tune.errors import TuneError
 from tune.peft.adapters import add_adapters
 from tune.peft.combining import load_combined
 from tune.peft.files import load_adapter, read_adapter
-from tune.peft.named import without_memory
 from tune.tokenizers import Tokenizer
 
 
@@ -45,8 +44,7 @@ def open_on_disk(
     Raises TuneError as `merge` does."""
     lora = read_adapter(str(adapter)) if adapter else None
     head: Literal["tokens", "score"] = "score" if lora and "score" in lora.modules_to_save else "tokens"
-    model = without_memory(source, head)
-    weights = Pretrained(str(source), model)
+    model, weights = open_checkpoint(source, head)
     if adapter is None or lora is None:
         return model.requires_grad_(False), weights, None
     add_adapters(model, lora)

@@ -8,13 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tune.checkpointers import Pretrained, check
+from tune.checkpointers import check, open_checkpoint
 from tune.distributed import DTYPES
 from tune.distributed.parallelize import allocate
 from tune.errors import TuneError
-from tune.models import build, hf
 from tune.models.config_file import ConfigFile, read_json
-from tune.models.families import supported
 from tune.peft.adapters import adapted_modules, add_adapters
 from tune.peft.files import CONFIG, load_adapter, read_adapter
 from tune.quantization import quantize_linears
@@ -111,11 +109,9 @@ def open_model(
     loras = [read_adapter(str(each)) for each in found.adapters]
     if quantization and len(loras) > 1:
         raise TuneError("quantised weights take one adapter: merge the others into the base first (`tune merge`)")
-    model = without_memory(found.base)
-    architectures = ConfigFile(found.base).get("architectures", [])
-    if any("score" in lora.modules_to_save for lora in loras) or "SequenceClassification" in str(architectures):
+    if any("score" in lora.modules_to_save for lora in loras):
         raise TuneError(f"{path} is a reward model: it scores texts and writes none")
-    weights = Pretrained(str(found.base), model)
+    model, weights = open_checkpoint(found.base)
     on_disk = max(weights.tensors.values(), key=lambda tensor: torch.Size(tensor.shape).numel()).dtype
     chosen = DTYPES[dtype] if dtype else torch.float32 if torch.device(device).type == "cpu" else on_disk
     for parameter in model.parameters():
@@ -130,13 +126,6 @@ def open_model(
         load_adapter(model, str(folder))
     check(model)
     return model.to(device).eval(), Tokenizer(str(found.tokenizer))
-
-
-def without_memory(path: Path, head: Literal["tokens", "score"] = "tokens") -> Any:
-    """The model of a folder, ours or else transformers', on the meta device."""
-    with torch.device("meta"):
-        is_ours = ConfigFile(path).get("model_type") in supported()
-        return build(str(path), head=head) if is_ours else hf(str(path))
 
 
 @torch.no_grad()
