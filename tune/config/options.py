@@ -63,6 +63,7 @@ OPTIONS: dict[str, Any] = {
     "parallel.dp_replicate": PositiveInt,
     "parallel.dp_shard": PositiveInt | Literal["auto"],
     "parallel.tp": PositiveInt,
+    "parallel.ep": PositiveInt,
     "parallel.timeout": PositiveFloat,
     "memory.activation_checkpointing": Literal["none", "selective", "full"],
     "memory.loss_chunk_tokens": PositiveInt | None,

@@ -1,15 +1,18 @@
 """From a model on the meta device to shards: activation checkpointing -> compile -> FSDP2 -> memory."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from tune.distributed.activations import wrap_forward
+from tune.distributed.expert_parallel import share_experts, shared_experts, whole_experts
 from tune.distributed.shards import full_tensor
 from tune.distributed.tensor_parallel import share
 from tune.distributed.world import World
@@ -47,6 +50,10 @@ def parallelize(
                 "memory.activation_checkpointing=none"
             )
         share(model, blocks, units, world.mesh["tp"])
+    if world.experts is not None:
+        if compile:
+            raise TuneError("compile: with parallel.ep above 1 the sizes in blocks depend on the data. Set compile=false")
+        share_experts(model, world.experts["ep"])
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.to(stored_dtype(module, parameter, dtype, master_dtype))
@@ -107,20 +114,43 @@ def _shard(
 ) -> None:
     """The root unit stays gathered from forward to backward: the loss reads the head weight, and backward starts with
     it."""
-    mesh = world.mesh["dp_replicate", "dp_shard"] if world.mesh["dp_replicate"].size() > 1 else world.mesh["dp_shard"]
+    mesh = _data_axes(world.mesh)
+    experts = shared_experts(model)
+    mesh_of = {} if world.experts is None else dict.fromkeys(experts, _data_axes(world.experts))
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy()
     taken: set[nn.Parameter] = set()
-    for unit in units:
+    for unit in [*experts, *units]:
         parameters = set(unit.parameters()) - taken
         cast = dtype if parameters & needs_cast else None
         _require_one_type(unit, parameters, cast)
         policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32)
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not model, offload_policy=offload)
+        fully_shard(
+            unit,
+            mesh=mesh_of.get(unit, mesh),
+            reshard_after_forward=unit is not model,
+            shard_placement_fn=_even_dimension(mesh_of[unit]["dp_shard"].size()) if unit in mesh_of else None,
+            mp_policy=policy,
+            offload_policy=offload,
+        )
         taken |= set(unit.parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule) and world.size > 1:  # a single process would only copy to divide by one
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it reduces
+
+
+def _data_axes(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+
+
+def _even_dimension(size: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Has FSDP shard over the first dimension that `size` processes can share: they may have fewer experts."""
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        assert isinstance(parameter, DTensor)
+        return next((Shard(dim) for dim, count in enumerate(parameter.to_local().shape) if count % size == 0), None)
+
+    return placement
 
 
 def units_of(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
@@ -160,7 +190,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
     try:
-        yield
+        with whole_experts(model):
+            yield
     finally:
         for unit in units:
             unit.reshard()

@@ -98,7 +98,7 @@ def share(model: nn.Module, blocks: list[nn.Module], units: list[nn.Module], mes
                         shared[parameter] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
                     module._parameters[kind] = shared[parameter]
         taken |= set(unit.modules())
-        _see_shares(unit, mine)
+        see_shares(unit, mine)
 
 
 def _require_shares(parts: list[nn.Module], size: int) -> None:
@@ -139,7 +139,7 @@ def _uses(module: Any, mesh: DeviceMesh) -> Uses:
             continue
         counts = [getattr(module.config, field) for field in fields]
         for owner, kind, parameter in (
-            [(module, name, layer)] if isinstance(layer, nn.Parameter) else _parameters(layer)
+            [(module, name, layer)] if isinstance(layer, nn.Parameter) else parameters_of(layer)
         ):
             if kind in OUTPUTS or parameter is layer:
                 stack = hasattr(layer, "num_experts")
@@ -152,7 +152,7 @@ def _uses(module: Any, mesh: DeviceMesh) -> Uses:
         layer = getattr(module, name)
         layer.first_input = mesh.get_local_rank() * layer.in_features // mesh.size()
         layer.input_group = mesh.get_group().group_name
-        for owner, kind, parameter in _parameters(layer):
+        for owner, kind, parameter in parameters_of(layer):
             if layer.in_features % (getattr(owner, "block", 1) * mesh.size()):
                 raise TuneError(
                     f"parallel.tp: {mesh.size()} processes cannot share {layer.in_features} inputs of a quantised "
@@ -183,12 +183,12 @@ def _slices(widths: list[int], counts: list[int], mesh: DeviceMesh) -> tuple[sli
     return tuple(slices)
 
 
-def _parameters(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def parameters_of(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     for owner in layer.modules():
         yield from ((owner, kind, each) for kind, each in owner._parameters.items() if each is not None)
 
 
-def _see_shares(unit: nn.Module, uses: Uses) -> None:
+def see_shares(unit: nn.Module, uses: Uses) -> None:
     """Replace, while `unit` runs, its parameters by what it sees of them."""
     forward = unit.forward
 

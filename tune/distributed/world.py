@@ -15,7 +15,7 @@ from tune.distributed.restarts import launcher_store, of_this_start
 from tune.distributed.slurm import join_step
 from tune.errors import TuneError
 
-AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 T = TypeVar("T")
 ALLOCATOR_SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
@@ -29,6 +29,7 @@ class World:
     device: torch.device
     data: DeviceMesh  # the ranks that read different data: dp_replicate x dp_shard, flattened
     timeout: timedelta
+    experts: DeviceMesh | None = None  # with expert parallelism the axes dp_replicate, dp_shard, ep of the same ranks
 
     @property
     def rank(self) -> int:
@@ -122,6 +123,7 @@ def init(
     dp_replicate: int = 1,
     dp_shard: int | Literal["auto"] = "auto",
     tp: int = 1,
+    ep: int = 1,
     timeout: float = 60,
 ) -> World:
     """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without one, a group of one process.
@@ -164,13 +166,24 @@ def init(
             f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} x tp={tp} does not make {size} processes. "
             f"dp_replicate x tp must divide {size}; with dp_shard=auto the rest follows"
         )
+    if shards % ep or (ep > 1 and tp > 1):
+        raise TuneError(
+            f"parallel.ep: {ep} processes share experts, and dp_shard={shards} is no multiple of that. Set it to "
+            + " or ".join(str(each) for each in range(1, shards + 1) if shards % each == 0)
+            if shards % ep
+            else f"parallel.ep: it does not go with parallel.tp={tp}, which shares experts by width. Set one of both to 1"
+        )
     sizes = {"dp_replicate": dp_replicate, "dp_shard": shards, "tp": tp}
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     mesh = init_device_mesh("cuda" if kind == "cuda" else "cpu", shape, mesh_dim_names=AXES)
     data = mesh["dp_replicate", "dp_shard"]._flatten("data")
-    for group in [*mesh.get_all_groups(), data.get_group()]:
+    experts = None
+    if ep > 1:
+        names = "dp_replicate", "dp_shard", "ep"
+        experts = init_device_mesh(mesh.device_type, (dp_replicate, shards // ep, ep), mesh_dim_names=names)
+    for group in [*mesh.get_all_groups(), data.get_group(), *(experts.get_all_groups() if experts else [])]:
         group.set_timeout(duration)  # a mesh makes groups with torch's default
-    world = World(mesh, torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind), data, duration)
+    world = World(mesh, torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind), data, duration, experts)
     if kind == "cuda":
         gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(local_rank).uuid))))
         if gpus < size:

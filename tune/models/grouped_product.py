@@ -14,7 +14,7 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def _fits(rows: Tensor, weight: Tensor) -> bool:
     aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
-    if not aligned or (torch.compiler.is_compiling() and rows.dtype != torch.bfloat16):
+    if not aligned or not len(rows) or (torch.compiler.is_compiling() and rows.dtype != torch.bfloat16):
         return False
     if rows.is_cuda:
         return torch.cuda.get_device_capability(rows.device) >= (8, 0)

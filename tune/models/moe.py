@@ -5,6 +5,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from tune.models.context import Context
 from tune.models.grouped_product import grouped_product
@@ -36,6 +38,8 @@ class ExpertsConfig:
 
 
 class MixtureOfExperts(nn.Module):
+    expert_mesh: DeviceMesh | None = None  # the processes that share the experts
+
     def __init__(self, config: ExpertsConfig, hidden_size: int):
         super().__init__()
         self.router = Router(config.router, hidden_size)
@@ -48,7 +52,12 @@ class MixtureOfExperts(nn.Module):
         tokens = hidden.flatten(0, 1)
         routing = self.router(tokens)
         plan = Dispatch.of(routing.experts, self.router.config.num_experts)
-        output = combine(self.experts(dispatch(tokens, plan), plan), routing.weights, plan).view_as(hidden)
+        rows = dispatch(tokens, plan)
+        if self.expert_mesh is None:
+            rows = self.experts(rows, plan)
+        else:
+            rows = on_processes(self.expert_mesh, self.experts, rows, plan)
+        output = combine(rows, routing.weights, plan).view_as(hidden)
         if self.shared is not None:
             shared = self.shared(hidden, context)
             output = output + (shared if self.shared_gate is None else self.shared_gate(hidden).sigmoid() * shared)
@@ -61,13 +70,15 @@ class Dispatch(NamedTuple):
     """The rows of experts: the choices `[tokens * chosen]` of all tokens, sorted by expert.
 
     Row i is choice `order[i]`, choice j is row `places[j]` and of token j // `chosen`. The rows of expert e end before
-    `ends[e]`.
+    `ends[e]`. The experts of a process are those from `first` on; `moved` says where its rows come from.
     """
 
     order: Tensor
     places: Tensor
     ends: Tensor
     chosen: int
+    first: int = 0
+    moved: "Moved | None" = None
 
     @classmethod
     def of(cls, experts: Tensor, num_experts: int) -> "Dispatch":
@@ -77,10 +88,11 @@ class Dispatch(NamedTuple):
         ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)  # bincount would synchronise
         return cls(order, order.argsort(), ends, experts.shape[1])
 
-    @property
-    def tokens(self) -> Tensor:
-        """The token of each row."""
-        return self.order // self.chosen
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """For each row that of the `values` `[tokens]` of its token."""
+        if self.moved is not None:
+            values = self.moved.there(self.moved.plan.of_tokens(values))
+        return values[self.order // self.chosen]
 
     @property
     def experts(self) -> Tensor:
@@ -97,6 +109,36 @@ def combine(rows: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
     """The sum of each token's rows, weighted by `weights` `[tokens, chosen]`: `[tokens, dim]`."""
     choices = _Reorder.apply(rows, plan.places, plan.order, 1).unflatten(0, weights.shape)
     return torch.bmm(weights.to(rows.dtype)[:, None], choices)[:, 0]
+
+
+class Moved(NamedTuple):
+    """Rows of `plan` that go to other processes of `group`: how many are `sent` to each, and `received`."""
+
+    plan: Dispatch
+    sent: list[int]
+    received: list[int]
+    group: str
+
+    def there(self, rows: Tensor) -> Tensor:
+        return all_to_all_single_autograd(rows, self.received, self.sent, self.group)
+
+    def back(self, rows: Tensor) -> Tensor:
+        return all_to_all_single_autograd(rows, self.sent, self.received, self.group)
+
+
+def on_processes(mesh: DeviceMesh, experts: nn.Module, rows: Tensor, plan: Dispatch) -> Tensor:
+    """What all experts make of the `rows` of `plan`, where each process of `mesh` has a part of them, `experts`."""
+    group, count = mesh.get_group().group_name, len(plan.ends) // mesh.size()
+    counts = plan.ends.diff(prepend=plan.ends.new_zeros(1))
+    arriving = wait_tensor(all_to_all_single(counts, None, None, group))
+    # The only wait for the device in a forward: the sizes of what is exchanged.
+    sent, received = torch.stack([counts, arriving]).view(2, mesh.size(), count).sum(dim=2).tolist()
+    moved = Moved(plan, sent, received, group)
+    numbers = torch.arange(count, device=rows.device).repeat(mesh.size())
+    numbers = numbers.repeat_interleave(arriving, output_size=sum(received))
+    mine = Dispatch.of(numbers[:, None], count)._replace(first=mesh.get_local_rank() * count, moved=moved)
+    output = experts(dispatch(moved.there(rows), mine), mine)
+    return moved.back(_Reorder.apply(output, mine.places, mine.order, 1))
 
 
 class _Reorder(torch.autograd.Function):

@@ -40,7 +40,8 @@ class LoRAExperts(LowRank, ExpertLinear):
             return rows
         assert self.dropout_keys is not None, "set_dropout_keys must come before a forward in training"
         # The random bits depend on the token and the expert, not on where their row is.
-        keys = mix(self.dropout_keys.flatten()[plan.tokens] ^ (plan.experts.int() * THIRD))
+        keys = plan.of_tokens(self.dropout_keys.flatten()) ^ ((plan.first + plan.experts.int()) * THIRD)
+        keys = mix(keys)
         return dropout(rows, self.dropout, keys, self.layer_seed, self.first_input)
 
 

@@ -1,0 +1,77 @@
+"""Expert parallelism: each of the processes of the axis `ep` has some experts, and reads rows of data of its own.
+
+A module that can do so has `expert_mesh`, for the processes that share its experts, and a child `experts`, all of whose
+parameters have the experts as their first dimension. It sends tokens to the processes that have their experts. FSDP
+shards experts over the processes that have the same, and all other parameters over all of `dp_shard`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tune.distributed.tensor_parallel import Use, parameters_of, see_shares
+from tune.errors import TuneError
+
+
+class Whole(NamedTuple):
+    """What a forward sees of a parameter that is gathered already."""
+
+    tensor: Tensor
+
+    def of(self, parameter: DTensor) -> Tensor:
+        return self.tensor
+
+
+def share_experts(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Share the experts of `model`, on the meta device, among the processes of `mesh`.
+
+    Raises:
+        TuneError: it has none, and is trained, or their number does not divide.
+    """
+    mixtures = _mixtures(model)
+    if not mixtures and any(parameter.requires_grad for parameter in model.parameters()):
+        raise TuneError(
+            f"parallel.ep: {type(model).__name__} has no experts that processes can share; models with experts of "
+            "tune.models.build have. Set parallel.ep=1"
+        )
+    for mixture in mixtures:
+        parameters = list(parameters_of(mixture.experts))
+        for _, _, parameter in parameters:
+            if (count := len(parameter)) % mesh.size():
+                good = " or ".join(str(each) for each in range(1, count + 1) if count % each == 0)
+                raise TuneError(f"parallel.ep: {mesh.size()} processes cannot share {count} experts. Set it to {good}")
+        for owner, kind, parameter in parameters:
+            share = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+            owner._parameters[kind] = nn.Parameter(share, requires_grad=parameter.requires_grad)
+        mixture.expert_mesh = mesh
+        mixture.experts.uses = {(owner, kind): Use(0) for owner, kind, _ in parameters}
+        see_shares(mixture.experts, mixture.experts.uses)
+
+
+def shared_experts(model: nn.Module) -> list[nn.Module]:
+    """The `experts` of a model that several processes share."""
+    return [mixture.experts for mixture in _mixtures(model) if mixture.expert_mesh is not None]
+
+
+@contextmanager
+def whole_experts(model: nn.Module) -> Iterator[None]:
+    """Each process has all experts within, where FSDP has gathered its own."""
+    sharing = [(mixture, mixture.expert_mesh) for mixture in _mixtures(model) if mixture.expert_mesh is not None]
+    for mixture, _ in sharing:
+        uses = mixture.experts.uses
+        uses |= {(owner, kind): Whole(owner._parameters[kind].detach().full_tensor()) for owner, kind in uses}
+        mixture.expert_mesh = None
+    try:
+        yield
+    finally:
+        for mixture, mesh in sharing:
+            mixture.experts.uses |= dict.fromkeys(mixture.experts.uses, Use(0))
+            mixture.expert_mesh = mesh
+
+
+def _mixtures(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "expert_mesh")]
