@@ -65,6 +65,14 @@ def test_grouped_product_is_a_product_for_each_group(product, counts, shape, tra
     assert_close(gradients, references)
 
 
+def test_a_process_may_have_no_rows():
+    rows, weight = torch.empty(0, 16, requires_grad=True), torch.randn(4, 16, 24, requires_grad=True)
+    output = grouped_product(rows, weight, torch.zeros(4, dtype=torch.int32))
+    output.sum().backward()
+    assert output.shape == (0, 24) and rows.grad.shape == (0, 16)
+    assert_close(weight.grad, torch.zeros_like(weight))
+
+
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, (20, 24)), (torch.bfloat16, (16, 24))])
 def test_grouped_product_compiles(dtype, shape):
     torch.compiler.reset()
@@ -84,7 +92,7 @@ def test_every_choice_of_a_token_gets_a_row():
     plan = Dispatch.of(experts, num_experts=5)
     assert plan.ends.tolist() == [2, 2, 5, 6, 6]
     assert plan.experts.tolist() == [0, 0, 2, 2, 2, 3]
-    assert plan.tokens.tolist() == [0, 2, 0, 1, 2, 1]
+    assert plan.of_tokens(torch.arange(3)).tolist() == [0, 2, 0, 1, 2, 1]
     scaled = dispatch(tokens, plan) * (plan.experts[:, None] + 1)
     output = combine(scaled, weights, plan)
     assert_close(output, (weights * (experts + 1)).sum(dim=1, keepdim=True).double() * tokens)

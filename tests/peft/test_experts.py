@@ -74,7 +74,7 @@ def test_dropout_follows_a_token_and_its_expert(layer):
         """Of each token's two experts, with the tokens in this order."""
         plan = Dispatch.of(experts[order], num_experts=4)
         set_dropout_keys(layer, seed=0, step=1, batch=replace(Batch.of(torch.zeros(1, 6)), positions=order[None]))
-        return layer(tokens[order][plan.tokens], plan)[plan.places].view(6, 2, -1)
+        return layer(plan.of_tokens(tokens[order]), plan)[plan.places].view(6, 2, -1)
 
     order = torch.tensor([4, 2, 0, 5, 1, 3])
     assert_close(outputs(order), outputs(torch.arange(6))[order])

@@ -17,11 +17,11 @@ LAYOUTS = {
 ADAPTER = [*LORA, "adapter.target_modules='.*(q_proj|experts.*)'"]
 
 
-def of_family(name, folder):
+def of_family(name, folder, **others):
     pytest.importorskip("transformers")
     kind, changes = VARIANTS[name]
     counts = {field: count for field, count in EIGHT.items() if field in changes}
-    save_checkpoint(folder / name, kind, **SMALL | changes | counts | {"vocab_size": 300})
+    save_checkpoint(folder / name, kind, **SMALL | changes | counts | others | {"vocab_size": 300})
     return f"model.path={folder / name}"
 
 
@@ -60,7 +60,7 @@ def test_ways(common, tmp_path):  # noqa: F811
 
 @pytest.mark.slow
 def test_adapters(common, tmp_path):  # noqa: F811
-    model, biased = of_family("qwen3_moe", tmp_path), of_family("gpt_oss", tmp_path)
+    model, biased = of_family("qwen3_moe", tmp_path, head_dim=16), of_family("gpt_oss", tmp_path)
     variants = {
         "LoRA": [model, *ADAPTER],
         "LoRA on transposed experts": [biased, *ADAPTER],

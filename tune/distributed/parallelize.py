@@ -52,7 +52,9 @@ def parallelize(
         share(model, blocks, units, world.mesh["tp"])
     if world.experts is not None:
         if compile:
-            raise TuneError("compile: with parallel.ep above 1 the sizes in blocks depend on the data. Set compile=false")
+            raise TuneError(
+                "compile: with parallel.ep above 1 the sizes in blocks depend on the data. Set compile=false"
+            )
         share_experts(model, world.experts["ep"])
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

@@ -134,6 +134,10 @@ def init(
     Raises:
         TuneError: the device is not available, or the mesh does not match the number of processes.
     """
+    if ep > 1 and tp > 1:
+        raise TuneError(
+            f"parallel.ep: it does not go with parallel.tp={tp}, which shares experts. Set one of both to 1"
+        )
     kind = _device_type(device)
     if "RANK" not in os.environ:
         os.environ.update(join_step(dict(os.environ)) | os.environ)
@@ -166,13 +170,9 @@ def init(
             f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} x tp={tp} does not make {size} processes. "
             f"dp_replicate x tp must divide {size}; with dp_shard=auto the rest follows"
         )
-    if shards % ep or (ep > 1 and tp > 1):
-        raise TuneError(
-            f"parallel.ep: {ep} processes share experts, and dp_shard={shards} is no multiple of that. Set it to "
-            + " or ".join(str(each) for each in range(1, shards + 1) if shards % each == 0)
-            if shards % ep
-            else f"parallel.ep: it does not go with parallel.tp={tp}, which shares experts by width. Set one of both to 1"
-        )
+    if shards % ep:
+        good = " or ".join(str(each) for each in range(1, shards + 1) if shards % each == 0)
+        raise TuneError(f"parallel.ep: {ep} processes cannot be among the {shards} of dp_shard. Set it to {good}")
     sizes = {"dp_replicate": dp_replicate, "dp_shard": shards, "tp": tp}
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     mesh = init_device_mesh("cuda" if kind == "cuda" else "cpu", shape, mesh_dim_names=AXES)
@@ -183,7 +183,9 @@ def init(
         experts = init_device_mesh(mesh.device_type, (dp_replicate, shards // ep, ep), mesh_dim_names=names)
     for group in [*mesh.get_all_groups(), data.get_group(), *(experts.get_all_groups() if experts else [])]:
         group.set_timeout(duration)  # a mesh makes groups with torch's default
-    world = World(mesh, torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind), data, duration, experts)
+    world = World(
+        mesh, torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind), data, duration, experts
+    )
     if kind == "cuda":
         gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(local_rank).uuid))))
         if gpus < size:
