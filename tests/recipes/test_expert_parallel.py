@@ -65,7 +65,7 @@ def test_adapters(common, tmp_path):  # noqa: F811
         "LoRA": [model, *ADAPTER],
         "LoRA on transposed experts": [biased, *ADAPTER],
         "NF4": [model, *LORA, "quantization.weights=nf4"],
-        "DoRA": [model, *ADAPTER, "adapter.dora=true"],
+        "DoRA": [model, *LORA, "adapter.dora=true"],
     }
     layouts = {name: LAYOUTS[name] for name in ("ep", "ep x FSDP")}
     assert_one_curve("lora_finetune", common, variants, layouts, 4, tmp_path / "runs")

@@ -112,28 +112,28 @@ def combine(rows: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
 
 
 class Moved(NamedTuple):
-    """Rows of `plan` that go to other processes of `group`: how many are `sent` to each, and `received`."""
+    """Rows of `plan` that go to other processes of `mesh`: how many are `sent` to each, and `received`."""
 
     plan: Dispatch
     sent: list[int]
     received: list[int]
-    group: str
+    mesh: DeviceMesh
 
     def there(self, rows: Tensor) -> Tensor:
-        return all_to_all_single_autograd(rows, self.received, self.sent, self.group)
+        return all_to_all_single_autograd(rows, self.received, self.sent, self.mesh)
 
     def back(self, rows: Tensor) -> Tensor:
-        return all_to_all_single_autograd(rows, self.sent, self.received, self.group)
+        return all_to_all_single_autograd(rows, self.sent, self.received, self.mesh)
 
 
 def on_processes(mesh: DeviceMesh, experts: nn.Module, rows: Tensor, plan: Dispatch) -> Tensor:
     """What all experts make of the `rows` of `plan`, where each process of `mesh` has a part of them, `experts`."""
-    group, count = mesh.get_group().group_name, len(plan.ends) // mesh.size()
+    count = len(plan.ends) // mesh.size()
     counts = plan.ends.diff(prepend=plan.ends.new_zeros(1))
-    arriving = wait_tensor(all_to_all_single(counts, None, None, group))
+    arriving = wait_tensor(all_to_all_single(counts, None, None, mesh))
     # The only wait for the device in a forward: the sizes of what is exchanged.
     sent, received = torch.stack([counts, arriving]).view(2, mesh.size(), count).sum(dim=2).tolist()
-    moved = Moved(plan, sent, received, group)
+    moved = Moved(plan, sent, received, mesh)
     numbers = torch.arange(count, device=rows.device).repeat(mesh.size())
     numbers = numbers.repeat_interleave(arriving, output_size=sum(received))
     mine = Dispatch.of(numbers[:, None], count)._replace(first=mesh.get_local_rank() * count, moved=moved)
