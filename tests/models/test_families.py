@@ -265,10 +265,11 @@ def test_documents_in_a_row_do_not_see_each_other(pair):
     assert_close(ours(Batch.of(tokens, documents=documents)), alone, atol=1e-5, rtol=1e-5)
 
 
-def test_greedy_decoding(pair):
+@pytest.mark.parametrize("most", [16, pytest.param(64, marks=pytest.mark.slow)])
+def test_greedy_decoding(pair, most):
     theirs, ours = pair
     prompts = [random_tokens(1, length)[0].tolist() for length in (3, 27, 17, 1, 9)]
-    count = min(64, (ours.max_generated or 91) - 27)  # one variant can generate no more
+    count = min(most, (ours.max_generated or 91) - 27)  # one variant can generate no more
     outputs = Sampler(max_new_tokens=count, temperature=0, max_rows=4)(ours, prompts)
     for prompt, (completion,) in zip(prompts, outputs, strict=True):
         expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None)
