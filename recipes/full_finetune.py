@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from tune import checkpointers, config, datasets, distributed, evaluation, loggers, optimizers
+from tune import checkpointers, config, datasets, distributed, evaluation, loggers, optimizers, quantization
 from tune.config import instantiate, instantiate_data
 from tune.generation import FixedPrompts
 from tune.models import balance_loss
@@ -26,6 +26,9 @@ def main(cfg):
     with torch.device("meta"):
         model = instantiate(cfg.model)  # its shape only: no memory yet
     weights = checkpointers.Random(cfg.seed) if cfg.from_scratch else checkpointers.Pretrained(cfg.model.path, model)
+    if cfg.quantization.qat:
+        types = checkpointers.exported_types(model, cfg.model.path, cfg.export.dtype)
+        quantization.round_linears(model, cfg.quantization.qat, types, cfg.dtype)
 
     tokenizer = instantiate(cfg.tokenizer)
     dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)

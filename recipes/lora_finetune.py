@@ -30,6 +30,9 @@ def main(cfg):
         quantization.quantize_linears(model, double=cfg.quantization.double)
     lora = instantiate(cfg.adapter)
     adapted = peft.add_adapters(model, lora)
+    if cfg.quantization.qat:
+        types = checkpointers.exported_types(model, cfg.model.path)
+        quantization.round_linears(model, cfg.quantization.qat, types, cfg.dtype)
 
     tokenizer = instantiate(cfg.tokenizer)
     dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)

@@ -28,6 +28,7 @@ SETTINGS = {
         "recomputed": ["memory.activation_checkpointing=selective"],
         "packed": ["packed=true"],
         "random": ["from_scratch=true"],
+        "rounded": ["quantization.qat=int4"],
         "transformers": ["model._component_=tune.models.hf"],
         "SGD": ["optimizer._component_=torch.optim.SGD"],
         "Adafactor": ["optimizer._component_=tune.optimizers.Adafactor"],
@@ -51,6 +52,7 @@ SETTINGS = {
         "NF4": ["quantization.weights=nf4", "adapter.dropout=0.1"],
         "NF4, one scale": ["quantization.weights=nf4", "quantization.double=false"],
         "transformers": ["model._component_=tune.models.hf", "adapter.dropout=0.1"],
+        "rounded, DoRA": ["quantization.qat=fp8", "adapter.dora=true"],
         "NF4, DoRA": ["quantization.weights=nf4", "adapter.dora=true", "adapter.dropout=0.1"],
     },
     "distill": {

@@ -39,6 +39,7 @@ VARIANTS = {
     "trained whole": ["adapter.modules_to_save=[norm,embed_tokens,lm_head]"],
     "some tokens": ["adapter.trainable_tokens=[2,30,7]"],
     "pissa": ["adapter.init=pissa"],
+    "rounded, recomputed": ["quantization.qat=int8", "memory.activation_checkpointing=full"],
 }  # fmt: skip
 
 

@@ -19,6 +19,8 @@ from tune.errors import TuneError
 WHAT = {
     "trained": {
         "all": [],
+        "all, int8": ["quantization.qat=int8", "export.dtype=bf16"],
+        "lora, int8": ["adapter.rank=4", "quantization.qat=int8"],
         "lora": ["adapter.rank=4"],
         "dora": ["adapter.dora=true"],
         "pissa": ["adapter.init=pissa"],
@@ -57,8 +59,16 @@ FACTORS = WHAT | HOW
 PLAIN = {name: next(iter(values)) for name, values in HOW.items()}
 REFUSED = {
     "adapter: is not a setting. It is one of": {"trained": "all", "dropout": "0.2"},
-    "quantization: is not a setting. It is one of": {"trained": "all", "quantization": "nf4"},
-    "quantization: is not a setting. It is one": {"trained": "all", "quantization": "double"},
+    "quantization.weights: is not a setting": {"trained": "all", "quantization": "nf4"},
+    "quantization.weights: is not a sett": {"trained": "all", "quantization": "double"},
+    "adapter: is not a setting. It is one": {"trained": "all, int8", "dropout": "0.2"},
+    "quantization.weights: is not a se": {"trained": "all, int8", "quantization": "nf4"},
+    "quantization.weights: is not a s": {"trained": "all, int8", "quantization": "double"},
+    "adapter.dropout: with quantization.qat": {"trained": "lora, int8", "dropout": "0.2"},
+    "quantization.qat: .* is quantised": {"trained": "lora, int8", "quantization": "nf4"},
+    "quantization.qat: .* is quantised,": {"trained": "lora, int8", "quantization": "double"},
+    "quantization.qat: .* is exported as": {"trained": "lora, int8", "dtype": "bf16/fp32"},
+    "quantization.qat: .* is exported as float32": {"trained": "lora, int8", "dtype": "bf16"},
     "memory.cpu_offload: gradients may still": {"in_backward": "true", "cpu_offload": "true"},
     "memory.activation_offload: what activation_checkpointing=selective keeps": {
         "activation_offload": "true", "checkpointing": "selective", "compile": "false"
@@ -114,7 +124,8 @@ def run(chats, pairs, checkpoint, tmp_path_factory):
 
     def run(row):
         is_compared = row["trained"] in ("DPO", "KTO")
-        recipe = {"all": "full_finetune", "distilled": "distill"}.get(row["trained"], "lora_finetune")
+        recipes = dict.fromkeys(("all", "all, int8"), "full_finetune") | {"distilled": "distill"}
+        recipe = recipes.get(row["trained"], "lora_finetune")
         if is_compared:
             recipe = "preference_finetune"
         folder = tmp_path_factory.mktemp("run")

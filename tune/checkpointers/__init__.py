@@ -14,7 +14,7 @@ from tune.checkpointers.weights import (
     open_checkpoint,
     require_same_vocabulary,
 )
-from tune.checkpointers.writing import export, model_card
+from tune.checkpointers.writing import export, exported_types, model_card
 
 __all__ = [
     "Checkpointer",
@@ -24,6 +24,7 @@ __all__ = [
     "check",
     "export",
     "export_gguf",
+    "exported_types",
     "hf_tensors",
     "load_frozen",
     "load_model",

@@ -3,22 +3,23 @@
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from tune.atomic import written_aside
-from tune.checkpointers.disk import disk_tensors, has_weights
+from tune.checkpointers.disk import DiskTensor, disk_tensors, has_weights
 from tune.checkpointers.hf_tensors import hf_tensors
 from tune.checkpointers.weights import Pretrained
 from tune.distributed import DTYPES, World
 from tune.errors import TuneError
 from tune.models.build import as_reward_model
+from tune.models.config_file import read_json
 from tune.models.names import Names
 from tune.quantization import Compressor
 from tune.secrets import without_secrets
@@ -56,15 +57,15 @@ def export(
     scores = getattr(getattr(model, "config", None), "scores", False)
     fields: dict[str, Any] = json.loads(file.read_text()) if (file := origin / "config.json").exists() else {}
     there = disk_tensors(origin) if has_weights(origin) else {}
-    declared = getattr(torch, fields.get("dtype") or fields.get("torch_dtype") or "float32")
+    type_of = _types(fields, there, dtype)
     gathered = hf_tensors(model, there, base)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         others = {name: tensor for name, tensor in there.items() if not Names.of(model).is_replaced(name)}
         for name, tensor in gathered:
-            found = others.pop(name, None)
+            others.pop(name, None)
             if tensor.is_floating_point():
-                tensor = tensor.to(DTYPES[dtype] if dtype else found.dtype if found else declared)
+                tensor = tensor.to(type_of(name))
             yield from compressor.tensors(name, tensor.to("cpu")) if compressor else [(name, tensor.to("cpu"))]
         yield from ((name, others[name].read()) for name in sorted(others))
 
@@ -92,6 +93,21 @@ def export(
         for _ in gathered:  # each tensor is gathered by all processes
             pass
     world.barrier()
+
+
+def exported_types(model: nn.Module, source: str, dtype: str | None = None) -> dict[str, torch.dtype]:
+    """The types in which `export` writes the tensors of `model`, by our names; stacks of tensors are left out."""
+    folder = Path(source)
+    there = disk_tensors(folder) if has_weights(folder) else {}
+    type_of = _types(read_json(folder / "config.json"), there, dtype)
+    on_disk = Names.of(model).in_checkpoint(there)
+    return {name: type_of(each) for name, each in on_disk.items() if isinstance(each, str)}
+
+
+def _types(fields: dict[str, Any], there: dict[str, DiskTensor], dtype: str | None) -> Callable[[str], torch.dtype]:
+    """The type of an exported tensor, by its name on disk."""
+    declared = getattr(torch, fields.get("dtype") or fields.get("torch_dtype") or "float32")
+    return lambda name: DTYPES[dtype] if dtype else there[name].dtype if name in there else declared
 
 
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tune.cli.convert import new_folder
-from tune.errors import TuneError
 
 
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
@@ -15,18 +14,12 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("--out", required=True, metavar="FOLDER", type=Path, help="to write: absent or empty")
     options = parser.parse_args(arguments)
     with new_folder(options.out):
-        from torch import nn
-
         from tune import checkpointers, distributed, peft
-        from tune.quantization import Compressor
+        from tune.quantization import Compressor, quantised_linears
 
         found = peft.resolve_model(options.model)
         model, base, tokenizer = peft.open_on_disk(found.base, *found.adapters)
-        linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) and "." in name}
-        if getattr(model, "routing", None) or not linears:
-            raise TuneError(
-                f"{found.base} has experts, which each reader stores otherwise; only dense models are quantised"
-            )
+        linears = quantised_linears(model)
         columns = {str(base.names[f"{name}.weight"]): each.in_features for name, each in linears.items()}
         card = f"---\nbase_model: {found.base.name}\ntags: [tune]\n---\n\n{found.title}, in {options.to}, by tune.\n"
         checkpointers.export(

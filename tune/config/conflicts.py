@@ -38,6 +38,17 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
         yield "memory.activation_offload", f"{problem} Set that to full or none, or compile=true."
     if value("quantization.weights") and "adapter" in cfg and not cfg.adapter:
         yield "quantization.weights", "quantised weights are frozen, and nothing else is trained: give adapter.rank=16."
+    if value("quantization.qat"):
+        whole = value("adapter.modules_to_save") and value("dtype") != value("master_dtype")
+        of_transformers = value("model._component_") == "tune.models.hf"
+        for key, is_wrong, problem in (
+            ("adapter.dropout", value("adapter.dropout"), "leaves no weight that could be rounded. Set it to 0"),
+            ("adapter.modules_to_save", whole, "casts adapters before merging. Set dtype and master_dtype alike"),
+            ("parallel.tp", (value("parallel.tp") or 1) > 1, "cuts the rows that share a scale. Set it to 1"),
+            ("model", of_transformers, "is none that `tune quantize` takes. Use tune.models.build"),
+        ):
+            if is_wrong:
+                yield key, f"with quantization.qat it {problem}, or leave quantization.qat out."
     if value("teacher.top_k") and value("on_policy.share"):
         yield "teacher.top_k", "answers that the student samples are not there before. Set on_policy.share=0."
     reference = value("reference")

@@ -51,6 +51,7 @@ OPTIONS: dict[str, Any] = {
     "adapter": dict | None,
     "reference": str,
     "quantization.weights": Literal["nf4"] | None,
+    "quantization.qat": Literal["int8", "int4", "fp8"] | None,
     "teacher.dtype": Literal["bf16", "fp32"],
     "teacher.quantization": Literal["nf4"] | None,
     "teacher.top_k": PositiveInt | None,

@@ -194,7 +194,8 @@ def _takes(signature: Signature, name: str, value: Any) -> bool:
 
 def _elsewhere(key: str) -> str:
     """Which recipes have this setting."""
-    recipes = [name for name in list_recipes() if key in OmegaConf.load(find_config(name))]
+    settings = {name: OmegaConf.to_container(OmegaConf.load(find_config(name))) for name in list_recipes()}
+    recipes = [name for name, values in settings.items() if key in dict(walk(cast(Values, values)))]
     return f" It is one of {', '.join(recipes)}: use that recipe." if recipes else ""
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tune.distributed import full_tensor, summed
 from tune.errors import TuneError
 from tune.peft.dropout import dropout, prepare_dropout
-from tune.quantization import NF4Weight
+from tune.quantization import NF4Weight, Rounding
 from tune.types import Fraction, PositiveFloat, PositiveInt
 
 T = TypeVar("T")
@@ -138,6 +138,7 @@ class LoRALinear(LowRank, nn.Linear):
     start_a: nn.Parameter | None
     start_b: nn.Parameter | None
     magnitude: nn.Parameter | None
+    rounding: Rounding | None = None  # of the weight with the adapter merged in
     trains_in_fp32: bool  # in bf16 a magnitude moves in steps of 0.4 to 0.8%
     init: str
 
@@ -169,6 +170,10 @@ class LoRALinear(LowRank, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if self.is_off:
             return self._base(input)
+        if self.rounding is not None:
+            assert isinstance(self.weight, Tensor)
+            weight = self.rounding(self._merged(self.weight, *self.factors(), self.magnitude))
+            return F.linear(input, weight.to(input.dtype), self.bias)
         dropped = self._dropped(input)
         a, b = (factor.to(input.dtype) for factor in self.factors())
         low_rank = F.linear(dropped, a) * self.scaling
@@ -228,12 +233,12 @@ class LoRALinear(LowRank, nn.Linear):
 
     def merged(self, weight: Tensor) -> Tensor:
         """`weight`, the full base weight, with the adapter merged in, in fp32: all processes must call it."""
-        a, b = self.full_factors(weight.device)
-        merged = torch.addmm(weight.float(), b, a, alpha=self.scaling)
-        if self.magnitude is not None:
-            magnitude = full_tensor(self.magnitude.detach()).to(merged)
-            merged *= (magnitude / merged.norm(dim=1))[:, None]
-        return merged
+        magnitude = None if self.magnitude is None else full_tensor(self.magnitude.detach()).to(weight.device)
+        return self._merged(weight, *self.full_factors(weight.device), magnitude)
+
+    def _merged(self, weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None) -> Tensor:
+        merged = torch.addmm(weight.float(), b.float(), a.float(), alpha=self.scaling)
+        return merged if magnitude is None else merged * (magnitude.float() / merged.detach().norm(dim=1))[:, None]
 
     def _full_weight(self) -> Tensor:
         """The full base weight in fp32: all processes must call it."""

@@ -1,6 +1,16 @@
-"""Weights in few bits: NF4 for training on, and the formats of vLLM and transformers for use."""
+"""Weights in few bits: NF4 for training on, the formats of vLLM and transformers for use, training that sees these."""
 
 from tune.quantization.compressed import Compressor
 from tune.quantization.nf4 import NF4Weight, dequantize, quantize, quantize_linears
+from tune.quantization.rounding import Rounding, quantised_linears, round_linears
 
-__all__ = ["Compressor", "NF4Weight", "dequantize", "quantize", "quantize_linears"]
+__all__ = [
+    "Compressor",
+    "NF4Weight",
+    "Rounding",
+    "dequantize",
+    "quantised_linears",
+    "quantize",
+    "quantize_linears",
+    "round_linears",
+]

@@ -3,7 +3,7 @@
 `quantize` and `dequantize` are the pair of all of these: symmetric, a scale for each row, or for each group in a row.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,16 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     return (blocks * scales[..., None]).flatten(1)
 
 
+def group_size(kind: str, columns: Mapping[str, int]) -> int | None:
+    """How many weights share a scale, for layers of so many `columns`; None: those of a row. Raises TuneError."""
+    if kind != "int4":
+        return None
+    for group in GROUPS:
+        if not (others := [name for name in columns if columns[name] % group]):
+            return group
+    raise TuneError(f"int4: rows of {columns[others[0]]} weights ({others[0]}) are no groups of {GROUPS}: take int8")
+
+
 @dataclass(frozen=True)
 class Compressor:
     """Quantises the linear layers whose weights have these `names` on disk."""
@@ -46,17 +56,12 @@ class Compressor:
     def __post_init__(self) -> None:
         if reason := REFUSED.get(self.kind):
             raise TuneError(f"{self.kind}: {reason}")
-        if self.kind == "int4" and not self.group:
-            narrow = next(name for name, columns in self.names.items() if columns % GROUPS[-1])
-            raise TuneError(
-                f"int4: rows of {self.names[narrow]} weights ({narrow}) are no groups of {GROUPS}: take int8"
-            )
+        group_size(self.kind, self.names)
 
     @property
     def group(self) -> int | None:
         """None: a scale for each row."""
-        fitting = (group for group in GROUPS if not any(columns % group for columns in self.names.values()))
-        return next(fitting, None) if self.kind == "int4" else None
+        return group_size(self.kind, self.names)
 
     def tensors(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What is stored for the tensor `name`."""

@@ -1,0 +1,159 @@
+"""Training sees the weights that ship: those of the quantised folder, bit by bit, as compressed-tensors reads them."""
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import save_checkpoint
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.testing import assert_close
+
+from tune import config, quantization
+from tune.checkpointers import exported_types, load_model
+from tune.cli import main
+from tune.errors import TuneError
+from tune.models.names import Names
+from tune.quantization import Rounding
+from tune.quantization.compressed import dequantize, quantize
+
+
+@pytest.fixture(scope="module")
+def in_bf16(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = Path(shutil.copytree(checkpoint, tmp_path_factory.mktemp("bf16") / "model"))
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"dtype": "bfloat16"}))
+    return folder
+
+
+def decompressed(folder: Path) -> dict[str, Tensor]:
+    """The quantised weights of a folder, as the library reads them."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    fields = json.loads((folder / "config.json").read_text())["quantization_config"]
+    args = QuantizationArgs(**fields["config_groups"]["group_0"]["weights"])
+    library: Any = BaseCompressor.get_value_from_registry(fields["format"])
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        owner, _, kind = name.rpartition(".")
+        parts.setdefault(owner, {})[kind] = tensor
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    return {
+        f"{owner}.weight": library.decompress(each, scheme)["weight"]
+        for owner, each in parts.items()
+        if "weight_scale" in each
+    }
+
+
+WAYS = {
+    "full_finetune": {
+        "int4": [],
+        "int8": ["max_grad_norm=null", "optimizer_in_backward=true", "micro_batch_size=4"],
+        "fp8": ["dtype=bf16", "export.dtype=bf16"],
+    },
+    "lora_finetune": {
+        "int4": ["adapter.target_modules=[q_proj,down_proj]"],
+        "int8": ["adapter.dora=true"],
+        "fp8": ["dtype=bf16"],
+    },
+}
+
+
+@pytest.mark.parametrize(("recipe", "kind"), [(recipe, kind) for recipe in WAYS for kind in WAYS[recipe]])
+def test_what_ships_is_what_training_saw(
+    recipe: str, kind: str, checkpoint: Path, in_bf16: Path, chats: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    seen: dict[int, Tensor] = {}
+    models: list[Any] = []
+    rounded, round_linears = Rounding.__call__, quantization.round_linears
+
+    def recorded(rounding: Rounding, weight: Tensor) -> Tensor:
+        seen[id(rounding)] = rounded(rounding, weight)
+        return seen[id(rounding)]
+
+    monkeypatch.setattr(Rounding, "__call__", recorded)
+    monkeypatch.setattr(
+        quantization, "round_linears", lambda model, *others: models.append(model) or round_linears(model, *others)
+    )
+    base = in_bf16 if "dtype=bf16" in WAYS[recipe][kind] else checkpoint
+    settings = [
+        f"model.path={base}", f"dataset.path={chats}", f"validation_dataset.path={chats}", f"quantization.qat={kind}",
+        f"output_dir={tmp_path / 'run'}", "max_seq_len=128", "device=cpu", "dtype=fp32", "global_batch_size=4",
+        "max_steps=2", "optimizer.lr=1e-2", "schedule.warmup=0", *WAYS[recipe][kind],
+    ]  # fmt: skip
+    importlib.import_module(recipe).main(config.load(recipe, settings))  # it ends with a validation
+    main(["quantize", str(tmp_path / "run"), "--to", kind, "--out", str(tmp_path / "out")])
+    shipped, before = decompressed(tmp_path / "out"), load_file(base / "model.safetensors")
+    names = Names.of(models[0])
+    layers = {name: each for name, each in models[0].named_modules() if getattr(each, "rounding", None) is not None}
+    assert {f"{names.module(name)}.weight" for name in layers} == shipped.keys() and len(layers) == 21
+    for name, layer in layers.items():
+        on_disk, found = f"{names.module(name)}.weight", seen[id(layer.rounding)]
+        assert torch.equal(found.to(shipped[on_disk].dtype), shipped[on_disk]), name
+        assert not torch.equal(found, before[on_disk].float())
+
+
+def test_product_and_gradient() -> None:
+    weight = torch.randn(48, 128, requires_grad=True)
+    layer = torch.nn.Linear(128, 48)
+    layer.weight = torch.nn.Parameter(weight.detach())
+    model = torch.nn.Sequential(torch.nn.Sequential(layer))
+    quantization.round_linears(model, "int4", {"0.0.weight": torch.float32}, "fp32")
+    input = torch.randn(5, 128, requires_grad=True)
+    output = model(input)
+    rounded = dequantize(*quantize(weight.detach(), "int4", 128))
+    assert_close(output, input @ rounded.T + layer.bias)
+    output.square().sum().backward()
+    assert_close(layer.weight.grad, (2 * output.detach()).T @ input)
+    assert_close(input.grad, 2 * output.detach() @ rounded)
+
+
+def test_compiled_it_rounds_to_the_same_bits() -> None:
+    """Inductor leaves out the rounding of scales to bf16 where it compiles the steps themselves."""
+    rounding = Rounding("int4", 32, torch.bfloat16)
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(lambda weight: rounding(weight * 2) + 1, fullgraph=True)
+    assert torch.equal(compiled(weight), rounding(weight * 2) + 1)
+
+
+WRONG = {
+    "unknown kind": ("full_finetune", ["quantization.qat=int3"], "quantization.qat: 'int3' is not one of"),
+    "nf4": ("lora_finetune", ["quantization.qat=int4", "quantization.weights=nf4"], "quantization.weights=null"),
+    "dropout": ("lora_finetune", ["quantization.qat=int4", "adapter.dropout=0.1"], "adapter.dropout: with quant"),
+    "tensor parallel": ("full_finetune", ["quantization.qat=int8", "parallel.tp=2"], "cuts the rows that share"),
+    "transformers": ("full_finetune", ["quantization.qat=int8", "model._component_=tune.models.hf"], "is none that"),
+    "cast twice": (
+        "lora_finetune", ["quantization.qat=int8", "adapter.modules_to_save=[norm]", "dtype=bf16"], "Set dtype and",
+    ),
+    "fp32 in bf16": ("full_finetune", ["quantization.qat=int8", "dtype=bf16"], "exported as float32, of"),
+    "odd rows": ("full_finetune", ["quantization.qat=int4", "model.path=ODD"], "are no groups of"),
+    "experts": ("full_finetune", ["quantization.qat=int4", "model.path=EXPERTS"], "only dense models are quantised"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_inputs(wrong: str, checkpoint: Path, chats: Path, tmp_path: Path) -> None:
+    recipe, settings, message = WRONG[wrong]
+    places = {"ODD": {"intermediate_size": 100}, "EXPERTS": {"config_class": "MixtralConfig", "num_local_experts": 4}}
+    for name, changes in places.items():
+        if f"model.path={name}" in settings:
+            folder = save_checkpoint(tmp_path / name, **changes)
+            settings = [each.replace(name, str(folder)) for each in settings]
+    given = [f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={tmp_path / 'run'}", "device=cpu"]
+    with pytest.raises(TuneError, match=message):
+        importlib.import_module(recipe).main(config.load(recipe, [*given, "dtype=fp32", *settings]))
+
+
+def test_exported_types_are_those_of_the_files(checkpoint: Path, in_bf16: Path) -> None:
+    model = load_model(str(in_bf16))
+    assert set(exported_types(model, str(in_bf16)).values()) == {torch.bfloat16}
+    assert set(exported_types(model, str(checkpoint)).values()) == {torch.float32}
+    assert set(exported_types(model, str(checkpoint), "bf16").values()) == {torch.bfloat16}
