@@ -197,6 +197,53 @@ def test_a_checkpoint_of_a_run(kind: str, runs: dict[str, Path], tmp_path: Path)
     require_same(file, last, Tokenizer(str(tmp_path / "end")).encode(TEXT)[:16], within=0.01)
 
 
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_mean_of_checkpoints(kind: str, runs: dict[str, Path], tmp_path: Path) -> None:
+    for steps, options in (([1, 2, 3], []), ([1, 3], ["--steps", "3", "1"])):
+        out = tmp_path / f"mean{len(steps)}"
+        main(["merge", str(runs[kind]), str(out), "--method", "average", *options])
+        found, models = load_model(str(out)).state_dict(), []
+        for step in steps:
+            folder = tmp_path / f"{step}"
+            if not folder.exists():
+                export(runs[kind], folder, "--to", "hf", "--step", str(step))
+            models.append(load_model(str(folder)).state_dict())
+        assert not torch.equal(models[0]["blocks.0.attention.query.weight"], found["blocks.0.attention.query.weight"])
+        for name, tensor in found.items():
+            mean = torch.stack([model[name] for model in models]).mean(0)
+            torch.testing.assert_close(tensor, mean, rtol=1e-6, atol=1e-7)
+            if kind == "lora" and "norm" in name:
+                assert torch.equal(tensor, models[0][name])  # what was frozen is untouched
+    assert "the mean of the steps 1, 3 of the run" in (tmp_path / "mean2" / "README.md").read_text()
+    assert Tokenizer(str(tmp_path / "mean2")).chat_template
+
+
+WRONG_MEANS = {
+    "an adapter": (["RUN", "ADAPTER", "NEW", "--method", "average"], "takes the folder of a run, OUT and --steps"),
+    "weights": (["RUN", "NEW", "--method", "average", "--weights", "1", "1"], "takes the folder of a run, OUT"),
+    "another method": (["RUN", "A", "B", "NEW", "--method", "ties", "--steps", "1"], "it goes with --method average"),
+    "one step": (["RUN", "NEW", "--method", "average", "--steps", "1"], "has no several checkpoints to average"),
+    "no run": (["MODEL", "NEW", "--method", "average"], "has no several checkpoints to average"),
+    "no such step": (
+        ["RUN", "NEW", "--method", "average", "--steps", "1", "9"],
+        "no checkpoint of step 9; it has 1",
+    ),
+    "no method": (["RUN", "NEW"], "or RUN, OUT and --method average"),
+    "there already": (["RUN", "MODEL", "--method", "average"], "exists already"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_MEANS)
+def test_wrong_means(wrong: str, checkpoint: Path, runs: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+    arguments, message = WRONG_MEANS[wrong]
+    places = {"MODEL": checkpoint, "RUN": runs["full"], "NEW": tmp_path / "new"}
+    with pytest.raises(SystemExit) as stopped:
+        main(["merge", *(str(places.get(each, each)) for each in arguments)])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".new*"))
+
+
 def with_settings(run: Path, folder: Path, **changes: Any) -> Path:
     """A run folder with other settings and the checkpoints of `run`."""
     folder.mkdir()

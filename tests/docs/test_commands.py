@@ -25,6 +25,7 @@ NOT_RUN = {
     "tune run full_finetune model.path=... dataset.path=... evaluate.every=500 'evaluate.tasks=[arc_easy,hellaswag]' "
     "evaluate.limit=100": HUB_TASKS,
     "tune quantize MODEL --to KIND --out FOLDER": "tests/quantization/test_compressed.py writes such folders",
+    "tune merge RUN OUT --method average [--steps 100 200 300]": "tests/cli/test_export.py has runs with checkpoints",
     "tune chat BASE": TERMINAL,
     "tune chat ADAPTER --compare BASE": TERMINAL,
     "tune convert model.gguf FOLDER": "tests/cli/test_convert_gguf.py writes such files",

@@ -66,7 +66,7 @@ REFUSED = {
     "quantization.weights: is not a s": {"trained": "all, int8", "quantization": "double"},
     "adapter.dropout: with quantization.qat": {"trained": "lora, int8", "dropout": "0.2"},
     "quantization.qat: .* is quantised": {"trained": "lora, int8", "quantization": "nf4"},
-    "quantization.qat: .* is quantised,": {"trained": "lora, int8", "quantization": "double"},
+    "quantization.qat: .* is quantised already": {"trained": "lora, int8", "quantization": "double"},
     "quantization.qat: .* is exported as": {"trained": "lora, int8", "dtype": "bf16/fp32"},
     "quantization.qat: .* is exported as float32": {"trained": "lora, int8", "dtype": "bf16"},
     "memory.cpu_offload: gradients may still": {"in_backward": "true", "cpu_offload": "true"},

@@ -1,28 +1,70 @@
 """Merge ADAPTER into BASE and write the model in Hugging Face layout, one file at a time. Several adapters of the same
-layers and rank become one first, as in PEFT."""
+layers and rank become one first, as in PEFT.
 
-from argparse import ArgumentParser
+    tune merge BASE ADAPTER OUT
+    tune merge BASE ADAPTER ADAPTER OUT --method ties --weights 0.7 1.3
+    tune merge RUN OUT --method average --steps 100 200 300
+"""
+
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tune.cli.convert import new_folder
 from tune.errors import TuneError
 
 
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
-    parser.add_argument("base", metavar="BASE", help="the model folder that the adapter was trained on")
-    parser.add_argument("adapter", metavar="ADAPTER", nargs="+", help="a folder in PEFT's layout")
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.add_argument("base", metavar="BASE", help="the model that the adapter was trained on; to average: a run")
+    parser.add_argument("adapter", metavar="ADAPTER", nargs="*", help="a folder in PEFT's layout")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write: absent or empty")
-    parser.add_argument("--method", choices=("linear", "ties", "dare_linear", "dare_ties"), help="of several adapters")
+    methods = "linear", "ties", "dare_linear", "dare_ties", "average"
+    parser.add_argument("--method", choices=methods, help="of several adapters; average: of a run's checkpoints")
+    parser.add_argument("--steps", type=int, nargs="+", metavar="N", help="of the averaged checkpoints (default: all)")
     parser.add_argument("--weights", type=float, nargs="+", metavar="W", help="of each adapter (default: 1)")
     parser.add_argument("--density", type=float, help="the share of values that ties and dare keep (default: 0.5)")
     parser.add_argument("--seed", type=int, help="of what dare keeps (default: 0)")
     options = parser.parse_args(arguments)
     names = ("method", "weights", "density", "seed")
     combination = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if options.steps and options.method != "average":
+        raise TuneError("--steps names checkpoints of a run to average: it goes with --method average")
+    if options.method == "average":
+        if options.adapter or len(combination) > 1:
+            raise TuneError("--method average takes the folder of a run, OUT and --steps, and nothing else")
+        with new_folder(options.out):
+            average(Path(options.base), options.steps, options.out)
+        return
+    if not options.adapter:
+        raise TuneError("name BASE, ADAPTER and OUT; or RUN, OUT and --method average")
     if (len(options.adapter) > 1) != (options.method is not None) or (combination and not options.method):
         raise TuneError("several adapters need a --method; one adapter is merged as it is, without these options")
     with new_folder(options.out):
         from tune.peft import merge
 
         merge(options.base, options.adapter, options.out, **combination)
+
+
+def average(run: Path, steps: Sequence[int] | None, out: Path) -> None:
+    """Write the model whose weights, adapters merged, are the means of those of the checkpoints of `run`, in fp32."""
+    from tune import checkpointers, distributed
+    from tune.checkpointers.hf_tensors import full_tensors
+    from tune.cli.export import at_step
+    from tune.peft.named import without_memory
+
+    steps = sorted(set(steps or (int(each.name.removeprefix("step-")) for each in run.glob("checkpoints/step-*"))))
+    if len(steps) < 2:
+        raise TuneError(f"{run} has no several checkpoints to average; a run with checkpointer.keep=null keeps all")
+    means: dict[str, Any] = {}
+    for count, step in enumerate(steps, 1):
+        model, base, path, tokenizer = at_step(run, step)
+        for name, tensor in full_tensors(model, base):
+            means.setdefault(name, tensor.float()).lerp_(tensor.float(), 1 / count)
+    config = model.config
+    model = without_memory(Path(path), "score" if getattr(config, "scores", False) else "tokens")
+    model.load_state_dict(means, strict=False, assign=True)
+    what = f"the mean of the steps {', '.join(map(str, steps))} of the run `{run.name}`, by tune"
+    card = f"---\nbase_model: {Path(path).name}\ntags: [tune]\n---\n\n`{Path(path).name}` fine-tuned: {what}.\n"
+    checkpointers.export(model, tokenizer, out, distributed.init("cpu"), source=path, card=card)

@@ -234,7 +234,8 @@ class LoRALinear(LowRank, nn.Linear):
     def merged(self, weight: Tensor) -> Tensor:
         """`weight`, the full base weight, with the adapter merged in, in fp32: all processes must call it."""
         magnitude = None if self.magnitude is None else full_tensor(self.magnitude.detach()).to(weight.device)
-        return self._merged(weight, *self.full_factors(weight.device), magnitude)
+        a, b = self.full_factors(weight.device)
+        return self._merged(weight, a, b, magnitude)
 
     def _merged(self, weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None) -> Tensor:
         merged = torch.addmm(weight.float(), b.float(), a.float(), alpha=self.scaling)
