@@ -48,7 +48,7 @@ def test_setting(setting, inputs, run_recipe, capfd):
 
 def test_quantisation_of_what_is_trained(inputs, run_recipe, capfd):
     assert run_recipe([*inputs.settings(), "quantization.weights=nf4"], full_finetune) == 2
-    assert "quantization.weights: is not a setting. It is one of distill, evaluate, grpo, lora_finetune" in capfd.readouterr().err
+    assert "quantization.weights: is not a setting. It is one of distill, evaluate, grpo" in capfd.readouterr().err
 
 
 def test_quantised_modules_are_not_trained_whole(inputs, run_recipe, capfd):
