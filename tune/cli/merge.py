@@ -49,10 +49,12 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 def average(run: Path, steps: Sequence[int] | None, out: Path) -> None:
     """Write the model whose weights, adapters merged, are the means of those of the checkpoints of `run`, in fp32."""
+    import torch
+
     from tune import checkpointers, distributed
     from tune.checkpointers.hf_tensors import full_tensors
     from tune.cli.export import at_step
-    from tune.peft.named import without_memory
+    from tune.models import Decoder, build, hf
 
     steps = sorted(set(steps or (int(each.name.removeprefix("step-")) for each in run.glob("checkpoints/step-*"))))
     if len(steps) < 2:
@@ -62,8 +64,9 @@ def average(run: Path, steps: Sequence[int] | None, out: Path) -> None:
         model, base, path, tokenizer = at_step(run, step)
         for name, tensor in full_tensors(model, base):
             means.setdefault(name, tensor.float()).lerp_(tensor.float(), 1 / count)
-    config = model.config
-    model = without_memory(Path(path), "score" if getattr(config, "scores", False) else "tokens")
+    with torch.device("meta"):
+        is_ours = isinstance(model, Decoder)
+        model = build(path, head="score" if model.config.scores else "tokens") if is_ours else hf(path)
     model.load_state_dict(means, strict=False, assign=True)
     what = f"the mean of the steps {', '.join(map(str, steps))} of the run `{run.name}`, by tune"
     card = f"---\nbase_model: {Path(path).name}\ntags: [tune]\n---\n\n`{Path(path).name}` fine-tuned: {what}.\n"
