@@ -55,7 +55,7 @@ def store_predictions(cfg, world, tokenizer, *parts):
 
 @config.entrypoint("distill")
 def main(cfg):
-    axes = cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.tp, cfg.parallel.ep
+    axes = cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.cp, cfg.parallel.tp, cfg.parallel.ep
     world = distributed.init(cfg.device, *axes, timeout=cfg.parallel.timeout)
     run = loggers.Run("distill", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 

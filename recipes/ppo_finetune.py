@@ -39,7 +39,7 @@ from tune.models import balance_loss
 
 @config.entrypoint("ppo_finetune")
 def main(cfg):
-    axes = cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.tp, cfg.parallel.ep
+    axes = cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.cp, cfg.parallel.tp, cfg.parallel.ep
     world = distributed.init(cfg.device, *axes, timeout=cfg.parallel.timeout)
     run = loggers.Run("ppo_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 

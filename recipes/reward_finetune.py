@@ -30,7 +30,7 @@ from tune.models import balance_loss, prepare_scores
 
 @config.entrypoint("reward_finetune")
 def main(cfg):
-    axes = cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.tp, cfg.parallel.ep
+    axes = cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.cp, cfg.parallel.tp, cfg.parallel.ep
     world = distributed.init(cfg.device, *axes, timeout=cfg.parallel.timeout)
     run = loggers.Run("reward_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 

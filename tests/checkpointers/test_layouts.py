@@ -17,6 +17,7 @@ from tune.losses import LinearCrossEntropy
 from tune.models import build
 
 LAYOUTS = [{"tp": tp, "dp_replicate": replicas} for tp, replicas in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))]
+LAYOUTS += [{"cp": 2, "dp_replicate": 2}, {"cp": 2, "tp": 2}]
 KINDS = {"all": None, "adapter": peft.LoRA(rank=4, dora=True)}
 path, folder = Path(sys.argv[1]), Path(sys.argv[2])
 
@@ -94,4 +95,4 @@ world.finish()
 def test_all_pairs_of_layouts_of_four_processes(tmp_path):
     save_checkpoint(tmp_path / "model", "Qwen3Config", num_hidden_layers=2)
     (tmp_path / "pairs.py").write_text(SCRIPT)
-    assert run_processes(tmp_path / "pairs.py", 4, str(tmp_path / "model"), str(tmp_path)).endswith("50 pairs\n")
+    assert run_processes(tmp_path / "pairs.py", 4, str(tmp_path / "model"), str(tmp_path)).endswith("98 pairs\n")

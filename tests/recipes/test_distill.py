@@ -146,7 +146,7 @@ def test_one_curve_in_one_process(way, common, plainly, tmp_path):
 
 
 def test_one_curve_in_two_processes(common, plainly, tmp_path):
-    layouts = {"HSDP": "parallel.dp_replicate=2", "heads shared": "parallel.tp=2"}
+    layouts = {"HSDP": "parallel.dp_replicate=2", "heads shared": "parallel.tp=2", "tokens shared": "parallel.cp=2"}
     variants = METHODS | {
         f"{name}, {way}": [*METHODS[name], layout] for name in ("forward", "mixed") for way, layout in layouts.items()
     }

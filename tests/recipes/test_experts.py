@@ -69,6 +69,8 @@ def test_half_precision(alone, common, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes(alone, common, tmp_path):
-    run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path), json.dumps(common), json.dumps(WAYS))
-    for name in WAYS:
+    variants = WAYS | {"tokens shared": ["parallel.cp=2"]}
+    alone["tokens shared"] = alone["unpacked"]
+    run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path), json.dumps(common), json.dumps(variants))
+    for name in variants:
         assert_same_curves(curves(tmp_path / name), alone[name])

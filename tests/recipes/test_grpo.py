@@ -172,6 +172,7 @@ def test_samples_and_curve_are_the_same_on_two_processes(alone, tmp_path):
     layouts = {
         "two copies of the model": [*METHODS["plain"], "parallel.dp_replicate=2", "micro_batch_size=3"],
         "heads shared": [*METHODS["plain"], "parallel.tp=2"],
+        "tokens shared": [*METHODS["plain"], "parallel.cp=2"],
     }
     run_processes(RUN_VARIANTS, 2, "grpo", str(tmp_path), json.dumps(common), json.dumps(METHODS | layouts))
     for name in METHODS:

@@ -86,9 +86,10 @@ def test_one_curve_on_one_and_two_processes(run, common, tmp_path):
     alone = run(slow, folder=tmp_path / "alone")
     for way in list(WAYS)[1:]:
         same(run(slow, *WAYS[way], folder=tmp_path / way), alone)
-    arguments = ("ppo_finetune", str(tmp_path / "two"), json.dumps([*common, slow]), json.dumps(WAYS))
+    ways = WAYS | {"tokens shared": ["parallel.cp=2"]}
+    arguments = ("ppo_finetune", str(tmp_path / "two"), json.dumps([*common, slow]), json.dumps(ways))
     run_processes(RUN_VARIANTS, 2, *arguments)
-    for way in WAYS:
+    for way in ways:
         same(logged(tmp_path / "two" / way), alone)
 
 

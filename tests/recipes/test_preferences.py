@@ -163,6 +163,7 @@ def test_one_curve_on_two_processes(run, settings, pairs, tmp_path):
         "micro-batches of 1": ["micro_batch_size=1"],
         "two copies of the model": ["micro_batch_size=4", "parallel.dp_replicate=2"],
         "heads shared": ["micro_batch_size=2", "parallel.tp=2"],
+        "tokens shared": ["micro_batch_size=2", "parallel.cp=2"],
         "packed": ["packed=true"],
         "gradients reduced once": ["micro_batch_size=2", "parallel.reduce_every_micro_batch=false"],
     }

@@ -244,6 +244,7 @@ WAYS = {  # to compute each of four curves
         "recomputed": ["memory.activation_checkpointing=full"],
         "HSDP": ["parallel.dp_replicate={processes}"],
         "heads shared": ["parallel.tp={processes}"],
+        "tokens shared": ["parallel.cp={processes}"],
     },
     "4 rows, adapter": {"as it is": [ADAPTER], "micro-batches of 1": [ADAPTER, "micro_batch_size=1"]},
     "all rows": {

@@ -1,5 +1,5 @@
 """Rows of samples -> `Batch`: tensors, document boundaries, columns."""
 
-from tune.collators.batch import IGNORE, Batch, Documents, Sample, collate
+from tune.collators.batch import IGNORE, Batch, Documents, Part, Sample, collate
 
-__all__ = ["IGNORE", "Batch", "Documents", "Sample", "collate"]
+__all__ = ["IGNORE", "Batch", "Documents", "Part", "Sample", "collate"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +42,32 @@ class Documents:
     num_supervised: Tensor  # int64 [documents]: supervised tokens
     lengths: tuple[int, ...]
     longest: int
+    part: "Part | None" = None  # if these are pieces of documents, in a part of a batch
+
+    @property
+    def whole(self) -> "Documents":
+        """Those of the whole batch."""
+        return self if self.part is None else self.part.whole
+
+
+class Part(Protocol):
+    """What a part of a batch has of the other parts, which other processes have. `ids`, `samples` and `num_supervised`
+    of its `Documents` are those of the whole ones; the rest is about its pieces: runs of tokens of one document.
+
+    Each piece attends to its document up to its own last token; `boundaries`, `lengths` and `longest` are those of the
+    tokens that all pieces attend to, piece by piece.
+    """
+
+    whole: Documents
+    boundaries: Tensor
+    lengths: tuple[int, ...]
+    longest: int
+
+    def attended(self, *tensors: Tensor) -> list[Tensor]:
+        """What pieces attend to, `[1, sum of lengths, heads, size]`, of `[1, seq, heads, size]` of all parts."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the parts, in each of which the same is computed of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +79,7 @@ class Batch:
     positions: Tensor  # int64 [rows, seq]: restart at 0 in each document
     documents: Documents
     supervised: Tensor  # int64 [num_supervised]: ascending indices into the flattened batch
+    supervised_on_host: np.ndarray  # the same
     columns: dict[str, Tensor]  # `[rows, seq, ...]` or `[documents]`; 0 for padding
     pairs: Tensor  # int64 [2, pairs]: documents to compare, the first answer of each group with each of the others
     num_tokens: int  # without padding
@@ -81,6 +108,7 @@ class Batch:
         lengths = np.diff(begins, append=tokens.size)
         positions = np.arange(tokens.size) - begins.repeat(lengths)
         supervised = labels.ravel() != IGNORE
+        places = np.flatnonzero(supervised)
         answers = np.asarray((columns or {}).get("answer", []), dtype=np.int64)  # its number in the group
         others = np.flatnonzero(answers)
         return cls(
@@ -95,7 +123,8 @@ class Batch:
                 tuple(lengths.tolist()),
                 1 << (int(lengths.max()) - 1).bit_length(),
             ),
-            torch.from_numpy(np.flatnonzero(supervised)),
+            torch.from_numpy(places),
+            places,
             {name: torch.as_tensor(np.asarray(values)) for name, values in (columns or {}).items()},
             torch.from_numpy(np.stack([others - answers[others], others])),
             num_tokens=tokens.size if num_tokens is None else num_tokens,

@@ -63,6 +63,7 @@ OPTIONS: dict[str, Any] = {
     "master_dtype": Literal["bf16", "fp32"],
     "parallel.dp_replicate": PositiveInt,
     "parallel.dp_shard": PositiveInt | Literal["auto"],
+    "parallel.cp": PositiveInt,
     "parallel.tp": PositiveInt,
     "parallel.ep": PositiveInt,
     "parallel.timeout": PositiveFloat,

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from tune.distributed.activations import wrap_forward
+from tune.distributed.context_parallel import split
 from tune.distributed.expert_parallel import share_experts, shared_experts, whole_experts
 from tune.distributed.shards import full_tensor
 from tune.distributed.tensor_parallel import share
@@ -56,6 +57,8 @@ def parallelize(
                 "compile: with parallel.ep above 1 the sizes in blocks depend on the data. Set compile=false"
             )
         share_experts(model, world.experts["ep"])
+    if world.mesh["cp"].size() > 1:
+        split(model, world.mesh["cp"])
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.to(stored_dtype(module, parameter, dtype, master_dtype))
@@ -116,7 +119,6 @@ def _shard(
 ) -> None:
     """The root unit stays gathered from forward to backward: the loss reads the head weight, and backward starts with
     it."""
-    mesh = _data_axes(world.mesh)
     experts = shared_experts(model)
     mesh_of = {} if world.experts is None else dict.fromkeys(experts, _data_axes(world.experts))
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy()
@@ -128,7 +130,7 @@ def _shard(
         policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32)
         fully_shard(
             unit,
-            mesh=mesh_of.get(unit, mesh),
+            mesh=mesh_of.get(unit, world.shards),
             reshard_after_forward=unit is not model,
             shard_placement_fn=_even_dimension(mesh_of[unit]["dp_shard"].size()) if unit in mesh_of else None,
             mp_policy=policy,

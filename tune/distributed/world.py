@@ -28,6 +28,8 @@ class World:
     mesh: DeviceMesh
     device: torch.device
     data: DeviceMesh  # the ranks that read different data: dp_replicate x dp_shard, flattened
+    peers: DeviceMesh  # those that read the same: cp x tp
+    shards: DeviceMesh  # those that FSDP shards over, dp_shard x cp, behind dp_replicate if that is above 1
     timeout: timedelta
     experts: DeviceMesh | None = None  # with expert parallelism the axes dp_replicate, dp_shard, ep of the same ranks
 
@@ -57,6 +59,13 @@ class World:
         """The sum over the data ranks, in fp64, so that counts stay exact. Does not synchronise with the device."""
         total = self._fp64(value)
         dist.all_reduce(total, group=self.data.get_group())
+        return total
+
+    def sum_of_parts(self, value: torch.Tensor | float) -> torch.Tensor:
+        """`sum` of what each of the ranks of `cp`, which read the same data, has a part of."""
+        total = self.sum(value)
+        if self.mesh["cp"].size() > 1:
+            dist.all_reduce(total, group=self.mesh.get_group("cp"))
         return total
 
     def any(self, flag: bool) -> torch.Tensor:
@@ -89,18 +98,18 @@ class World:
         return values
 
     def of_peers(self, make: Callable[[], T]) -> T:
-        """What `make` gives on the first process of the tensor-parallel group, on all of that group: for what need not
+        """What `make` gives on the first of the processes that read the same data, on all of them: for what need not
         give the same twice. It is called there alone. If it raises, the others raise a TuneError that says the same."""
-        if self.mesh["tp"].size() == 1:
+        if self.peers.size() == 1:
             return make()
         box: list[Any] = [None, None]
         failure: Exception | None = None
-        if self.mesh.get_local_rank("tp") == 0:
+        if self.peers.get_local_rank() == 0:
             try:
                 box[0] = make()
             except Exception as error:  # raised below, when the others have it
                 failure, box[1] = error, str(error)
-        dist.broadcast_object_list(box, group=self.mesh.get_group("tp"), group_src=0)
+        dist.broadcast_object_list(box, group=self.peers.get_group(), group_src=0)
         if box[1] is not None:
             raise failure or TuneError(box[1])
         return box[0]
@@ -122,6 +131,7 @@ def init(
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
     dp_replicate: int = 1,
     dp_shard: int | Literal["auto"] = "auto",
+    cp: int = 1,
     tp: int = 1,
     ep: int = 1,
     timeout: float = 60,
@@ -164,28 +174,34 @@ def init(
     atexit.unregister(_leave)
     atexit.register(_abort)
     size = dist.get_world_size()
-    shards = size // (dp_replicate * tp) if dp_shard == "auto" else dp_shard
-    if dp_replicate * shards * tp != size:
+    shards = size // (dp_replicate * cp * tp) if dp_shard == "auto" else dp_shard
+    if dp_replicate * shards * cp * tp != size:
         raise TuneError(
-            f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} x tp={tp} does not make {size} processes. "
-            f"dp_replicate x tp must divide {size}; with dp_shard=auto the rest follows"
+            f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} x cp={cp} x tp={tp} does not make {size} "
+            f"processes. dp_replicate x cp x tp must divide {size}; with dp_shard=auto the rest follows"
         )
-    if shards % ep:
-        good = " or ".join(str(each) for each in range(1, shards + 1) if shards % each == 0)
-        raise TuneError(f"parallel.ep: {ep} processes cannot be among the {shards} of dp_shard. Set it to {good}")
-    sizes = {"dp_replicate": dp_replicate, "dp_shard": shards, "tp": tp}
+    if shards * cp % ep:
+        good = " or ".join(str(each) for each in range(1, shards * cp + 1) if shards * cp % each == 0)
+        raise TuneError(
+            f"parallel.ep: {ep} processes cannot be among the {shards * cp} of dp_shard x cp. Set it to {good}"
+        )
+    sizes = {"dp_replicate": dp_replicate, "dp_shard": shards, "cp": cp, "tp": tp}
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     mesh = init_device_mesh("cuda" if kind == "cuda" else "cpu", shape, mesh_dim_names=AXES)
     data = mesh["dp_replicate", "dp_shard"]._flatten("data")
-    experts = None
+    peers = mesh["cp", "tp"]._flatten("peers")
+    sharding = mesh["dp_shard", "cp"]._flatten("shards") if cp > 1 else mesh["dp_shard"]
+    experts, groups = None, [each.get_group() for each in (data, peers, sharding)]
     if ep > 1:
         names = "dp_replicate", "dp_shard", "ep"
-        experts = init_device_mesh(mesh.device_type, (dp_replicate, shards // ep, ep), mesh_dim_names=names)
-    for group in [*mesh.get_all_groups(), data.get_group(), *(experts.get_all_groups() if experts else [])]:
+        experts = init_device_mesh(mesh.device_type, (dp_replicate, shards * cp // ep, ep), mesh_dim_names=names)
+        groups += experts.get_all_groups()
+    for group in [*mesh.get_all_groups(), *groups]:
         group.set_timeout(duration)  # a mesh makes groups with torch's default
-    world = World(
-        mesh, torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind), data, duration, experts
-    )
+    if dp_replicate > 1:
+        sharding = DeviceMesh._concatenate([mesh["dp_replicate"], sharding])
+    here = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+    world = World(mesh, here, data, peers, sharding, duration, experts)
     if kind == "cuda":
         gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(local_rank).uuid))))
         if gpus < size:

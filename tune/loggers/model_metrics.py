@@ -61,7 +61,7 @@ def accuracy(loss_fn: Any, world: World, prefix: str = "") -> dict[str, Tensor]:
     if not getattr(loss_fn, "accuracy", False):
         return {}
     counts, loss_fn.counts = loss_fn.counts, None
-    correct, tokens = world.sum(torch.zeros(2) if counts is None else counts)
+    correct, tokens = world.sum_of_parts(torch.zeros(2) if counts is None else counts)
     return {f"{prefix}token_accuracy": correct / tokens}
 
 

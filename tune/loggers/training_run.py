@@ -128,7 +128,7 @@ class Run:
         trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
         self.info(f"model: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable")
-        shards = self.world.mesh["dp_shard"].size() * self.world.mesh["tp"].size()
+        shards = self.world.shards.size(-1) * self.world.mesh["tp"].size()
         planned = planned_memory(model, dtype, master_dtype, shards)
         held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
         self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
@@ -271,7 +271,7 @@ class Run:
 
     def append(self, file: str, records: list[dict[str, Any]]) -> None:
         """Add all processes' `records`, as lines of JSON, to a file in the run folder."""
-        gathered = self.world.all_gather(records)[:: self.world.mesh["tp"].size()]  # those beside them have the same
+        gathered = self.world.all_gather(records)[:: self.world.peers.size()]  # those beside them have the same
         if self.world.is_main:
             with (self.path / file).open("a", encoding="utf-8") as lines:
                 lines.writelines(json.dumps(record, ensure_ascii=False) + "\n" for each in gathered for record in each)

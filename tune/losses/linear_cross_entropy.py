@@ -23,6 +23,7 @@ class LinearCrossEntropy:
     """
 
     takes_shares = True  # of the weight's rows
+    of_parts = "sum"  # of a batch
 
     def __init__(self, chunk_tokens: PositiveInt | None = None, accuracy: bool = False):
         self.chunk_tokens, self.accuracy = chunk_tokens, accuracy

@@ -35,6 +35,7 @@ class LogProbs:
     """
 
     takes_shares = True  # of the weight's rows
+    of_parts = "tokens"  # of a batch
 
     def __init__(self, chunk_tokens: PositiveInt | None = None, temperature: PositiveFloat = 1.0):
         self.chunk_tokens, self.temperature = chunk_tokens, temperature

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tune.collators import Documents
+from tune.collators import Documents, Part
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,36 @@ def attend(query: Tensor, key: Tensor, value: Tensor, documents: Documents | Non
     """
     if documents is None:
         return _document(query, key, value, scoring)
+    attended: Documents | Part = documents
+    if documents.part is not None:
+        attended = documents.part
+        key, value = attended.attended(key, value)
     if _flash_fits(query, value, scoring):
-        return _flash(query, key, value, documents, scoring)
+        return _flash(query, key, value, documents, attended, scoring)
     if torch.compiler.is_compiling():  # a loop over documents would be recompiled for every batch
         return attend_masked(query, key, value, documents, scoring)
     # One document at a time: no work on masked pairs of tokens, and no mask in memory.
-    flat = [heads.flatten(0, 1).split(documents.lengths) for heads in (query, key, value)]
+    lengths = documents.lengths, attended.lengths, attended.lengths
+    flat = [heads.flatten(0, 1).split(each) for heads, each in zip((query, key, value), lengths, strict=True)]
     outputs = [_document(q[None], k[None], v[None], scoring)[0] for q, k, v in zip(*flat, strict=True)]
     return torch.cat(outputs).unflatten(0, query.shape[:2])
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring = PLAIN) -> Tensor:
-    """Attention with the full mask `[batch, seq, seq]`: the reference for the other paths."""
-    same_document = documents.ids[:, :, None] == documents.ids[:, None, :]
+    """Attention with the full mask `[batch, seq, seq]`: the reference for the other paths. In a part of a batch, `key`
+    and `value` are what its pieces attend to."""
     order = torch.arange(query.shape[1], device=query.device)
-    return _masked(query, key, value, same_document & _visible(order, order, scoring), scoring)
+    if documents.part is None:
+        same_document = documents.ids[:, :, None] == documents.ids[:, None, :]
+        return _masked(query, key, value, same_document & _visible(order, order, scoring), scoring)
+    # A piece and what it attends to end with the same token.
+    keys, ends = (
+        torch.arange(key.shape[1], device=key.device),
+        (documents.boundaries[1:], documents.part.boundaries[1:]),
+    )
+    of_query, of_key = (torch.searchsorted(*each, right=True) for each in zip(ends, (order, keys), strict=True))
+    visible = _visible(order - ends[0][of_query], keys - ends[1][of_key], scoring)
+    return _masked(query, key, value, (visible & (of_query[:, None] == of_key))[None], scoring)
 
 
 def attend_cached(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scoring: Scoring = PLAIN) -> Tensor:
@@ -67,17 +82,18 @@ def attend_cached(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, sc
 
 
 def _document(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Attention in rows that are one document each."""
-    length = query.shape[1]
-    if scoring.has_kernels and (scoring.window is None or length <= scoring.window):
+    """Attention in rows that are one document each, or that have the queries of the last tokens of one."""
+    length, before = query.shape[1], key.shape[1] - query.shape[1]
+    if not before and scoring.has_kernels and (scoring.window is None or length <= scoring.window):
         return _sdpa(query, key, value, scoring.scale, is_causal=True)
     # By chunks of queries as long as the window: no work on keys outside of it, and the mask stays small.
-    order = torch.arange(length, device=query.device)
+    order = torch.arange(key.shape[1], device=query.device)
     step = scoring.window or length
     outputs = []
-    for start in range(0, length, step):
-        queries, keys = slice(start, start + step), slice(max(0, start - step + 1), start + step)
-        mask = _visible(order[queries], order[keys], scoring)
+    for start in range(before, key.shape[1], step):
+        queries = slice(start - before, start - before + step)
+        keys = slice(0 if scoring.window is None else max(0, start - step + 1), start + step)
+        mask = _visible(order[before:][queries], order[keys], scoring)
         outputs.append(_masked(query[:, queries], key[:, keys], value[:, keys], mask, scoring))
     return torch.cat(outputs, dim=1)
 
@@ -131,7 +147,10 @@ def _flash_fits(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
     return torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, attended: Documents | Part, scoring: Scoring
+) -> Tensor:
+    """Where a document has fewer queries than keys, its last query attends to its last key."""
     from torch.nn.attention.varlen import varlen_attn
 
     groups = query.shape[2] // key.shape[2]
@@ -141,9 +160,9 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scor
         key.flatten(0, 1),
         value.flatten(0, 1),
         cu_seq_q=documents.boundaries,
-        cu_seq_k=documents.boundaries,
+        cu_seq_k=attended.boundaries,
         max_q=documents.longest,
-        max_k=documents.longest,
+        max_k=attended.longest,
         scale=scoring.scale,
         window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
     )

@@ -100,6 +100,7 @@ class Decoder(nn.Module):
     gathered, so that full logits never exist.
     """
 
+    attends_to_parts = True  # of batches: see `tune.collators.Part`
     names: Names  # set by `build`
     routing: RoutingSums | None  # statistics of routers in training; None without experts
 
@@ -181,7 +182,7 @@ class Decoder(nn.Module):
             hidden, layer_stats = block(hidden, context)
             stats += [layer_stats] if layer_stats else []
         if stats and self.routing is not None and documents is not None:
-            self.routing.add(stats, documents)
+            self.routing.add(stats, documents.whole)
         return hidden
 
     def output_operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

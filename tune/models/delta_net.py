@@ -35,6 +35,7 @@ class DeltaNetConfig:
 
 
 class DeltaNet(nn.Module):
+    is_recurrent = True
     columns: ClassVar = {
         **dict.fromkeys(("query_key_value", "convolution"), ("num_key_heads", "num_key_heads", "num_value_heads")),
         **dict.fromkeys(("strength", "step", "step_bias", "log_rate", "gate"), ("num_value_heads",)),

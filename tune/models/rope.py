@@ -73,7 +73,7 @@ class Rope:
             frequencies, magnitude = SCALINGS[self.config.kind](self.config)
             self._frequencies[positions.device] = frequencies.to(positions.device), magnitude
         frequencies, magnitude = self._frequencies[positions.device]
-        longest = positions.shape[1] if documents is None else max(documents.lengths)
+        longest = positions.shape[1] if documents is None else max(documents.whole.lengths)
         if self.config.kind == "dynamic" and longest > self.config.max_positions:
             raise TuneError(
                 f"max_seq_len: a document of {longest} tokens is longer than the {self.config.max_positions} "
@@ -83,7 +83,7 @@ class Rope:
         if self.config.kind == "longrope" and documents is None:  # short or long factors, by the length of the document
             frequencies = frequencies[int(longest > self._original)]
         elif self.config.kind == "longrope" and documents is not None:
-            frequencies = frequencies[(documents.boundaries.diff()[documents.ids] > self._original).long()]
+            frequencies = frequencies[(documents.whole.boundaries.diff()[documents.ids] > self._original).long()]
         angles = positions[..., None].float() * frequencies
         doubled = angles.repeat_interleave(2, dim=-1) if self.config.interleaved else torch.cat([angles] * 2, dim=-1)
         angles = doubled[:, :, None]

@@ -27,7 +27,8 @@ class InBackward:
 
     def norm(self) -> Tensor:
         """The norm of all gradients since the last call."""
-        squares = self.world.sum(self.squares) / self.world.mesh["dp_replicate"].size()  # replicas hold the same
+        squares = self.world.sum_of_parts(self.squares)
+        squares /= self.world.mesh["dp_replicate"].size()  # they hold the same
         if self.world.mesh["tp"].size() > 1:
             dist.all_reduce(squares, group=self.world.mesh["tp"].get_group())
         self.squares.zero_()

@@ -37,6 +37,7 @@ def set_dropout_keys(model: nn.Module, seed: int, step: int, batch: Batch) -> No
     token depend on its sample and its position there."""
     layers = [module for module in model.modules() if getattr(module, "dropout", 0) and hasattr(module, "dropout_keys")]
     if layers:
+        batch = getattr(model, "part", lambda batch: batch)(batch)  # that this process computes
         start = _signed(zlib.crc32(f"{seed} {step}".encode()))
         samples = batch.documents.samples[batch.documents.ids]
         keys = mix(mix(samples.int() + start) ^ (batch.positions.int() * THIRD))

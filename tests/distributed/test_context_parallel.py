@@ -1,0 +1,135 @@
+"""Parts of batches: what they attend to, how even they are, and what cannot be split."""
+
+import pytest
+import torch
+from distributed.test_tensor_parallel import model_of
+from models.test_attention import SCORINGS, make
+from torch import nn
+from torch.testing import assert_close
+
+from tune import distributed
+from tune.collators import Batch, Sample, collate
+from tune.distributed import context_parallel
+from tune.errors import TuneError
+from tune.models import hf
+from tune.models.attention import attend, attend_masked
+
+DOCUMENTS = [[7, 1, 24], [32], [5, 5, 5, 17]]  # of three rows, as `make` has them
+
+
+class Mesh:
+    """Of process `rank` of `processes`."""
+
+    def __init__(self, rank, processes):
+        self.rank, self.processes = rank, processes
+
+    def size(self):
+        return self.processes
+
+    def get_local_rank(self):
+        return self.rank
+
+    def get_group(self):
+        return distributed.init("cpu").mesh["cp"].get_group()
+
+
+def parts(batch, processes):
+    return [context_parallel.part_of(batch, Mesh(rank, processes)) for rank in range(processes)]
+
+
+def batch_of(rows, columns=()):
+    draw = torch.Generator().manual_seed(0)
+
+    def sample(length):
+        tokens, labels = torch.randint(0, 300, (2, length), generator=draw, dtype=torch.int32)
+        labels[torch.rand(length, generator=draw) < 0.4] = -100
+        return Sample(tokens.numpy(), labels.numpy(), columns={name: labels.float().numpy() for name in columns})
+
+    return collate([[sample(length) for length in lengths] for lengths in rows], max(map(sum, rows)))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5])
+def test_every_token_is_in_one_part(processes):
+    batch = batch_of([[7, 1, 23], [32], [5, 9]], columns=["value"])
+    found, labels = torch.zeros(96, dtype=torch.int64), []
+    for part in parts(batch, processes):
+        places = part.documents.part.places
+        real = places < 96
+        assert part.tokens.shape == part.labels.shape == part.positions.shape == part.documents.ids.shape
+        assert part.tokens.shape[1] == 2 * -(-96 // (2 * processes))
+        for name in ("tokens", "labels", "positions"):
+            assert torch.equal(getattr(part, name)[0, real], getattr(batch, name).flatten()[places[real]])
+        assert torch.equal(part.documents.ids[0, real], batch.documents.ids.flatten()[places[real]])
+        assert torch.equal(part.columns["value"][0, real], batch.columns["value"].flatten()[places[real]])
+        assert torch.equal(part.supervised, (part.labels[0] != -100).nonzero()[:, 0])
+        assert part.num_supervised == len(part.supervised) == len(part.documents.part.supervised)
+        assert torch.equal(batch.supervised[part.documents.part.supervised], places[part.supervised])
+        found[places[real]] += 1
+        labels.append(part.documents.part.supervised)
+    assert torch.equal(found, torch.ones_like(found))
+    assert torch.equal(torch.cat(labels).sort().values, torch.arange(batch.num_supervised))
+
+
+@pytest.mark.parametrize("way", [attend, attend_masked])
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_parts_attend_as_the_whole(scoring, processes, way, monkeypatch):
+    heads, _ = make()
+    batch = batch_of(DOCUMENTS)
+    expected = attend_masked(*heads, batch.documents, SCORINGS[scoring]).flatten(0, 1)
+    query, key, value = (each.flatten(0, 1) for each in heads)
+    divided = parts(batch, processes)
+    padding = -96 % (2 * processes)
+    places = [part.documents.part.places.clamp(max=95) for part in divided]
+    both = torch.cat([torch.cat([key, value], dim=-1)[each] for each in places])
+    monkeypatch.setattr(context_parallel._Gathered, "apply", lambda *_: both)
+    outputs = torch.zeros_like(expected)
+    for part, at in zip(divided, places, strict=True):
+        mine = query[at][None], key[at][None], value[at][None]
+        if way is attend_masked:
+            mine = mine[0], *part.documents.part.attended(*mine[1:])
+        real = part.documents.part.places < 96
+        found = way(*mine, part.documents, SCORINGS[scoring])[0][real]
+        outputs = outputs.index_copy(0, at[real], found)
+    assert (96 + padding) % (2 * processes) == 0
+    assert_close(outputs, expected)
+    gradients = (torch.autograd.grad(each.square().sum(), heads, retain_graph=True) for each in (outputs, expected))
+    for one, other in zip(*gradients, strict=True):
+        assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def pairs_of(part):
+    """The pairs of tokens of a part between which attention is computed."""
+    pieces = zip(part.documents.lengths, part.documents.part.lengths, strict=True)
+    return sum(queries * (keys - queries) + queries * (queries + 1) // 2 for queries, keys in pieces)
+
+
+@pytest.mark.parametrize(("rows", "most"), [([[64]], 1.0), ([[64], [64]], 1.0), ([[31, 9, 3, 21]], 1.3)])
+def test_parts_have_about_the_same_work(rows, most):
+    work = [pairs_of(part) for part in parts(batch_of(rows), 4)]
+    lengths = [length for row in rows for length in row]
+    assert sum(work) == sum(length * (length + 1) // 2 for length in lengths)
+    assert max(work) <= most * sum(work) / 4
+
+
+class Unknown(nn.Module): ...
+
+
+def test_what_cannot_be_split(checkpoint, tmp_path):
+    pytest.importorskip("transformers")
+    refused = [
+        (Unknown(), r"parallel\.cp: Unknown computes all tokens of a document in one process; .* Set parallel\.cp=1"),
+        (hf(str(checkpoint)), r"parallel\.cp: HuggingFaceModel computes all tokens of a document in one process"),
+        (model_of(tmp_path, "qwen3_5_text"), r"parallel\.cp: DeltaNet \(blocks\.0\.attention\) computes one token aft"),
+    ]
+    for model, message in refused:
+        with pytest.raises(TuneError, match=message):
+            context_parallel.split(model, Mesh(0, 2))
+
+
+def test_a_model_whose_batches_are_split_needs_batches(tmp_path):
+    model = model_of(tmp_path, "llama")
+    context_parallel.split(model, Mesh(0, 2))
+    with pytest.raises(TuneError, match=r"parallel\.cp: the model needs a Batch"):
+        model(torch.zeros(1, 8, dtype=torch.int64))
+    assert isinstance(Batch.of([[1, 2]]), Batch)

@@ -1,0 +1,62 @@
+"""One loss curve, also where processes share the tokens of each row (context parallelism)."""
+
+import pytest
+from helpers import save_checkpoint
+from models.test_families import SMALL, VARIANTS
+from recipes.test_tensor_parallel import LORA, NF4, assert_one_curve, common, wide  # noqa: F401
+
+FAMILIES = ("llama-tied", "qwen3", "gemma2", "gemma3_text-scaled", "phi3", "gpt_oss", "qwen3_moe", "deepseek_v3")
+LAYOUTS = {
+    "cp x FSDP": ["parallel.cp=2", "micro_batch_size=4"],
+    "cp x HSDP": ["parallel.cp=2", "parallel.dp_replicate=2", "micro_batch_size=4"],
+    "cp": ["parallel.cp=4"],
+    "cp x tp": ["parallel.cp=2", "parallel.tp=2"],
+}
+
+
+def test_two_processes_share_each_row(wide, common, tmp_path):  # noqa: F811
+    variants = {
+        "packed": [f"model.path={wide}", "loss.accuracy=true"],
+        "plain": [f"model.path={wide}", "packed=false", "memory.activation_checkpointing=full"],
+        "odd lengths": [f"model.path={wide}", "max_seq_len=93"],
+    }
+    assert_one_curve("full_finetune", common, variants, {"cp": ["parallel.cp=2", "micro_batch_size=2"]}, 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_all_parameters(checkpoint, common, tmp_path):  # noqa: F811
+    common = [*common, f"model.path={checkpoint}"]
+    variants = {
+        "packed": [],
+        "plain": ["packed=false"],
+        "recomputed": ["memory.activation_checkpointing=selective"],
+        "on the host": ["memory.cpu_offload=true"],
+        "in backward": ["optimizer_in_backward=true", "max_grad_norm=null"],
+        "gradients reduced once": ["parallel.reduce_every_micro_batch=false"],
+    }
+    assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path)
+
+
+@pytest.mark.slow
+def test_families(common, tmp_path):  # noqa: F811
+    pytest.importorskip("transformers")
+    variants = {}
+    for name in FAMILIES:
+        kind, changes = VARIANTS[name]
+        save_checkpoint(tmp_path / name, kind, **SMALL | changes | {"vocab_size": 300})
+        variants[name] = [f"model.path={tmp_path / name}"]
+    layouts = {name: LAYOUTS[name] for name in ("cp x FSDP", "cp", "cp x tp")}
+    assert_one_curve("full_finetune", common, variants, layouts, 4, tmp_path / "runs")
+
+
+@pytest.mark.slow
+def test_adapters(wide, common, tmp_path):  # noqa: F811
+    common = [*common, f"model.path={wide}"]
+    variants = {
+        "LoRA": LORA,
+        "NF4 with DoRA": [*LORA, *NF4, "adapter.dora=true"],
+        "head and embedding": ["adapter.rank=4", "adapter.target_modules=[q_proj,lm_head,embed_tokens]"],
+        "tokens": ["adapter.trainable_tokens=[2,30,7]", "adapter.modules_to_save=[norm]"],
+    }
+    layouts = {name: LAYOUTS[name] for name in ("cp x HSDP", "cp x tp")}
+    assert_one_curve("lora_finetune", common, variants, layouts, 4, tmp_path)

@@ -1,0 +1,214 @@
+"""Context parallelism: the processes of the mesh's axis `cp` share the tokens of each batch.
+
+Each computes hidden states of a part of the tokens, from the embedding to the head. In each layer's attention the keys
+and values of all parts are gathered, so that documents, windows, soft caps and sinks are those of one process. Outside
+of the model nothing is split: all processes of `cp` give it the same batch, and get the same result for it.
+
+Gradients of the weights are those of the own tokens: FSDP, which shards over `dp_shard` x `cp`, adds them up.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tune.collators import IGNORE, Batch, Documents
+from tune.distributed.tensor_parallel import _Summed
+from tune.errors import TuneError
+
+COLLECTIVES = torch.ops._c10d_functional  # those with names of their own in `torch.distributed` are renamed in 2.13
+
+
+@dataclass(slots=True, eq=False)
+class Pieces:
+    """The part of a batch that a process has, see `tune.collators.Part`, and where its tokens are."""
+
+    whole: Documents
+    boundaries: Tensor
+    lengths: tuple[int, ...]
+    longest: int
+    places: Tensor  # int64 [tokens]: its tokens, of the flattened and padded batch
+    supervised: Tensor  # int64 [supervised tokens of the part]: which of those of the batch they are
+    index: Tensor  # int64 [sum of lengths]: what its pieces attend to, of the tokens of all processes
+    size: int
+    group: str
+
+    def attended(self, *tensors: Tensor) -> list[Tensor]:
+        together = _Gathered.apply(torch.cat(tensors, dim=-1)[0], self.size, self.group).index_select(0, self.index)[
+            None
+        ]
+        return [*together.split([each.shape[-1] for each in tensors], dim=-1)]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return _Summed.apply(tensor, self.group)
+
+    def of_all(self, values: Tensor, places: Tensor, count: int) -> Tensor:
+        """`values` of the part at their `places`, and those of the other parts at theirs: `[count, ...]`."""
+        return self.sum(values.new_zeros(count, *values.shape[1:]).index_copy(0, places, values))
+
+
+def split(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Have the forwards of `model` compute the process's part of each batch, and give the result for the whole.
+
+    What a head with the attribute `of_parts` gives is for "sum" added up, and for "tokens" put together: values per
+    supervised token. Any other head is called on each process with hidden states of all tokens.
+
+    Raises:
+        TuneError: a layer of the model needs all tokens in one process.
+    """
+    if not getattr(model, "attends_to_parts", False):
+        raise TuneError(
+            f"parallel.cp: {type(model).__name__} computes all tokens of a document in one process; models of "
+            "tune.models.build can share them. Set parallel.cp=1"
+        )
+    for name, module in model.named_modules():
+        if getattr(module, "is_recurrent", False):
+            raise TuneError(
+                f"parallel.cp: {type(module).__name__} ({name}) computes one token after the other, and processes "
+                "cannot share the tokens of a document. Set parallel.cp=1"
+            )
+    forward = model.forward
+    part = functools.lru_cache(maxsize=1)(functools.partial(part_of, mesh=mesh))  # for several forwards in turn
+
+    def split_forward(batch: Batch | Tensor, head: Any = None, **others: Any) -> Any:
+        if others.get("cache") is not None:  # generated is by each process alone
+            return forward(batch, head, **others)
+        if not isinstance(batch, Batch):
+            raise TuneError("parallel.cp: the model needs a Batch: Batch.of(tokens)")
+        mine = part(batch)
+        return forward(mine, _of_whole(head or model.logits, batch, mine.documents.part, mesh.size()), **others)
+
+    model.part, model.forward = part, split_forward  # type: ignore[assignment]
+
+
+def _of_whole(head: Any, batch: Batch, part: Any, size: int) -> Callable[..., Any]:
+    """A head for a part of `batch` that gives what `head` gives for all of it."""
+    of_parts = getattr(head, "of_parts", None)
+
+    def of_whole(hidden: Tensor, weight: Tensor, mine: Batch, **options: Any) -> Any:
+        if of_parts == "sum":
+            return part.sum(head(hidden, weight, mine, **options))
+        if of_parts == "tokens":
+            found = head(hidden, weight, mine, **options)
+            count = batch.num_supervised
+            return type(found)(*(part.of_all(each.float(), part.supervised, count).to(each.dtype) for each in found))
+        hidden = part.of_all(hidden[0], part.places, part.whole.ids.shape[1])[: batch.tokens.numel()]
+        # Each process computes the gradient of the weight as a whole.
+        return head(hidden.view(*batch.tokens.shape, -1), _Scaled.apply(weight, 1 / size), batch, **options)
+
+    of_whole.takes_shares = bool(of_parts) and getattr(head, "takes_shares", False)  # type: ignore[attr-defined]
+    return of_whole
+
+
+def part_of(batch: Batch, mesh: DeviceMesh) -> Batch:
+    """This process's part of `batch`, one row. It is cut into twice as many chunks as there are processes; each has two
+    of them, the one with the most attention and the one with the least, and so on: a document's first and last."""
+    size, device, documents = mesh.size(), batch.tokens.device, batch.documents
+    total = batch.tokens.numel()
+    padding = -total % (2 * size)
+    if padding:
+        documents = replace(
+            documents,
+            ids=F.pad(documents.ids.view(1, -1), (0, padding), value=len(documents.lengths)),
+            boundaries=F.pad(documents.boundaries, (0, 1), value=total + padding),
+            samples=F.pad(documents.samples, (0, 1)),
+            num_supervised=F.pad(documents.num_supervised, (0, 1)),
+            lengths=(*documents.lengths, padding),
+        )
+    lengths = np.array(documents.lengths)
+    starts = np.cumsum(lengths) - lengths
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    work = (np.arange(total + padding) - starts[document]).reshape(2 * size, -1)
+    order = np.argsort(work.sum(axis=1), kind="stable")
+    chunks = np.sort(np.stack([order[:size], order[: size - 1 : -1]], axis=1), axis=1)
+    of_all = (chunks[:, :, None] * work.shape[1] + np.arange(work.shape[1])).reshape(size, -1)
+    places = of_all[mesh.get_local_rank()]
+
+    # Its pieces end where the document or the chunk does.
+    ends = np.append(np.flatnonzero((np.diff(places) != 1) | (np.diff(document[places]) != 0)), len(places) - 1)
+    lasts = places[ends]
+    firsts = starts[document[lasts]]
+    attended = np.concatenate([np.arange(first, last + 1) for first, last in zip(firsts, lasts, strict=True)])
+    where, local = (np.empty(total + padding, dtype=np.int64) for _ in range(2))
+    where[of_all.ravel()] = np.arange(total + padding)
+    local.fill(-1)
+    local[places] = np.arange(len(places))
+    supervised = local[batch.supervised_on_host]
+    of_part = np.flatnonzero(supervised >= 0)
+
+    def on_device(values: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(values)
+        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+    def of_lengths(lengths: np.ndarray) -> dict[str, Any]:
+        return {
+            "boundaries": on_device(np.append(0, np.cumsum(lengths)).astype(np.int32)),
+            "lengths": tuple(lengths.tolist()),
+            "longest": 1 << (int(lengths.max()) - 1).bit_length(),
+        }
+
+    index = on_device(places)
+
+    def mine(values: Tensor, fill: int = 0) -> Tensor:
+        flat = values.flatten(0, 1)
+        return F.pad(flat, (*(0, 0) * (flat.ndim - 1), 0, padding), value=fill).index_select(0, index)[None]
+
+    pieces = Pieces(
+        documents,
+        **of_lengths(lasts - firsts + 1),
+        places=index,
+        supervised=on_device(of_part),
+        index=on_device(where[attended]),
+        size=size,
+        group=mesh.get_group().group_name,
+    )
+    per_token = batch.tokens.shape
+    return replace(
+        batch,
+        tokens=mine(batch.tokens),
+        labels=mine(batch.labels, IGNORE),
+        positions=mine(batch.positions),
+        documents=replace(
+            documents,
+            ids=documents.ids.view(1, -1).index_select(1, index),
+            **of_lengths(np.diff(ends, prepend=-1)),
+            part=pieces,
+        ),
+        supervised=on_device(supervised[of_part]),
+        supervised_on_host=supervised[of_part],
+        columns={name: mine(each) if each.shape[:2] == per_token else each for name, each in batch.columns.items()},
+        num_supervised=len(of_part),
+    )
+
+
+class _Gathered(torch.autograd.Function):
+    """What all processes have, one after the other along the first dimension; in backward the sum of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, size: int, group: str) -> Tensor:
+        ctx.size, ctx.group = size, group
+        return COLLECTIVES.wait_tensor(COLLECTIVES.all_gather_into_tensor(input.contiguous(), size, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        sums = COLLECTIVES.reduce_scatter_tensor(gradient.contiguous(), "sum", ctx.size, ctx.group)
+        return COLLECTIVES.wait_tensor(sums), None, None
+
+
+class _Scaled(torch.autograd.Function):
+    """The same; in backward the gradient times `factor`."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
