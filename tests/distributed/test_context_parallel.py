@@ -112,7 +112,10 @@ def test_parts_have_about_the_same_work(rows, most):
     assert max(work) <= most * sum(work) / 4
 
 
-class Unknown(nn.Module): ...
+class Unknown(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
 
 
 def test_what_cannot_be_split(checkpoint, tmp_path):
@@ -125,6 +128,8 @@ def test_what_cannot_be_split(checkpoint, tmp_path):
     for model, message in refused:
         with pytest.raises(TuneError, match=message):
             context_parallel.split(model, Mesh(0, 2))
+        context_parallel.split(model.requires_grad_(False), Mesh(0, 2))  # a teacher: each process computes all tokens
+        assert "forward" not in vars(model)
 
 
 def test_a_model_whose_batches_are_split_needs_batches(tmp_path):

@@ -59,20 +59,24 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
     What a head with the attribute `of_parts` gives is for "sum" added up, and for "tokens" put together: values per
     supervised token. Any other head is called on each process with hidden states of all tokens.
 
+    A frozen model that cannot is computed by each process as a whole.
+
     Raises:
-        TuneError: a layer of the model needs all tokens in one process.
+        TuneError: a layer of the model, which is trained, needs all tokens in one process.
     """
-    if not getattr(model, "attends_to_parts", False):
+    names = [name for name, module in model.named_modules() if getattr(module, "is_recurrent", False)]
+    if (names or not hasattr(model, "attends_to_parts")) and not any(each.requires_grad for each in model.parameters()):
+        return
+    if not hasattr(model, "attends_to_parts"):
         raise TuneError(
             f"parallel.cp: {type(model).__name__} computes all tokens of a document in one process; models of "
             "tune.models.build can share them. Set parallel.cp=1"
         )
-    for name, module in model.named_modules():
-        if getattr(module, "is_recurrent", False):
-            raise TuneError(
-                f"parallel.cp: {type(module).__name__} ({name}) computes one token after the other, and processes "
-                "cannot share the tokens of a document. Set parallel.cp=1"
-            )
+    if names:
+        raise TuneError(
+            f"parallel.cp: {type(model.get_submodule(names[0])).__name__} ({names[0]}) computes one token after the "
+            "other, and processes cannot share the tokens of a document. Set parallel.cp=1"
+        )
     forward = model.forward
     part = functools.lru_cache(maxsize=1)(functools.partial(part_of, mesh=mesh))  # for several forwards in turn
 
