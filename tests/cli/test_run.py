@@ -7,7 +7,7 @@ from helpers import HANGS
 from torch.distributed import run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
-from tune.cli.run import launch
+from tune.launchers.torchrun import launch
 
 RECIPE = '''\
 """A recipe of one's own."""
@@ -122,9 +122,9 @@ def test_time_to_save_after_sigterm(recipe: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")  # so that what is set is undone
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     monkeypatch.setattr(torchrun, "run", lambda _: asked.update(seconds=LaunchConfig(1, 1, 1).shutdown_timeout))
-    launch(["--nproc-per-node", "1"], recipe, ["greeting.name=x"])
+    launch(["--nproc-per-node", "1"], recipe, ["greeting.name=x"], recipe.parent / "run")
     assert asked == {"seconds": 600}
 
 
 def test_usage(recipe: Path) -> None:
-    assert run("--help").stdout.startswith("usage: tune run [TORCHRUN OPTIONS] RECIPE")
+    assert run("--help").stdout.startswith("usage: tune run [--launcher NAME] [LAUNCHER OPTIONS] RECIPE")

@@ -15,6 +15,7 @@ FOLLOWED_ELSEWHERE = {"docs/extending.md", "docs/changes.md"}  # test_guides.py,
 HUB = "reads from the Hugging Face hub; tests/cli/test_download.py has a hub of its own"
 HUB_TASKS = "reads its data from the Hugging Face hub; tests/recipes/test_evaluate.py has tasks with local data"
 TERMINAL = "is for a terminal; tests/cli/test_chat.py has one"
+LAUNCHERS = "starts workers or jobs; tests/launchers has what they need"
 NOT_RUN = {
     "git clone REPOSITORY tune && cd tune": "REPOSITORY is wherever the reader found it",
     "pytest -q tests/losses": "is one of these tests itself",
@@ -28,6 +29,9 @@ NOT_RUN = {
     "tune merge RUN OUT --method average [--steps 100 200 300]": "tests/cli/test_export.py has runs with checkpoints",
     "tune chat BASE": TERMINAL,
     "tune chat ADAPTER --compare BASE": TERMINAL,
+    "tune run --launcher ray --nproc-per-node 2 full_finetune model.path=... dataset.path=...": LAUNCHERS,
+    "tune run --launcher slurm --nodes 4 --gpus-per-node 8 --time 24:00:00 full_finetune model.path=... "
+    "dataset.path=...": LAUNCHERS,
     "tune convert model.gguf FOLDER": "tests/cli/test_convert_gguf.py writes such files",
     "tune convert Llama-3.1-8B/original FOLDER": "tests/cli/test_convert_meta.py writes such folders",
 }

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from tune.checkpointers.best import Best
 from tune.checkpointers.reading import Planner, Reader
 from tune.distributed import World
+from tune.distributed.ray_train import is_ray_worker, report
 from tune.errors import TuneError
 from tune.types import PositiveInt
 
@@ -82,7 +83,7 @@ class Checkpointer:
         self.small: dict[str, Stateful] = {name: part for name, part in small.items() if part is not None}
         self.every, self.keep, self.asynchronous = every, keep, async_
         self.on_error, self.tell = on_error, tell if world.is_main else lambda message: None
-        self.best, self.saved, self.writing = Best(keep_best, patience), 0, 0
+        self.best, self.saved, self.reported, self.writing = Best(keep_best, patience), 0, 0, 0
         self.group = _background_group(dist.group.WORLD, world.timeout)
         self.background = ThreadPoolExecutor(max_workers=1)
         self.pending: Future[None] | None = None
@@ -132,7 +133,7 @@ class Checkpointer:
         for name, tensors in extra.items():
             self.small[name].load_state_dict(tensors)
         self.best.load_state_dict(small.get("best", {}))
-        self.saved = small["step"]
+        self.saved = self.reported = small["step"]
         return self.saved
 
     def newest(self) -> Path | None:
@@ -143,7 +144,7 @@ class Checkpointer:
         """Call it after each optimizer step: it saves when a checkpoint is due, the best one, or `now`. With
         `on_error="stop"` it raises TuneError if a checkpoint could not be written; earlier ones are intact."""
         if self.pending is not None and self.pending.done():
-            self.wait()
+            self._collect()
         measured, wanted = self.best.metric in metrics, self.best.metric or ""
         found = ", ".join(name for name in metrics if name.startswith("validation_"))
         if not measured and found and wanted.startswith("validation_"):
@@ -179,11 +180,14 @@ class Checkpointer:
             self._settle(finish)
 
     def wait(self) -> int:
-        """Wait for the checkpoint that is being written; return the step of the last complete one, or 0."""
-        if self.pending is not None:
-            pending, self.pending = self.pending, None
-            self._settle(pending.result)
-        return self.saved
+        """Wait for the checkpoint that is being written, on all processes; return the step of the last complete one,
+        or 0. Under Ray Train it is reported."""
+        self._collect()
+        saved = self.world.broadcast(self.saved)  # also: no process ends before rank 0 has renamed the folder
+        if saved > self.reported and is_ray_worker():
+            report(saved, self.folder / f"step-{saved:08d}", self.world.is_main)
+            self.reported = saved
+        return saved
 
     def finish(self) -> None:
         """Wait as `wait`; with `keep_best` the model then has the weights of the best checkpoint."""
@@ -200,6 +204,11 @@ class Checkpointer:
         dcp.load({"model": model}, storage_reader=Reader(path), planner=Planner())
         set_model_state_dict(self.model, model, options=TRAINED)
         self.tell(f"the weights are those with the best {self.best}")
+
+    def _collect(self) -> None:
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            self._settle(pending.result)
 
     def _settle(self, result: Callable[[], None]) -> None:
         try:

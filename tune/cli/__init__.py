@@ -14,7 +14,7 @@ VERBS = {
     "ls": "list the recipes and presets",
     "cp": "copy a recipe with its settings, or a config, to change it",
     "cat": "print a recipe or a config",
-    "run": "run a recipe, on one process or through torchrun",
+    "run": "run a recipe, on one process or by torchrun, Ray or SLURM",
     "runs": "list run folders: state, step, loss, size",
     "watch": "show a run in the terminal while it goes on",
     "report": "write a page on a run, or on several laid over each other",

@@ -2,34 +2,37 @@
 
     tune run full_finetune model.path=./model dataset.path=./chats.jsonl
     tune run --nproc-per-node 8 my_recipe.py --config my.yaml global_batch_size=128
+    tune run --launcher ray --nproc-per-node 8 full_finetune model.path=./model dataset.path=./chats.jsonl
+    tune run --launcher slurm --nodes 4 --gpus-per-node 8 --time 24:00:00 full_finetune --config my.yaml
 
-What stands before RECIPE goes to torchrun (`torchrun --help`), what stands after it to the recipe
-(`tune run RECIPE --help` prints its settings).
+What stands before RECIPE goes to the launcher: torchrun (`torchrun --help`), ray or slurm
+(`tune run --launcher ray --help`); what stands after it to the recipe (`tune run RECIPE --help` prints its settings).
+Without options the recipe runs in this process.
 """
 
 import ast
-import logging
-import os
 import re
 import runpy
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from tune import config
 from tune.errors import TuneError
-
-# After SIGTERM, until processes that have not ended are killed: a step and a checkpoint take longer than torchrun's 30.
-SHUTDOWN_SECONDS = "600"
+from tune.launchers import launcher
 
 
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
-    parser.usage = "tune run [TORCHRUN OPTIONS] RECIPE [--config FILE_OR_NAME] [key=value ...]"
+    parser.usage = "tune run [--launcher NAME] [LAUNCHER OPTIONS] RECIPE [--config FILE_OR_NAME] [key=value ...]"
     parser.formatter_class = RawDescriptionHelpFormatter
     if not arguments or arguments[0] in ("-h", "--help"):
         parser.print_help()
         return
+    name, others = parted(arguments)
+    if others in (["-h"], ["--help"]):
+        launcher(name)(others, Path(), [], Path())
     options, recipe, settings = split(arguments)
     sys.path.insert(0, str(recipe.resolve().parent))  # as `python` does: components beside the recipe can be named
     default = default_config(recipe)
@@ -39,14 +42,15 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     if default:
         check(default, settings)
     if options:
-        launch(options, recipe, settings)
+        name, others = parted(options)
+        launcher(name)(others, recipe, *with_folder(default, recipe, settings))
         return
     sys.argv = [str(recipe), *settings]
     runpy.run_path(str(recipe), run_name="__main__")
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], Path, list[str]]:
-    """The torchrun options, the recipe and the recipe's own arguments."""
+    """The launcher's options, the recipe and the recipe's own arguments."""
     if not arguments[0].startswith("-"):
         return [], config.find_recipe(arguments[0]), list(arguments[1:])
     names = config.list_recipes()
@@ -54,7 +58,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], Path, list[str]]:
         if argument in names or argument.endswith(".py"):
             return list(arguments[:position]), config.find_recipe(argument), list(arguments[position + 1 :])
     raise TuneError(
-        f"no recipe stands behind the torchrun options: name one of {', '.join(names)}, or a file that ends with .py."
+        f"no recipe stands behind the launcher's options: name one of {', '.join(names)}, or a file that ends with .py."
     )
 
 
@@ -70,29 +74,21 @@ def check(default: str, settings: list[str]) -> None:
         sys.exit(2)
 
 
-def launch(options: list[str], recipe: Path, settings: list[str]) -> None:
-    """Run the recipe in several processes, through torchrun."""
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+def parted(options: Sequence[str]) -> tuple[str, list[str]]:
+    """The launcher that `--launcher` names, and the other options, which are its own."""
+    parser = ArgumentParser("tune run", add_help=False, allow_abbrev=False)
+    parser.add_argument("--launcher", default="torchrun")
+    chosen, others = parser.parse_known_args(options)
+    return chosen.launcher, others
 
-    # Each process has already printed its error; the agent's report would only hide it.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
-    try:
-        torchrun.run(torchrun.parse_args([*options, str(recipe), *settings]))
-    except ValueError as error:  # of an option
-        raise TuneError(f"torchrun: {error}") from error
-    except SignalException:  # passed on to the processes, which have saved a checkpoint
-        sys.exit(130)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode > 0:
-            sys.exit(failure.exitcode)
-        raise TuneError(
-            f"process {rank} was ended by signal {-failure.exitcode}, not by itself; if nobody did that, the machine "
-            "ran out of memory. The same command with this run's output_dir continues after the last checkpoint."
-        ) from error
+
+def with_folder(default: str | None, recipe: Path, settings: list[str]) -> tuple[list[str], Path]:
+    """The settings with an `output_dir`, so that every attempt of a launcher has the same, and that folder."""
+    cfg = config.read(default, settings, imports=False)[0] if default else {}
+    if folder := cfg.get("output_dir"):
+        return settings, Path(folder)
+    new = f"runs/{recipe.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    return ([*settings, f"output_dir={new}"] if "output_dir" in cfg else settings), Path(new)
 
 
 def default_config(recipe: Path) -> str | None:

@@ -14,6 +14,7 @@ from tune.errors import TuneError
 from tune.loggers.sinks import require_free
 
 PATIENCE = 10.0  # seconds after which another node sees what was written to a shared file system
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "TUNE_RESTART_COUNT")  # the last one: under Ray
 _runs = itertools.count()
 
 
@@ -27,8 +28,8 @@ def choose(output_dir: str | None, recipe: str, world: World) -> Path:
 
 
 def resumption(path: Path, resume: str) -> str:
-    """`resume`; where torchrun starts the processes again, `auto` once there is a checkpoint."""
-    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    """`resume`; where a launcher starts the processes again, `auto` once there is a checkpoint."""
+    is_restart = any(os.environ.get(name, "0") != "0" for name in RESTARTS)
     return "auto" if is_restart and any(path.glob("checkpoints/step-*")) else resume
 
 

@@ -1,0 +1,110 @@
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from helpers import HANGS
+
+from tune.cli import main
+from tune.distributed import Interrupt
+from tune.errors import TuneError
+from tune.launchers import launcher
+
+
+def test_unknown_launcher() -> None:
+    with pytest.raises(TuneError, match=r"no launcher 'slrm'. Did you mean 'slurm'\? They are ray, slurm, torchrun"):
+        launcher("slrm")
+
+
+def test_without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(TuneError, match=r"Ray is not installed: pip install 'tune-recipes\[ray\]'"):
+        launcher("ray")([], tmp_path / "recipe.py", [], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nproc-per-node", "0"], "'0' is not a number of at least 1. --local runs without workers"),
+        (["--nnodes", "2:1"], "--nnodes 2:1: the first number, the least, is more than the second"),
+        (["--cpus-per-worker=half"], "'half' is not a number of at least 1"),
+    ],
+)
+def test_wrong_options(options: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(TuneError, match=message):
+        launcher("ray")(options, tmp_path / "recipe.py", [], tmp_path)
+
+
+def test_help_and_settings_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--launcher", "ray", "--help"])
+    assert "--max-restarts" in capsys.readouterr().out
+    with pytest.raises(SystemExit):  # a setting stands before the recipe
+        main(["run", "--launcher", "ray", "seed=1", "full_finetune", "model.path=x", "dataset.path=y"])
+    assert "unrecognized arguments: seed=1" in capsys.readouterr().err
+
+
+def test_workers_are_told_to_stop_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run the recipe in a thread, which gets no signals."""
+    monkeypatch.setenv("TUNE_STOP_FILE", str(tmp_path / "stop"))
+    before = signal.getsignal(signal.SIGTERM)
+    found: list[Interrupt] = []
+    thread = threading.Thread(target=lambda: found.append(Interrupt()))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not found[0].requested
+    (tmp_path / "stop").touch()
+    assert found[0].requested
+
+
+def curve(folder: Path) -> dict[int, float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines}
+
+
+@pytest.fixture
+def start(checkpoint: Path, chats: Path, tmp_path: Path):
+    """Starts the recipe by `tune run OPTIONS`, its results in a folder of that name; ends all that is left of it."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(name: str, *options: str, settings: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        command = [
+            sys.executable, "-m", "tune.cli", "run", *options, "full_finetune", f"model.path={checkpoint}",
+            f"dataset.path={chats}", f"output_dir={tmp_path / name}", "max_seq_len=64", "device=cpu", "dtype=fp32",
+            "global_batch_size=4", "max_steps=12", "epochs=9", "checkpointer.every=4", *settings,
+        ]  # fmt: skip
+        with (tmp_path / f"{name}.txt").open("w") as output:
+            started.append(
+                subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+            )
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+RAY = ("--launcher", "ray", "--nproc-per-node", "2")
+
+
+@pytest.mark.slow
+def test_curves_are_those_of_torchrun_and_of_one_process(start, tmp_path: Path) -> None:
+    launches = {
+        "ray": RAY, "torchrun": ("--launcher", "torchrun", "--nproc-per-node", "2"),
+        "local": ("--launcher", "ray", "--local"), "alone": (),
+    }  # fmt: skip
+    for name, options in launches.items():
+        assert start(name, *options).wait(HANGS) == 0, (tmp_path / f"{name}.txt").read_text()[-3000:]
+    curves = {name: curve(tmp_path / name) for name in launches}
+    assert len(curves["ray"]) == 12
+    assert curves["ray"] == curves["torchrun"]
+    assert curves["local"] == curves["alone"]
+    assert list(curves["ray"].values()) == pytest.approx(list(curves["alone"].values()), rel=1e-5)
+    reported = json.loads((tmp_path / "ray" / "checkpoint_manager_snapshot.json").read_text())
+    names = [Path(each["checkpoint_dir_name"]).name for each in reported["checkpoint_results"]]
+    assert names == ["step-00000004", "step-00000008", "step-00000012"]

@@ -1,0 +1,18 @@
+"""What a process tells Ray Train, where one of its workers runs the recipe."""
+
+import os
+import sys
+from pathlib import Path
+
+
+def is_ray_worker() -> bool:
+    return "TUNE_RAY_WORKER" in os.environ and "ray.train" in sys.modules
+
+
+def report(step: int, checkpoint: Path, has_it: bool) -> None:
+    """Report a checkpoint of the run folder, where it stays. All workers must call it, and it takes up to 2 seconds."""
+    from ray import train
+    from ray.train import Checkpoint, CheckpointUploadMode
+
+    found = Checkpoint.from_directory(str(checkpoint.absolute())) if has_it else None
+    train.report({"step": step}, found, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)

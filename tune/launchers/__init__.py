@@ -1,0 +1,29 @@
+"""What starts a recipe in several processes: one file a launcher, found by its name (`tune run --launcher NAME`).
+
+A launcher is a module with `launch(options, recipe, settings, folder)`. Its processes run the recipe as a script, with
+`settings` as their command line, and tell it RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. `folder` is
+where the run goes, the same on every attempt. `options` are those that the user gave before the recipe.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tune.errors import TuneError
+from tune.lookup import did_you_mean
+
+__all__ = ["launcher"]
+
+Launch = Callable[[Sequence[str], Path, Sequence[str], Path], None]
+
+
+def launcher(name: str) -> Launch:
+    """The `launch` of a launcher. Raises TuneError if there is none of that name."""
+    names = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
+    if name not in names:
+        raise TuneError(
+            f"--launcher: there is no launcher '{name}'.{did_you_mean(name, names)} They are {', '.join(names)}"
+        )
+    launch: Launch = importlib.import_module(f"tune.launchers.{name}").launch
+    return launch

@@ -1,0 +1,181 @@
+"""Ray: TorchTrainer's workers run the recipe, on a cluster that there is or on one of this machine."""
+
+import logging
+import os
+import runpy
+import signal
+import sys
+import uuid
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tune.errors import TuneError
+
+PASSED_ON = ("TUNE_", "HF_", "PYTHONPATH", "OMP_NUM_THREADS")  # variables that workers on other nodes need too
+VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # which prints every line twice
+}
+SAVED = 130  # exit code of a recipe that has saved a checkpoint because it was told to stop
+
+
+class RecipeFailed(Exception):
+    """The recipe has ended with an exit code that is not 0, and said why."""
+
+
+def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder: Path) -> None:
+    """Run the recipe in workers of Ray Train. The run folder is its folder of results too, so that Ray's users find the
+    checkpoints there. SIGINT and SIGTERM reach the workers, which save a checkpoint."""
+    chosen = _options(options)
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+        from ray import train
+        from ray.train.torch import TorchConfig, TorchTrainer
+    except ImportError as error:
+        raise TuneError("--launcher ray: Ray is not installed: pip install 'tune-recipes[ray]'") from error
+    folder, stop = folder.absolute(), folder.absolute() / f".stop-{uuid.uuid4().hex[:8]}"
+    place = {
+        "folder": os.getcwd(),
+        "recipe": str(recipe.absolute()),
+        "settings": list(settings),
+        "newest": _newest(folder),
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+        | {"TUNE_STOP_FILE": str(stop), "TUNE_RUN_FOLDER": str(folder), "TUNE_RAY_WORKER": "1"},
+    }
+    least, most = (0, 0) if chosen.local else (nodes * chosen.nproc_per_node for nodes in chosen.nnodes)
+    gpus = _connect(ray, chosen, least, most) if most else 0
+    trainer = TorchTrainer(
+        _work,
+        train_loop_config=place,
+        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpus else "gloo"),
+        scaling_config=train.ScalingConfig(
+            num_workers=most if least == most else (least, most),
+            use_gpu=gpus > 0,
+            resources_per_worker={"CPU": chosen.cpus_per_worker} | ({"GPU": gpus} if gpus else {}),
+        ),
+        run_config=train.RunConfig(
+            name=folder.name,
+            storage_path=str(folder.parent),
+            failure_config=train.FailureConfig(max_failures=chosen.max_restarts),
+        ),
+    )
+    try:
+        code = _wait(trainer, stop)
+    except (train.TrainingFailedError, RecipeFailed) as error:  # the second one with --local
+        failures: dict[int, Exception] = getattr(error, "worker_failures", {0: error})
+        if any(RecipeFailed.__name__ in repr(each) for each in failures.values()):
+            sys.exit(2)  # it has said why
+        which = ", ".join(f"worker {rank}: {str(each).splitlines()[0]}" for rank, each in failures.items())
+        raise TuneError(
+            f"--launcher ray: {which}. The same command with output_dir={folder} continues after the last checkpoint; "
+            "--max-restarts N does so by itself"
+        ) from error
+    finally:
+        stop.unlink(missing_ok=True)
+        ray.shutdown()
+    sys.exit(code)
+
+
+def _options(arguments: Sequence[str]) -> Any:
+    parser = ArgumentParser("tune run --launcher ray", allow_abbrev=False)
+    parser.add_argument("--nproc-per-node", type=_count, default=1, help="workers of a node (default: 1)")
+    parser.add_argument(
+        "--nnodes", type=_range, default=(1, 1), help="nodes; MIN:MAX as many as there are (default: 1)"
+    )
+    parser.add_argument("--address", help="of a cluster, or auto; default: RAY_ADDRESS, or a new one on this machine")
+    parser.add_argument("--max-restarts", type=int, default=0, help="continue after so many failures (default: 0)")
+    parser.add_argument("--cpus-per-worker", type=_count, default=1, help="default: 1")
+    parser.add_argument("--gpus-per-worker", type=int, help="default: 1 where the cluster has GPUs")
+    parser.add_argument("--local", action="store_true", help="in this process, without a cluster, to try a recipe")
+    return parser.parse_args(arguments)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or text == "0":
+        raise TuneError(f"--launcher ray: '{text}' is not a number of at least 1. --local runs without workers")
+    return int(text)
+
+
+def _range(text: str) -> tuple[int, int]:
+    least, _, most = text.partition(":")
+    found = _count(least), _count(most or least)
+    if found[0] > found[1]:
+        raise TuneError(f"--launcher ray: --nnodes {text}: the first number, the least, is more than the second")
+    return found
+
+
+def _connect(ray: Any, chosen: Any, least: int, most: int) -> int:
+    """Connect to the cluster, or start one; returns the GPUs of a worker."""
+    address = chosen.address or os.environ.get("RAY_ADDRESS")
+    cores = max(os.cpu_count() or 1, most * chosen.cpus_per_worker)
+    new = {"address": "local", "num_cpus": cores, "include_dashboard": False}
+    try:
+        ray.init(
+            **({"address": address} if address else new),
+            logging_level="warning",
+            runtime_env={"worker_process_setup_hook": _quiet},
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise TuneError(
+            f"--address: no Ray cluster is reached at {address} ({str(error).splitlines()[0]}). Start one by `ray "
+            "start --head`, or leave the address out for one on this machine"
+        ) from error
+    found = ray.cluster_resources()
+    gpus = int(found.get("GPU", 0) > 0) if chosen.gpus_per_worker is None else chosen.gpus_per_worker
+    for name, each in (("CPU", chosen.cpus_per_worker), ("GPU", gpus)):
+        if found.get(name, 0) < least * each:
+            print(f"waiting for {least * each} {name}s: the cluster has {found.get(name, 0):.0f}", file=sys.stderr)
+    return gpus
+
+
+def _wait(trainer: Any, stop: Path) -> int:
+    """The exit code of the recipe. A first signal makes the file by which the workers see that they have to stop."""
+
+    def request(number: int, frame: FrameType | None) -> None:
+        if stop.exists():
+            os._exit(SAVED)  # Ray ends the workers of a driver that is gone
+        stop.parent.mkdir(parents=True, exist_ok=True)
+        stop.touch()
+
+    with ThreadPoolExecutor(1) as thread:  # Ray would take the main thread's signals
+        result = thread.submit(trainer.fit)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, request)
+        while not result.done():
+            wait([result], timeout=0.5)  # so that Python comes to handle signals
+        return int(result.result().return_value or 0)
+
+
+def _quiet() -> None:
+    """Ray Train tells every report, and twice a minute that an optional service is not installed."""
+    for name in ("ray.train", "ray.train.v2._internal.execution.context"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _newest(folder: Path) -> str:
+    return max((path.name for path in folder.glob("checkpoints/step-*")), default="")
+
+
+def _work(place: dict[str, Any]) -> int:
+    """In a worker: run the recipe; returns its exit code, and raises if it has failed."""
+    _quiet()
+    os.chdir(place["folder"])
+    os.environ.update(place["environment"])
+    if _newest(Path(os.environ["TUNE_RUN_FOLDER"])) != place["newest"]:  # the launch has saved one: this is a restart
+        os.environ["TUNE_RESTART_COUNT"] = "1"
+    sys.argv = [place["recipe"], *place["settings"]]
+    sys.path.insert(0, str(Path(place["recipe"]).parent))
+    try:
+        runpy.run_path(place["recipe"], run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0, SAVED):
+            raise RecipeFailed(f"the recipe has ended with exit code {end.code}") from None
+        return int(end.code or 0)
+    return 0

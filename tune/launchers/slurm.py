@@ -1,0 +1,122 @@
+"""SLURM: writes a batch script that runs the recipe by `srun`, and submits it."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tune.errors import TuneError
+
+NOTICE = 600  # seconds before the time limit in which the last checkpoint is saved, or a fifth of a short limit
+
+# The batch shell gets USR1 before the time limit, and nobody else does: a job that `scancel` ends is not requeued. A
+# start that has saved nothing new is not repeated either. What is preempted or loses a node, SLURM itself queues again.
+SCRIPT = """\
+#!/bin/bash
+{directives}
+cd {here} || exit 1
+newest() {{ find {folder}/checkpoints -maxdepth 1 -name 'step-*' -printf '%f\\n' 2>/dev/null | sort | tail -n 1; }}
+before=$(newest)
+time_is_over=
+[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun does not take it from sbatch
+export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-${{SLURM_CPUS_PER_TASK:-1}}}}"
+srun --kill-on-bad-exit=1 \\
+  {command} &
+step=$!
+trap 'time_is_over=1; kill -TERM "$step"' USR1
+trap 'kill -TERM "$step"' TERM
+wait "$step"; code=$?
+while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a signal ends a wait
+if [ -n "$time_is_over" ] && [ "$code" -ne 0 ]; then
+  if [ "$(newest)" != "$before" ]; then
+    echo "the time is over after $(newest): the job is queued again, and continues there"
+    scontrol requeue "$SLURM_JOB_ID"
+  else
+    echo "the time is over, and no checkpoint was saved in it: give more --time, or checkpointer.every less"
+  fi
+fi
+exit "$code"
+"""
+
+
+def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder: Path) -> None:
+    """Write the script to the run folder and submit it; with `--dry-run` print it."""
+    chosen, others = _options(options)
+    text = script(chosen, others, recipe, settings, folder)
+    if chosen.dry_run:
+        print(text, end="")
+        return
+    if not shutil.which("sbatch"):
+        raise TuneError(
+            "--launcher slurm: there is no sbatch on this machine. --dry-run prints the script, to submit elsewhere"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "slurm.sh").write_text(text)
+    done = subprocess.run(["sbatch", str(folder / "slurm.sh")], capture_output=True, text=True)
+    if done.returncode:
+        raise TuneError(f"--launcher slurm: {done.stderr.strip().removeprefix('sbatch: error: ')}")
+    print(f"{done.stdout.strip()}: {folder / 'slurm.sh'}; what it prints goes to {folder / 'slurm.txt'}")
+
+
+def script(chosen: Any, others: Sequence[str], recipe: Path, settings: Sequence[str], folder: Path) -> str:
+    """The batch script; `others` are options for sbatch."""
+    tasks, seconds = chosen.nproc_per_node or chosen.gpus_per_node or 1, _seconds(chosen.time)
+    directives = {
+        "job-name": f"tune-{recipe.stem}",
+        "output": folder.absolute() / "slurm.txt",
+        "open-mode": "append",
+        "nodes": chosen.nodes,
+        "ntasks-per-node": tasks,
+        "gpus-per-node": chosen.gpus_per_node,
+        "time": chosen.time,
+        "signal": f"B:USR1@{min(NOTICE, seconds // 5)}" if seconds else None,
+    }
+    lines = [f"--{name}={shlex.quote(str(value))}" for name, value in directives.items() if value is not None]
+    command = [sys.executable, str(recipe.absolute()), *settings]
+    return SCRIPT.format(
+        directives="\n".join(f"#SBATCH {line}" for line in [*lines, "--requeue", *others]),
+        here=shlex.quote(str(Path.cwd())),
+        folder=shlex.quote(str(folder.absolute())),
+        command=" \\\n  ".join(map(shlex.quote, command)),
+    )
+
+
+def _options(arguments: Sequence[str]) -> tuple[Any, list[str]]:
+    parser = ArgumentParser(
+        "tune run --launcher slurm", allow_abbrev=False, epilog="Other options, as --option=value, go to sbatch."
+    )
+    parser.add_argument("--nodes", type=_count, default=1, help="default: 1")
+    parser.add_argument("--gpus-per-node", type=_count, help="also how many processes a node has")
+    parser.add_argument("--nproc-per-node", type=_count, help="processes of a node where it is not one for each GPU")
+    parser.add_argument("--time", help="limit of one start, as sbatch takes it: MINUTES, HH:MM:SS, DAYS-HH:MM:SS ...")
+    parser.add_argument("--dry-run", action="store_true", help="print the script and submit nothing")
+    chosen, others = parser.parse_known_args(arguments)
+    if wrong := [each for each in others if not re.fullmatch(r"--[a-z][\w-]*(=\S+)?", each)]:
+        raise TuneError(
+            f"--launcher slurm: '{wrong[0]}' is not an option. Those for sbatch are given as --option=value"
+        )
+    return chosen, others
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or text == "0":
+        raise TuneError(f"--launcher slurm: '{text}' is not a number of at least 1")
+    return int(text)
+
+
+def _seconds(limit: str | None) -> int:
+    """Of SLURM's MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES[:SECONDS]."""
+    if limit is None:
+        return 0
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if not found:
+        raise TuneError(f"--time: '{limit}' is not a time limit such as 90, 24:00:00 or 2-12")
+    days, *parts = (int(part) for part in found.groups(default="0"))
+    if found[1] is None and found[4] is None:  # minutes and seconds
+        parts = [0, *parts[:2]]
+    return ((days * 24 + parts[0]) * 60 + parts[1]) * 60 + parts[2]

@@ -1,0 +1,37 @@
+"""torchrun: several processes on this node, or on several with `--nnodes`. The options are its own."""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tune.errors import TuneError
+
+# After SIGTERM, until processes that have not ended are killed: a step and a checkpoint take longer than torchrun's 30.
+SHUTDOWN_SECONDS = "600"
+
+
+def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder: Path) -> None:
+    """Run the recipe under an agent of torchrun in this process."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # Each process has already printed its error; the agent's report would only hide it.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
+    try:
+        torchrun.run(torchrun.parse_args([*options, str(recipe), *settings]))
+    except ValueError as error:  # of an option
+        raise TuneError(f"torchrun: {error}") from error
+    except SignalException:  # passed on to the processes, which have saved a checkpoint
+        sys.exit(130)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            sys.exit(failure.exitcode)
+        raise TuneError(
+            f"process {rank} was ended by signal {-failure.exitcode}, not by itself; if nobody did that, the machine "
+            f"ran out of memory. The same command with output_dir={folder} continues after the last checkpoint."
+        ) from error
