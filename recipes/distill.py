@@ -32,7 +32,7 @@ from tune.tokenizers import Tokenizer
 
 def load_teacher(cfg, world, *parts):
     settings = cfg.teacher.path, world, cfg.teacher.dtype, cfg.teacher.quantization
-    teacher, weights = checkpointers.load_frozen("teacher.path", *settings)
+    teacher, weights = checkpointers.load_frozen(*settings, setting="teacher.path")
     for part in filter(None, parts):
         part.require_vocabulary(teacher.config.vocab_size)
     return teacher, weights

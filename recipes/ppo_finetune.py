@@ -94,7 +94,7 @@ def main(cfg):
     both = torch.nn.ModuleDict({"policy": model, "value": critic})
     frozen = model
     if cfg.kl and cfg.reference != "adapter_off":
-        frozen, _ = checkpointers.load_frozen("reference", cfg.reference, world, cfg.dtype)
+        frozen, _ = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)
         checkpointers.require_same_vocabulary("reference", cfg.reference, frozen, tokenizer)
 
     def reference(batch):

@@ -86,7 +86,7 @@ def main(cfg):
     if loss_fn.needs_reference and cfg.reference != "adapter_off":
         frozen, of_weights = model.eval(), weights
         if has_own_reference:
-            frozen, of_weights = checkpointers.load_frozen("reference", cfg.reference, world, cfg.dtype)
+            frozen, of_weights = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)
         for part in filter(None, (dataset, validation)):
             part.require_vocabulary(frozen.config.vocab_size)
             datasets.add_scores(

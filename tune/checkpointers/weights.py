@@ -190,13 +190,14 @@ def require_same_vocabulary(setting: str, path: str, model: Any, tokenizer: Toke
 
 
 def load_frozen(
-    setting: str,
     path: str,
     world: World,
     dtype: Literal["bf16", "fp32"],
     quantization: Literal["nf4"] | None = None,
+    setting: str = "reference",
 ) -> tuple[Decoder, Pretrained]:
-    """A second model beside the one that is trained, sharded as that is and without dropout: a reference, a teacher."""
+    """A second model beside the one that is trained, sharded as that is and without dropout: a reference, a teacher.
+    Errors blame `setting`."""
     model, weights = open_checkpoint(path, setting=setting)
     if quantization:
         quantize_linears(model, double=True)

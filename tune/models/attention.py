@@ -62,12 +62,11 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, documents: Document
         same_document = documents.ids[:, :, None] == documents.ids[:, None, :]
         return _masked(query, key, value, same_document & _visible(order, order, scoring), scoring)
     # A piece and what it attends to end with the same token.
-    keys, ends = (
-        torch.arange(key.shape[1], device=key.device),
-        (documents.boundaries[1:], documents.part.boundaries[1:]),
-    )
-    of_query, of_key = (torch.searchsorted(*each, right=True) for each in zip(ends, (order, keys), strict=True))
-    visible = _visible(order - ends[0][of_query], keys - ends[1][of_key], scoring)
+    keys = torch.arange(key.shape[1], device=key.device)
+    query_ends, key_ends = documents.boundaries[1:], documents.part.boundaries[1:]
+    of_query = torch.searchsorted(query_ends, order, right=True)
+    of_key = torch.searchsorted(key_ends, keys, right=True)
+    visible = _visible(order - query_ends[of_query], keys - key_ends[of_key], scoring)
     return _masked(query, key, value, (visible & (of_query[:, None] == of_key))[None], scoring)
 
 
