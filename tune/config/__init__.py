@@ -2,7 +2,7 @@
 
 from tune.config.entry import entrypoint
 from tune.config.instantiate import instantiate, instantiate_data, instantiate_weighted
-from tune.config.load import flat, load, read, save, saved
+from tune.config.load import flat, load, read, read_file, save, saved
 from tune.config.paths import find_config, find_default, find_recipe, list_configs, list_recipes
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "list_recipes",
     "load",
     "read",
+    "read_file",
     "save",
     "saved",
 ]

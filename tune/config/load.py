@@ -51,8 +51,8 @@ def read(recipe_default: str, arguments: Sequence[str], imports: bool = True) ->
     options = parse(arguments)
     files = [find_config(name) for name in options.config]
     overrides, unreadable = _overrides(options.settings)
-    default = _read(find_config(recipe_default))
-    layers = [(default, ""), *((_read(file), f" ({file.name})") for file in files), (overrides, "")]
+    default = read_file(find_config(recipe_default))
+    layers = [(default, ""), *((read_file(file), f" ({file.name})") for file in files), (overrides, "")]
     cfg, findings = combine(layers, imports)
     return cfg, unreadable + findings
 
@@ -77,19 +77,20 @@ def save(cfg: DictConfig, folder: Path) -> list[str]:
 def saved(folder: Path) -> Values:
     """The settings of a run folder's last start by their dotted keys, none if there are none. Raises TuneError."""
     newest = max(folder.glob("config*.yaml"), default=None, key=lambda file: (len(file.name), file.name))
-    return _flat(without_secrets(_read(newest))) if newest else {}
+    return _flat(without_secrets(read_file(newest))) if newest else {}
 
 
 def flat(file: Path) -> Values:
     """The settings in a YAML by their dotted keys, interpolations as they stand there. Raises TuneError."""
-    return _flat(_read(file))
+    return _flat(read_file(file))
 
 
 def _flat(values: Values) -> Values:
     return {key: value for key, value in walk(values) if not isinstance(value, dict)}
 
 
-def _read(file: Path) -> Values:
+def read_file(file: Path) -> Values:
+    """The values in a YAML, interpolations as they stand there. Raises TuneError."""
     try:
         values = OmegaConf.load(file)
     except MarkedYAMLError as error:

@@ -1,0 +1,294 @@
+"""`tune migrate`: each key of a config is accounted for, and what it becomes is what the recipe takes."""
+
+import os
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from peer_configs import AXOLOTL, LLAMA_FACTORY, TORCHTUNE, TRL
+
+from tune import config
+from tune.cli import main
+from tune.cli import migrate as verb
+from tune.preflight.migrate import PEERS, STATUSES, Migration, NotConverted, leaves, migrate, peer_of, table
+
+FILES = {"axolotl": AXOLOTL, "llama_factory": LLAMA_FACTORY, "torchtune": TORCHTUNE, "trl": TRL}
+A, L, T = (
+    "base_model: a/b\nsequence_len: 8\n",
+    "model_name_or_path: a/b\ntemplate: qwen\n",
+    "model_name_or_path: a/b\ndataset_name: c/d\n",
+)
+RECIPES = {name: dict(leaves(config.read_file(config.find_config(name)))) for name in config.list_recipes()}
+PEER_CONFIGS = os.environ.get("TUNE_PEER_CONFIGS", "")
+
+
+def converted(text: str, tmp_path: Path, peer: str | None = None, method: str | None = None) -> Migration:
+    file = tmp_path / "theirs.yaml"
+    file.write_text(text)
+    values, found, processes = verb.read(file)
+    return migrate(values, peer or peer_of(values), method or found, RECIPES, processes)
+
+
+def ours(run: Migration) -> dict:
+    return {key: setting.value for key, setting in run.changed().items()}
+
+
+def status(run: Migration) -> dict[str, str]:
+    return {entry.key: entry.status for entry in run.entries()}
+
+
+def loaded(run: Migration, tmp_path: Path, *settings: str):
+    verb.check(run)
+    file = tmp_path / "ours.yaml"
+    file.write_text(verb.render(run, "theirs.yaml"))
+    return config.load(run.recipe, ["--config", str(file), *settings])
+
+
+@pytest.mark.parametrize("peer", FILES)
+def test_each_key_is_accounted_for_once_and_the_settings_load(peer, tmp_path):
+    run = converted(FILES[peer], tmp_path)
+    values = verb.read(tmp_path / "theirs.yaml")[0]
+    keys = [entry.key for entry in run.entries()]
+    assert run.peer == peer
+    assert keys == list(dict(leaves(values)))
+    assert {entry.status for entry in run.entries()} <= {*STATUSES} - {"unknown"}
+    cfg = loaded(run, tmp_path)
+    assert all(OmegaConf.select(cfg, key) == value for key, value in ours(run).items() if not isinstance(value, dict))
+
+
+def test_axolotl(tmp_path):
+    run = converted(AXOLOTL, tmp_path)
+    found = ours(run)
+    assert run.recipe == "lora_finetune"
+    expected = {
+        "model.path": "./Llama-3.2-1B", "quantization.weights": "nf4", "adapter.rank": 8, "adapter.alpha": 16,
+        "adapter.dropout": 0.05, "dataset.path": "teknium/GPT4-LLM-Cleaned", "dataset.take": 200,
+        "dataset.validation_fraction": 0.1, "dataset.too_long": "drop", "max_seq_len": 1024, "packed": True,
+        "global_batch_size": 8, "micro_batch_size": 2, "epochs": 3, "schedule.warmup": 0.1, "schedule.min_ratio": 0.0,
+        "optimizer.betas": [0.9, 0.999], "optimizer.weight_decay": 0.01, "seed": 42,
+        "memory.activation_checkpointing": "full", "tokenizer.chat_template": "plain",
+    }  # fmt: skip
+    assert {key: found.get(key) for key in expected} == expected
+    assert found["output_dir"] == "./outputs/lora-out" and "optimizer.lr" not in found  # ours is the same
+    statuses = status(run)
+    assert statuses["learning_rate"] == statuses["wandb_entity"] == statuses["flash_attention"] == "same by default"
+    assert statuses["datasets[0].type"] == "differs" and statuses["val_set_size"] == "differs"
+
+
+def test_llama_factory(tmp_path):
+    run = converted(LLAMA_FACTORY, tmp_path)
+    found = ours(run)
+    assert run.recipe == "preference_finetune"
+    expected = {
+        "loss._component_": "tune.losses.SimPO", "loss.beta": 0.2, "loss.gamma": 0.5, "adapter.rank": 8,
+        "adapter.alpha": 16, "adapter.target_modules": ["q_proj", "v_proj"], "dataset.path": "data/dpo_en_demo.json",
+        "dataset.take": 500, "global_batch_size": 8, "memory.cpu_offload": True, "max_seq_len": 1024,
+        "memory.activation_checkpointing": "full", "tokenizer.chat_template": "llama3", "epochs": 3,
+    }  # fmt: skip
+    assert {key: found.get(key) for key in expected} == expected
+
+
+def test_torchtune(tmp_path):
+    run = converted(TORCHTUNE, tmp_path)
+    found = ours(run)
+    assert run.recipe == "full_finetune" and run.world_size == 2  # its comment says it
+    expected = {
+        "model.path": "/tmp/llama", "dataset.path": "tatsu-lab/alpaca", "dataset.train_on": "all", "max_seq_len": 4096,
+        "global_batch_size": 64, "micro_batch_size": 4, "optimizer.betas": [0.9, 0.999], "optimizer.weight_decay": 0.01,
+        "schedule._component_": "tune.optimizers.constant", "schedule.warmup": 0, "max_grad_norm": None,
+        "master_dtype": "bf16", "memory.activation_checkpointing": "full", "tokenizer.chat_template": "llama3",
+    }  # fmt: skip
+    assert {key: found.get(key, "absent") for key in expected} == expected
+
+
+def test_a_command_line_of_trl(tmp_path):
+    run = converted(TRL, tmp_path)
+    found = ours(run)
+    assert run.recipe == "lora_finetune"
+    expected = {
+        "dataset.path": "trl-lib/Capybara", "global_batch_size": 32, "packed": True, "adapter.rank": 32,
+        "adapter.alpha": 16, "adapter.dropout": 0.05, "adapter.target_modules": ["q_proj", "v_proj"],
+        "max_seq_len": 1024, "schedule._component_": "tune.optimizers.linear", "tokenizer.eos_token": "<|im_end|>",
+    }  # fmt: skip
+    assert {key: found.get(key) for key in expected} == expected
+    assert status(run)["push_to_hub"] == "no counterpart"
+
+
+@pytest.mark.parametrize(
+    ("text", "recipe", "expected"),
+    [
+        (A + "rl: ipo\nrl_beta: 0.3", "preference_finetune", {"loss.beta": 0.3}),
+        (A + "rl: kto\nkto_desirable_weight: 2.0", "preference_finetune", {"loss.desirable": 2}),
+        (A + "rl: orpo\norpo_alpha: 0.2", "preference_finetune", {"loss.beta": 0.2}),
+        (A + "reward_model: true", "reward_finetune", {}),
+        (A + "rl: grpo\ntrl: {num_generations: 4}\nmicro_batch_size: 8", "grpo", {"prompts_per_step": 2}),
+        (L + "stage: rm", "reward_finetune", {}),
+        (L + "stage: pt\nfinetuning_type: full", "full_finetune", {"dataset.train_on": "all"}),
+        (L + "stage: kto", "preference_finetune", {"loss._component_": "tune.losses.KTO"}),
+        (L + "stage: ppo", "ppo_finetune", {}),
+        (T + "num_generations: 4\nbeta: 0.04", "grpo", {"kl": 0.04, "group_size": 4}),
+        (T + "teacher_model_name_or_path: e/f\nbeta: 1", "distill", {"loss._component_": "tune.losses.ReverseKL"}),
+    ],
+)  # fmt: skip
+def test_methods(text, recipe, expected, tmp_path):
+    run = converted(text, tmp_path)
+    assert run.recipe == recipe
+    assert {key: ours(run).get(key) for key in expected} == expected
+    missing = verb.check(run)
+    loaded(
+        run,
+        tmp_path,
+        *(f"{key}=x.y" for key in missing if key != "reward"),
+        *(["reward=math.prod"] * ("reward" in missing)),
+    )
+
+
+def test_units_of_batches(tmp_path):
+    text = A + "micro_batch_size: 2\ngradient_accumulation_steps: 4\nrl: dpo"
+    run = converted(text, tmp_path)
+    note = {entry.key: entry.note for entry in run.entries()}["micro_batch_size"]
+    assert ours(run).get("global_batch_size", 16) == 8
+    assert "2 a device x 4 accumulated x 1 devices" in note
+    assert ours(migrate(verb.read(tmp_path / "theirs.yaml")[0], "axolotl", None, RECIPES, 4))["global_batch_size"] == 32
+
+
+def test_several_sources_become_a_mixture(tmp_path):
+    text = A + "train_on_inputs: true\ndatasets: [{path: c/one, split: 'train[:50]'}, {path: two.jsonl}]"
+    run = converted(text, tmp_path)
+    cfg = loaded(run, tmp_path)
+    assert cfg.dataset._component_ == "tune.datasets.mix"
+    one = {"path": "c/one", "split": "train", "take": 50, "train_on": "all", "too_long": "drop"}
+    assert cfg.dataset.sources == {"one": one, "two": {"path": "two.jsonl", "train_on": "all", "too_long": "drop"}}
+
+
+def test_what_a_split_leaves_is_held_out(tmp_path):
+    text = TORCHTUNE.replace("packed: false", "split: train[:95%]") + (
+        "dataset_val:\n  _component_: torchtune.datasets.alpaca_dataset\n  split: train[95%:]\n"
+    )
+    found = ours(converted(text, tmp_path))
+    assert found["dataset.validation_fraction"] == 0.05
+    assert not [key for key in found if key.startswith("validation_dataset")]
+
+
+def test_a_setting_that_the_recipe_refuses_is_named_and_left_out(tmp_path):
+    text = AXOLOTL.replace("lora_dropout: 0.05", "lora_dropout: 5") + "early_stopping_patience: 3\n"
+    run = converted(text, tmp_path)
+    loaded(run, tmp_path)
+    found = {entry.key: entry for entry in run.entries()}
+    assert found["lora_dropout"].status == found["early_stopping_patience"].status == "no counterpart"
+    assert "from 0 to" in found["lora_dropout"].note or "0" in found["lora_dropout"].note
+    assert "checkpointer.keep_best" in found["early_stopping_patience"].note
+
+
+def test_misspelt_keys_are_named(tmp_path, capsys):
+    (tmp_path / "theirs.yaml").write_text(AXOLOTL + "lora_rr: 8\n")
+    with pytest.raises(SystemExit) as end:
+        main(["migrate", str(tmp_path / "theirs.yaml"), "--out", str(tmp_path / "ours.yaml")])
+    assert end.value.code == 1
+    assert (
+        "lora_rr: 8  (axolotl has no such key, as far as is known here. Did you mean 'lora_r'?)"
+        in capsys.readouterr().out
+    )
+    assert (tmp_path / "ours.yaml").exists()
+
+
+def test_the_file_says_where_each_line_came_from(tmp_path, capsys):
+    (tmp_path / "theirs.yaml").write_text(AXOLOTL)
+    main(["migrate", str(tmp_path / "theirs.yaml")])
+    shown = capsys.readouterr()
+    assert "max_seq_len: 1024  # sequence_len: 1024" in shown.out
+    assert "warmup: 0.1  # warmup_ratio: 0.1" in shown.out
+    assert "axolotl's default of seed" in shown.out
+    assert "known to go wrong there" in shown.err and "transformers/pull/34191" in shown.err
+    assert "tune run lora_finetune --config FILE.yaml" in shown.err
+
+
+def test_secrets_stay_out(tmp_path, capsys):
+    (tmp_path / "theirs.yaml").write_text(LLAMA_FACTORY + "hub_token: hf_" + "a" * 34 + "\n")
+    main(["migrate", str(tmp_path / "theirs.yaml")])
+    shown = capsys.readouterr()
+    assert "hf_aaa" not in shown.out + shown.err
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ("", 2, "is empty"),
+        ("- a\n- b\n", 2, "not a list"),
+        ("a: [1\n", 2, "this is not YAML"),
+        ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", 2, "it is no config of these"),
+        ("model: {_component_: tune.models.build, path: x}\nglobal_batch_size: 8\n", 2, "it is no config of these"),
+        (A + "rl: dpoo\n", 2, "rl: dpoo is no method. Did you mean 'dpo'?"),
+        (L + "stage: sftt\n", 2, "stage: sftt is no method. Did you mean 'sft'?"),
+        (A + "rl: gdpo\n", 3, "rl: gdpo is no method of a recipe here"),
+        (A + "processor_type: AutoProcessor\n", 3, "images or sound"),
+        (L + "export_dir: merged\n", 3, "tune merge"),
+        (L + "dataset: mllm_demo\n", 3, "it has images"),
+        ("tokenizer: {_component_: torchtune.models.x.x_tokenizer}\nprompt: {user: Hi}\n", 3, "tune generate"),
+        ("trl sftt --model_name_or_path a/b\n", 2, "sftt is no method. Did you mean 'sft'?"),
+    ],
+)  # fmt: skip
+def test_wrong_inputs(text, code, message, tmp_path, capsys):
+    (tmp_path / "theirs.yaml").write_text(text)
+    with pytest.raises(SystemExit) as end:
+        main(["migrate", str(tmp_path / "theirs.yaml"), "--out", str(tmp_path / "ours.yaml")])
+    assert (end.value.code, message in capsys.readouterr().err) == (code, True)
+    assert not (tmp_path / "ours.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.yaml"], "No such file"),
+        (["."], "Is a directory"),
+        (["theirs.yaml", "--world-size", "0"], "must be 1 or more"),
+        (["theirs.yaml", "--out", "theirs.yaml"], "exists already"),
+        (["theirs.yaml", "--from", "axolotll"], "invalid choice"),
+        (["theirs.yaml", "--method", "dpoo"], "--method: dpoo is no method. Did you mean 'dpo'?"),
+    ],
+)
+def test_wrong_arguments(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs.yaml").write_text(AXOLOTL)
+    with pytest.raises(SystemExit) as end:
+        main(["migrate", *arguments])
+    assert (end.value.code, message in capsys.readouterr().err) == (2, True)
+
+
+def test_the_tables_name_only_settings_that_there_are():
+    known = {key for recipe in RECIPES.values() for key in recipe}
+    groups = {key.removesuffix("._component_") for key in known if key.endswith("._component_")}
+    later = {"parallel.cp", "parallel.ep", "parallel.pp"}
+    for peer in PEERS:
+        for rule in table(peer)["keys"].values():
+            targets = rule if isinstance(rule, str | list) else rule.get("to", [])
+            for target in [targets] if isinstance(targets, str) else targets:
+                is_step = target.startswith(("_", "recipe")) or target in later or target.endswith(".") or not target
+                is_argument = target.rpartition(".")[0] in {*groups, "adapter"}
+                assert is_step or target in known or is_argument or "\\" in target, (peer, target)
+
+
+def peer_files() -> list[Path]:
+    return sorted(file for file in Path(PEER_CONFIGS).glob("*/*.y*ml")) if PEER_CONFIGS else []
+
+
+@pytest.mark.skipif(not peer_files(), reason="TUNE_PEER_CONFIGS names no folder with configs of peers")
+def test_real_configs_of_peers_convert_or_say_why_not(tmp_path):
+    for file in peer_files():
+        values, method, processes = verb.read(file)
+        peer = peer_of(values)
+        assert peer == file.parent.name, file
+        try:
+            run = migrate(values, peer, method, RECIPES, processes)
+        except NotConverted as reason:
+            assert len(str(reason)) > 30, file
+            continue
+        missing = verb.check(run)
+        assert {*missing} <= {"dataset.path", "reward", "teacher.path"}, file
+        entries = run.entries()
+        assert [entry.key for entry in entries] == [key for key, _ in leaves(values)], file
+        assert not [
+            entry
+            for entry in entries
+            if entry.status == "unknown" or not (entry.note or entry.ours or entry.status == "same by default")
+        ], file

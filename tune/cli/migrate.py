@@ -1,0 +1,172 @@
+"""Turn a config of torchtune, axolotl, LLaMA-Factory or TRL into settings: YAML, or a file with a command line of TRL.
+
+    tune migrate axolotl.yaml --out mine.yaml
+
+Each key of the file is listed with what became of it, then what is known to go wrong there and does not here. Without
+--out the settings are printed, and the list goes to stderr. The exit code is 0 if every key is accounted for, 1 if some
+are unknown, 2 if the file cannot be read, and 3 if it asks for what no recipe does.
+"""
+
+import re
+import shlex
+import sys
+import tempfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from tune import config
+from tune.errors import TuneError
+from tune.preflight.migrate import PEERS, STATUSES, Migration, NotConverted, leaves, migrate, peer_of, show
+from tune.secrets import without_secrets
+
+PROCESSES = re.compile(r"--(?:nproc[-_]per[-_]node|num_processes)[ =](\d+)")
+
+
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.usage = "tune migrate FILE [--out FILE.yaml] [--from NAME] [--method NAME] [--world-size N]"
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.add_argument("file", metavar="FILE", type=Path, help="the config of another library")
+    parser.add_argument("--out", metavar="FILE.yaml", type=Path, help="the file to write (default: print it)")
+    parser.add_argument("--from", dest="peer", choices=PEERS, help="whose config it is (default: by its keys)")
+    parser.add_argument("--method", help="sft, dpo, grpo, ...: where the file does not say it (TRL's do not)")
+    parser.add_argument("--world-size", metavar="N", type=int, help="devices it ran on (default: what FILE says, or 1)")
+    options = parser.parse_args(arguments)
+    if options.out and options.out.exists():
+        raise TuneError(f"{options.out} exists already. Name another --out, or move it away.")
+    values, method, devices = read(options.file)
+    peer = options.peer or ("trl" if method else whose(values, options.file))
+    world_size = options.world_size if options.world_size is not None else devices
+    if world_size < 1:
+        raise TuneError(f"--world-size: {world_size} devices: must be 1 or more.")
+    recipes = {name: dict(leaves(config.read_file(config.find_config(name)))) for name in config.list_recipes()}
+    try:
+        run = migrate(values, peer, options.method or method, recipes, world_size)
+    except NotConverted as reason:
+        print(f"not converted: {reason}.", file=sys.stderr)
+        sys.exit(3)
+    missing = check(run)
+    text = without_secrets(render(run, options.file.name))
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+    name = options.out or "FILE.yaml"
+    print(
+        without_secrets(report(run, options.file.name, missing, str(name))),
+        file=sys.stdout if options.out else sys.stderr,
+    )
+    if any(entry.status == "unknown" for entry in run.entries()):
+        sys.exit(1)
+
+
+def read(file: Path) -> tuple[dict[str, Any], str | None, int]:
+    """The values in a YAML or on a command line of TRL, its method if the command says it, and its processes."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TuneError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}.") from error
+    found = PROCESSES.search(text)
+    processes = int(found[1]) if found else 1
+    commands = [
+        line for line in text.replace("\\\n", " ").splitlines() if line.strip() and not line.strip().startswith("#")
+    ]
+    command = next(
+        (line for line in commands if re.search(r"\s--\w", line) and re.search(r"\btrl\b|\w\.py\b", line)), ""
+    )
+    if not command:
+        return config.read_file(file), None, processes
+    return (
+        {**options_of(shlex.split(command, comments=True))},
+        re.findall(r"(?:\btrl\s+|(?=\w+\.py))(\w+)", command)[-1],
+        processes,
+    )
+
+
+def options_of(words: list[str]) -> dict[str, Any]:
+    """`--key value`, `--key=value`, `--key one two` and `--flag` behind the script, as values."""
+    start = max(index for index, word in enumerate(words) if word.endswith(".py") or word == "trl")
+    values: dict[str, Any] = {}
+    for word in [
+        part for each in words[start + 1 :] for part in (each.split("=", 1) if each.startswith("--") else [each])
+    ]:
+        if word.startswith("--"):
+            key = word[2:].replace("-", "_")
+            values[key] = True
+        elif values:
+            value = OmegaConf.to_container(OmegaConf.create(f"x: {word}"))["x"]  # type: ignore[index, call-overload]
+            before = values[key]
+            values[key] = value if before is True else [*(before if isinstance(before, list) else [before]), value]
+    return values
+
+
+def whose(values: dict[str, Any], file: Path) -> str:
+    try:
+        return peer_of(values)
+    except TuneError as error:
+        raise TuneError(f"{file}: {error}") from error
+
+
+def check(run: Migration) -> list[str]:
+    """Take back the settings that the recipe refuses, as `tune run` would; returns the keys that are left to give."""
+    missing: list[str] = []
+    for _ in range(5):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "migrated.yaml"
+            file.write_text(render(run, ""), encoding="utf-8")
+            findings = [each.partition(": ") for each in config.read(run.recipe, ["--config", str(file)])[1]]
+        missing = [key for key, _, problem in findings if problem.startswith("is missing")]
+        wrong = {key: problem.removesuffix(" (migrated.yaml)") for key, _, problem in findings if key not in missing}
+        if not wrong:
+            return missing
+        for key, problem in wrong.items():
+            name = next((each for each in run.changed() if each == key or key.startswith(f"{each}.")), None)
+            if name is None:
+                raise TuneError(f"{key}: {problem}")
+            run.refuse(name, problem)
+    raise AssertionError(f"settings of {run.recipe} that are refused without end: {wrong}")
+
+
+def render(run: Migration, name: str) -> str:
+    """The settings as YAML, each with what it was there."""
+    whose = PEERS[run.peer]
+    nested: dict[str, Any] = {}
+    for key, setting in run.changed().items():
+        group: dict[str, Any] = nested
+        for part in key.split(".")[:-1]:
+            group = group.setdefault(part, {})
+        there = [
+            f"{each}: {show(run.theirs[each])}" if each in run.theirs else f"{whose}'s default of {each}"
+            for each in setting.sources
+        ]
+        group[key.rpartition(".")[2]] = f"{show(setting.value)}  # {'; '.join(there)}" if there else show(setting.value)
+    lines = [f"# {name}, a config of {whose}, for: tune run {run.recipe} --config FILE"]
+
+    def write(group: dict[str, Any], indent: str) -> None:
+        for key, value in group.items():
+            lines.append(f"{indent}{key}:" if isinstance(value, dict) else f"{indent}{key}: {value}")
+            if isinstance(value, dict):
+                write(value, indent + "  ")
+
+    write(nested, "")
+    return "\n".join(lines) + "\n"
+
+
+def report(run: Migration, name: str, missing: list[str], out: str) -> str:
+    entries = run.entries()
+    lines = [f"{name}, a config of {PEERS[run.peer]}: {run.method}, for the recipe {run.recipe}"]
+    for status in STATUSES:
+        chosen = [entry for entry in entries if entry.status == status]
+        lines += ["", f"{status} ({len(chosen)})"] if chosen else []
+        for entry in chosen:
+            into = f" -> {', '.join(entry.ours)}" if entry.ours else ""
+            lines.append(f"  {entry.key}: {show(entry.value)}{into}" + (f"  ({entry.note})" if entry.note else ""))
+    faults = run.faults()
+    lines += ["", f"known to go wrong there ({len(faults)})", *(f"  {each}" for each in faults)] if faults else []
+    lines += ["", f"left to give: {', '.join(missing)}"] if missing else []
+    more = "".join(f" {key}=..." for key in missing)
+    return "\n".join([*lines, "", f"tune run {run.recipe} --config {out}{more}"])

@@ -1,0 +1,4 @@
+"""Told before the run.
+
+migrate: settings of ours from configs of other libraries; their words are tables in `peers/`.
+"""
