@@ -1,42 +1,65 @@
 """One loss curve, also where each process has some of the experts (expert parallelism)."""
 
+import json
+
+import grpo
 import pytest
 import torch
-from helpers import save_checkpoint
+from helpers import run_processes, save_checkpoint
 from models.test_families import SMALL, VARIANTS
-from recipes.test_tensor_parallel import LORA, assert_one_curve, common  # noqa: F401
+from recipes.test_grpo import assert_same_run, requests, settings_of  # noqa: F401
+from recipes.test_tensor_parallel import LORA, NF4, RUN_VARIANTS, assert_one_curve, common  # noqa: F401
 from safetensors.torch import load_file
 
+from recipes import test_grpo
+
 EIGHT = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8}
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v3")
 LAYOUTS = {
     "ep": ["parallel.ep=4", "micro_batch_size=2"],
-    "ep x FSDP": ["parallel.ep=2", "micro_batch_size=2"],
-    "ep x HSDP": ["parallel.ep=2", "parallel.dp_replicate=2", "micro_batch_size=1"],
+    "ep x FSDP": ["parallel.ep=2", "micro_batch_size=1"],
+    "ep x cp": ["parallel.ep=2", "parallel.cp=2", "micro_batch_size=2"],
+    "ep x HSDP": ["parallel.ep=2", "parallel.dp_replicate=2", "micro_batch_size=2"],
 }
 ADAPTER = [*LORA, "adapter.target_modules='.*(q_proj|experts.*)'"]
+ROUTED = ("expert_load", "router_entropy", "router_loss")
 
 
 def of_family(name, folder, **others):
     pytest.importorskip("transformers")
     kind, changes = VARIANTS[name]
     counts = {field: count for field, count in EIGHT.items() if field in changes}
-    save_checkpoint(folder / name, kind, **SMALL | changes | counts | others | {"vocab_size": 300})
+    shape = {"vocab_size": 300, "num_hidden_layers": 2} | others
+    save_checkpoint(folder / name, kind, **SMALL | changes | counts | shape)
     return f"model.path={folder / name}"
 
 
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def test_two_processes_have_the_experts(common, tmp_path):  # noqa: F811
-    model = of_family("qwen3_moe", tmp_path)
-    variants = {"all": [model, "model.router_loss=0.1"]}
-    layouts = {"ep": ["parallel.ep=2", "micro_batch_size=2"]}
+    (tmp_path / "prompts.txt").write_text("the cat\na big dog\nit\n")
+    prompts = [f"evaluate.prompts={tmp_path / 'prompts.txt'}", "evaluate.max_new_tokens=5"]
+    variants = {"all": [of_family("qwen3_moe", tmp_path), "model.router_loss=0.1", *prompts]}
+    layouts = {
+        "ep": ["parallel.ep=2", "micro_batch_size=2"],
+        "recomputed": ["parallel.ep=2", "memory.activation_checkpointing=selective"],
+    }
     assert_one_curve("full_finetune", common, variants, layouts, 2, tmp_path)
-    merged, alone = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("all, ep", "alone/all"))
-    torch.testing.assert_close(merged, alone, rtol=1e-3, atol=2e-5)
+    ours, alone = (tmp_path / run for run in ("all, ep", "alone/all"))
+    torch.testing.assert_close(
+        *(load_file(run / "model" / "model.safetensors") for run in (ours, alone)), rtol=1e-3, atol=2e-5
+    )
+    for one, other in zip(*(lines(run / "metrics.jsonl") for run in (ours, alone)), strict=True):
+        assert [one[name] for name in ROUTED] == pytest.approx([other[name] for name in ROUTED], rel=1e-5)
+    answers, expected = (lines(run / "samples.jsonl") for run in (ours, alone))
+    assert len(answers) == 6 and answers == expected
 
 
 @pytest.mark.slow
-def test_families(common, tmp_path):  # noqa: F811
-    variants = {name: [of_family(name, tmp_path)] for name in FAMILIES}
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_families(name, common, tmp_path):  # noqa: F811
+    variants = {"packed": [of_family(name, tmp_path)], "plain": [of_family(name, tmp_path), "packed=false"]}
     assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path / "runs")
 
 
@@ -44,28 +67,42 @@ def test_families(common, tmp_path):  # noqa: F811
 def test_ways(common, tmp_path):  # noqa: F811
     model = of_family("qwen3_moe", tmp_path)
     variants = {
-        "plain": ["packed=false"],
         "from random weights": ["from_scratch=true"],
         "recomputed": ["memory.activation_checkpointing=full"],
-        "partly recomputed": ["memory.activation_checkpointing=selective"],
         "on the host": ["memory.cpu_offload=true"],
         "in backward": ["optimizer_in_backward=true", "max_grad_norm=null"],
+        "reduced once": ["parallel.reduce_every_micro_batch=false"],
         "Adafactor": ["optimizer._component_=tune.optimizers.Adafactor"],
         "Muon": ["optimizer._component_=tune.optimizers.Muon"],
     }
-    variants = {name: [model, "model.router_loss=0.1", *settings] for name, settings in variants.items()}
-    layouts = {name: LAYOUTS[name] for name in ("ep x FSDP",)}
+    variants = {name: [model, "model.router_loss=0.1", "max_steps=3", *each] for name, each in variants.items()}
+    layouts = {"ep x FSDP": ["parallel.ep=2", "micro_batch_size=2"]}
     assert_one_curve("full_finetune", common, variants, layouts, 4, tmp_path / "runs")
 
 
 @pytest.mark.slow
 def test_adapters(common, tmp_path):  # noqa: F811
-    model, biased = of_family("qwen3_moe", tmp_path, head_dim=16), of_family("gpt_oss", tmp_path)
+    model = of_family("qwen3_moe", tmp_path, head_dim=16)
     variants = {
         "LoRA": [model, *ADAPTER],
-        "LoRA on transposed experts": [biased, *ADAPTER],
-        "NF4": [model, *LORA, "quantization.weights=nf4"],
-        "DoRA": [model, *LORA, "adapter.dora=true"],
+        "LoRA on transposed experts": [of_family("gpt_oss", tmp_path), *ADAPTER],
+        "NF4, DoRA": [model, *LORA, *NF4, "adapter.dora=true"],
     }
-    layouts = {name: LAYOUTS[name] for name in ("ep", "ep x FSDP")}
-    assert_one_curve("lora_finetune", common, variants, layouts, 4, tmp_path / "runs")
+    assert_one_curve("lora_finetune", common, variants, LAYOUTS, 4, tmp_path / "runs")
+
+
+@pytest.mark.slow
+def test_a_teacher_may_be_dense(common, tmp_path):  # noqa: F811
+    save_checkpoint(tmp_path / "dense", **SMALL | {"vocab_size": 300})
+    variants = {"dense": [of_family("qwen3_moe", tmp_path), f"teacher.path={tmp_path / 'dense'}", "max_steps=2"]}
+    assert_one_curve("distill", common, variants, {"ep": ["parallel.ep=2"]}, 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_samples_are_the_same(run_recipe, requests, tmp_path):  # noqa: F811
+    """Processes with other prompts, whose completions end at other times."""
+    path = of_family("qwen3_moe", tmp_path).partition("=")[2]
+    settings = [*settings_of(path, requests), *test_grpo.SMALL]
+    assert run_recipe([*settings, f"output_dir={tmp_path / 'alone'}"], grpo) == 0
+    run_processes(RUN_VARIANTS, 2, "grpo", str(tmp_path), json.dumps(settings), json.dumps({"ep": ["parallel.ep=2"]}))
+    assert_same_run(tmp_path / "ep", tmp_path / "alone")

@@ -18,7 +18,7 @@ ATTENTION = {
     "torch_attn::_varlen_attn",
 }
 MATMULS = {"aten::mm", "aten::addmm", "aten::_grouped_mm"}
-COMMUNICATION = {"_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_reduce"}
+COMMUNICATION = {f"_c10d_functional::{each}" for each in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")}
 NARROW = 8  # ratio of the sides from which on a matrix is narrow, as LoRA's are
 
 Layout: TypeAlias = tuple[torch.device, torch.Size, tuple[int, ...]]

@@ -3,12 +3,13 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
 from tune.distributed.activations import wrap_forward
@@ -119,20 +120,20 @@ def _shard(
 ) -> None:
     """The root unit stays gathered from forward to backward: the loss reads the head weight, and backward starts with
     it."""
-    experts = shared_experts(model)
-    mesh_of = {} if world.experts is None else dict.fromkeys(experts, _data_axes(world.experts))
+    experts = {parameter for module in shared_experts(model) for parameter in module.parameters()}
+    placements = None if world.experts is None else _placements(experts, world.experts)
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy()
     taken: set[nn.Parameter] = set()
-    for unit in [*experts, *units]:
+    for unit in units:
         parameters = set(unit.parameters()) - taken
         cast = dtype if parameters & needs_cast else None
         _require_one_type(unit, parameters, cast)
         policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32)
         fully_shard(
             unit,
-            mesh=mesh_of.get(unit, world.shards),
+            mesh=world.shards,
             reshard_after_forward=unit is not model,
-            shard_placement_fn=_even_dimension(mesh_of[unit]["dp_shard"].size()) if unit in mesh_of else None,
+            shard_placement_fn=placements,
             mp_policy=policy,
             offload_policy=offload,
         )
@@ -143,16 +144,21 @@ def _shard(
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it reduces
 
 
-def _data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    return mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+def _placements(experts: set[nn.Parameter], mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """Has FSDP shard `experts` over `dp_shard` of their `mesh`, along the first dimension that this divides: processes
+    may have fewer experts."""
+    if mesh["dp_replicate"].size() > 1:
+        places = HSDPMeshInfo(mesh["dp_replicate", "dp_shard"], 1, 0)
+    else:
+        places = FSDPMeshInfo(mesh["dp_shard"], 0)
+    size = places.shard_mesh_size
 
-
-def _even_dimension(size: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Has FSDP shard over the first dimension that `size` processes can share: they may have fewer experts."""
-
-    def placement(parameter: nn.Parameter) -> Shard | None:
+    def placement(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        if parameter not in experts:
+            return None
         assert isinstance(parameter, DTensor)
-        return next((Shard(dim) for dim, count in enumerate(parameter.to_local().shape) if count % size == 0), None)
+        even = (Shard(dim) for dim, count in enumerate(parameter.to_local().shape) if count % size == 0)
+        return ShardPlacementResult(next(even, None), places)
 
     return placement
 
