@@ -20,6 +20,9 @@ LAYOUTS = [{"tp": tp, "dp_replicate": replicas} for tp, replicas in ((1, 1), (1,
 LAYOUTS += [{"cp": 2, "dp_replicate": 2}, {"cp": 2, "tp": 2}]
 KINDS = {"all": None, "adapter": peft.LoRA(rank=4, dora=True)}
 path, folder = Path(sys.argv[1]), Path(sys.argv[2])
+if path.name == "experts":
+    LAYOUTS = [{}, {"ep": 2}, {"ep": 4}, {"ep": 2, "cp": 2, "dp_replicate": 2}, {"tp": 2}]
+    KINDS["adapter"] = peft.LoRA(rank=4, target_modules=".*(query|experts.*)")
 
 
 class Nothing:
@@ -91,8 +94,16 @@ world.finish()
 """
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
+
+
 @pytest.mark.slow
-def test_all_pairs_of_layouts_of_four_processes(tmp_path):
-    save_checkpoint(tmp_path / "model", "Qwen3Config", num_hidden_layers=2)
+@pytest.mark.parametrize(
+    ("name", "kind", "shape", "pairs"),
+    [("dense", "Qwen3Config", {}, 98), ("experts", "Qwen3MoeConfig", EXPERTS, 50)],
+)
+def test_all_pairs_of_layouts_of_four_processes(name, kind, shape, pairs, tmp_path):
+    save_checkpoint(tmp_path / name, kind, num_hidden_layers=2, **shape)
     (tmp_path / "pairs.py").write_text(SCRIPT)
-    assert run_processes(tmp_path / "pairs.py", 4, str(tmp_path / "model"), str(tmp_path)).endswith("98 pairs\n")
+    found = run_processes(tmp_path / "pairs.py", 4, str(tmp_path / name), str(tmp_path))
+    assert found.endswith(f"{pairs} pairs\n")

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import distill
 import full_finetune
@@ -10,8 +11,10 @@ import preference_finetune
 import pytest
 import torch
 from helpers import save_checkpoint
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tune import distributed
 from tune.distributed import World
 
 WAITS = {
@@ -23,6 +26,9 @@ WAITS = {
     torch.ops.aten._unique2.default,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+
+
+EXCHANGED = ["dtype=bf16"]  # the processes that share experts are one
 
 
 class Waits(TorchDispatchMode):
@@ -51,6 +57,7 @@ class Waits(TorchDispatchMode):
         (lora_finetune, ["adapter.dora=true", "dtype=bf16"], {}),
         (distill, ["teacher.path=${model.path}", "packed=true", "loss.cross_entropy=0.5"], {}),
         (distill, ["teacher.path=${model.path}", "teacher.top_k=9", "loss._component_=tune.losses.ReverseKL"], {}),
+        (full_finetune, EXCHANGED, {"config_class": "MixtralConfig", **EXPERTS}),
         (preference_finetune, ["micro_batch_size=2"], {}),
         (preference_finetune, ["loss._component_=tune.losses.KTO", "packed=true"], {}),
         (preference_finetune, ["adapter.rank=4", "reference=adapter_off"], {}),
@@ -75,6 +82,10 @@ def test_one_wait_a_step(recipe, settings, model, chats, pairs, run_recipe, tmp_
 
     monkeypatch.setattr(World, "fetch", counted)
     monkeypatch.setattr(torch.Tensor, "tolist", counted_tolist)
+    if settings is EXCHANGED:
+        init = distributed.init
+        mesh = init_device_mesh(init("cpu").device.type, (1, 1, 1), mesh_dim_names=("dp_replicate", "dp_shard", "ep"))
+        monkeypatch.setattr(distributed, "init", lambda *args, **others: replace(init(*args, **others), experts=mesh))
     with waits:
         code = run_recipe(
             [
@@ -85,4 +96,5 @@ def test_one_wait_a_step(recipe, settings, model, chats, pairs, run_recipe, tmp_
             recipe,
         )  # fmt: skip
     assert code == 0
-    assert before_fetch[1:] == [{}] * 4
+    # The sizes of what is exchanged, once in each of 3 layers for each of 4 micro-batches.
+    assert before_fetch[1:] == [{"tolist": 12} if settings is EXCHANGED else {}] * 4
