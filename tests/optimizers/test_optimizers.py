@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tune import distributed
+from tune.errors import TuneError
 from tune.optimizers import Adafactor, InBackward, Muon, cosine, parameter_groups
 
 
@@ -87,6 +88,14 @@ def test_muon_without_anything_left_for_adamw():
         model.blocks[1].weight.requires_grad_()
     muon = torch.optim.Muon([theirs.blocks[1].weight], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     assert_equal(train(ours, [Muon(parameter_groups(ours, 0.02), 0.02)]), train(theirs, [muon]))
+
+
+def test_muon_refuses_parts_of_matrices():
+    mesh = distributed.init("cpu").mesh["dp_shard"]
+    whole, cut = (nn.Parameter(distribute_tensor(torch.zeros(2, 4, 6), mesh, [Shard(dim)])) for dim in (0, 1))
+    Muon([{"params": [whole], "in_blocks": True}])
+    with pytest.raises(TuneError, match=r"Muon needs whole matrices.* Lower parallel\.ep"):
+        Muon([{"params": [cut], "in_blocks": True}])
 
 
 @pytest.mark.parametrize("make", [Muon, Adafactor])

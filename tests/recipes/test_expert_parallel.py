@@ -76,6 +76,9 @@ def test_ways(common, tmp_path):  # noqa: F811
         "Muon": ["optimizer._component_=tune.optimizers.Muon"],
     }
     variants = {name: [model, "model.router_loss=0.1", "max_steps=3", *each] for name, each in variants.items()}
+    (tmp_path / "few").mkdir()
+    few = of_family("mixtral", tmp_path / "few", num_local_experts=2)
+    variants["fewer experts than devices"] = [few, "max_steps=3"]
     layouts = {"ep x FSDP": ["parallel.ep=2", "micro_batch_size=2"]}
     assert_one_curve("full_finetune", common, variants, layouts, 4, tmp_path / "runs")
 

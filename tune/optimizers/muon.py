@@ -39,6 +39,12 @@ class Muon(Optimizer):
         in_blocks = [parameter for group in self._groups(in_blocks=True) for parameter in group["params"]]
         if any(isinstance(each, DTensor) and "tp" in (each.device_mesh.mesh_dim_names or ()) for each in in_blocks):
             raise TuneError("optimizer._component_: Muon needs whole matrices: set parallel.tp=1")
+        stacks = [each for each in in_blocks if isinstance(each, DTensor) and each.ndim == 3]
+        if any(place.is_shard(1) or place.is_shard(2) for each in stacks for place in each.placements):
+            raise TuneError(
+                "optimizer._component_: Muon needs whole matrices, and dp_shard / ep processes share fewer experts than "
+                "they are. Lower parallel.ep"
+            )
         self.parts: dict[bool, Optimizer] = {}
         if self._groups(in_blocks=True):
             a_matrix = nn.Parameter(torch.empty(1, 1))  # a placeholder: `step` gives it the matrices
