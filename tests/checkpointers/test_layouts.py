@@ -21,8 +21,8 @@ LAYOUTS += [{"cp": 2, "dp_replicate": 2}, {"cp": 2, "tp": 2}]
 KINDS = {"all": None, "adapter": peft.LoRA(rank=4, dora=True)}
 path, folder = Path(sys.argv[1]), Path(sys.argv[2])
 if path.name == "experts":
-    LAYOUTS = [{}, {"ep": 2}, {"ep": 4}, {"ep": 2, "cp": 2, "dp_replicate": 2}, {"tp": 2}]
-    KINDS["adapter"] = peft.LoRA(rank=4, target_modules=".*(query|experts.*)")
+    LAYOUTS = [{}, {"ep": 2, "cp": 2}, {"ep": 4}, {"tp": 2}]
+    del KINDS["adapter"]
 
 
 class Nothing:
@@ -100,7 +100,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "shape", "pairs"),
-    [("dense", "Qwen3Config", {}, 98), ("experts", "Qwen3MoeConfig", EXPERTS, 50)],
+    [("dense", "Qwen3Config", {}, 98), ("experts", "Qwen3MoeConfig", EXPERTS, 16)],
 )
 def test_all_pairs_of_layouts_of_four_processes(name, kind, shape, pairs, tmp_path):
     save_checkpoint(tmp_path / name, kind, num_hidden_layers=2, **shape)

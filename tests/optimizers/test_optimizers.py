@@ -94,7 +94,7 @@ def test_muon_refuses_parts_of_matrices():
     mesh = distributed.init("cpu").mesh["dp_shard"]
     whole, cut = (nn.Parameter(distribute_tensor(torch.zeros(2, 4, 6), mesh, [Shard(dim)])) for dim in (0, 1))
     Muon([{"params": [whole], "in_blocks": True}])
-    with pytest.raises(TuneError, match=r"Muon needs whole matrices.* Lower parallel\.ep"):
+    with pytest.raises(TuneError, match=r"Muon needs whole matrices of experts.* Raise parallel\.dp_replicate"):
         Muon([{"params": [cut], "in_blocks": True}])
 
 

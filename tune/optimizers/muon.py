@@ -42,8 +42,8 @@ class Muon(Optimizer):
         stacks = [each for each in in_blocks if isinstance(each, DTensor) and each.ndim == 3]
         if any(place.is_shard(1) or place.is_shard(2) for each in stacks for place in each.placements):
             raise TuneError(
-                "optimizer._component_: Muon needs whole matrices, and dp_shard / ep processes share fewer experts than "
-                "they are. Lower parallel.ep"
+                "optimizer._component_: Muon needs whole matrices of experts: with parallel.ep their number must "
+                "be a multiple of dp_shard x cp. Raise parallel.dp_replicate"
             )
         self.parts: dict[bool, Optimizer] = {}
         if self._groups(in_blocks=True):
