@@ -147,10 +147,9 @@ def _shard(
 def _placements(experts: set[nn.Parameter], mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
     """Has FSDP shard `experts` over `dp_shard` of their `mesh`, along the first dimension that this divides: processes
     may have fewer experts."""
+    places = FSDPMeshInfo(mesh["dp_shard"], 0)
     if mesh["dp_replicate"].size() > 1:
         places = HSDPMeshInfo(mesh["dp_replicate", "dp_shard"], 1, 0)
-    else:
-        places = FSDPMeshInfo(mesh["dp_shard"], 0)
     size = places.shard_mesh_size
 
     def placement(parameter: nn.Parameter) -> ShardPlacementResult | None:
