@@ -28,7 +28,7 @@ WAITS = {
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 
 
-EXCHANGED = ["dtype=bf16"]  # the processes that share experts are one
+EXCHANGED = ["optimizer._component_=torch.optim.SGD"]  # the processes that share experts are one
 
 
 class Waits(TorchDispatchMode):

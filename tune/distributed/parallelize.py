@@ -1,5 +1,6 @@
 """From a model on the meta device to shards: activation checkpointing -> compile -> FSDP2 -> memory."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ def parallelize(
     Two attributes of a module change this: `casts_parameters` (it casts its trained parameters to the type of its input
     itself, as adapters do) and `trains_in_fp32` (its trained parameters are always in fp32).
     """
+    # It warns, once for each mesh, that a parameter is gathered over one axis after the other.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     blocks = repeated_blocks(model)
     units = units_of(model, blocks)
     if world.mesh["tp"].size() > 1:

@@ -10,7 +10,6 @@ of it. A module says with `columns` which of its layers or parameters have outpu
 of its config that count the heads, or the width, of the projections joined in it; with `rows`, which have such inputs.
 """
 
-import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -62,8 +61,6 @@ def share(model: nn.Module, blocks: list[nn.Module], units: list[nn.Module], mes
     Raises:
         TuneError: a part of a block does not say how it is shared, or heads or widths cannot be.
     """
-    # It warns, once for each mesh, that a parameter is gathered over one axis after the other.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     parts = [part for block in blocks for part in block.children() if not isinstance(part, nn.RMSNorm | nn.LayerNorm)]
     parts = [part for part in parts if any(True for _ in part.parameters())]
     _require_shares(parts, mesh.size())
