@@ -99,7 +99,7 @@ def test_adapters(common, tmp_path):  # noqa: F811
 def test_a_teacher_may_be_dense(common, tmp_path):  # noqa: F811
     save_checkpoint(tmp_path / "dense", **SMALL | {"vocab_size": 300})
     variants = {"dense": [of_family("qwen3_moe", tmp_path), f"teacher.path={tmp_path / 'dense'}", "max_steps=2"]}
-    assert_one_curve("distill", common, variants, {"ep": ["parallel.ep=2"]}, 2, tmp_path)
+    assert_one_curve("distill", common, variants, {"ep": ["parallel.ep=2", "micro_batch_size=4"]}, 2, tmp_path)
 
 
 @pytest.mark.slow
