@@ -16,7 +16,7 @@ from recipes import test_grpo
 EIGHT = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8}
 LAYOUTS = {
     "ep": ["parallel.ep=4", "micro_batch_size=2"],
-    "ep x FSDP": ["parallel.ep=2", "micro_batch_size=1"],
+    "ep x FSDP": ["parallel.ep=2", "micro_batch_size=2"],
     "ep x cp": ["parallel.ep=2", "parallel.cp=2", "micro_batch_size=2"],
     "ep x HSDP": ["parallel.ep=2", "parallel.dp_replicate=2", "micro_batch_size=2"],
 }
@@ -60,7 +60,8 @@ def test_two_processes_have_the_experts(common, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_families(name, common, tmp_path):  # noqa: F811
     variants = {name: [of_family(name, tmp_path)]}
-    assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path / "runs")
+    layouts = {each: LAYOUTS[each] for each in ("ep x FSDP", "ep x HSDP")}
+    assert_one_curve("full_finetune", common, variants, layouts, 4, tmp_path / "runs")
 
 
 @pytest.mark.slow
@@ -80,7 +81,7 @@ def test_ways(common, tmp_path):  # noqa: F811
     (tmp_path / "few").mkdir()
     few = of_family("mixtral", tmp_path / "few", num_local_experts=2)
     variants["fewer experts than devices"] = [few, "max_steps=3"]
-    layouts = {"ep x FSDP": ["parallel.ep=2", "micro_batch_size=2"]}
+    layouts = {"ep x FSDP": LAYOUTS["ep x FSDP"]}
     assert_one_curve("full_finetune", common, variants, layouts, 4, tmp_path / "runs")
 
 
@@ -92,7 +93,8 @@ def test_adapters(common, tmp_path):  # noqa: F811
         "LoRA on transposed experts": [of_family("gpt_oss", tmp_path), *ADAPTER],
         "NF4, DoRA": [model, *LORA, *NF4, "adapter.dora=true"],
     }
-    assert_one_curve("lora_finetune", common, variants, LAYOUTS, 4, tmp_path / "runs")
+    layouts = {each: LAYOUTS[each] for each in ("ep", "ep x cp")}
+    assert_one_curve("lora_finetune", common, variants, layouts, 4, tmp_path / "runs")
 
 
 @pytest.mark.slow
