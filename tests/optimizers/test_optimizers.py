@@ -138,7 +138,7 @@ def test_the_norm_in_backward_counts_replicas_once():
     """Four processes: two copies of two shards, whose gradients are all as this one's."""
     model, reference = Model(), Model()
     mesh = {"dp_replicate": SimpleNamespace(size=lambda: 2), "tp": SimpleNamespace(size=lambda: 1)}
-    world = SimpleNamespace(device=torch.device("cpu"), mesh=mesh, sum=lambda value: 4 * value)
+    world = SimpleNamespace(device=torch.device("cpu"), mesh=mesh, sum_of_parts=lambda value: 4 * value)
     in_backward = InBackward(torch.optim.SGD(model.parameters(), lr=0.1), world)
     for each in (model, reference):
         each(torch.arange(5)).sum().backward()

@@ -183,7 +183,8 @@ def init(
     if shards * cp % ep:
         good = " or ".join(str(each) for each in range(1, shards * cp + 1) if shards * cp % each == 0)
         raise TuneError(
-            f"parallel.ep: {ep} processes cannot be among the {shards * cp} of dp_shard x cp. Set it to {good}"
+            f"parallel.ep: {ep} processes cannot be among the {shards * cp} of dp_shard x cp. Set it to {good}, or "
+            "start more"
         )
     sizes = {"dp_replicate": dp_replicate, "dp_shard": shards, "cp": cp, "tp": tp}
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
