@@ -197,6 +197,9 @@ def main(cfg):
             metrics |= optimizers.learning_rates(optimizer)
 
             is_end = step == len(data) or interrupted
+            if is_end:  # what is measured then can fail
+                checkpointer.save(step)
+                checkpointer.wait()
             if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
                 with run.pause():
                     metrics |= validate()

@@ -82,6 +82,15 @@ def test_samples_and_their_records(checkpoint, files, tmp_path, capsys):
     assert run(capsys, *sampled, "--seed", 5)[0] != out
 
 
+def test_records_have_all_that_was_asked(checkpoint, tmp_path, capsys):
+    row = {"instruction": "the cat", "input": "on a mat", "system": "be brief"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    out = tmp_path / "out.jsonl"
+    run(capsys, checkpoint, "--prompts", tmp_path / "rows.jsonl", "--max-new-tokens", 2, "--out", out)
+    record = json.loads((tmp_path / "out.jsonl").read_text())
+    assert {name: record[name] for name in row} == row
+
+
 def test_adapters_and_runs(checkpoint, files, tmp_path, capsys):
     adapter = make_adapter(checkpoint, tmp_path / "run" / "adapter", 1)
     (tmp_path / "run" / "config.yaml").touch()
@@ -116,6 +125,7 @@ def test_two_processes(checkpoint, files, tmp_path, capsys):
 
 
 WRONG = {
+    "a run without a result": (["RUN", "--prompt", "a"], "this run has exported nothing yet"),
     "no model": (["not_there", "--prompt", "a"], "model.path: not_there does not exist"),
     "a name of the hub": (["org/name", "--prompt", "a"], "tune download org/name"),
     "no adapter": (["MODEL", "--adapter", "MODEL", "--prompt", "a"], "is no adapter"),
@@ -123,7 +133,10 @@ WRONG = {
     "another kind of file": (["MODEL", "--prompts", "notes.md"], "notes.md: cannot read .md files"),
     "an empty file": (["MODEL", "--prompts", "empty.txt"], "empty.txt has no prompt"),
     "no JSON": (["MODEL", "--prompts", "broken.jsonl"], "broken.jsonl:1"),
-    "other columns": (["MODEL", "--prompts", "columns.jsonl"], "columns.jsonl:1: there is no messages, conv"),
+    "other columns": (
+        ["MODEL", "--prompts", "columns.jsonl"],
+        "If one has another name, rename it: to prompt",
+    ),
     "only answers": (["MODEL", "--prompts", "answers.jsonl"], "answers.jsonl:1: messages has only answers"),
     "raw messages": (["MODEL", "--prompts", "chats.jsonl", "--raw"], "chats.jsonl:1: a text as it is must be in the"),
     "a raw system message": (["MODEL", "--prompt", "a", "--raw", "--system", "b"], "needs a chat template"),
@@ -154,11 +167,14 @@ def test_wrong_inputs(name, checkpoint, tmp_path, monkeypatch, capsys):
     (tmp_path / "answers.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n')
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     (tmp_path / "long.txt").write_text("cat " * 600)
+    (tmp_path / "RUN").mkdir()
+    (tmp_path / "RUN" / "config.yaml").write_text("seed: 0")
     arguments, message = WRONG[name]
     with pytest.raises(SystemExit) as ended:
         main(["generate", *(str(checkpoint) if each == "MODEL" else each for each in arguments)])
     shown = capsys.readouterr()
     assert ended.value.code == 2 and message in shown.err and not shown.out
+    assert "dataset." not in shown.err and "sampling" not in shown.err  # settings of recipes
 
 
 @pytest.mark.parametrize("name", ["too many tokens", "nothing to go on from"])

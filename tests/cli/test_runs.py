@@ -45,6 +45,15 @@ def test_runs(make_run, tmp_path, capsys):
     assert rows[3][:4] == [str(tmp_path / "third"), "done", "full_finetune", "0.02"]  # no step yet
 
 
+def test_rewards_of_runs_that_have_them(make_run, tmp_path, capsys):
+    make_run("one", steps=1)
+    with (make_run("two", steps=1, recipe="grpo") / "metrics.jsonl").open("w") as lines:
+        lines.write('{"step": 1, "time": 2000, "reward": 0.75}\n')
+    rows = shown(capsys, "runs", str(tmp_path))
+    assert rows[0][4:9] == ["loss", "validation", "loss", "reward", "GiB"]
+    assert rows[1][4] == "2" and rows[2][3:5] == ["1", "0.75"]
+
+
 def test_the_size_of_a_run_that_removes_files_meanwhile(tmp_path, monkeypatch):
     (tmp_path / "stays").write_bytes(bytes(2**27))
     (tmp_path / "gone").symlink_to("removed")  # listed, and not there when its size is asked for
@@ -78,6 +87,14 @@ def test_diff(make_run, capsys):
     assert ["loss", "0.1667", "0.25"] in rows and ["lr", "0.001", "0.01"] in rows
     rows = shown(capsys, "diff", str(one), str(one))
     assert [" ".join(row) for row in rows[1:]] == ["settings and data: no difference", "result: no difference"]
+
+
+def test_diff_of_two_recipes(make_run, capsys):
+    one, other = make_run("one"), make_run("two", steps=8, recipe="grpo")
+    (other / "config.yaml").write_text((other / "config.yaml").read_text() + "\ngroup_size: 4\n")
+    rows = shown(capsys, "diff", str(one), str(other))
+    assert rows[1] == ["recipe", "full_finetune", "grpo"] and ["max_steps", "12", "8"] in rows
+    assert not any("group_size" in row for row in rows)
 
 
 def test_report(make_run, tmp_path, capsys, monkeypatch):

@@ -25,8 +25,9 @@ NOT_RUN = {
     "tune eval ./SmolLM2-135M --tasks arc_easy,hellaswag --out results.json": HUB_TASKS,
     "tune run full_finetune model.path=... dataset.path=... evaluate.every=500 'evaluate.tasks=[arc_easy,hellaswag]' "
     "evaluate.limit=100": HUB_TASKS,
-    "tune quantize MODEL --to KIND --out FOLDER": "tests/quantization/test_compressed.py writes such folders",
+    "tune quantize MODEL --to KIND --out FOLDER [--dynamic]": "tests/quantization/test_compressed.py writes them",
     "tune merge RUN OUT --method average [--steps 100 200 300]": "tests/cli/test_export.py has runs with checkpoints",
+    "tune push RUN_OR_FOLDER OWNER/NAME [--private] [--token-file FILE]": "tests/cli/test_push.py has a hub of its own",
     "tune chat BASE": TERMINAL,
     "tune chat ADAPTER --compare BASE": TERMINAL,
     "tune run --launcher ray --nproc-per-node 2 full_finetune model.path=... dataset.path=...": LAUNCHERS,

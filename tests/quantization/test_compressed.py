@@ -21,6 +21,7 @@ transformers = pytest.importorskip("transformers")
 
 from compressed_tensors.compressors import BaseCompressor  # noqa: E402
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme  # noqa: E402
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize  # noqa: E402
 from compressed_tensors.quantization.utils import calculate_qparams  # noqa: E402
 
 KINDS = ("int8", "int4", "fp8")
@@ -49,6 +50,33 @@ def test_transformers_loads_them(kind: str, family: str, tmp_path: Path) -> None
     assert (expected - before).abs().max() > 1e-3
     assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert Tokenizer(str(tmp_path / "out")).vocabulary == Tokenizer(str(folder)).vocabulary
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_transformers_quantises_inputs_too(kind: str, checkpoint: Path, tmp_path: Path) -> None:
+    """Against our model with weights rounded and the inputs of its layers rounded by the library's own scales."""
+    main(["quantize", str(checkpoint), "--to", kind, "--dynamic", "--out", str(tmp_path / "out")])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    group = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"][
+        "group_0"
+    ]
+    inputs = QuantizationArgs(**group["input_activations"])
+    plain, tokens = rounded(load_model(str(checkpoint)), kind, None), torch.arange(80).view(2, 40)
+
+    def quantised(layer: nn.Module, arguments: tuple[Tensor]) -> Tensor:
+        scale, zero = calculate_qparams(
+            arguments[0].amin(-1, keepdim=True), arguments[0].amax(-1, keepdim=True), inputs
+        )
+        return fake_quantize(arguments[0], scale, zero, inputs)
+
+    with torch.no_grad():
+        before = plain(tokens)
+        for name, layer in plain.named_modules():
+            if isinstance(layer, nn.Linear) and "." in name:
+                layer.register_forward_pre_hook(quantised)
+        expected, found = plain(tokens), theirs(tokens).logits
+    assert (expected - before).abs().max() > 1e-3
+    assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "columns"), [("int8", 96), ("int8", 90), ("int4", 128), ("fp8", 96)])
@@ -80,6 +108,7 @@ def test_the_library_makes_the_same(kind: str, columns: int) -> None:
 WRONG = {
     "no kind": (["MODEL"], "--to"),
     "unknown kind": (["MODEL", "--to", "int3"], "invalid choice: 'int3'"),
+    "inputs in 4 bits": (["MODEL", "--to", "int4", "--dynamic"], "int4 weights go with inputs as they are"),
     "nf4": (["MODEL", "--to", "nf4"], "while loading (load_in_4bit)"),
     "mxfp4": (["MODEL", "--to", "mxfp4"], "llama-quantize"),
     "nothing there": (["absent", "--to", "int8"], "absent"),

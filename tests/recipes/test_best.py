@@ -1,6 +1,7 @@
 """The best checkpoint, stopping early, and answers to fixed prompts during a training."""
 
 import json
+import shutil
 from pathlib import Path
 
 import full_finetune
@@ -11,8 +12,10 @@ from helpers import run_processes
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tune import loggers
 from tune.checkpointers import load_model
 from tune.checkpointers.best import Best
+from tune.errors import TuneError
 from tune.generation import Sampler
 from tune.peft import open_model
 from tune.tokenizers import Tokenizer
@@ -105,6 +108,27 @@ def test_resumed_to_the_bit(run, recipe):
         json.loads((each / "checkpoints" / f"step-{last:08d}" / "state.json").read_text()) for each in (whole, resumed)
     ]
     assert states[0]["best"] == states[1]["best"]
+
+
+def test_a_measurement_that_fails_at_the_end_costs_no_step(
+    checkpoint, chats, tmp_path, run_recipe, recipe, monkeypatch
+):
+    settings = [
+        f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "device=cpu",
+        "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "max_steps=2", "checkpointer.every=null",
+        "checkpointer.keep_best=validation_loss", f"output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+
+    def fails(*_):
+        raise TuneError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loggers, "evaluate", fails)
+        assert run_recipe(settings, recipe) == 2
+        shutil.copytree(tmp_path / "run", tmp_path / "failed")
+        assert steps(tmp_path / "failed") == [2]
+    assert run_recipe(settings, recipe) == 0  # and its result is there
+    assert exported(tmp_path / "run")
 
 
 def test_answers_to_fixed_prompts(run, recipe, checkpoint, tmp_path):

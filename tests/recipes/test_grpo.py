@@ -204,6 +204,14 @@ def test_what_a_run_will_do_is_told(run, tmp_path):
     assert "max_steps=9 is not reached: epochs=1 ends before. Raise epochs" in told
 
 
+def test_the_report_says_on_what(run, tmp_path):
+    run("max_steps=1")
+    data = json.loads((tmp_path / "run" / "data.json").read_text())
+    assert data["source"].endswith("requests.jsonl") and data["kept"] == data["rows"] > 0
+    page = (tmp_path / "run" / "report.html").read_text().split("<h2>On what</h2>")[1]
+    assert "requests.jsonl" in page.split("</section>")[0] and "learned" not in page.split("</section>")[0]
+
+
 def test_dynamic_sampling_trains_on_more_live_groups(run, tmp_path):
     reward = ["reward=recipes.test_grpo.odd_ones", *SMALL]
     plain, dynamic = (
@@ -302,7 +310,7 @@ WRONG = {
         "there is nothing to validate on. Give validation_dataset.path, or",
     ),
     "columns": (["dataset.columns={instruction: question}"], "requests.jsonl:1"),
-    "transformers": (["model._component_=tune.models.hf"], "sampling: a HuggingFaceModel has no cache here"),
+    "transformers": (["model._component_=tune.models.hf"], "a HuggingFaceModel has no cache here"),
     "no environment": (["environment=recipes.test_grpo.Gues"], "has no 'Gues'. Did you mean 'Guess'?"),
     "positions": (["sampling.max_new_tokens=600"], "together more than the 512"),
 }

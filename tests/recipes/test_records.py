@@ -50,6 +50,23 @@ def test_a_report_that_fails_is_a_line_in_the_log(inputs, run_recipe, monkeypatc
     assert (inputs.folder / "new" / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("setting", ["dataset.path=nowhere.jsonl", "adapter.target_modules=[none]"])
+def test_a_wrong_start_leaves_no_folder(setting, inputs, run_recipe):
+    assert run_recipe(inputs.settings(f"output_dir={inputs.folder / 'new'}", setting), lora_finetune) == 2
+    assert not (inputs.folder / "new").exists()
+
+
+@pytest.mark.parametrize("made", ["model", "adapter", None])
+def test_a_run_that_is_given_as_the_model(made, inputs, run_recipe, capfd):
+    run = inputs.folder / "earlier"
+    (run / (made or "checkpoints")).mkdir(parents=True)
+    (run / "config.yaml").write_text("seed: 0")
+    assert run_recipe(inputs.settings(f"output_dir={inputs.folder / 'new'}", f"model.path={run}")) == 2
+    message = capfd.readouterr().err
+    assert f"{run} is the folder of a run" in message and f"with output_dir={run}" in message
+    assert ({"model": f"model.path={run}/model.", "adapter": f"adapter.path={run}/adapter"}.get(made) or "") in message
+
+
 @pytest.mark.parametrize("setting", ["model.path=nowhere", "optimizer.lrr=1"])
 def test_a_wrong_start_leaves_the_record_of_an_earlier_run(setting, inputs, run_recipe):
     before = (inputs.run / "run.json").read_text(), (inputs.run / "report.html").stat().st_mtime_ns

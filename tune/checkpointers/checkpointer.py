@@ -26,9 +26,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_leaves
 
+from tune.atomic import written_aside
 from tune.checkpointers.best import Best
 from tune.checkpointers.reading import Planner, Reader
-from tune.distributed import World
+from tune.distributed import World, reshard
 from tune.distributed.ray_train import is_ray_worker, report
 from tune.errors import TuneError
 from tune.types import PositiveInt
@@ -163,8 +164,15 @@ class Checkpointer:
         return self.best.is_over
 
     def save(self, step: int) -> None:
-        """Save now. All processes must call it."""
-        self.wait()
+        """Save now; of a step that is saved already, what the best one is. All processes must call it."""
+        if step == self.wait():
+            if self.world.is_main and self.best.metric:
+                file = self.folder / f"step-{step:08d}" / "state.json"
+                with written_aside(file) as unfinished:
+                    state = json.loads(file.read_text()) | {"best": self.best.state_dict()}
+                    unfinished.write_text(json.dumps(state))
+            self._settled(step, (self.best.value, self.best.step))
+            return
         self.writing, best = step, (self.best.value, self.best.step)
         unfinished = self.folder / f".step-{step:08d}.{self.world.broadcast(uuid.uuid4().hex[:8])}"
         parts, extra = self._states()
@@ -190,8 +198,10 @@ class Checkpointer:
         return saved
 
     def finish(self) -> None:
-        """Wait as `wait`; with `keep_best` the model then has the weights of the best checkpoint."""
+        """Wait as `wait`; with `keep_best` the model then has the weights of the best checkpoint. Call it before they
+        are exported."""
         self.wait()
+        reshard(self.model)  # what was measured last may have gathered some
         if self.best.metric is None:
             return
         path = self.folder / f"step-{self.best.step:08d}"
@@ -235,6 +245,10 @@ class Checkpointer:
                 f"the checkpoint of step {step} could not be written: {_cause(error)}. Earlier ones are intact: make "
                 f"room; the same command with output_dir={self.folder.parent} continues after step {self.saved}."
             ) from error
+        self._settled(step, best)
+
+    def _settled(self, step: int, best: tuple[float, int]) -> None:
+        """The checkpoint of a step is complete: those that are not to be kept go."""
         self.saved, self.best.kept = step, best
         if self.world.is_main and self.keep:
             kept = {*sorted(self.folder.glob("step-*"))[-self.keep :], self.folder / f"step-{best[1]:08d}"}

@@ -1,4 +1,5 @@
-"""Show in what two runs differ: settings, data, and the last value of each metric."""
+"""Show in what two runs differ: recipe, settings, data, and the last value of each metric. Of two recipes, what
+only one has is left out."""
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -13,7 +14,14 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     runs = [read(path) for path in parser.parse_args(arguments).runs]
     results = [{name: number(run.last(name)) for name in run.columns if name != "time"} for run in runs]
     rows = [["", *(str(run.path) for run in runs)]]
-    for title, values in {"settings and data": [run.inputs for run in runs], "result": results}.items():
+    inputs, recipes = [run.inputs for run in runs], [str(run.facts.get("recipe", "")) for run in runs]
+    if recipes[0] != recipes[1]:
+        rows.append(["recipe", *recipes])
+        inputs, results = (
+            [{key: each[key] for key in each if key in pair[0].keys() & pair[1].keys()} for each in pair]
+            for pair in (inputs, results)
+        )
+    for title, values in {"settings and data": inputs, "result": results}.items():
         found = [[f"  {key}", *map(str, pair)] for key, pair in differences(values)]
         rows += [[title if found else f"{title}: no difference", "", ""], *found]
     print_table(rows)

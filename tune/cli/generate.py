@@ -137,4 +137,5 @@ def generate(options: Namespace, rows: list[tuple[str, Any]]) -> None:
 
 
 def asked(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: row[name] for name in ("prompt", "messages", "conversations", "instruction") if row.get(name)}
+    names = "prompt", "messages", "conversations", "instruction", "input", "system"
+    return {name: row[name] for name in names if row.get(name)}

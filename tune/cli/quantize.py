@@ -11,6 +11,7 @@ from tune.cli.convert import new_folder
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("model", metavar="MODEL", type=Path, help="a model folder, an adapter or a run")
     parser.add_argument("--to", required=True, metavar="int8|int4|fp8", choices=("int8", "int4", "fp8", "nf4", "mxfp4"))
+    parser.add_argument("--dynamic", action="store_true", help="int8, fp8: inputs too, when the model runs (W8A8)")
     parser.add_argument("--out", required=True, metavar="FOLDER", type=Path, help="to write: absent or empty")
     options = parser.parse_args(arguments)
     with new_folder(options.out):
@@ -24,6 +25,6 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         card = f"---\nbase_model: {found.base.name}\ntags: [tune]\n---\n\n{found.title}, in {options.to}, by tune.\n"
         checkpointers.export(
             model, tokenizer, options.out, distributed.init("cpu"), source=str(found.base), card=card, base=base,
-            compressor=Compressor(options.to, columns),
+            compressor=Compressor(options.to, columns, options.dynamic),
         )  # fmt: skip
     print(f"to use it:\n  vllm serve {options.out}")

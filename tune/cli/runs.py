@@ -17,9 +17,11 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.usage = "tune runs [FOLDER]"
     parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=Path("runs"))
     folder = parser.parse_args(arguments).folder
-    rows = [("run", "state", "recipe", "step", "loss", "validation loss", "GiB", "began")]
-    for run in sorted((read(each, TAIL) for each in find(folder)), key=lambda run: run.started):
-        metrics = [number(run.last(name)) for name in ("step", "loss", "validation_loss")]
+    runs = sorted((read(each, TAIL) for each in find(folder)), key=lambda run: run.started)
+    names = ["step", "loss", "validation_loss", *["reward"] * any("reward" in run.columns for run in runs)]
+    rows = [("run", "state", "recipe", *(name.replace("_", " ") for name in names), "GiB", "began")]
+    for run in runs:
+        metrics = [number(run.last(name)) for name in names]
         began = f"{datetime.fromtimestamp(run.started):%Y-%m-%d %H:%M}"
         rows.append((str(run.path), run.state, run.facts.get("recipe", ""), *metrics, gib(run.path), began))
     if len(rows) == 1:

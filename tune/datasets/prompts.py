@@ -55,6 +55,15 @@ class Prompts:
         dropped = "".join(f", {count:,} dropped: {reason}" for reason, count in self.dropped.items())
         return f"{self.name}: {len(self):,} prompts of {min(lengths)} to {max(lengths)} tokens{dropped}"
 
+    def as_dict(self) -> dict[str, Any]:
+        """The same, named as what a training learns from is (`Accounting.as_dict`)."""
+        lengths = [len(prompt.tokens) for prompt in self.prompts]
+        return {
+            "source": self.name, "format": "prompts", "rows": len(self) + sum(self.dropped.values()),
+            "dropped": self.dropped, "kept": len(self), "remarks": {}, "tokens": sum(lengths),
+            "lengths": {"shortest": min(lengths), "longest": max(lengths)},
+        }  # fmt: skip
+
 
 def load_prompts(
     tokenizer: Tokenizer,
@@ -87,7 +96,7 @@ def load_prompts(
                 dropped[LEFT_OUT + filter] += 1
                 continue
             left_out = [*ignore, *FOR_REWARDS]
-            prompt = _prompt(tokenizer, row, dict(columns or {}), left_out, len(prompts))
+            prompt = _prompt(tokenizer, row, columns or {}, left_out, len(prompts))
         except TuneError as error:
             raise TuneError(f"{place}: {error}") from error
         if len(prompt.tokens) > max_prompt_len:
@@ -146,14 +155,17 @@ def _opened(tokenizer: Tokenizer, row: Any, index: int, system: str | None, raw:
         raise TuneError("a text as it is must be in the column prompt")
     asked = {**row, "prompt": None, "instruction": text} if isinstance(text, str) and is_chat else row
     return replace(
-        _prompt(tokenizer, {**asked, "system": system} if system else asked, {}, FOR_REWARDS, index), row=row
+        _prompt(tokenizer, {**asked, "system": system} if system else asked, None, FOR_REWARDS, index), row=row
     )
 
 
-def _prompt(tokenizer: Tokenizer, row: Any, columns: Mapping[str, str], ignore: Sequence[str], index: int) -> Prompt:
+def _prompt(
+    tokenizer: Tokenizer, row: Any, columns: Mapping[str, str] | None, ignore: Sequence[str], index: int
+) -> Prompt:
+    """`columns` is None where no setting gives them."""
     if not isinstance(row, dict):
         raise TuneError(f"the row is {shown(row)}; it must be an object with columns")
-    named = {**row, **{ours: row.get(theirs) for ours, theirs in columns.items()}}
+    named = {**row, **{ours: row.get(theirs) for ours, theirs in (columns or {}).items()}}
     if isinstance(text := named.get("prompt"), str):
         require_meaning(row, ["prompt"], Plain(text, ""), ignore)
         return Prompt(index, [*tokenizer.prefix_ids, *tokenizer.encode(text)], row)
@@ -162,9 +174,11 @@ def _prompt(tokenizer: Tokenizer, row: Any, columns: Mapping[str, str], ignore: 
     column = next((each for each in ("prompt", "messages", "conversations") if named.get(each)), None)
     if column is None:
         theirs = next((name for name in row if name.lower() in QUESTIONS), "its_name")
+        setting = f"say so: 'dataset.columns={{instruction: {theirs}}}' (a chat), or prompt (plain text)"
+        advice = "rename it: to prompt" if columns is None else setting
         raise TuneError(
             f"there is no messages, conversations, prompt or instruction; it has {', '.join(row)}. If one has "
-            f"another name, say so: 'dataset.columns={{instruction: {theirs}}}' (a chat), or prompt (plain text)"
+            f"another name, {advice}"
         )
     messages = conversation({**named, column: checked_messages(named[column], column)}, column)
     while messages and messages[-1]["role"] == "assistant":

@@ -1,7 +1,15 @@
 """Process group and mesh, sharding with FSDP2, activation memory, signals: one path for 1 to N processes."""
 
 from tune.distributed.interrupt import Interrupt
-from tune.distributed.parallelize import DTYPES, clip_grad_norm_, gathered, parallelize, set_gradient_sync, stored_dtype
+from tune.distributed.parallelize import (
+    DTYPES,
+    clip_grad_norm_,
+    gathered,
+    parallelize,
+    reshard,
+    set_gradient_sync,
+    stored_dtype,
+)
 from tune.distributed.shards import full_tensor, local_shard
 from tune.distributed.tensor_parallel import summed
 from tune.distributed.world import World, init
@@ -16,6 +24,7 @@ __all__ = [
     "init",
     "local_shard",
     "parallelize",
+    "reshard",
     "set_gradient_sync",
     "stored_dtype",
     "summed",

@@ -210,6 +210,13 @@ def gathered(model: nn.Module) -> Iterator[None]:
             unit.set_reshard_after_forward(unit is not model, recurse=False)  # as `_shard` has it
 
 
+def reshard(model: nn.Module) -> None:
+    """Forwards without gradients leave the weights of the root gathered, in the type of the computation: free these."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:
     """Whether the next backward reduces gradients over processes. Without, it adds to the local ones: accumulation."""
     if isinstance(model, FSDPModule):

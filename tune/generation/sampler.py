@@ -76,9 +76,9 @@ class Sampler:
     def __post_init__(self) -> None:
         for each in fields(self):
             if problem := mismatch(getattr(self, each.name), each.type):
-                raise TuneError(f"sampling.{each.name}: {problem}")
+                raise TuneError(f"{each.name}: {problem}")
         if self.stop_strings and ("" in self.stop_strings or self.decode is None):
-            raise TuneError("sampling.stop_strings: none may be empty, and they need decode=tokenizer.decode")
+            raise TuneError("stop_strings: none may be empty, and they need decode=tokenizer.decode")
 
     @torch.no_grad()
     def __call__(
@@ -134,7 +134,7 @@ class Sampler:
         for completion, token, log_prob in zip(completions, *values, strict=True):
             if math.isnan(log_prob):
                 raise TuneError(
-                    f"sampling: the logits after {len(completion.tokens)} new tokens are NaN or infinite, as weights "
+                    f"the logits after {len(completion.tokens)} new tokens are NaN or infinite, as weights "
                     "or activations are. Go back to an earlier checkpoint, or use dtype=fp32"
                 )
             completion.tokens.append(token)
@@ -148,20 +148,20 @@ class Sampler:
         """Raises TuneError if the model or its settings cannot complete the `prompts`, whose numbers are `indices`."""
         if not isinstance(model, Decoder):
             raise TuneError(
-                f"sampling: a {type(model).__name__} has no cache here. Use model._component_=tune.models.build if it "
+                f"a {type(model).__name__} has no cache here. Use model._component_=tune.models.build if it "
                 "has the family, or load the export in transformers and call its generate"
             )
         count, longest = model.config.vocab_size, model.max_generated
         named = {f"prompt {index}": prompt for index, prompt in zip(indices, prompts, strict=True)}
         for name, ids in {"stop_ids": self.stop_ids, **named}.items():
             if unknown := [each for each in ids if not 0 <= each < count]:
-                raise TuneError(f"sampling: {unknown[0]} in {name} is not one of the {count} tokens of the model")
+                raise TuneError(f"{unknown[0]} in {name} is not one of the {count} tokens of the model")
         for name, prompt in named.items():
             if not len(prompt):
-                raise TuneError(f"sampling: {name} is empty. Begin it with a token, BOS for example")
+                raise TuneError(f"{name} is empty. Begin it with a token, BOS for example")
             if longest is not None and (total := len(prompt) + self.max_new_tokens) > longest:
                 raise TuneError(
-                    f"sampling: {name} has {len(prompt)} tokens and max_new_tokens is {self.max_new_tokens}, together "
+                    f"{name} has {len(prompt)} tokens and max_new_tokens is {self.max_new_tokens}, together "
                     f"more than the {longest} up to which the model can generate. Lower one by {total - longest}"
                 )
         return model

@@ -58,6 +58,8 @@ def require_shared(mark: Path, world: World) -> None:
     without = sorted({node for node, finds in world.all_gather((socket.gethostname(), found)) if not finds})
     if world.is_main:
         mark.unlink()
+        with contextlib.suppress(OSError):  # the run makes it again when it begins
+            mark.parent.rmdir()
     if without:
         raise TuneError(
             f"output_dir: {mark.parent} is not one folder for all processes: those on {', '.join(without)} do not find "

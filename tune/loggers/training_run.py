@@ -193,6 +193,7 @@ class Run:
         if not (sampler.stop_ids or sampler.stop_strings):
             self.info("warning: the tokenizer has no eos_token: nothing ends a completion. Set sampling.stop_strings")
         self._describe_steps(data, "steps")
+        self.data = data.dataset.as_dict()
 
     def _describe_steps(self, data: DataLoader | PromptLoader, what: str) -> None:
         an_epoch = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
@@ -206,6 +207,7 @@ class Run:
         """Iterate over optimizer steps, from the one after `start` and not beyond what `until` says, and time how long
         each waits for data."""
         if self.world.is_main:
+            self.path.mkdir(parents=True, exist_ok=True)
             sinks = open_sinks(self.path, self.tensorboard, self.wandb, self.settings)  # locks the folder
             for sink, message in itertools.product(sinks, self.messages):
                 sink.message(message)

@@ -23,6 +23,14 @@ HARMLESS = {
 def read_json(file: Path, setting: str = "model.path") -> dict[str, Any]:
     """The mapping in a file of the folder that `setting` names. Raises TuneError if there is none."""
     if not file.exists():
+        folder = file.parent
+        if (folder / "config.yaml").exists() and not file.name.startswith("adapter"):
+            ways = {"model": f"{setting}={folder}/model", "adapter": f"adapter.path={folder}/adapter on its base"}
+            made = next((f"Use what it made: {ways[each]}. " for each in ways if (folder / each).is_dir()), "")
+            raise TuneError(
+                f"{setting}: {folder} is the folder of a run. {made}To continue the run itself, give the command that "
+                f"began it with output_dir={folder}"
+            )
         found = ", ".join(sorted(child.name for child in file.parent.glob("*"))[:8]) or "nothing"
         raise TuneError(f"{setting}: {file.parent} has no {file.name}; found {found}")
     try:

@@ -41,9 +41,9 @@ def resolve_model(path: str | Path, adapters: Sequence[str | Path] = ()) -> Reso
     Raises:
         TuneError: a path is none of these, or the base of an adapter is not where its config says.
     """
-    folder = _exported(Path(path).expanduser())
+    folder = exported_folder(Path(path).expanduser())
     its_own = [folder] if (folder / CONFIG).exists() else []
-    found = [*its_own, *(_exported(Path(each).expanduser()) for each in adapters)]
+    found = [*its_own, *(exported_folder(Path(each).expanduser()) for each in adapters)]
     for each in found:
         if not (each / CONFIG).exists():
             raise TuneError(
@@ -62,7 +62,7 @@ def resolve_model(path: str | Path, adapters: Sequence[str | Path] = ()) -> Reso
     return Resolved(base, tuple(found), folders[0] if folders else base)
 
 
-def _exported(path: Path) -> Path:
+def exported_folder(path: Path) -> Path:
     """A model or an adapter folder: `path` itself, or what the run there has exported."""
     for folder in (path, path / "model", path / "adapter"):
         if (folder / "config.json").exists() or (folder / CONFIG).exists():

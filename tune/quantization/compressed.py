@@ -48,14 +48,18 @@ def group_size(kind: str, columns: Mapping[str, int]) -> int | None:
 
 @dataclass(frozen=True)
 class Compressor:
-    """Quantises the linear layers whose weights have these `names` on disk."""
+    """Quantises the linear layers whose weights have these `names` on disk. With `dynamic` their inputs are quantised
+    too, to the kind's 8 bits, when the model runs: each token has a scale."""
 
     kind: str
     names: dict[str, int]  # and their columns
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
         if reason := REFUSED.get(self.kind):
             raise TuneError(f"{self.kind}: {reason}")
+        if self.dynamic and self.kind == "int4":
+            raise TuneError("--dynamic: int4 weights go with inputs as they are: take int8 or fp8, or leave it out")
         group_size(self.kind, self.names)
 
     @property
@@ -69,7 +73,7 @@ class Compressor:
             yield name, tensor
             return
         codes, scales = quantize(tensor, self.kind, self.group or tensor.shape[1], tensor.dtype)
-        if self.kind == "fp8":
+        if self.kind == "fp8" or self.dynamic:
             yield name, codes
         else:
             yield f"{name}_packed", _packed(codes, bits=int(self.kind[3:]))
@@ -83,8 +87,9 @@ class Compressor:
             "num_bits": 4 if self.kind == "int4" else 8, "type": "float" if is_float else "int", "symmetric": True,
             "strategy": "group" if self.group else "channel", "group_size": self.group, "dynamic": False,
         }  # fmt: skip
-        form = "float-quantized" if is_float else "pack-quantized"
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        form = "float-quantized" if is_float else "int-quantized" if self.dynamic else "pack-quantized"
+        inputs = weights | {"strategy": "token", "dynamic": True} if self.dynamic else None
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
         return {
             "quant_method": "compressed-tensors", "quantization_status": "compressed", "format": form,
             "config_groups": {"group_0": group | {"format": form}}, "ignore": ["lm_head"], "kv_cache_scheme": None,

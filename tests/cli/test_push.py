@@ -1,0 +1,139 @@
+"""`tune push`, to a hub of its own on this machine."""
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import HANGS, make_adapter
+
+TOKEN = "hf_" + "x" * 34
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The few answers of the Hugging Face hub that an upload of small files asks for."""
+
+    made: list[dict[str, Any]]
+    uploaded: dict[str, bytes]
+    tokens: set[str | None]
+
+    def do_GET(self) -> None:
+        self.answer(404, {})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.tokens.add(self.headers["Authorization"])
+        match self.path.partition("?")[0].strip("/").split("/"):
+            case ["api", "repos", "create"]:
+                asked = json.loads(body)
+                if asked.get("organization") == "stranger":
+                    return self.answer(403, {"error": "You don't have the rights"})
+                self.made.append(asked)
+                url = f"http://{self.headers['Host']}/someone/mine"
+                return self.answer(200, {"url": url, "id": "someone/mine"})
+            case ["api", "validate-yaml"]:
+                return self.answer(200, {"errors": [], "warnings": []})
+            case ["api", "models", "someone", "mine", "preupload", _]:
+                files = [
+                    {"path": each["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
+                    for each in json.loads(body)["files"]
+                ]
+                return self.answer(200, {"files": files})
+            case ["api", "models", "someone", "mine", "commit", _]:
+                for line in map(json.loads, body.splitlines()):
+                    if line["key"] == "file":
+                        self.uploaded[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                return self.answer(
+                    200,
+                    {
+                        "success": True,
+                        "commitOid": "0" * 40,
+                        "commitUrl": f"http://{self.headers['Host']}/someone/mine/commit/0",
+                    },
+                )
+        return self.answer(404, {"error": self.path})
+
+    def answer(self, status: int, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    Hub.made, Hub.uploaded, Hub.tokens = [], {}, set()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture
+def run(checkpoint: Path, tmp_path: Path) -> Path:
+    """A run folder that has an adapter."""
+    folder = make_adapter(checkpoint, tmp_path / "run" / "adapter", seed=1)
+    (tmp_path / "run" / "config.yaml").write_text("seed: 0\n")
+    (folder / "README.md").write_text("---\nbase_model: someone/base\n---\n\nMine.\n")
+    (folder / ".hidden").write_text("not for others")
+    return folder.parent
+
+
+def push(hub: str, *arguments: object, **changes: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
+    environment |= {"HF_HOME": str(arguments[0]) + ".home", **changes}
+    command = [sys.executable, "-m", "tune.cli", "push", *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANGS)
+
+
+def test_the_adapter_of_a_run(hub: str, run: Path) -> None:
+    found = push(hub, run, "someone/mine", "--private")
+    assert found.returncode == 0, found.stderr
+    files = {file.name: file.read_bytes() for file in (run / "adapter").iterdir() if file.name != ".hidden"}
+    assert Hub.uploaded == files and {"README.md", "adapter_model.safetensors", "tokenizer.json"} <= files.keys()
+    assert Hub.made[0]["name"] == "mine" and "private" in (Hub.made[0].get("visibility"), *Hub.made[0])
+    assert Hub.tokens == {f"Bearer {TOKEN}"}
+    assert f"it is at {hub}/someone/mine" in found.stdout and "put its hub id there" in found.stdout
+    assert TOKEN not in found.stdout + found.stderr
+
+
+def test_a_token_of_a_file(hub: str, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(f"{TOKEN[::-1]}\n")
+    assert push(hub, run / "adapter", "someone/mine", "--token-file", tmp_path / "token").returncode == 0
+    assert Hub.tokens == {f"Bearer {TOKEN[::-1]}"} and "private" not in Hub.made[0].values()
+
+
+WRONG = {
+    "nothing there": (["absent", "someone/mine"], {}, "absent"),
+    "no card": (["BARE", "someone/mine"], {}, "has no model card: write"),
+    "no name": (["RUN", "a/b/c"], {}, "'a/b/c' is no name for a repository"),
+    "not logged in": (["RUN", "someone/mine"], {"HF_TOKEN": ""}, "you are not logged in to the hub"),
+    "no such token": (["RUN", "someone/mine", "--token-file", "absent"], {}, "--token-file absent cannot be read"),
+    "another's": (["RUN", "stranger/mine"], {}, "does not let this login write stranger/mine"),
+    "no network": (["RUN", "someone/mine"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "Check the network"),
+    "offline": (["RUN", "someone/mine"], {"HF_HUB_OFFLINE": "1"}, "Check the network"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_inputs(wrong: str, hub: str, run: Path) -> None:
+    arguments, changes, message = WRONG[wrong]
+    if "BARE" in arguments:
+        (run / "adapter" / "README.md").write_text("\n")
+    found = push(hub, *(run if each in ("RUN", "BARE") else each for each in arguments), **changes)
+    assert found.returncode == 2 and message in found.stderr
+    assert TOKEN not in found.stdout + found.stderr and "Traceback" not in found.stderr
+    assert not Hub.uploaded

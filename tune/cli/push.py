@@ -1,0 +1,68 @@
+"""Upload a model, with its card, to the Hugging Face hub: what a run has made (its model/, or else its adapter/), or a
+folder that `tune export`, `merge` or `quantize` has written. Log in first (`hf auth login`), or set HF_TOKEN."""
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+from tune.errors import TuneError
+from tune.secrets import without_secrets
+
+
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.add_argument("source", metavar="RUN_OR_FOLDER", type=Path, help="a run, a model folder, or an adapter")
+    parser.add_argument("repo", metavar="REPO", help="OWNER/NAME; made if it is not there")
+    parser.add_argument("--private", action="store_true", help="make it a private one, if it is made")
+    parser.add_argument("--token-file", metavar="FILE", type=Path, help="that holds the token to use")
+    options = parser.parse_args(arguments)
+    print(f"it is at {push(options.source, options.repo, options.private, options.token_file)}")
+
+
+def push(source: Path, repo: str, private: bool = False, token_file: Path | None = None) -> str:
+    """Upload the files at the top of a folder in one commit; returns the address. Raises TuneError."""
+    try:
+        import huggingface_hub
+        from huggingface_hub import errors
+    except ImportError as error:
+        raise TuneError("`tune push` needs the hf extra: pip install 'tune-recipes[hf]'") from error
+    from tune.checkpointers.disk import has_weights
+    from tune.models.config_file import read_json
+    from tune.peft.files import CONFIG
+    from tune.peft.named import exported_folder
+
+    folder = exported_folder(source.expanduser())
+    if not has_weights(folder):
+        raise TuneError(f"{folder} has no weights to upload: no *.safetensors")
+    if (folder / CONFIG).exists():
+        base = read_json(folder / CONFIG, "adapter").get("base_model_name_or_path") or ""
+        if Path(base).exists():
+            print(f"note: {CONFIG} says that the base is {base}, which others do not have: put its hub id there")
+    card = folder / "README.md"
+    if not card.is_file() or not card.read_text(encoding="utf-8").strip():
+        raise TuneError(f"{folder} has no model card: write {card}, which says what the model was made of, and how")
+    try:
+        token = token_file.read_text().strip() if token_file else huggingface_hub.get_token()
+    except (OSError, ValueError) as error:
+        raise TuneError(f"--token-file {token_file} cannot be read: {getattr(error, 'strerror', error)}") from error
+    if not token:
+        raise TuneError("you are not logged in to the hub: run `hf auth login`, set HF_TOKEN, or give --token-file")
+    explanations = {
+        errors.HFValidationError: f"'{repo}' is no name for a repository: OWNER/NAME of letters, digits, - _ and .",
+        errors.RepositoryNotFoundError: f"the hub does not let this login write {repo}: check the owner, and the token",
+    }
+    try:
+        hub = huggingface_hub.HfApi(token=token)
+        name = hub.create_repo(repo, private=private or None, exist_ok=True).repo_id
+        hub.upload_folder(
+            repo_id=name, folder_path=folder, allow_patterns=[file.name for file in folder.iterdir() if file.is_file()],
+            ignore_patterns=".*", commit_message="Upload by tune push",
+        )  # fmt: skip
+    except tuple(explanations) as error:
+        raise TuneError(next(text for kind, text in explanations.items() if isinstance(error, kind))) from error
+    except (errors.HTTPError, errors.OfflineModeIsEnabled, ValueError) as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403):
+            raise TuneError(f"the hub does not let this login write {repo}: check the owner, and the token") from error
+        said = without_secrets(str(error).replace(token, "***"))
+        raise TuneError(f"the hub did not take {repo} ({said}). Check the network, and run it again") from error
+    return f"{hub.endpoint}/{name}"
