@@ -21,6 +21,7 @@ VERBS = {
     "diff": "in what two runs differ",
     "checkpoints": "list the checkpoints of a run, with their metrics",
     "preview": "look at the data of a run before it starts",
+    "plan": "say what a run needs, how long it takes, and which layout is best",
     "prepare": "tokenise the data of a run ahead of time",
     "generate": "answer prompts with a model, an adapter or a run",
     "chat": "talk to a model in the terminal",

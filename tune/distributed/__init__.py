@@ -1,17 +1,20 @@
 """Process group and mesh, sharding with FSDP2, activation memory, signals: one path for 1 to N processes."""
 
+from tune.distributed.activations import wrap_forward
 from tune.distributed.interrupt import Interrupt
 from tune.distributed.parallelize import (
     DTYPES,
     clip_grad_norm_,
     gathered,
     parallelize,
+    repeated_blocks,
     reshard,
     set_gradient_sync,
     stored_dtype,
+    units_of,
 )
 from tune.distributed.shards import full_tensor, local_shard
-from tune.distributed.tensor_parallel import summed
+from tune.distributed.tensor_parallel import share, summed
 from tune.distributed.world import World, init
 
 __all__ = [
@@ -24,8 +27,12 @@ __all__ = [
     "init",
     "local_shard",
     "parallelize",
+    "repeated_blocks",
     "reshard",
     "set_gradient_sync",
+    "share",
     "stored_dtype",
     "summed",
+    "units_of",
+    "wrap_forward",
 ]

@@ -141,9 +141,12 @@ def _sdpa(
 def _flash_fits(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
     size = query.shape[-1]
     fits = query.dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= 256
-    if not (query.is_cuda and fits and value.shape[-1] == size and scoring.has_kernels):
-        return False
-    return torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return fits and value.shape[-1] == size and scoring.has_kernels and has_flash(query)
+
+
+def has_flash(tensor: Tensor) -> bool:
+    """Whether the device of `tensor` has flash kernels for documents of different lengths."""
+    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (8, 0)
 
 
 def _flash(

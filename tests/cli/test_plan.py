@@ -1,0 +1,77 @@
+"""`tune plan` on its command line."""
+
+import json
+
+import pytest
+
+from tune import config
+from tune.cli import main
+
+
+def plan(capsys, *arguments: str) -> str:
+    main(["plan", *arguments])
+    return capsys.readouterr().out
+
+
+def test_what_it_says(tmp_path, checkpoint, capsys):
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())  # no weights, no tokenizer, no data
+    run = ["full_finetune", f"model.path={tmp_path}", "max_seq_len=128", "--device", "h100", "--world-size", "8"]
+    found = json.loads(plan(capsys, *run, "max_steps=100", "--price", "2", "--json"))
+    sizes = found["memory_gib"]
+    assert sizes.pop("of") == 80 and abs(sum(sizes.values()) / 2 / sizes["total"] - 1) < 1e-6
+    assert found["tokens"] == 100 * 16 * 128 and found["fits"]
+    assert found["cost"] == pytest.approx(found["hours"] * 2 * 8)
+    assert found["step_seconds"] == pytest.approx(sum(found["seconds"].values()))
+    text = plan(capsys, *run)
+    assert "it fits: 8 x h100" in text and "a billion tokens" in text
+
+
+def test_search_prints_overrides_that_the_recipe_takes(checkpoint, capsys):
+    run = ["lora_finetune", f"model.path={checkpoint}", "max_seq_len=128", "--device", "a100"]
+    found = json.loads(plan(capsys, *run, "--search", "--json"))
+    again = json.loads(plan(capsys, *run, *found["overrides"], "--json"))
+    assert again["step_seconds"] == pytest.approx(found["step_seconds"], rel=0.1)
+    assert again["overrides"] == found["overrides"] and len(found["runners_up"]) == 5
+    text = plan(capsys, *run, "--search")
+    assert "micro_batch_size=" in text and "slower (" in text
+
+
+def test_calibration_gives_the_run_that_it_learned_from(tmp_path, checkpoint, capsys):
+    settings = [f"model.path={checkpoint}", "max_seq_len=96", "global_batch_size=4", "dtype=fp32", "device=cpu"]
+    cfg = config.load("full_finetune", [*settings, "dataset.path=none"])
+    config.save(cfg, tmp_path)
+    step = {"step_seconds": 3.0, "data_seconds": 0.5, "tokens": 4 * 96, "peak_memory_gib": 1.5}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step | {"step": n}) + "\n" for n in range(4)))
+    (tmp_path / "run.json").write_text('{"processes": 1}')
+    plan(capsys, "--calibrate", str(tmp_path), "--device", "cpu")
+    found = json.loads(plan(capsys, "full_finetune", *settings, "--device", str(tmp_path / "device.json"), "--json"))
+    assert found["step_seconds"] == pytest.approx(2.5, rel=1e-3)
+    assert found["memory_gib"]["total"] == pytest.approx(1.5, rel=1e-3)
+
+
+WRONG = {
+    "no run": (["--device", "cpu", "--calibrate", "docs"], "it is not the folder of a run"),
+    "device": (["--device", "h10"], "Did you mean 'h100'?"),
+    "file": (["--device", "pyproject.toml"], "is not a device"),
+    "processes": (["--device", "h100", "--world-size", "3", "parallel.dp_replicate=2"], "--world-size 3"),
+    "batch": (["--device", "h100", "--world-size", "3"], "global_batch_size=16 is no multiple of 3"),
+    "batch of a search": (["--device", "h100", "--world-size", "3", "--search"], "global_batch_size=16"),
+    "folder": (["--device", "h100", "model.path=none"], "model.path: none does not exist"),
+    "no config": (["--device", "h100", "model.path=tests"], "has no config.json"),
+    "key": (["--device", "h100", "model.pat=x"], "model.pat"),
+    "heads": (["--device", "h100", "--world-size", "3", "parallel.tp=3", "global_batch_size=3"], "parallel.tp"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_inputs(name, checkpoint, capsys):
+    arguments, message = WRONG[name]
+    with pytest.raises(SystemExit) as exit:
+        main(["plan", "full_finetune", f"model.path={checkpoint}", *arguments])
+    assert exit.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_recipes_that_are_not_planned(checkpoint, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "grpo", f"model.path={checkpoint}", "reward=x.y", "--device", "h100"])
+    assert "plan" in capsys.readouterr().err

@@ -1,0 +1,116 @@
+"""Memory and speed that are planned, against torch's own accounts of real steps and closed formulas."""
+
+import torch
+from torch import nn
+
+from tune import peft, quantization
+from tune.collators import Batch
+from tune.losses import LinearCrossEntropy
+from tune.models import build
+from tune.preflight.devices import DEVICES
+from tune.preflight.memory import Layout, units
+from tune.preflight.optimizer import bytes_of_states
+from tune.preflight.plan import Job
+
+ROWS, LENGTH = 2, 128
+
+
+def job(path, lora: bool = False, nf4: bool = False, dtype="fp32", master="fp32", rows=ROWS) -> Job:
+    with torch.device("meta"):
+        model = build(str(path))
+    if nf4:
+        quantization.quantize_linears(model)
+    if lora:
+        peft.add_adapters(model, peft.LoRA(rank=4))
+    return Job(
+        model, LinearCrossEntropy(), DEVICES["cpu"], seq_len=LENGTH, global_batch_size=rows, dtype=dtype,
+        master_dtype=master, compile=False, states=8, flops=1,
+    )  # fmt: skip
+
+
+def saved_by_torch(path, lora: bool) -> int:
+    """Bytes of the different storages that a real forward and loss keep for backward, without the parameters."""
+    model = build(str(path))
+    if lora:
+        peft.add_adapters(model, peft.LoRA(rank=4))
+    model.train()
+    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    tokens = torch.ones(ROWS, LENGTH, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(Batch.of(tokens, labels=tokens), lambda hidden, weight, batch: hidden.sum())
+    return sum(each.untyped_storage().nbytes() for place, each in kept.items() if place not in weights)
+
+
+def test_what_is_kept_for_backward(checkpoint, tied_checkpoint):
+    for path in (checkpoint, tied_checkpoint):
+        for lora in (False, True):
+            found = job(path, lora).trace(ROWS, 1, "none", True, False)
+            ours = found.embed.live + sum(n * each.live for n, each in zip(found.counts, found.forward, strict=True))
+            assert abs(ours / saved_by_torch(path, lora) - 1) < 0.05, (path, lora)
+
+
+def test_checkpointing_keeps_less_and_computes_more(checkpoint):
+    traces = {kind: job(checkpoint).trace(ROWS, 1, kind, True, False) for kind in ("none", "selective", "full")}
+    kept = [each.forward[0].live for each in traces.values()]
+    work = [each.backward[0].products for each in traces.values()]
+    assert kept == sorted(kept, reverse=True) and work == sorted(work)
+    assert kept[-1] == ROWS * LENGTH * 64 * 4  # of a block only its result: hidden_size 64 in fp32
+
+
+def test_weights_gradients_and_states_of_a_process(checkpoint):
+    numbers = sum(each.numel() for each in build(str(checkpoint)).parameters())
+    whole = job(checkpoint, dtype="bf16", rows=8).plan(Layout(1, 4, 1, 1))
+    assert whole.memory.parts["weights"] == numbers * 4 / 4  # in fp32 over four processes
+    assert whole.memory.parts["optimizer"] == numbers * 8 / 4
+    assert whole.memory.parts["gradients"] == numbers * 4 / 4  # of two micro-batches: all, at any time
+    adapted = job(checkpoint, lora=True, dtype="bf16", rows=8)
+    assert adapted.plan(Layout()).memory.parts["weights"] < numbers * 2.5
+
+
+def test_four_bits(checkpoint):
+    linears = [m for name, m in build(str(checkpoint)).named_modules() if isinstance(m, nn.Linear) and name != "head"]
+    weights = sum(each.weight.numel() for each in linears)
+    whole, quantised = (
+        units(job(checkpoint, lora=True, nf4=nf4).trace(1, 1, "none", True, False)).stored for nf4 in (False, True)
+    )
+    assert 4 - (whole - quantised) / weights < 0.7  # half a byte, and the scales
+
+
+def test_states_of_optimizers():
+    from tune.optimizers import Adafactor
+
+    assert 8 <= bytes_of_states(lambda _, groups: torch.optim.AdamW(groups), None) < 8.1
+    assert bytes_of_states(lambda _, groups: torch.optim.SGD(groups, lr=1), None) == 0
+    assert bytes_of_states(lambda _, groups: torch.optim.SGD(groups, lr=1, momentum=0.9), None) == 4
+    assert bytes_of_states(lambda _, groups: Adafactor(groups), None) < 0.1
+
+
+def test_tensor_parallelism_and_offload(checkpoint):
+    one, two = (job(checkpoint, dtype="bf16", rows=4).plan(Layout(1, 1, tp, 1)) for tp in (1, 2))
+    assert two.memory.parts["weights"] < 0.6 * one.memory.parts["weights"]
+    assert two.seconds.tensor > 0 == one.seconds.tensor
+    offloaded = job(checkpoint, dtype="bf16", rows=4).plan(Layout(1, 1, 1, 1, cpu_offload=True))
+    assert offloaded.memory.host >= one.memory.parts["weights"] + one.memory.parts["optimizer"]
+    assert offloaded.memory.parts["optimizer"] == 0
+
+
+def test_a_line_through_one_and_two_rows_gives_four(checkpoint):
+    layout = Layout(micro_batch_size=4)
+    exact, line = (job(checkpoint, rows=4).plan(layout, line) for line in (False, True))
+    assert abs(line.memory.total / exact.memory.total - 1) < 0.01
+    assert abs(line.seconds.total / exact.seconds.total - 1) < 0.1
+
+
+def test_the_search_is_the_best_of_all(checkpoint):
+    planned = job(checkpoint, rows=6, dtype="bf16")
+    found = planned.search(3)
+    fitting = [each.seconds.total for each in found if each.fits]
+    assert fitting == sorted(fitting) and len(fitting) > 10
+    assert {each.layout.size for each in found} == {3}
+    assert found == planned.search(3)

@@ -1,0 +1,91 @@
+"""What planning knows of devices: a table, or a file that a calibration has written."""
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from tune.errors import TuneError
+from tune.lookup import did_you_mean
+
+
+@dataclass(frozen=True)
+class Device:
+    """Peaks are those of the vendor's data sheet: `tflops` of dense bf16 products, `tflops_fp32` as torch computes them
+    (on NVIDIA with TF32 off), `bandwidth` of its memory and, in one direction, of links: between devices of a
+    node, between nodes, to the host, all in GB/s. `product_share` and `bandwidth_share` are
+    what kernels reach of them, `launch` the microseconds of an operation. `reserve` GiB (context, libraries) and
+    `reserve_share` of what is allocated (fragments) are not for tensors."""
+
+    name: str
+    memory: float
+    tflops: float
+    tflops_fp32: float
+    bandwidth: float
+    link: float
+    network: float
+    host: float = 25
+    per_node: int = 8
+    product_share: float = 0.7
+    bandwidth_share: float = 0.75
+    link_share: float = 0.7
+    launch: float = 4.0
+    reserve: float = 1.0
+    reserve_share: float = 0.05
+    flash: bool = True
+
+    def seconds(self, flops: float, moved: float, dtype: str) -> float:
+        """Of an operation: by its products or by its memory, whatever takes longer."""
+        peak = self.tflops if dtype != "fp32" else self.tflops_fp32
+        by_memory = moved / (self.bandwidth * 1e9 * self.bandwidth_share)
+        return max(flops / (peak * 1e12 * self.product_share), by_memory, self.launch * 1e-6)
+
+    def transfer(self, moved: float, processes: int) -> float:
+        """Of a collective in which each process sends and gets `moved` bytes."""
+        speed = self.link if processes <= self.per_node else self.network
+        return 0.0 if processes == 1 else moved * (processes - 1) / processes / (speed * 1e9 * self.link_share) + 2e-5
+
+
+DEVICES = {
+    "a100": Device("a100", 80, 312, 19.5, 2039, 300, 25),
+    "h100": Device("h100", 80, 989, 67, 3350, 450, 50),
+    "h200": Device("h200", 141, 989, 67, 4800, 450, 50),
+    "b200": Device("b200", 180, 2250, 75, 8000, 900, 50),
+    "mi300x": Device("mi300x", 192, 1307, 163, 5300, 448, 50),
+    "cpu": Device("cpu", 16, 0.05, 0.1, 20, 2, 2, 20, 64, 0.7, 0.7, 0.7, 8.0, 0.4, 0.05, False),
+}
+
+
+def device(name: str) -> Device:
+    """One of `DEVICES`, or that of a file. Raises TuneError."""
+    if name in DEVICES:
+        return DEVICES[name]
+    file = Path(name)
+    if not file.is_file():
+        raise TuneError(
+            f"--device: {name} is neither a known device nor a file.{did_you_mean(name, DEVICES)} Known are "
+            f"{', '.join(DEVICES)}; `tune plan --calibrate RUN` writes a file"
+        )
+    try:
+        return Device(**json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        known = ", ".join(each.name for each in fields(Device))
+        raise TuneError(f"--device: {name} is not a device: {error}. It is a JSON object with {known}") from error
+
+
+def calibrated(plan: Any, seconds: float, gib: float) -> Device:
+    """The device of a plan, with the speed and the reserve at which it takes what was measured."""
+    found, waits = plan.device, plan.seconds.tensor + plan.seconds.sharding + plan.seconds.offload
+    speed = (plan.seconds.total - waits) / max(seconds - waits, 0.1 * seconds)
+    tensors = (plan.memory.total - plan.memory.parts["reserve"]) / 2**30
+    return replace(
+        found,
+        product_share=found.product_share * speed,
+        bandwidth_share=found.bandwidth_share * speed,
+        launch=found.launch / speed,
+        reserve=max(0.0, gib - (1 + found.reserve_share) * tensors),
+    )
+
+
+def save(device: Device, file: Path) -> None:
+    file.write_text(json.dumps(asdict(device), indent=2) + "\n")
