@@ -1,20 +1,26 @@
 """Experts that processes share: what cannot be shared is told before anything is loaded; what is waited for."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from distributed.test_tensor_parallel import Mesh, model_of
-from helpers import save_checkpoint
+from helpers import run_processes, save_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import tune
 from tune import distributed
 from tune.distributed.expert_parallel import share_experts
 from tune.errors import TuneError
 from tune.models import hf
 from tune.models.context import Context
+from tune.peft import LoRA, add_adapters
 
 WRONG = [
-    ("llama", {}, 2, "Decoder has no experts that processes can share"),
+    ("llama", {}, 2, "the model (Decoder) has no experts that processes can share"),
     ("mixtral", {}, 3, "3 processes cannot share 4 experts. Set it to 1 or 2 or 4"),
     ("granitemoe", {}, 4, "4 processes cannot share 6 experts. Set it to 1 or 2 or 3 or 6"),
     ("gpt_oss", {"num_local_experts": 5}, 2, "2 processes cannot share 5 experts. Set it to 1 or 5"),
@@ -34,7 +40,9 @@ def test_what_processes_cannot_share(name, changes, processes, message, tmp_path
 
 def test_models_of_transformers(tmp_path):
     model = hf(str(save_checkpoint(tmp_path, "MixtralConfig", num_local_experts=4)))
-    with pytest.raises(TuneError, match=r"parallel\.ep: HuggingFaceModel has no experts that processes can share"):
+    with pytest.raises(
+        TuneError, match=r"parallel\.ep: the model \(HuggingFaceModel\) has no experts that processes can share"
+    ):
         share_experts(model, Mesh(2))
 
 
@@ -78,3 +86,80 @@ def test_meta_tensors_are_exchanged(name, alone, tmp_path, monkeypatch):
     output.sum().backward()
     assert output.shape == hidden.grad.shape == (2, 7, 64)
     assert waits == [(2, 1)]
+
+
+def test_frozen_experts_are_in_the_type_of_the_computation(tmp_path):
+    model = model_of(tmp_path, "qwen3_moe")
+    with torch.device("meta"):
+        add_adapters(model, LoRA(rank=2, target_modules=".*experts.*"))
+    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp_replicate", "dp_shard", "ep"))
+    distributed.parallelize(model, replace(distributed.init("cpu"), experts=mesh), dtype="bf16")
+    experts = dict(model.blocks[0].mlp.experts.named_parameters())
+    assert {name: each.to_local().dtype for name, each in experts.items()} == {
+        name: torch.float32 if "lora" in name else torch.bfloat16 for name in experts
+    }
+
+
+SENT = """
+import json
+import sys
+from collections import Counter
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tune import distributed
+from tune.checkpointers import Random
+from tune.collators import Batch
+from tune.losses import LinearCrossEntropy
+from tune.models import build
+
+
+class Sent(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.numbers = Counter(), Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if str(operation).startswith("_c10d_functional.all_to_all"):
+            kind = str(args[0].dtype)
+            self.calls[kind] += 1
+            self.numbers[kind] += args[0].numel()
+        return operation(*args, **kwargs or {})
+
+
+world = distributed.init("cpu", ep=2)
+with torch.device("meta"):
+    model = build(sys.argv[1])
+distributed.parallelize(model, world, dtype="fp32")
+Random(0).load(model)
+tokens = torch.randint(0, 300, (2, 1, 120), generator=torch.Generator().manual_seed(1))[world.data_rank]
+with Sent() as sent:
+    loss = model(Batch.of(tokens, tokens), LinearCrossEntropy())
+    forward = dict(sent.calls), dict(sent.numbers)
+    loss.backward()
+whole, here = (sum(map(count, model.parameters())) for count in (torch.numel, lambda each: each.to_local().numel()))
+found = world.all_gather([*forward, dict(sent.calls), dict(sent.numbers), here / whole])
+print(json.dumps(found) if world.is_main else "")
+world.finish()
+"""
+
+
+@pytest.mark.slow
+def test_what_is_sent_is_what_the_docs_say(tmp_path):
+    shape = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    save_checkpoint(tmp_path / "model", "Qwen3MoeConfig", num_hidden_layers=3, **shape)
+    (tmp_path / "sent.py").write_text(SENT)
+    found = json.loads(run_processes(tmp_path / "sent.py", 2, str(tmp_path / "model")).splitlines()[-1])
+    exchanged, sizes = 2 * 3 * 120 * 2 * 64, 3 * 8
+    for in_forward, numbers_in_forward, calls, numbers, share in found:
+        assert in_forward == {"torch.float32": 6, "torch.int32": 3}
+        assert calls == {"torch.float32": 12, "torch.int32": 3}
+        assert numbers["torch.float32"] == 2 * numbers_in_forward["torch.float32"]
+        assert numbers["torch.int32"] == sizes
+        assert share == pytest.approx(1 / 2, rel=0.02)
+    assert sum(numbers["torch.float32"] for _, numbers, *_ in found) == 2 * exchanged  # of both processes
+    text = (Path(tune.__file__).parents[1] / "docs" / "layouts.md").read_text()
+    for row in ("tokens to their experts and back, in forward", "their gradients, in backward"):
+        assert f"| {row} | 2 L T k D | 6 | {exchanged:,} |" in text
+    assert f"| how many tokens each expert gets | L E | 3 | {sizes} |" in text

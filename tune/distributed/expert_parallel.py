@@ -35,8 +35,8 @@ def share_experts(model: nn.Module, mesh: DeviceMesh) -> None:
     mixtures = _mixtures(model)
     if not mixtures and any(parameter.requires_grad for parameter in model.parameters()):
         raise TuneError(
-            f"parallel.ep: {type(model).__name__} has no experts that processes can share; models with experts of "
-            "tune.models.build have. Set parallel.ep=1"
+            f"parallel.ep: the model ({type(model).__name__}) has no experts that processes can share; models with "
+            "experts of tune.models.build have. Set parallel.ep=1"
         )
     for mixture in mixtures:
         parameters = list(parameters_of(mixture.experts))

@@ -46,6 +46,9 @@ def parallelize(
     """
     # It warns, once for each mesh, that a parameter is gathered over one axis after the other.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    for module in model.modules():  # first: setting `data` does not change the type of a DTensor's shard
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(stored_dtype(module, parameter, dtype, master_dtype))
     blocks = repeated_blocks(model)
     units = units_of(model, blocks)
     if world.mesh["tp"].size() > 1:
@@ -63,9 +66,6 @@ def parallelize(
         share_experts(model, world.experts["ep"])
     if world.mesh["cp"].size() > 1:
         split(model, world.mesh["cp"])
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            parameter.data = parameter.data.to(stored_dtype(module, parameter, dtype, master_dtype))
     needs_cast: set[nn.Parameter] = set()
     if dtype != master_dtype:  # the trained parameters that FSDP must cast, as their modules do not
         others = [module for module in model.modules() if not getattr(module, "casts_parameters", False)]
