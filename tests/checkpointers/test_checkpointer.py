@@ -202,6 +202,35 @@ class CountingInState(torch.optim.SGD):
                 self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
 
 
+@pytest.mark.parametrize("harm", ["truncated", "changed", "missing", "digests"])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(tmp_path, harm):
+    first = make(tmp_path, every=1, keep=3, async_=False)
+    for step in (1, 2, 3):
+        train(first, step)
+        first.step(step)
+    file = next((tmp_path / "step-00000003").glob("*.distcp"))
+    match harm:
+        case "truncated":
+            file.write_bytes(file.read_bytes()[:-1])
+        case "changed":
+            file.write_bytes(bytes(len(file.read_bytes())))
+        case "missing":
+            file.unlink()
+        case "digests":
+            (tmp_path / "step-00000003" / "digests.json").write_text('{"a')
+    told = []
+    with pytest.raises(TuneError, match=r"step-00000003 is damaged: .* Give the checkpoint before it"):
+        make(tmp_path).resume(str(tmp_path / "step-00000003"))
+    again = make(tmp_path, every=1, async_=False, tell=told.append)
+    assert again.resume("auto") == 2
+    what = "digests.json cannot be read" if harm == "digests" else file.name
+    assert what in told[0] and "is damaged" in told[0] and len(told) == 1
+    train(again, 3)
+    again.step(3)  # in the place of the damaged one
+    assert make(tmp_path).resume("auto") == 3
+    assert len([*tmp_path.glob("damaged-step-00000003.*")]) == 1
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("resume", ["auto", "path"])
 @pytest.mark.parametrize(
@@ -217,6 +246,7 @@ def test_no_code_from_a_checkpoint_runs(tmp_path, put, resume):
     again = make(tmp_path, optimizer_class)
     assert again.resume("auto") == 1
     assert again.optimizer.state[again.model.weight]["count"] == 1
+    (tmp_path / "step-00000001" / "digests.json").unlink()  # as whoever changes files would
     put(tmp_path / "step-00000001", Code(tmp_path / "it-ran"))
     with pytest.raises(TuneError, match=r"could run code|is damaged"):
         make(tmp_path, optimizer_class).resume("auto" if resume == "auto" else str(tmp_path))

@@ -1,6 +1,7 @@
 """What a run says of each step: by its definition, on a clock and in a world that the test makes."""
 
 import contextlib
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -34,7 +35,14 @@ def run(clock, monkeypatch, tmp_path):
     """That of the second of four processes, on a device whose peak is known."""
     monkeypatch.setattr(module, "peak_flops", lambda device: 1e6)
     monkeypatch.setattr(module.run_folder, "require_shared", lambda path, world: None)  # the other three do not exist
-    world = SimpleNamespace(size=4, is_main=False, device=torch.device("cpu"), broadcast=lambda value: value)
+    world = SimpleNamespace(
+        rank=1,
+        size=4,
+        is_main=False,
+        device=torch.device("cpu"),
+        timeout=timedelta(hours=1),
+        broadcast=lambda value: value,
+    )
     run = Run("test", world, str(tmp_path), settings=OmegaConf.create())
     run.sinks, run.flops_per_token = [Kept()], 50.0
     return run

@@ -408,10 +408,11 @@ def resume_from_an_incomplete_checkpoint(inputs):
     return [f"resume={path}"]
 
 
-@wrong("resume", "step-00000002 cannot be read", "damaged, remove that folder")
+@wrong("resume", "step-00000002 is damaged", "__0_0.distcp is not as it was written", "the checkpoint before it")
 def resume_from_a_damaged_checkpoint(inputs):
     path = inputs.run / "checkpoints" / "step-00000002" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:100])
+    return [f"resume={path.parent}"]
 
 
 @wrong("made with other data", "fingerprint", "resume=never and another output_dir")

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from tune.atomic import written_aside
 from tune.checkpointers.best import Best
+from tune.checkpointers.digests import found_damage, write_digests
 from tune.checkpointers.reading import Planner, Reader
 from tune.distributed import World, reshard
 from tune.distributed.ray_train import is_ray_worker, report
@@ -92,10 +93,11 @@ class Checkpointer:
     def resume(self, resume: str) -> int:
         """Restore the newest complete checkpoint (`auto`), the one at a path, or none (`never`); return its step.
         Raises TuneError if there is none at the path, it is of another training, or it would replace later ones."""
-        path = self.newest() if resume == "auto" else None if resume == "never" else _checkpoint_at(Path(resume))
         if self.world.is_main and resume == "auto":
             for unfinished in self.folder.glob(".step-*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
+            self._set_damaged_aside()
+        path = self.newest() if resume == "auto" else None if resume == "never" else _checkpoint_at(Path(resume))
         if path is None:
             return 0
         reader = Reader(path)
@@ -136,6 +138,14 @@ class Checkpointer:
         self.best.load_state_dict(small.get("best", {}))
         self.saved = self.reported = small["step"]
         return self.saved
+
+    def _set_damaged_aside(self) -> None:
+        """Rename what is newer than the newest intact checkpoint: it can be looked at, and is not taken."""
+        for path in sorted(self.folder.glob("step-*"), reverse=True):
+            if not (damage := found_damage(path)):
+                return
+            aside = path.rename(self.folder / f"damaged-{path.name}.{uuid.uuid4().hex[:8]}")
+            self.tell(f"warning: {path} is damaged: {damage}. It is now {aside.name}, and the one before it is taken")
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint in the folder."""
@@ -238,6 +248,7 @@ class Checkpointer:
             write()
             if self.world.is_main:
                 (unfinished / "state.json").write_text(small)
+                write_digests(unfinished)
                 unfinished.rename(complete)
         except (OSError, CheckpointException) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -323,4 +334,6 @@ def _checkpoint_at(path: Path) -> Path:
     found = path if path.name.startswith("step-") else inside[-1] if inside else path
     if not (found / ".metadata").exists() or not (found / "state.json").exists():
         raise TuneError(f"resume: {path} is neither a complete checkpoint (step-*) nor a run folder that has one")
+    if damage := found_damage(found):
+        raise TuneError(f"resume: {found} is damaged: {damage}. Give the checkpoint before it")
     return found

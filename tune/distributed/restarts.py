@@ -1,11 +1,20 @@
-"""Restarts by torchrun (--max-restarts): new processes share its store with those that have ended."""
+"""Processes and the launcher that starts them, again after a failure, and may itself be killed."""
 
+import ctypes
 import os
+import signal
+import sys
 import time
 import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
+
+
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Get this signal when the process that started this one is killed, which nobody could then stop. Linux alone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(number))  # PR_SET_PDEATHSIG
 
 
 def launcher_store(timeout: timedelta) -> dist.Store | None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tune.distributed.restarts import launcher_store, of_this_start
+from tune.distributed.restarts import end_with_parent, launcher_store, of_this_start
 from tune.distributed.slurm import join_step
 from tune.errors import TuneError
 
@@ -149,6 +149,8 @@ def init(
             f"parallel.ep: it does not go with parallel.tp={tp}, which shares experts. Set one of both to 1"
         )
     kind = _device_type(device)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     if "RANK" not in os.environ:
         os.environ.update(join_step(dict(os.environ)) | os.environ)
     local_rank, size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -32,14 +32,15 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
     """Run the recipe in workers of Ray Train. The run folder is its folder of results too, so that Ray's users find the
     checkpoints there. SIGINT and SIGTERM reach the workers, which save a checkpoint."""
     chosen = _options(options)
-    for name, value in VARIABLES.items():
-        os.environ.setdefault(name, value)
-    try:
-        import ray
-        from ray import train
-        from ray.train.torch import TorchConfig, TorchTrainer
-    except ImportError as error:
-        raise TuneError("--launcher ray: Ray is not installed: pip install 'tune-recipes[ray]'") from error
+    least, most = (0, 0) if chosen.local else (nodes * chosen.nproc_per_node for nodes in chosen.nnodes)
+    ray, resources = connect(chosen.address, most * chosen.cpus_per_worker)
+    from ray import train
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    gpus = int("GPU" in resources) if chosen.gpus_per_worker is None else chosen.gpus_per_worker
+    for name, wanted in (("CPU", least * chosen.cpus_per_worker), ("GPU", least * gpus)):
+        if (found := resources.get(name, 0)) < wanted:
+            print(f"waiting for {wanted} {name}s: the cluster has {found:.0f}", file=sys.stderr, flush=True)
     folder, stop = folder.absolute(), folder.absolute() / f".stop-{uuid.uuid4().hex[:8]}"
     place = {
         "folder": os.getcwd(),
@@ -49,8 +50,6 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
         "environment": {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
         | {"TUNE_STOP_FILE": str(stop), "TUNE_RUN_FOLDER": str(folder), "TUNE_RAY_WORKER": "1"},
     }
-    least, most = (0, 0) if chosen.local else (nodes * chosen.nproc_per_node for nodes in chosen.nnodes)
-    gpus = _connect(ray, chosen, least, most) if most else 0
     trainer = TorchTrainer(
         _work,
         train_loop_config=place,
@@ -111,28 +110,30 @@ def _range(text: str) -> tuple[int, int]:
     return found
 
 
-def _connect(ray: Any, chosen: Any, least: int, most: int) -> int:
-    """Connect to the cluster, or start one; returns the GPUs of a worker."""
-    address = chosen.address or os.environ.get("RAY_ADDRESS")
-    cores = max(os.cpu_count() or 1, most * chosen.cpus_per_worker)
-    new = {"address": "local", "num_cpus": cores, "include_dashboard": False}
+def connect(address: str | None, cores: int) -> tuple[Any, dict[str, float]]:
+    """Ray's module and the resources of the cluster at `address`, or of a new one that has `cores` at least.
+
+    Raises:
+        TuneError: Ray is not installed, or no cluster is reached.
+    """
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
     try:
-        ray.init(
-            **({"address": address} if address else new),
-            logging_level="warning",
-            runtime_env={"worker_process_setup_hook": _quiet},
-        )
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise TuneError(
-            f"--address: no Ray cluster is reached at {address} ({str(error).splitlines()[0]}). Start one by `ray "
-            "start --head`, or leave the address out for one on this machine"
-        ) from error
-    found = ray.cluster_resources()
-    gpus = int(found.get("GPU", 0) > 0) if chosen.gpus_per_worker is None else chosen.gpus_per_worker
-    for name, each in (("CPU", chosen.cpus_per_worker), ("GPU", gpus)):
-        if found.get(name, 0) < least * each:
-            print(f"waiting for {least * each} {name}s: the cluster has {found.get(name, 0):.0f}", file=sys.stderr)
-    return gpus
+        import ray
+    except ImportError as error:
+        raise TuneError("Ray is not installed: pip install 'tune-recipes[ray]'") from error
+    if cores:
+        address = address or os.environ.get("RAY_ADDRESS")
+        new = {"address": "local", "num_cpus": max(os.cpu_count() or 1, cores), "include_dashboard": False}
+        hook = {"worker_process_setup_hook": _quiet}
+        try:
+            ray.init(**({"address": address} if address else new), logging_level="warning", runtime_env=hook)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise TuneError(
+                f"--address: no Ray cluster is reached at {address} ({str(error).splitlines()[0]}). Start one by `ray "
+                "start --head`, or leave the address out for one on this machine"
+            ) from error
+    return ray, ray.cluster_resources() if cores else {}
 
 
 def _wait(trainer: Any, stop: Path) -> int:

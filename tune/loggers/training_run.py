@@ -1,6 +1,7 @@
 """A run: its folder, its metrics and its messages."""
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -25,6 +26,7 @@ from tune.loggers import run_folder
 from tune.loggers.flops import flops_per_token, peak_flops
 from tune.loggers.hardware import hardware_notes, peak_memory_gib, planned_memory
 from tune.loggers.sinks import WANDB_OFF, Console, Sink, WandbOptions, logged_steps, open_sinks, require_installed
+from tune.loggers.watchdog import Watchdog
 from tune.peft import untrained_tokens
 from tune.secrets import without_secrets
 from tune.tokenizers import Tokenizer
@@ -226,10 +228,18 @@ class Run:
             sink.start(start, total)
         items, begin = iter(data), time.perf_counter()
         self.step_began = begin
-        while not until() and (item := next(items, None)) is not None:
-            self.data_seconds = time.perf_counter() - begin
-            yield item
-            begin = time.perf_counter()
+        tell = self.info if self.world.is_main else functools.partial(print, file=sys.stderr, flush=True)
+        watchdog = Watchdog(self.path / "stacks", self.world, tell)
+        try:
+            for step in itertools.count(start + 1):
+                watchdog.beat(step)
+                if until() or (item := next(items, None)) is None:
+                    return
+                self.data_seconds = time.perf_counter() - begin
+                yield item
+                begin = time.perf_counter()
+        finally:
+            watchdog.end()
 
     def _report_earlier_starts(self, start: int) -> None:
         is_first = not (self.path / "config.yaml").exists()

@@ -1,0 +1,52 @@
+"""A run that has come to a stop says which process the others wait for."""
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers import run_processes
+
+from tune.loggers.watchdog import waited_for
+
+SCRIPT = """\
+import sys, time
+from pathlib import Path
+from tune import distributed
+from tune.loggers.watchdog import Watchdog
+
+folder = Path(sys.argv[1])
+world = distributed.init("cpu", timeout=0.2)  # 12 s: it speaks after 6
+watchdog = Watchdog(folder, world, lambda text: print(text, flush=True))
+watchdog.beat(1)
+world.barrier()
+watchdog.beat(2)
+if world.rank == 1:
+    def reads_slowly():
+        while not (folder / "rank-00000.txt").exists():
+            time.sleep(0.1)
+        time.sleep(4)  # until it is told
+    reads_slowly()
+world.barrier()
+watchdog.end()
+"""
+
+
+@pytest.mark.slow
+def test_the_process_that_others_wait_for(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    told = run_processes(tmp_path / "script.py", 2, str(tmp_path / "stacks"))
+    found = re.findall(r"warning: no step .* The others wait for process 1 on \S+ \((.*), step 2\)\.", told)
+    assert len(found) == 1 and "in reads_slowly" in found[0], told
+    stacks = [(tmp_path / "stacks" / f"rank-0000{rank}.txt").read_text() for rank in (0, 1)]
+    assert "barrier" in stacks[0] and "reads_slowly" in stacks[1]
+
+
+def test_who_is_waited_for() -> None:
+    def head(rank: int, waits: bool) -> dict[str, object]:
+        return {"rank": rank, "step": 7, "host": "node", "waits": waits, "place": "data.py:3 in read"}
+
+    waiting = {rank: head(rank, True) for rank in range(3)}
+    assert waited_for(waiting, 3) == "All processes wait for each other."
+    assert waited_for(waiting, 4) == "Process 3 of 4 says nothing: stopped, or stuck outside of Python."
+    busy = waiting | {1: head(1, False)}
+    assert waited_for(busy, 3) == "The others wait for process 1 on node (data.py:3 in read, step 7)."

@@ -1,0 +1,90 @@
+"""Says where each process is when a run has come to a stop without an error."""
+
+import contextlib
+import json
+import shutil
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from tune.distributed import World
+
+WAITING = ("torch/distributed/", "tune/distributed/world.py")  # frames of a process that waits for others
+
+
+class Watchdog:
+    """A thread in each process. When no step has ended for half of `parallel.timeout`, it writes the stacks of its
+    process to `folder`/rank-00003.txt; the first process then tells which ones the others wait for.
+
+    A process that writes nothing is stopped or hangs in a call that never returns to Python.
+    """
+
+    def __init__(self, folder: Path, world: World, tell: Callable[[str], None]):
+        self.folder, self.rank, self.size, self.tell = folder, world.rank, world.size, tell
+        self.seconds = world.timeout.total_seconds() / 2
+        self.thread = threading.get_ident()
+        self.step, self.ended = 0, threading.Event()
+        self.beaten = time.monotonic()
+        if world.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def beat(self, step: int) -> None:
+        """A step begins."""
+        self.step, self.beaten = step, time.monotonic()
+
+    def end(self) -> None:
+        self.ended.set()
+
+    def _watch(self) -> None:
+        told, pause = 0.0, min(10.0, self.seconds / 4)
+        while not self.ended.wait(pause):
+            if time.monotonic() - self.beaten > self.seconds and told != self.beaten:
+                told = self.beaten
+                with contextlib.suppress(OSError):  # a full disk
+                    self._write()
+                    self.ended.wait(2 * pause)  # for the others
+                    found = read(self.folder)
+                    if self.rank == min(found) and told == self.beaten:
+                        self.tell(
+                            f"warning: no step has ended for {self.seconds + 2 * pause:.0f} s. "
+                            f"{waited_for(found, self.size)} The stacks of all processes are in {self.folder}"
+                        )
+
+    def _write(self) -> None:
+        frames = sys._current_frames()
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        head = {"rank": self.rank, "step": self.step, "host": socket.gethostname(), **where(frames[self.thread])}
+        stacks = {names.get(ident, str(ident)): traceback.format_stack(frame) for ident, frame in frames.items()}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = "\n".join(f"{name}:\n{''.join(lines)}" for name, lines in stacks.items())
+        (self.folder / f"rank-{self.rank:05d}.txt").write_text(f"{json.dumps(head)}\n\n{text}")
+
+
+def where(frame: FrameType) -> dict[str, object]:
+    """The innermost place of a stack, and whether it is a wait for other processes."""
+    stack = traceback.extract_stack(frame)
+    waits = any(mark in each.filename for each in stack[-4:] for mark in WAITING)
+    return {"waits": waits, "place": f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}"}
+
+
+def read(folder: Path) -> dict[int, dict[str, object]]:
+    """By rank what processes have written of themselves."""
+    heads = (json.loads(file.read_text().partition("\n")[0]) for file in folder.glob("rank-*.txt"))
+    return {head["rank"]: head for head in heads}
+
+
+def waited_for(found: dict[int, dict[str, object]], size: int) -> str:
+    """Which processes keep the others waiting: those that say nothing, else those that wait for nobody."""
+    if silent := sorted(set(range(size)) - found.keys()):
+        return f"Process {', '.join(map(str, silent))} of {size} says nothing: stopped, or stuck outside of Python."
+    busy = [head for head in found.values() if not head["waits"]]
+    if not busy:
+        return "All processes wait for each other."
+    places = (f"process {head['rank']} on {head['host']} ({head['place']}, step {head['step']})" for head in busy[:3])
+    return f"The others wait for {'; '.join(places)}."
