@@ -1,10 +1,11 @@
 """`tune plan` against runs on this machine: peak memory (resident set) and seconds of a step, predicted and measured.
 
-    python benchmarks/planning.py memory WORK [--model FOLDER]
+    python benchmarks/planning.py memory WORK --model FOLDER
     python benchmarks/planning.py time WORK
 
-A configuration is a run of its own of three steps. WORK keeps the runs: what is there already is not run again. `time`
-calibrates on the first configuration. Run it on a machine that does nothing else.
+Each configuration is a run of its own; WORK keeps the runs, and what is there is not run again. The
+machine is calibrated on the first one. `time` needs a machine that does nothing else.
+malloc is told to give freed memory back, which as a rule it keeps: what it keeps is not predicted.
 """
 
 import json
@@ -41,7 +42,7 @@ WORDS = [
     "quick",
     "slow",
 ]
-STEPS = 3
+STEPS = 4
 
 # name: (model, processes, recipe, settings)
 FULL, LORA, QLORA = "full_finetune", "lora_finetune", "lora_finetune --config qlora"
@@ -68,6 +69,18 @@ MEMORY = {
     "mixtral, full, 512": ("MixtralConfig", 1, FULL, "max_seq_len=512"),
     "mixtral, lora, 2 x 512": ("MixtralConfig", 1, LORA, "max_seq_len=512 micro_batch_size=2 global_batch_size=2"),
 }  # fmt: skip
+SMALL = "LlamaConfig"
+TIME = {
+    "full, 2 x 512": (SMALL, 1, FULL, "max_seq_len=512 micro_batch_size=2 global_batch_size=2"),
+    "full, 512": (SMALL, 1, FULL, "max_seq_len=512"),
+    "full, 4 x 256": (SMALL, 1, FULL, "max_seq_len=256 micro_batch_size=4 global_batch_size=4"),
+    "full, 1024, full": (SMALL, 1, FULL, "max_seq_len=1024 memory.activation_checkpointing=full"),
+    "full, 2 of 512": (SMALL, 1, FULL, "max_seq_len=512 global_batch_size=2"),
+    "lora, 1024": (SMALL, 1, LORA, "max_seq_len=1024"),
+    "lora, 1024, selective": (SMALL, 1, LORA, "max_seq_len=1024 memory.activation_checkpointing=selective"),
+    "qlora, 512": (SMALL, 1, QLORA, "max_seq_len=512"),
+    "full, 2048": (SMALL, 1, FULL, "max_seq_len=2048"),
+}
 SHAPES = {
     "Qwen3Config": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6, "num_attention_heads": 16,
                     "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": False, "vocab_size": 32768},
@@ -102,7 +115,7 @@ def arguments(recipe: str, path: str, settings: str) -> list[str]:
     return [*recipe.split(), f"model.path={path}", *fixed.split(), *settings.split()]
 
 
-def measured(name: str, case: tuple, folder: Path, given: str) -> tuple[list[str], list[dict]]:
+def measured(name: str, case: tuple, folder: Path, given: str) -> tuple[list[str], list[dict], Path]:
     kind, processes, recipe, settings = case
     run = folder / "runs" / re.sub(r"\W+", "-", name)
     command = arguments(recipe, model(kind, folder, given), settings)
@@ -119,34 +132,42 @@ def measured(name: str, case: tuple, folder: Path, given: str) -> tuple[list[str
         done = subprocess.run(run_, env=environment, capture_output=True, text=True)
         if done.returncode:
             print(name, done.stdout[-500:], done.stderr[-1500:])
-    return command, [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return command, [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [], run
 
 
-def planned(command: list[str], processes: int, device: str) -> dict:
-    run = [sys.executable, "-m", "tune.cli", "plan", *command, "--world-size", str(processes), "--device", device]
-    out = subprocess.run([*run, "--json"], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    if out.returncode:
-        print(out.stderr[-1500:])
-    return json.loads(out.stdout)
+def tune(*arguments: str) -> str:
+    run = [sys.executable, "-m", "tune.cli", *arguments]
+    done = subprocess.run(run, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-1500:]
+    return done.stdout
 
 
 def main() -> None:
-    folder = Path(sys.argv[2])
+    kind, folder = sys.argv[1], Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
     given = sys.argv[sys.argv.index("--model") + 1] if "--model" in sys.argv else ""
-    device = sys.argv[sys.argv.index("--device") + 1] if "--device" in sys.argv else "cpu"
-    errors = []
-    for name, case in MEMORY.items():
-        command, metrics = measured(name, case, folder, given)
+    cases = MEMORY if kind == "memory" else TIME
+    runs = {name: measured(name, case, folder, given) for name, case in cases.items()}
+    device, errors = "cpu", {"GiB": [], "s": []}
+    for name, (command, metrics, run) in runs.items():
         if not metrics:
             continue
-        plan = planned(command, case[1], device)
-        before, found = plan["memory_gib"]["total"], metrics[-1]["peak_memory_gib"]
-        errors.append(abs(before / found - 1))
-        seconds = statistics.median(each["step_seconds"] for each in metrics[1:])
-        print(f"{name:<32} {found:6.2f} GiB, planned {before:6.2f} ({before / found - 1:+.1%}; {plan['peak_at']}); "
-              f"{seconds:.2f} s, planned {plan['step_seconds']:.2f}", flush=True)  # fmt: skip
-    print(f"memory: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+        if device == "cpu":
+            device = str(run / "device.json")
+            tune("plan", "--calibrate", str(run), "--device", "cpu")
+        plan = json.loads(tune("plan", *command, "--world-size", str(cases[name][1]), "--device", device, "--json"))
+        seconds = statistics.median(each["step_seconds"] - each["data_seconds"] for each in metrics[1:])
+        pairs = {
+            "GiB": (plan["memory_gib"]["total"], metrics[-1]["peak_memory_gib"]),
+            "s": (plan["step_seconds"], seconds),
+        }
+        line = f"{name:<32}"
+        for unit, (before, found) in pairs.items():
+            errors[unit].append(abs(before / found - 1))
+            line += f" {before:6.2f} {unit} planned, {found:6.2f} measured ({before / found - 1:+.1%});"
+        print(line, plan["peak_at"], flush=True)
+    for unit, found in errors.items():
+        print(f"{unit}: without the first median error {statistics.median(found[1:]):.1%}, worst {max(found[1:]):.1%}")
 
 
 if __name__ == "__main__":
