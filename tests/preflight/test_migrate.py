@@ -18,12 +18,21 @@ A, L, T = (
     "model_name_or_path: a/b\ntemplate: qwen\n",
     "model_name_or_path: a/b\ndataset_name: c/d\n",
 )
+EVALUATION = """
+model: {_component_: torchtune.models.llama3.llama3_8b}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /tmp/llama}
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: t.model, max_seq_len: null}
+dtype: bf16
+tasks: [arc_easy]
+max_seq_length: 512
+batch_size: 4
+"""
 RECIPES = {name: dict(leaves(config.read_file(config.find_config(name)))) for name in config.list_recipes()}
 PEER_CONFIGS = os.environ.get("TUNE_PEER_CONFIGS", "")
 
 
 def converted(text: str, tmp_path: Path, peer: str | None = None, method: str | None = None) -> Migration:
-    file = tmp_path / "theirs.yaml"
+    file = tmp_path / ("theirs.sh" if "--" in text and "\n#" not in text else "theirs.yaml")
     file.write_text(text)
     values, found, processes = verb.read(file)
     return migrate(values, peer or peer_of(values), method or found, RECIPES, processes)
@@ -47,7 +56,7 @@ def loaded(run: Migration, tmp_path: Path, *settings: str):
 @pytest.mark.parametrize("peer", FILES)
 def test_each_key_is_accounted_for_once_and_the_settings_load(peer, tmp_path):
     run = converted(FILES[peer], tmp_path)
-    values = verb.read(tmp_path / "theirs.yaml")[0]
+    values = verb.read(next(tmp_path.glob("theirs.*")))[0]
     keys = [entry.key for entry in run.entries()]
     assert run.peer == peer
     assert keys == list(dict(leaves(values)))
@@ -126,6 +135,7 @@ def test_a_command_line_of_trl(tmp_path):
         (L + "stage: pt\nfinetuning_type: full", "full_finetune", {"dataset.train_on": "all"}),
         (L + "stage: kto", "preference_finetune", {"loss._component_": "tune.losses.KTO"}),
         (L + "stage: ppo", "ppo_finetune", {}),
+        (EVALUATION, "evaluate", {"tasks": ["arc_easy"], "max_length": 512, "batch_size": 4}),
         (T + "num_generations: 4\nbeta: 0.04", "grpo", {"kl": 0.04, "group_size": 4}),
         (T + "teacher_model_name_or_path: e/f\nbeta: 1", "distill", {"loss._component_": "tune.losses.ReverseKL"}),
     ],
@@ -159,6 +169,46 @@ def test_several_sources_become_a_mixture(tmp_path):
     assert cfg.dataset._component_ == "tune.datasets.mix"
     one = {"path": "c/one", "split": "train", "take": 50, "train_on": "all", "too_long": "drop"}
     assert cfg.dataset.sources == {"one": one, "two": {"path": "two.jsonl", "train_on": "all", "too_long": "drop"}}
+
+
+def test_texts_to_learn_whole_are_split_and_packed(tmp_path):
+    text = A + "pretraining_dataset: [{path: c/d, name: e, type: pretrain}]"
+    found = ours(converted(text, tmp_path))
+    expected = {"dataset.path": "c/d", "dataset.subset": "e", "dataset.streaming": True, "dataset.train_on": "all"}
+    assert found.items() >= {**expected, "dataset.too_long": "split", "packed": True}.items()
+
+
+def test_one_bound_of_the_ratio_is_both(tmp_path):
+    for text, high in (("epsilon: 0.1", 0.1), ("epsilon: 0.1\nepsilon_high: 0.3", 0.3), ("epsilon_high: 0.3", 0.3)):
+        found = ours(converted(T + "num_generations: 4\n" + text, tmp_path))
+        assert found["loss._component_"] == "tune.losses.ClippedPolicy" and found["loss.high"] == high
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            TORCHTUNE + "quantizer: {_component_: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer}",
+            "int4",
+        ),
+        (A + "qat: {weight_dtype: int8, activation_dtype: int8}", "int8"),
+        (A + "qat: {weight_dtype: nvfp4}", None),
+    ],
+)
+def test_training_on_rounded_weights(text, expected, tmp_path):
+    run = converted(text, tmp_path)
+    assert ours(run).get("quantization.qat") == expected
+    assert {"differs", "no counterpart"} & {
+        each for key, each in status(run).items() if key.startswith(("qat", "quant"))
+    }
+
+
+def test_types_of_computation(tmp_path):
+    for text, kind in (("bf16: true", None), ("fp16: true", None), ("{}", "fp32"), ("bf16: false", "fp32")):
+        found = ours(converted(L + text.replace("{}", ""), tmp_path))
+        assert found.get("dtype") == kind
+    run = converted(A + "bf16: false\nfp16: true", tmp_path)
+    assert "bf16 does not" in {entry.key: entry.note for entry in run.entries()}["fp16"]
 
 
 def test_what_a_split_leaves_is_held_out(tmp_path):
@@ -229,11 +279,26 @@ def test_secrets_stay_out(tmp_path, capsys):
     ],
 )  # fmt: skip
 def test_wrong_inputs(text, code, message, tmp_path, capsys):
-    (tmp_path / "theirs.yaml").write_text(text)
+    file = tmp_path / ("theirs.sh" if "--" in text else "theirs.yaml")
+    file.write_text(text)
     with pytest.raises(SystemExit) as end:
-        main(["migrate", str(tmp_path / "theirs.yaml"), "--out", str(tmp_path / "ours.yaml")])
+        main(["migrate", str(file), "--out", str(tmp_path / "ours.yaml")])
     assert (end.value.code, message in capsys.readouterr().err) == (code, True)
     assert not (tmp_path / "ours.yaml").exists()
+
+
+def test_options_of_a_command_line(tmp_path):
+    (tmp_path / "sft.yaml").write_text("dataset_name: c/d\nlearning_rate: 1e-3\n")
+    (tmp_path / "run.sh").write_text(
+        "#!/bin/sh\nexport A=1\n# trl dpo --beta 1\ntrl sft --config sft.yaml --max-length=64 \\\n"
+        "  --model_name_or_path a/b --packing --lora_target_modules q_proj v_proj --eos_token '{'\n"
+    )
+    values, method, processes = verb.read(tmp_path / "run.sh")
+    assert (method, processes) == ("sft", 1)
+    assert values == {
+        "dataset_name": "c/d", "learning_rate": 1e-3, "max_length": 64, "model_name_or_path": "a/b", "packing": True,
+        "lora_target_modules": ["q_proj", "v_proj"], "eos_token": "{",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from tune import config
 from tune.errors import TuneError
 from tune.preflight.migrate import PEERS, STATUSES, Migration, NotConverted, leaves, migrate, peer_of, show
 from tune.secrets import without_secrets
 
+COMMAND = re.compile(r"^[^#\n]*?(?:\btrl (?P<trl>\w+)|(?P<script>\w+)\.py)(?P<options> .*--\w.*)$", re.MULTILINE)
 PROCESSES = re.compile(r"--(?:nproc[-_]per[-_]node|num_processes)[ =](\d+)")
 
 
@@ -72,36 +75,35 @@ def read(file: Path) -> tuple[dict[str, Any], str | None, int]:
         raise TuneError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}.") from error
     found = PROCESSES.search(text)
     processes = int(found[1]) if found else 1
-    commands = [
-        line for line in text.replace("\\\n", " ").splitlines() if line.strip() and not line.strip().startswith("#")
-    ]
-    command = next(
-        (line for line in commands if re.search(r"\s--\w", line) and re.search(r"\btrl\b|\w\.py\b", line)), ""
-    )
-    if not command:
+    command = None if file.suffix in (".yaml", ".yml") else COMMAND.search(text.replace("\\\n", " "))
+    if command is None:
         return config.read_file(file), None, processes
-    return (
-        {**options_of(shlex.split(command, comments=True))},
-        re.findall(r"(?:\btrl\s+|(?=\w+\.py))(\w+)", command)[-1],
-        processes,
-    )
+    values = options_of(shlex.split(command["options"], comments=True))
+    if "config" in values:
+        values = config.read_file(file.parent / str(values.pop("config"))) | values
+    return values, command["trl"] or command["script"], processes
 
 
 def options_of(words: list[str]) -> dict[str, Any]:
-    """`--key value`, `--key=value`, `--key one two` and `--flag` behind the script, as values."""
-    start = max(index for index, word in enumerate(words) if word.endswith(".py") or word == "trl")
+    """`--key value`, `--key=value`, `--key one two` and `--flag` as values."""
     values: dict[str, Any] = {}
-    for word in [
-        part for each in words[start + 1 :] for part in (each.split("=", 1) if each.startswith("--") else [each])
-    ]:
+    key = ""
+    for word in words:
         if word.startswith("--"):
-            key = word[2:].replace("-", "_")
-            values[key] = True
-        elif values:
-            value = OmegaConf.to_container(OmegaConf.create(f"x: {word}"))["x"]  # type: ignore[index, call-overload]
-            before = values[key]
+            key, equals, text = word[2:].partition("=")
+            key = key.replace("-", "_")
+            values[key] = value_of(text) if equals else True
+        elif key:
+            before, value = values[key], value_of(word)
             values[key] = value if before is True else [*(before if isinstance(before, list) else [before]), value]
     return values
+
+
+def value_of(word: str) -> Any:
+    try:
+        return OmegaConf.to_container(OmegaConf.create(f"x: {word}"))["x"]  # type: ignore[index, call-overload]
+    except (YAMLError, OmegaConfBaseException):
+        return word
 
 
 def whose(values: dict[str, Any], file: Path) -> str:

@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
-from omegaconf import Container, OmegaConf
+from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tune.errors import TuneError
@@ -19,7 +19,9 @@ from tune.lookup import did_you_mean
 
 PEERS = {"torchtune": "torchtune", "axolotl": "axolotl", "llama_factory": "LLaMA-Factory", "trl": "TRL"}
 STATUSES = ("converted", "differs", "same by default", "no counterpart", "unknown")
-TABLES = Path(__file__).parent / "peers"
+PARTS = ("keys", "always", "lacking")  # of a table
+NOTHING: tuple[Any, ...] = (None, "", [], {})
+OFF = ("false", "0", "0.0", "no", "none", "off")
 
 Values = dict[str, Any]
 
@@ -37,8 +39,7 @@ class Setting:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass
-class Entry:
+class Entry(NamedTuple):
     """What became of one key of theirs."""
 
     key: str
@@ -59,161 +60,119 @@ class Migration:
     defaults: Values
     elsewhere: set[str]  # settings of other recipes
     usual: Values  # what the peer takes for a key that is not there
-    world_size: int = 1
-    has_adapter: bool = False
+    world_size: int
+    has_adapter: bool
     settings: dict[str, Setting] = field(default_factory=dict)
     said: dict[str, tuple[str, str]] = field(default_factory=dict)  # what has no setting: its status and why
-
-    @property
-    def table(self) -> Values:
-        return table(self.peer)
 
     def takes(self, key: str) -> bool:
         """Whether the recipe has this setting, or a component that may take it."""
         group = key.rpartition(".")[0]
-        if key.startswith("adapter.") and not self.has_adapter:
-            return False
-        is_argument = f"{group}._component_" in self.defaults and key not in self.elsewhere
-        return (
-            key.startswith(("_", "recipe"))
-            or key in self.defaults
-            or is_argument
-            or group in ("adapter", "dataset.sources")
-        )
+        if group == "adapter":
+            return self.has_adapter
+        is_argument = f"{group}._component_" in self.defaults and (group != "dataset" or key not in self.elsewhere)
+        return key.startswith(("_", "recipe")) or key in self.defaults or is_argument
 
     def set(self, key: str, value: Any, *sources: str, note: str = "") -> None:
         if isinstance(value, float) and value.is_integer() and isinstance(self.defaults.get(key), int | None):
             value = int(value)
         before = self.settings.get(key, Setting(value, []))
-        notes = [*before.notes, note] if note else before.notes
-        self.settings[key] = Setting(value, list(dict.fromkeys([*before.sources, *sources])), notes)
+        sources = tuple(dict.fromkeys([*before.sources, *sources]))
+        self.settings[key] = Setting(value, list(sources), [*before.notes, *([note] if note else [])])
 
     def pop(self, key: str, default: Any = None) -> Setting:
         return self.settings.pop(key, Setting(default, []))
 
     def read(self, key: str, value: Any, implied: bool = False) -> None:
         """Convert one key of theirs by the first line of the table that it matches."""
-        plain = re.sub(r"\[\d+\]", "[]", key)
-        rule = match(self.table["keys"], plain)
-        always, lost = (match(self.table[part], plain) for part in ("always", "lacking"))
-        if value is None:
-            value = self.usual.get(key)
-        if value is None or value in ("", [], {}):
-            patterns = [str(each) for part in ("keys", "always", "lacking") for each in self.table[part]]
-            is_known = rule is not None or always or lost or any(plain in each for each in patterns)  # a group
-            self.said[key] = ("same by default", "not set") if is_known else self.unknown(plain)
-        elif rule is not None:
-            self.convert(key, value, {"to": rule} if isinstance(rule, str | list) else rule, implied)
-        elif always:
-            self.said[key] = ("same by default", always)
-        elif lost:
-            is_off = value is False or str(value).lower() in ("0", "0.0", "no", "none", "off")
-            self.said[key] = ("same by default", "off there too") if is_off else ("no counterpart", lost)
+        part, found, line = look_up(self.peer, key)
+        value = self.usual.get(key) if value is None else value
+        if part == "unknown":
+            self.said[key] = part, f"{PEERS[self.peer]} has no such key, as far as is known here.{line}"
+        elif value in NOTHING:
+            self.said[key] = "same by default", "not set"
+        elif part == "keys":
+            self.convert(key, value, {"to": line} if isinstance(line, str | list) else line, found, implied)
+        elif part == "lacking" and str(value).lower() not in OFF:
+            self.said[key] = "no counterpart", line
         else:
-            self.said[key] = self.unknown(plain)
+            self.said[key] = "same by default", line if part == "always" else "off there too"
 
-    def unknown(self, key: str) -> tuple[str, str]:
-        known = [
-            name for part in ("keys", "always", "lacking") for pattern in self.table[part] for name in names(pattern)
-        ]
-        return "unknown", f"{PEERS[self.peer]} has no such key, as far as is known here.{did_you_mean(key, known)}"
-
-    def convert(self, key: str, value: Any, rule: Values, implied: bool = False) -> None:
-        note, index = rule.get("note", ""), re.search(r"\[\d+\]", key)
+    def convert(self, key: str, value: Any, rule: Values, found: re.Match[str], implied: bool) -> None:
         if "by" in rule:
             from tune.preflight import migrate_rules
 
             return getattr(migrate_rules, rule["by"])(self, key, value)
+        index = re.search(r"\[\d+\]", key)
         targets = [rule["to"]] if isinstance(rule["to"], str) else rule["to"]
+        targets = [found.expand(each).replace("[]", index[0] if index else "") for each in targets]
+        note = rule.get("note", "")
         if "values" in rule:
-            choices = common()[rule["values"]] if isinstance(rule["values"], str) else rule["values"]
             value = value[0] if isinstance(value, list) and len(value) == 1 else value
-            word = next((each for each in choices if re.fullmatch(str(each), str(value).lower())), None)
+            choices = common()[rule["values"]] if isinstance(rule["values"], str) else rule["values"]
+            word, chosen = first(choices, str(value).lower())
             if word is None:
                 hint = did_you_mean(str(value), [name for each in choices for name in names(each)])
                 self.said[key] = "no counterpart", f"there is nothing like {value}.{hint}"
                 return
-            found, *more = choices[word] if isinstance(choices[word], list) else [choices[word]]
-            note = " ".join(filter(None, [note, *more]))
-            if found is None:
+            chosen, note = chosen if isinstance(chosen, list) else (chosen, note)
+            if isinstance(chosen, dict):
+                for name, each in chosen.items():
+                    self.put(key, each, [targets[0] + name], note, implied=True)
+                return
+            if chosen is None:
                 self.said[key] = ("differs", note) if note else ("same by default", "")
                 return
-            if isinstance(found, dict):
-                prefix = targets[0].replace("[]", index[0] if index else "")
-                for name, each in found.items():
-                    if prefix + name not in self.settings:
-                        self.set(prefix + name, each, key, note=note)
-                self.said.update({} if found else {key: ("differs", note)})
-                return
-            value = {"same": value, "nothing": None}.get(found, found) if isinstance(found, str) else found
-        targets = [re.sub(r"\\(\d)", lambda group: self.group(key, int(group[1])), each) for each in targets]
-        target = next(filter(self.takes, targets), None)
-        if target is None:
-            no_adapter = targets[0].startswith("adapter.") and not self.has_adapter
-            is_off = value is False or (value == 1 and targets[0].startswith("parallel."))
-            why = (
-                "no adapter is trained"
-                if no_adapter
-                else "off there too"
-                if is_off
-                else f"{self.recipe} has no {targets[0]}"
-            )
-            self.said[key] = ("same by default" if no_adapter or is_off else "no counterpart", why)
-            return
-        target = target.replace("[]", index[0] if index else "")
-        if not (implied and target in self.settings):
-            value = {rule["in"]: value} if "in" in rule else value
-            usual = target in self.defaults and self.defaults[target] == value
-            self.set(target, self.recipe if target == "recipe" else value, key, note="" if usual else note)
+            value = {"same": value, "nothing": None}.get(chosen, chosen) if isinstance(chosen, str) else chosen
+        if rule.get("split") and isinstance(value, str):
+            value = re.split(r"\s*,\s*", value)
+        self.put(key, {rule["in"]: value} if "in" in rule else value, targets, note, implied)
 
-    def group(self, key: str, number: int) -> str:
-        """What the group of the pattern that stands for `key` found in it."""
-        plain = re.sub(r"\[\d+\]", "[]", key)
-        found = (re.fullmatch(str(pattern), plain) for pattern in self.table["keys"])
-        return next(each[number] for each in found if each)
+    def put(self, key: str, value: Any, targets: list[str], note: str = "", implied: bool = False) -> None:
+        """Set the first of `targets` that the recipe has; what is only `implied` gives way to what is set."""
+        target = next(filter(self.takes, targets), None)
+        if target is not None:
+            if target == "recipe" or not (implied and target in self.settings):
+                is_usual = target in self.defaults and self.defaults[target] == value
+                self.set(target, self.recipe if target == "recipe" else value, key, note="" if is_usual else note)
+        elif targets[0].startswith("adapter."):
+            self.said[key] = "same by default", "no adapter is trained"
+        elif value is False or (value == 1 and targets[0].startswith("parallel.")):
+            self.said[key] = "same by default", "off there too"
+        else:
+            self.said[key] = "no counterpart", f"{self.recipe} has no {targets[0]}"
 
     def entries(self) -> list[Entry]:
         """Each key of theirs once, with what became of it."""
         found = []
         for key, value in self.theirs.items():
             into = {name: each for name, each in self.settings.items() if key in each.sources}
-            ours = [f"{name}={show(each.value)}" for name, each in into.items()]
-            notes = "; ".join(dict.fromkeys(note for each in into.values() for note in each.notes))
-            status, why = "converted", ""
-            if all(self.is_default(name) for name in into):
-                status = "same by default"
-            if key in self.said:
-                status, why = self.said[key]
-            elif all(name.startswith("_") for name in into):
-                status, why, ours = "no counterpart", "nothing here takes it", []
-            elif notes:
-                status = "differs"
-            found.append(Entry(key, value, status, ours, "; ".join(filter(None, (why, notes)))))
+            notes = list(dict.fromkeys(note for each in into.values() for note in each.notes))
+            ours = [f"{name}={show(each.value)}" for name, each in into.items() if name[0] != "_"]
+            usual = all(name in self.defaults and self.defaults[name] == into[name].value for name in into)
+            status = "differs" if notes else "same by default" if usual else "converted"
+            if key not in self.said and not ours:
+                self.said[key] = "no counterpart", "nothing here takes it"
+            status, why = self.said.get(key, (status, ""))
+            found.append(Entry(key, value, status, ours, "; ".join(filter(None, (why, *notes)))))
         return found
-
-    def is_default(self, key: str) -> bool:
-        return key in self.defaults and self.defaults[key] == self.settings[key].value
 
     def changed(self) -> dict[str, Setting]:
         """What differs from the recipe's own settings: all that a config has to say."""
         return {
             key: each
             for key, each in self.settings.items()
-            if key[0] != "_" and key != "recipe" and not self.is_default(key)
+            if key[0] != "_" and key != "recipe" and not (key in self.defaults and self.defaults[key] == each.value)
         }
 
     def refuse(self, key: str, problem: str) -> None:
         """Take back a setting that the recipe does not accept."""
-        for source in self.settings.pop(key).sources:
-            self.said[source] = "no counterpart", problem
+        self.said.update(dict.fromkeys(self.settings.pop(key).sources, ("no counterpart", problem)))
 
     def faults(self) -> list[str]:
         """What is known to go wrong there with these settings, and does not here."""
-        return [
-            each["says"] + (f" ({each['upstream']})" if "upstream" in each else "")
-            for each in self.table["faults"]
-            if holds(each["when"], self.theirs)
-        ]
+        lines, facts = table(self.peer)["faults"], {"method": self.method, **self.theirs}
+        return [f"{each['says']} ({each['upstream']})" for each in lines if holds(each["when"], facts)]
 
 
 def migrate(
@@ -231,9 +190,11 @@ def migrate(
     for each in rules["refused"]:
         if holds(each["when"], theirs):
             raise NotConverted(f"{PEERS[peer]}: {each['says']}")
-    given, source = method_of(rules, theirs, method)
-    found = match(common()["methods"], given.lower())
-    if found is None:
+    line = next(each for each in rules["method"] if holds(each.get("when", {}), theirs))
+    source = "--method" if method else line.get("key") or next(iter(line.get("when", {})), "method")
+    given = str(method or (theirs[line["key"]] if "key" in line else line["is"]))
+    word, found = first(common()["methods"], given.lower())
+    if word is None:
         known = [name for each in common()["methods"] for name in names(each)]
         raise TuneError(f"{source}: {given} is no method.{did_you_mean(given, known)} There are: {', '.join(known)}.")
     if isinstance(found, str):
@@ -247,39 +208,25 @@ def migrate(
     }
     run = Migration(peer, given, name, theirs, recipes[name], elsewhere, usual, world_size, has_adapter)
     for key, value in found.items():
-        if key != "recipe":
-            run.set(key, value, *([source] if source in theirs else []))
+        run.set(key, name if key == "recipe" else value, *([source] if source in theirs else []))
     for key, value in theirs.items():
         run.read(key, value)
-    for key, value in usual.items():
-        if key not in theirs:
-            run.read(key, value, implied=True)
+    for key in [key for key in usual if key not in theirs]:
+        run.read(key, usual[key], implied=True)
     for finish in migrate_rules.FINISH:
         finish(run)
     return run
 
 
-def method_of(rules: Values, theirs: Values, method: str | None) -> tuple[str, str]:
-    """The name of the method, and the key (or option) that it comes from."""
-    if method:
-        return method, "--method"
-    for each in rules["method"]:
-        if holds(each.get("when", {}), theirs):
-            key = each.get("key")
-            return (str(theirs[key]), key) if key else (each["is"], next(iter(each.get("when", {})), "method"))
-    raise AssertionError("the last line of a table's methods holds always")
-
-
 def peer_of(values: Values) -> str:
     """Whose config this is, by its keys. Raises TuneError if they are nobody's."""
-    keys = [re.sub(r"\[\d+\]", "[]", key) for key, _ in leaves(values)]
     text = " ".join(f"{key}={value}" for key, value in leaves(values))
     points = {peer: sum(bool(re.search(mark, text)) for mark in table(peer)["marks"]) for peer in PEERS}
     best = max(points, key=lambda peer: points[peer])
     if points[best] == 0:
-        marks = "; ".join(f"{name}: {table(peer)['looks_like']}" for peer, name in PEERS.items())
+        looks = "; ".join(f"{name} has {table(peer)['looks_like']}" for peer, name in PEERS.items())
         raise TuneError(
-            f"it is no config of these, by its keys ({', '.join(sorted(set(keys))[:6])}): {marks}. "
+            f"by its keys ({', '.join([*values][:6])}) it is no config of these: {looks}. "
             f"--from NAME takes it for one: {', '.join(PEERS)}."
         )
     return best
@@ -294,45 +241,55 @@ def common() -> Values:
 def table(peer: str) -> Values:
     """The lines of a peer, then those of transformers' arguments where it takes these too."""
     own, shared = _load(peer), _load("training_arguments")
-    for part in ("keys", "always", "lacking"):
-        own[part] = own.get(part, {}) | (shared[part] if own.get("takes_training_arguments") else {})
-    own["faults"] = own["faults"] + (shared["faults"] if own.get("takes_training_arguments") else [])
-    return {"refused": [], "defaults": []} | own
+    if own.get("takes_training_arguments"):
+        own |= {part: own[part] | shared[part] for part in PARTS} | {"faults": own["faults"] + shared["faults"]}
+    return own
 
 
 def _load(name: str) -> Values:
-    found = OmegaConf.to_container(OmegaConf.load(TABLES / f"{name}.yaml"), resolve=False)
-    assert isinstance(found, dict)
-    return {str(key): value for key, value in found.items()}
+    file = Path(__file__).parent / "peers" / f"{name}.yaml"
+    return {str(key): value for key, value in OmegaConf.to_container(OmegaConf.load(file)).items()}  # type: ignore[union-attr]
+
+
+def look_up(peer: str, key: str) -> tuple[str, Any, Any]:
+    """The part of the table that knows `key`, the match, and the line; or `unknown`, and what may be meant."""
+    plain = re.sub(r"\[\d+\]", "[]", key)
+    patterns = {str(pattern): (part, line) for part in reversed(PARTS) for pattern, line in table(peer)[part].items()}
+    for part in PARTS:
+        for pattern, line in table(peer)[part].items():
+            if found := _pattern(str(pattern)).fullmatch(plain):
+                return part, found, line
+    if any(re.match(rf"(.*\|)?\(?{re.escape(plain)}\\?[.\[]", pattern) for pattern in patterns):
+        return "always", None, "its keys say it"  # a group
+    return "unknown", None, did_you_mean(plain, [name for pattern in patterns for name in names(pattern)])
 
 
 _pattern = functools.cache(re.compile)  # the tables have more of them than `re` keeps
 
 
-def match(lines: Mapping[str, Any], text: str) -> Any:
-    """The value of the first pattern that is all of `text`."""
-    return next((value for pattern, value in lines.items() if _pattern(str(pattern)).fullmatch(text)), None)
+def first(lines: Mapping[str, Any], text: str) -> tuple[str | None, Any]:
+    """The first pattern that is all of `text`, and its line."""
+    return next(((key, line) for key, line in lines.items() if _pattern(str(key)).fullmatch(text)), (None, None))
 
 
 def names(pattern: str) -> list[str]:
     """The plain words of a pattern `one|other`."""
-    return [word for word in re.split(r"\|", str(pattern)) if re.fullmatch(r"[\w.]+", word)]
+    return [word for word in str(pattern).split("|") if re.fullmatch(r"[\w.]+", word)]
 
 
 def holds(conditions: Mapping[str, Any], theirs: Values) -> bool:
-    """Whether each key that matches has such a value: `set`, `unset`, `>1`, `~pattern` in it, or just this one."""
+    """Whether the keys that match have such values: `set`, `unset`, `>1`, `~pattern` in one, or just this one."""
     return all(_holds([v for key, v in theirs.items() if re.fullmatch(k, key)], want) for k, want in conditions.items())
 
 
 def _holds(values: list[Any], wanted: Any) -> bool:
-    is_set = any(value not in (None, False, "", [], 0) for value in values)
     if wanted in ("set", "unset"):
-        return is_set == (wanted == "set")
+        return any(value not in (*NOTHING, False, 0) for value in values) == (wanted == "set")
     if str(wanted).startswith(">"):
         return any(isinstance(value, int | float) and value > float(wanted[1:]) for value in values)
     if str(wanted).startswith("~"):
         return any(re.search(wanted[1:], str(value), re.IGNORECASE) for value in values)
-    return any(value == wanted for value in values)
+    return wanted in values
 
 
 def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -353,15 +310,14 @@ def resolved(values: Values) -> Values:
     def resolve(node: Any, key: Any) -> Any:
         try:
             value = node[key]
-        except OmegaConfBaseException:
-            return OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index]
-        if not isinstance(value, Container):
-            return value
-        keys = value.keys() if hasattr(value, "keys") else range(len(value))  # type: ignore[arg-type]
-        found = {each: resolve(value, each) for each in keys}
-        return found if hasattr(value, "keys") else list(found.values())
+        except OmegaConfBaseException:  # a resolver of theirs
+            return OmegaConf.to_container(node)[key]  # type: ignore[index]
+        if isinstance(value, DictConfig):
+            return {each: resolve(value, each) for each in value}
+        return [resolve(value, each) for each in range(len(value))] if isinstance(value, Container) else value  # type: ignore[arg-type]
 
-    return {key: resolve(cfg, key) for cfg in [OmegaConf.create(values)] for key in values}
+    cfg = OmegaConf.create(values)
+    return {key: resolve(cfg, key) for key in values}
 
 
 def show(value: Any) -> str:
