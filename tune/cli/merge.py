@@ -58,7 +58,8 @@ def average(run: Path, steps: Sequence[int] | None, out: Path) -> None:
 
     steps = sorted(set(steps or (int(each.name.removeprefix("step-")) for each in run.glob("checkpoints/step-*"))))
     if len(steps) < 2:
-        raise TuneError(f"{run} has no several checkpoints to average; a run with checkpointer.keep=null keeps all")
+        found = ", ".join(map(str, steps)) or "none"
+        raise TuneError(f"{run}: a mean is of several checkpoints, and here is {found}; keep more: checkpointer.keep=9")
     means: dict[str, Any] = {}
     for count, step in enumerate(steps, 1):
         model, base, path, tokenizer = at_step(run, step)
