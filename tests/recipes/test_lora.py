@@ -112,7 +112,8 @@ def test_layouts(checkpoint, common, tmp_path):
         merging = [*common, "export.merge=true"]
         run_processes(RUN_VARIANTS, count, "lora_finetune", str(folder), json.dumps(merging), json.dumps(variants))
         for name in variants:
-            assert losses(folder / name) == pytest.approx(alone[name], rel=1e-5), (count, name)
+            within = 1e-3 if "rounded" in name else 1e-5  # a weight between two codes may be rounded either way
+            assert losses(folder / name) == pytest.approx(alone[name], rel=within), (count, name)
             require_merged(folder / name, checkpoint)
 
 
