@@ -17,11 +17,11 @@ from tune.losses import LinearCrossEntropy
 from tune.models import build
 
 LAYOUTS = [{"tp": tp, "dp_replicate": replicas} for tp, replicas in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))]
-LAYOUTS += [{"cp": 2, "dp_replicate": 2}, {"cp": 2, "tp": 2}]
+SPLIT = [{"cp": 2, "dp_replicate": 2}, {"cp": 2, "tp": 2}]  # with some of the others
 KINDS = {"all": None, "adapter": peft.LoRA(rank=4, dora=True)}
 path, folder = Path(sys.argv[1]), Path(sys.argv[2])
 if path.name == "experts":
-    LAYOUTS = [{}, {"ep": 2, "cp": 2}, {"ep": 4}, {"tp": 2}]
+    LAYOUTS, SPLIT = [{}, {"ep": 2, "cp": 2}, {"ep": 4}, {"tp": 2}], []
     del KINDS["adapter"]
 
 
@@ -72,13 +72,13 @@ def whole(model, optimizer):
 
 pairs = 0
 for kind, lora in KINDS.items():
-    for number, layout in enumerate(LAYOUTS):
+    for number, layout in enumerate(LAYOUTS if lora else LAYOUTS + SPLIT):
         at = folder / f"{kind} {number}"
         world, model, optimizer, checkpointer = start(layout, lora, at)
         step(world, model, optimizer)
         checkpointer.save(1)
         saved, expected = whole(model, optimizer), step(world, model, optimizer)
-        for other in LAYOUTS:
+        for other in LAYOUTS[::2] + SPLIT if layout in SPLIT else LAYOUTS + SPLIT * (number == 2 and not lora):
             world, model, optimizer, checkpointer = start(other, lora, at)
             step(world, model, optimizer)
             step(world, model, optimizer)  # it has other states, which the checkpoint replaces
@@ -100,7 +100,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "shape", "pairs"),
-    [("dense", "Qwen3Config", {}, 98), ("experts", "Qwen3MoeConfig", EXPERTS, 16)],
+    [("dense", "Qwen3Config", {}, 62), ("experts", "Qwen3MoeConfig", EXPERTS, 16)],
 )
 def test_all_pairs_of_layouts_of_four_processes(name, kind, shape, pairs, tmp_path):
     save_checkpoint(tmp_path / name, kind, num_hidden_layers=2, **shape)

@@ -1,12 +1,18 @@
 """Parts of batches: what they attend to, how even they are, and what cannot be split."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from distributed.test_tensor_parallel import model_of
+from helpers import run_processes
 from models.test_attention import SCORINGS, make
 from torch import nn
 from torch.testing import assert_close
 
+import tune
 from tune import distributed
 from tune.collators import Batch, Sample, collate
 from tune.distributed import context_parallel
@@ -110,6 +116,19 @@ def test_parts_have_about_the_same_work(rows, most):
     lengths = [length for row in rows for length in row]
     assert sum(work) == sum(length * (length + 1) // 2 for length in lengths)
     assert max(work) <= most * sum(work) / 4
+
+
+def test_what_is_sent_and_held(checkpoint):
+    """The numbers of docs/layouts.md, and those of its formulas."""
+    found = json.loads(run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "2"))
+    keys_and_values = 3 * 120 * 2 * 2 * 16
+    ways = {"all_gather_into_tensor.default": "in forward", "reduce_scatter_tensor.default": "in backward"}
+    assert found["calls"] == dict.fromkeys(ways, 3) | {"all_reduce.default": 1}
+    assert found["numbers"] == dict.fromkeys(ways, keys_and_values) | {"all_reduce.default": 1}
+    text = (Path(tune.__file__).parents[1] / "docs" / "layouts.md").read_text()
+    for when in ways.values():
+        assert re.search(rf"of all tokens, .* {when} \| 2 L T K \| 3 \| {keys_and_values:,} \|", text)
+    assert found["share"] == found["gradients"] == pytest.approx(1 / 2, rel=0.02)
 
 
 class Unknown(nn.Module):

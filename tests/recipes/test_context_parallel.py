@@ -5,12 +5,12 @@ from helpers import save_checkpoint
 from models.test_families import SMALL, VARIANTS
 from recipes.test_tensor_parallel import LORA, NF4, assert_one_curve, common, wide  # noqa: F401
 
-FAMILIES = ("llama-tied", "qwen3", "gemma2", "gemma3_text-scaled", "phi3", "gpt_oss", "qwen3_moe", "deepseek_v3")
 LAYOUTS = {
     "cp x FSDP": ["parallel.cp=2", "micro_batch_size=4"],
     "cp x HSDP": ["parallel.cp=2", "parallel.dp_replicate=2", "micro_batch_size=4"],
     "cp": ["parallel.cp=4"],
     "cp x tp": ["parallel.cp=2", "parallel.tp=2"],
+    "cp x ep": ["parallel.cp=2", "parallel.ep=2", "micro_batch_size=4"],
 }
 
 
@@ -25,38 +25,42 @@ def test_two_processes_share_each_row(wide, common, tmp_path):  # noqa: F811
 
 @pytest.mark.slow
 def test_all_parameters(checkpoint, common, tmp_path):  # noqa: F811
-    common = [*common, f"model.path={checkpoint}"]
+    pytest.importorskip("transformers")
+    names = {
+        "packed": list(LAYOUTS)[:4],
+        "plain": ["cp"],
+        "recomputed": ["cp x FSDP"],
+        "in backward": ["cp x HSDP"],
+        "gradients reduced once": ["cp x tp"],
+        "gemma3_text-scaled": ["cp"],
+        "phi3": ["cp x tp"],
+        "gpt_oss": ["cp x tp"],
+        "deepseek_v3": ["cp x ep"],
+        "qwen3_moe": ["cp x FSDP", "cp x ep"],
+    }
     variants = {
         "packed": [],
         "plain": ["packed=false"],
         "recomputed": ["memory.activation_checkpointing=selective"],
-        "on the host": ["memory.cpu_offload=true"],
         "in backward": ["optimizer_in_backward=true", "max_grad_norm=null"],
         "gradients reduced once": ["parallel.reduce_every_micro_batch=false"],
     }
-    assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path)
-
-
-@pytest.mark.slow
-def test_families(common, tmp_path):  # noqa: F811
-    pytest.importorskip("transformers")
-    variants = {}
-    for name in FAMILIES:
+    for name in names.keys() - variants:
         kind, changes = VARIANTS[name]
         save_checkpoint(tmp_path / name, kind, **SMALL | changes | {"vocab_size": 300})
         variants[name] = [f"model.path={tmp_path / name}"]
-    layouts = {name: LAYOUTS[name] for name in ("cp x FSDP", "cp", "cp x tp")}
-    assert_one_curve("full_finetune", common, variants, layouts, 4, tmp_path / "runs")
+    common = [*common, f"model.path={checkpoint}"]
+    assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path / "runs", names)
 
 
 @pytest.mark.slow
 def test_adapters(wide, common, tmp_path):  # noqa: F811
-    common = [*common, f"model.path={wide}"]
     variants = {
         "LoRA": LORA,
         "NF4 with DoRA": [*LORA, *NF4, "adapter.dora=true"],
         "head and embedding": ["adapter.rank=4", "adapter.target_modules=[q_proj,lm_head,embed_tokens]"],
         "tokens": ["adapter.trainable_tokens=[2,30,7]", "adapter.modules_to_save=[norm]"],
     }
-    layouts = {name: LAYOUTS[name] for name in ("cp x HSDP", "cp x tp")}
-    assert_one_curve("lora_finetune", common, variants, layouts, 4, tmp_path)
+    names = {name: ["cp x tp"] for name in variants} | {"LoRA": ["cp x HSDP", "cp x tp"]}
+    common = [*common, f"model.path={wide}"]
+    assert_one_curve("lora_finetune", common, variants, LAYOUTS, 4, tmp_path, names)

@@ -42,21 +42,18 @@ def measured(run):
     return [line[name] for line in lines for name in ("loss", "grad_norm", "validation_loss") if name in line]
 
 
-def assert_one_curve(recipe, common, variants, layouts, count, folder):
-    """Each of `variants` in each of `layouts` on `count` processes, against one process."""
+def assert_one_curve(recipe, common, variants, layouts, count, folder, names=None):
+    """Each of `variants` in each of `layouts`, or in those that `names` has for it, on `count` processes, against one
+    process."""
+    pairs = [(name, layout) for name in variants for layout in (names[name] if names else layouts)]
     main = importlib.import_module(recipe).main
     for name, overrides in variants.items():
         main(config.load(recipe, [*common, *overrides, f"output_dir={folder / 'alone' / name}"]))
-    shared = {
-        f"{name}, {layout}": [*overrides, *settings]
-        for name, overrides in variants.items()
-        for layout, settings in layouts.items()
-    }
+    shared = {f"{name}, {layout}": [*variants[name], *layouts[layout]] for name, layout in pairs}
     run_processes(RUN_VARIANTS, count, recipe, str(folder), json.dumps(common), json.dumps(shared))
-    for name in variants:
-        reference = measured(folder / "alone" / name)
-        for layout in layouts:
-            assert measured(folder / f"{name}, {layout}") == pytest.approx(reference, rel=1e-5), (name, layout)
+    alone = {name: measured(folder / "alone" / name) for name in variants}
+    for name, layout in pairs:
+        assert measured(folder / f"{name}, {layout}") == pytest.approx(alone[name], rel=1e-5), (name, layout)
 
 
 LAYOUTS = {

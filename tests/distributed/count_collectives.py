@@ -1,0 +1,52 @@
+"""Prints what a process of `cp` sends in a step and holds, without any others: `count_collectives.py MODEL CP`."""
+
+import json
+import sys
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tune import distributed
+from tune.collators import Batch
+from tune.losses import LinearCrossEntropy
+from tune.models import build
+
+
+class Collectives(TorchDispatchMode):
+    """Counts calls, and numbers of the larger of what goes in and what comes out. Those of FSDP are c10d's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.numbers = Counter(), Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        output = operation(*args, **kwargs or {})
+        name = str(operation)
+        if name.startswith("_c10d_functional.") and ("gather" in name or "reduce" in name):
+            self.calls[operation.__name__] += 1
+            self.numbers[operation.__name__] += max(args[0].numel(), output.numel())
+        return output
+
+
+path, size = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+dist.ProcessGroup.set_timeout = lambda *_: None  # this backend has none
+world = distributed.init("cpu", cp=size)
+with torch.device("meta"):
+    model = build(path)
+distributed.parallelize(model, world, dtype="fp32")
+for parameter in model.parameters():
+    torch.nn.init.zeros_(parameter)
+tokens = torch.arange(120)[None]
+with Collectives() as counted:
+    model(Batch.of(tokens, tokens), LinearCrossEntropy()).backward()
+whole, here = (
+    sum(count(each) for each in model.parameters()) for count in (torch.numel, lambda p: p.to_local().numel())
+)
+gradients = sum(parameter.grad.to_local().numel() for parameter in model.parameters())
+found = {"calls": counted.calls, "numbers": counted.numbers, "share": here / whole, "gradients": gradients / whole}
+print(json.dumps(found))
+world.finish()
