@@ -17,11 +17,12 @@ ORDER = [
     *("evaluation", "peft", "generation", "checkpointers"),
     *("datasets", "models", "optimizers"),
     *("tokenizers", "losses", "quantization", "distributed"),
-    *("collators", "config"),
+    *("collators", "config", "rules"),
     *("atomic", "type_check", "types", "lookup", "errors", "secrets", "__version__"),  # files beside the packages
 ]
 ALLOWED = {
     ("loggers", "config"): "a run writes its recipe's settings to config.yaml",
+    ("preflight", "config"): "what is wrong with a run is found by making all that its settings name",
     ("records", "config"): "a report reads them there, and the recipe's defaults",
 }
 

@@ -158,7 +158,7 @@ def test_segments_of_a_gpu_are_expandable_unless_the_user_says_anything(theirs, 
     if theirs:
         monkeypatch.setenv(theirs, "max_split_size_mb:128")
     before = {name: os.environ.get(name) for name in world.ALLOCATOR_SETTINGS}
-    monkeypatch.setattr(world, "_device_type", lambda device: "cuda")
+    monkeypatch.setattr(world, "device_type", lambda device: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # nothing has used the device until then
     with pytest.raises(TuneError, match="has no GPU"):
         distributed.init("cuda")

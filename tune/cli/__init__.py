@@ -20,6 +20,7 @@ VERBS = {
     "report": "write a page on a run, or on several laid over each other",
     "diff": "in what two runs differ",
     "checkpoints": "list the checkpoints of a run, with their metrics",
+    "validate": "tell what is wrong with a run before it starts",
     "preview": "look at the data of a run before it starts",
     "plan": "say what a run needs, how long it takes, and which layout is best",
     "prepare": "tokenise the data of a run ahead of time",

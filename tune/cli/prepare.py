@@ -62,14 +62,19 @@ def prompts_of(cfg: DictConfig, tokenizer: Any) -> dict[str, Any]:
 
 def settings(name: str, arguments: list[str]) -> DictConfig:
     """The settings of a run, given its recipe or its config and what stands behind it on the command line."""
+    return config.load(*recipe_of(name, arguments))
+
+
+def recipe_of(name: str, arguments: list[str]) -> tuple[str, list[str]]:
+    """The default of that recipe, and the arguments with the config."""
     is_config = name.endswith((".yaml", ".yml"))
     recipe = Path(name).with_suffix(".py") if is_config else config.find_recipe(name)
     default = default_config(recipe) if recipe.is_file() else None
     if default and (not is_config or Path(default) == Path(name)):
         sys.path.insert(0, str(recipe.resolve().parent))  # components beside the recipe can be named
-        return config.load(default, arguments)
+        return default, arguments
     if not is_config:
         raise TuneError(f"{recipe} does not name its settings: @config.entrypoint(...) is not in it")
     arguments = ["--config", name, *arguments]
     findings = {each: config.read(each, arguments, imports=False)[1] for each in config.list_recipes()}
-    return config.load(min(findings, key=lambda each: len(findings[each])), arguments)
+    return min(findings, key=lambda each: len(findings[each])), arguments

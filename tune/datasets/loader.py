@@ -71,7 +71,7 @@ class DataLoader:
             self.steps_per_epoch = -(-len(dataset) // global_batch_size)
             whole = epochs * self.steps_per_epoch
             self._steps = whole if max_steps is None else min(whole, max_steps)
-        _check_sizes(world.data_size, global_batch_size, micro_batch_size, accumulate)
+        require_batches(world.data_size, global_batch_size, micro_batch_size, accumulate)
         self._step, self._position = 0, Position()
 
     def __len__(self) -> int:
@@ -174,7 +174,8 @@ def _check_rows(dataset: Dataset | Mixture, ranks: int) -> None:
         )
 
 
-def _check_sizes(ranks: int, global_batch_size: int, micro_batch_size: int, accumulate: bool) -> None:
+def require_batches(ranks: int, global_batch_size: int, micro_batch_size: int, accumulate: bool) -> None:
+    """Raises TuneError if a global batch is not so many micro-batches on each of the data-parallel `ranks`."""
     together = ranks * micro_batch_size
     if global_batch_size == together or (accumulate and global_batch_size % together == 0):
         return

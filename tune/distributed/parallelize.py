@@ -52,11 +52,6 @@ def parallelize(
     blocks = repeated_blocks(model)
     units = units_of(model, blocks)
     if world.mesh["tp"].size() > 1:
-        if compile and activation_checkpointing != "none":
-            raise TuneError(
-                "compile: with parallel.tp above 1 compiled blocks cannot be recomputed. Set compile=false, or "
-                "memory.activation_checkpointing=none"
-            )
         share(model, blocks, units, world.mesh["tp"])
     if world.experts is not None:
         if compile:
@@ -73,10 +68,6 @@ def parallelize(
     # Without anything to gather, cast or move, FSDP would compute the same and copy every parameter and gradient once
     # more per micro-batch.
     plain = world.size == 1 and not needs_cast and not cpu_offload
-    if world.device.type == "mps" and not plain:
-        raise TuneError("dtype: on mps dtype and master_dtype must be the same, and memory.cpu_offload=false")
-    if activation_offload and world.device.type == "cpu":
-        raise TuneError("memory.activation_offload: with device=cpu activations are in host memory; set it to false")
     for block in blocks:
         wrap_forward(block, activation_checkpointing, compile, activation_offload)
     if not plain:

@@ -148,7 +148,7 @@ def init(
         raise TuneError(
             f"parallel.ep: it does not go with parallel.tp={tp}, which shares experts. Set one of both to 1"
         )
-    kind = _device_type(device)
+    kind = device_type(device)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     if "RANK" not in os.environ:
@@ -200,7 +200,8 @@ def init(
         experts = init_device_mesh(mesh.device_type, (dp_replicate, shards * cp // ep, ep), mesh_dim_names=names)
         groups += experts.get_all_groups()
     for group in [*mesh.get_all_groups(), *groups]:
-        group.set_timeout(duration)  # a mesh makes groups with torch's default
+        if dist.get_backend() != "fake":  # of `tune validate`: no processes, nothing to wait for
+            group.set_timeout(duration)  # a mesh makes groups with torch's default
     if dp_replicate > 1:
         sharding = DeviceMesh._concatenate([mesh["dp_replicate"], sharding])
     here = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
@@ -212,7 +213,8 @@ def init(
     return world
 
 
-def _device_type(device: str) -> str:
+def device_type(device: str) -> str:
+    """The type of device that a setting means here. Raises TuneError if there is none."""
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     available = [kind for kind, is_present in present.items() if is_present]
     if device not in ("auto", *available):

@@ -45,14 +45,6 @@ def hardware_notes(
 ) -> Iterator[str]:
     """What will be slow or take much memory. `shape` is rows of a micro-batch and tokens of a row; `longest` is the
     length of the longest document in tokens."""
-    if device.type == "cpu" and dtype == "bf16":
-        yield "dtype=bf16 is slow on most CPUs: dtype=fp32 is usually several times faster, and exact"
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
-    if dtype == "bf16" and (major, minor) < (8, 0):
-        yield (
-            f"this GPU (compute capability {major}.{minor}) has no units for bf16 and no flash kernels, which need "
-            "8.0: dtype=bf16 is slow here, try dtype=fp32; attention is that of SDPA"
-        )
     if device.type != "cpu" and (size := score_bytes(model, dtype, shape, longest, compile, activation_checkpointing)):
         yield (
             f"attention of this model has soft caps or sinks, for which there is no kernel: its scores take up to "

@@ -18,6 +18,7 @@ from torch import nn
 from tune import config, records
 from tune.datasets import DataLoader, Dataset, Mixture, PromptLoader, Stream
 from tune.datasets.display import MARKS, first_row, marked, parts_of
+from tune.datasets.loader import require_batches
 from tune.datasets.warnings import warnings_about
 from tune.distributed import World
 from tune.errors import TuneError
@@ -28,6 +29,7 @@ from tune.loggers.hardware import hardware_notes, peak_memory_gib, planned_memor
 from tune.loggers.sinks import WANDB_OFF, Console, Sink, WandbOptions, logged_steps, open_sinks, require_installed
 from tune.loggers.watchdog import Watchdog
 from tune.peft import untrained_tokens
+from tune.rules import Facts, Level, judge
 from tune.secrets import without_secrets
 from tune.tokenizers import Tokenizer
 
@@ -71,12 +73,25 @@ class Run:
         run_folder.require_shared(mark, world)
         self.sinks: list[Sink] = [Console(console_every)] if world.is_main else []
         self.messages: list[str] = []
+        self._apply_rules()
         self.data: dict[str, Any] = {}
         self.first_row = ""
         self.stream: Stream | None = None
         self.step_began = time.perf_counter()
         self.data_seconds, self.flops_per_token = 0.0, 0.0
         self.has_begun = False  # on the first process
+
+    def _apply_rules(self) -> None:
+        device = self.world.device
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        found = judge(Facts(self.settings, device.type, self.world.size, capability))
+        if errors := [str(finding) for finding in found if finding.level is Level.ERROR]:
+            raise TuneError("\n  ".join(errors))
+        if size := self.settings.get("global_batch_size"):
+            accumulate = not self.settings.get("optimizer_in_backward")
+            require_batches(self.world.data_size, size, self.settings.micro_batch_size, accumulate)
+        for finding in found:
+            self.info(f"{'changed' if finding.level is Level.HEAL else 'warning'}: {finding}")
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,163 @@
+"""Each rule where it fires and where it just does not; what it changes; the page that lists them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tune import config
+from tune.rules import RULES, Facts, Level, judge
+
+PAGE = (Path(__file__).parents[2] / "docs" / "validate.md").read_text()
+BY_ID = {rule.id: rule for rule in RULES}
+FULL, LORA, PAIRS, GRPO = "full_finetune", "lora_finetune", "preference_finetune", "grpo"
+BF16 = ["dtype=bf16", "master_dtype=bf16"]
+MOE = {"model_type": "qwen3_moe", "num_experts": 8, "router_aux_loss_coef": 0.01}
+
+# The recipe, settings with which the rule fires and with which it does not, and what else it reads.
+CASES = {
+    "rate-of-all-parameters": (FULL, ["optimizer.lr=1e-3"], ["optimizer.lr=1e-4"]),
+    "rate-of-an-adapter": (LORA, ["optimizer.lr=1e-5"], ["optimizer.lr=2e-5"]),
+    "rate-of-preferences": (PAIRS, ["optimizer.lr=1e-4"], ["optimizer.lr=1e-4", "adapter.rank=8"]),
+    "rate-of-a-policy": (GRPO, ["optimizer.lr=1e-4"], ["optimizer.lr=1e-4", "adapter.rank=8"]),
+    "rate-of-zero": (FULL, ["optimizer.lr=0"], ["optimizer.lr=1e-9"]),
+    "rate-of-sgd": (FULL, ["optimizer._component_=torch.optim.SGD"], ["optimizer.lr=2e-5"]),
+    "rate-of-adafactor": (FULL, ["optimizer._component_=tune.optimizers.Adafactor"], ["optimizer.lr=2e-5"]),
+    "ratio-of-rates": (LORA, ["parameter_groups.lr_ratios={lora_b: 64}"], ["parameter_groups.lr_ratios={lora_b: 16}"]),
+    "warm-up-of-the-whole-run": (FULL, ["schedule.warmup=9", "max_steps=8"], ["schedule.warmup=8", "max_steps=8"]),
+    "updates-lost-in-bf16": (FULL, [*BF16, "optimizer.lr=1e-5"], [*BF16, "optimizer.lr=2e-5"]),
+    "moments-stuck-in-bf16": (FULL, [*BF16, "optimizer.betas=[0.9,0.999]"], [*BF16, "optimizer.betas=[0.9,0.99]"]),
+    "computing-finer-than-the-weights": (FULL, ["dtype=fp32", "master_dtype=bf16"], ["dtype=fp32"]),
+    "fp32-on-a-gpu": (FULL, ["dtype=fp32"], ["dtype=bf16"], {"device": "cuda"}),
+    "bf16-on-a-cpu": (FULL, ["dtype=bf16"], ["dtype=fp32"]),
+    "bf16-on-an-old-gpu": (FULL, ["dtype=bf16"], ["dtype=fp32"], {"device": "cuda", "capability": (7, 5)}),
+    "two-types-on-mps": (FULL, [], BF16, {"device": "mps"}),
+    "two-types-on-mps-reversed": (FULL, ["dtype=fp32", "master_dtype=bf16"], BF16, {"device": "mps"}),
+    "offload-on-mps": (FULL, ["memory.cpu_offload=true"], [], {"device": "mps"}),
+    "offload-from-host-to-host": (FULL, ["memory.activation_offload=true"], ["memory.cpu_offload=true"]),
+    "recomputing-compiled-shares": (
+        FULL,
+        ["compile=true", "parallel.tp=2", "memory.activation_checkpointing=full"],
+        ["compile=true", "parallel.tp=2"],
+    ),
+    "compiling-without-a-compiler": (FULL, ["compile=true"], [], {"environ": {"CXX": "/nowhere/g++"}}),
+    "optimizer-without-a-compiler": (
+        FULL, ["optimizer._component_=torchao.optim.AdamW8bit"], [], {"environ": {"CXX": "/nowhere/g++"}}
+    ),
+    "compiling-switched-off": (FULL, ["compile=true"], [], {"environ": {"TORCH_COMPILE_DISABLE": "1"}}),
+    "waiting-for-each-kernel": (
+        FULL, [], None, {"device": "cuda", "environ": {"CUDA_LAUNCH_BLOCKING": "1"}}
+    ),
+    "shares-beyond-a-node": (FULL, ["parallel.tp=16"], ["parallel.tp=8"], {"device": "cuda", "processes": 16}),
+    "little-patience": (FULL, ["parallel.timeout=5"], ["parallel.timeout=10"], {"processes": 2}),
+    "best-of-one": (
+        FULL,
+        ["checkpointer.keep_best=validation_loss", "validation_dataset.path=v"],
+        ["checkpointer.keep_best=validation_loss", "validation_dataset.path=v", "validate_every=9"],
+    ),
+    "trace-of-no-step": (FULL, ["profiler.start=9", "max_steps=8"], ["profiler.start=8", "max_steps=8"]),
+    "adapter-that-hardly-counts": (LORA, ["adapter.rank=256"], ["adapter.rank=128"]),
+    "adapter-that-counts-too-much": (
+        LORA, ["adapter.rank_stabilized=true", "adapter.alpha=128"], ["adapter.alpha=128"]
+    ),
+    "dropout-beside-a-reference": (PAIRS, ["adapter.rank=8", "adapter.dropout=0.1"], ["adapter.rank=8"]),
+    "dropout-beside-a-sampler": (GRPO, ["adapter.rank=8", "adapter.dropout=0.1"], ["adapter.rank=8"]),
+    "updates-without-a-clip": (GRPO, ["updates=2"], ["updates=2", "loss._component_=tune.losses.ClippedPolicy"]),
+    "another-distribution": (GRPO, ["sampling.top_p=0.9"], ["sampling.temperature=0.9"]),
+    "reference-of-nothing": (GRPO, ["reference={model}/."], ["reference={model}/.", "kl=0.1"]),
+    "a-beta-that-holds": (PAIRS, ["loss.beta=5"], ["loss.beta=5", "loss._component_=tune.losses.SimPO"]),
+    "answers-exchanged": (PAIRS, ["loss.label_smoothing=0.5"], ["loss.label_smoothing=0.4"]),
+    "epochs-of-rewards": ("reward_finetune", ["epochs=2"], ["epochs=1"]),
+    "merged-into-other-weights": (LORA, ["export.merge=true", "quantization.weights=nf4"], ["export.merge=true"]),
+    "experts-that-stay": (LORA, ["quantization.weights=nf4"], [], {"model": MOE}),
+    "adapted-router": (
+        LORA, ["adapter.target_modules=[q_proj,gate]"], ["adapter.target_modules=[q_proj]"], {"model": MOE}
+    ),
+    "unbalanced-experts": (FULL, [], ["model.router_loss=0.01"], {"model": MOE}),
+    "packing-one-by-one": (
+        LORA, ["packed=true", "model._component_=tune.models.hf"], ["model._component_=tune.models.hf"],
+        {"model": {"model_type": "mamba", "state_size": 16}},
+    ),
+    "tied-halves": (
+        LORA, ["adapter.modules_to_save=[embed_tokens]"], ["adapter.modules_to_save=[norm]"],
+        {"model": {"tie_word_embeddings": True}},
+    ),
+    "gemma-without-bos": (
+        LORA, [], ["tokenizer.chat_template=gemma"],
+        {"model": {"model_type": "gemma3_text"}, "template": "{{ messages[0].content }}"},
+    ),
+    "text-of-today": (LORA, [], ["tokenizer.chat_template=llama3"], {"template": "{{ strftime_now('%d %b %Y') }}"}),
+    "thoughts-cut-short": (
+        GRPO, [], ["sampling.max_new_tokens=2048"], {"template": "{% if thinking %}<think>{% endif %}"}
+    ),
+    "completions-beyond-positions": (
+        GRPO, ["sampling.max_new_tokens=2000"], [], {"model": {"max_position_embeddings": 2048}}
+    ),
+}  # fmt: skip
+NEEDED = {
+    "model.path": "{model}", "dataset.path": "d", "reward": "tune.evaluation.exact_match", "dtype": "bf16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def facts(tmp_path):
+    """What a rule reads of a recipe with settings."""
+
+    def facts(recipe, settings, model=None, template=None, environ=None, **machine):
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(model or {"model_type": "llama"}))
+        if template:
+            (folder / "chat_template.jinja").write_text(template)
+        needed = {key: value for key, value in NEEDED.items() if key != "reward" or recipe == GRPO}
+        given = [*(f"{key}={value}" for key, value in needed.items()), *settings]
+        cfg = config.load(recipe, [each.format(model=folder) if "{model}" in each else each for each in given])
+        return Facts(cfg, environ=environ or {}, **machine)
+
+    return facts
+
+
+@pytest.mark.parametrize("id", CASES)
+def test_a_rule_fires_where_it_should_and_not_beside(id, facts):
+    recipe, wrong, right, *more = CASES[id]
+    reads = more[0] if more else {}
+    finding = BY_ID[id].judge(facts(recipe, wrong, **reads))
+    assert finding and finding.rule == id and finding.place == BY_ID[id].key
+    assert "{}" not in finding.message and "None" not in finding.message
+    if right is None:  # what it reads is all that is wrong
+        right, reads = wrong, {"device": reads["device"]}
+    assert BY_ID[id].judge(facts(recipe, right, **reads)) is None
+
+
+def test_every_rule_has_a_case_and_a_source():
+    assert CASES.keys() == BY_ID.keys() and len(BY_ID) == len(RULES) >= 40
+    for rule in RULES:
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", rule.source) and rule.since and rule.why, rule.id
+        assert (rule.to is not None) == (rule.level is Level.HEAL), rule.id
+
+
+@pytest.mark.parametrize("recipe", [name for name in config.list_recipes() if name != "evaluate"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_rule_fires_on_the_defaults(recipe, device, facts):
+    settings = [*(["dtype=fp32"] if device == "cpu" else [])]
+    settings += ["teacher.path=t"] if recipe == "distill" else []
+    settings += ["reward=tune.evaluation.exact_match"] if recipe == "ppo_finetune" else []
+    assert judge(facts(recipe, settings, device=device, processes=8)) == []
+
+
+def test_a_healing_rule_changes_the_setting_unless_it_is_strict(facts):
+    run = facts(FULL, [], device="mps")
+    (strict,) = judge(run, strict=True)
+    assert strict.level is Level.ERROR and run("dtype") == "bf16"
+    (healed,) = judge(run)
+    assert healed.level is Level.HEAL and run("dtype") == "fp32" and healed.message.startswith("on mps")
+    assert judge(run) == []
+
+
+def test_the_page_lists_the_rules():
+    rows = [
+        f"| `{rule.id}` | {rule.level} | `{rule.key}` | {rule.why} | {rule.since} | [{rule.source}]({rule.link}) |"
+        for rule in RULES
+    ]
+    assert [line for line in PAGE.splitlines() if line.startswith("| `")] == rows

@@ -1,0 +1,43 @@
+"""Tell what is wrong with a run before it starts: settings and their combinations, the model's files, data, layout. No
+weights are read, and neither the processes nor the device need be here. Exit code 1 if there is an error. The arguments
+are those of `tune run`."""
+
+import json
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+
+from tune import config
+from tune.cli.prepare import recipe_of
+
+ROWS = 1000
+
+
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    run = "RECIPE [--config FILE_OR_NAME] [key=value ...]"
+    parser.usage = f"tune validate {run} [--world-size N] [--device NAME] [--all] [--strict] [--json]"
+    parser.add_argument("--world-size", metavar="N", type=int, default=1, help="so many processes (default: 1)")
+    parser.add_argument("--device", metavar="NAME", help="cpu, mps, or a GPU: cuda, h100 (default: what is here)")
+    parser.add_argument("--all", action="store_true", help=f"read all rows of the data, not only the first {ROWS:,}")
+    parser.add_argument("--strict", action="store_true", help="a setting that a run would change is an error")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("recipe", metavar="RECIPE")
+    options, rest = parser.parse_known_args(arguments)
+    default, rest = recipe_of(options.recipe, rest)
+    cfg, problems = config.read(default, rest)
+
+    from tune.preflight.validate import validate  # imports torch
+
+    device = options.device and (options.device if options.device in ("cpu", "mps") else "cuda")
+    rows = None if options.all else ROWS
+    found = validate(cfg, problems, processes=options.world_size, device=device, rows=rows, strict=options.strict)
+    counts = {level: sum(finding.level == level for finding in found) for level in ("error", "heal", "warn")}
+    if options.json:
+        print(json.dumps({**counts, "findings": [finding.as_dict() for finding in found]}, indent=2))
+    else:
+        for finding in found:
+            print(
+                f"{finding.level:<5}  {finding}" + (f"\n       {finding.rule}: {finding.link}" if finding.rule else "")
+            )
+        print(", ".join(f"{level}: {count}" for level, count in counts.items()))
+    sys.exit(1 if counts["error"] else 0)

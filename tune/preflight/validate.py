@@ -1,0 +1,228 @@
+"""All that can be known of a run before its weights are read: every check that the run makes itself, and the rules.
+
+Each check is the function that the recipe calls; one that fails is a finding, and those that need what it would have
+made are left out.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tune import checkpointers, datasets, distributed, evaluation, generation, optimizers, peft, quantization
+from tune.config import instantiate, instantiate_data, instantiate_weighted
+from tune.datasets.display import parts_of
+from tune.datasets.loader import require_batches
+from tune.datasets.sources import open_source
+from tune.datasets.warnings import warnings_about
+from tune.distributed.world import World, device_type, meshes
+from tune.errors import TuneError
+from tune.generation import FixedPrompts
+from tune.loggers import run_folder
+from tune.loggers.sinks import require_installed
+from tune.models.build import prepare_scores
+from tune.rules import Facts, Finding, Level, judge
+from tune.tokenizers import Tokenizer
+
+PLACE = re.compile(r"([\w./\[\]-]+(?::\d+)?): (.+)", re.DOTALL)
+LOADED = ("tune.datasets.load", "tune.datasets.load_prompts")
+NONE = torch.device("meta")  # shapes alone
+
+
+@dataclass
+class Told:
+    """Calls checks, and keeps what they find. What follows from wrong `settings` may fail in any way."""
+
+    settings: Sequence[str] = ()
+    findings: list[Finding] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for problem in self.settings:
+            self.add(problem)
+
+    def add(self, text: str, place: str = "", level: Level = Level.ERROR) -> None:
+        """A message, which may begin with its place. One about a setting that is wrong itself is an effect of that."""
+        if match := PLACE.fullmatch(text):
+            place, text = match.groups()
+        known = {each.place for each in self.findings if each.level is Level.ERROR}
+        if level is Level.WARN or not any(f"{each}.".startswith(f"{place}.") for each in known if place):
+            self.findings.append(Finding(level, place, text))
+
+    def __call__(self, place: str, check: Callable[..., Any], *given: Any, **others: Any) -> Any:
+        """What `check` gives; None if it fails."""
+        try:
+            return check(*given, **others)
+        except TuneError as error:
+            self.add(str(error), place)
+        except Exception as error:
+            if not self.settings and not isinstance(error, OmegaConfBaseException):
+                raise
+        return None
+
+
+def validate(
+    cfg: DictConfig,
+    settings: Sequence[str] = (),
+    *,
+    processes: int = 1,
+    device: str | None = None,
+    rows: int | None = 1000,
+    strict: bool = False,
+) -> list[Finding]:
+    """What is wrong with a run of `processes` on a `device` (None: this machine's), sorted by place.
+
+    `settings` are problems of `cfg` itself. Of the data the first `rows` are read, or all of them (None).
+    """
+    told = Told(settings)
+    kind = device or told("device", lambda: device_type(cfg.device)) or "cpu"
+    told.findings += judge(Facts(cfg, kind, processes), strict)
+    with _world(processes, kind, cfg, told) as world:
+        _check(cfg, told, world, rows)
+    return sorted(told.findings, key=lambda finding: (finding.place, finding.level != Level.ERROR))
+
+
+@contextmanager
+def _world(processes: int, kind: str, cfg: DictConfig, told: Told) -> Iterator[World | None]:
+    """The first of so many processes, none of which is started; None if they make no mesh."""
+    if kind == "mps" and processes > 1:
+        told.add(f"device: mps is one device; found {processes} processes. Start one process, or set device=cpu")
+    is_new = not dist.is_initialized()
+    if is_new:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
+    axes = {axis: size for axis, size in cfg.get("parallel", {}).items() if axis in signature(meshes).parameters}
+    try:
+        found = told("parallel", lambda: meshes("cpu", **axes))
+        yield found and World(found[0], NONE, found[1], timedelta(minutes=1), *found[2:])
+    finally:
+        if is_new:
+            dist.destroy_process_group()
+
+
+def _check(cfg: DictConfig, told: Told, world: World | None, rows: int | None) -> None:
+    if "logger" in cfg:
+        told("logger", lambda: require_installed(cfg.logger.tensorboard, cfg.logger.wandb))
+    told("output_dir", _require_folder, cfg)
+    model = _model(cfg, told, world)
+    tokenizer = None
+    if "tokenizer" in cfg and (model or Path(cfg.model.path).is_dir()):  # else it is told once
+        tokenizer = told("tokenizer", lambda: instantiate(cfg.tokenizer))
+    _others(cfg, told, tokenizer)
+    if world and "global_batch_size" in cfg:
+        sizes = cfg.global_batch_size, cfg.micro_batch_size, not cfg.get("optimizer_in_backward")
+        told("global_batch_size", require_batches, world.data_size, *sizes)
+    data = None
+    if tokenizer:
+        data = _data(cfg, told, tokenizer, model, world, rows)
+    elif OmegaConf.select(cfg, "dataset._component_") in LOADED:
+        told("dataset", lambda: open_source(cfg.dataset.path, cfg.dataset.get("split", "train")))
+    if "optimizer" in cfg:
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))], "in_blocks": True}]
+        optimizer = told("optimizer", lambda: instantiate(cfg.optimizer, groups))
+        steps = (len(data) if data else cfg.get("max_steps")) or 10**9
+        if optimizer:
+            told("schedule", lambda: instantiate(cfg.schedule, optimizer, total_steps=steps))
+
+
+def _require_folder(cfg: DictConfig) -> None:
+    folder = Path(cfg.get("output_dir") or "runs")
+    if found := run_folder.refusal(folder, cfg.get("resume", "auto")):
+        raise TuneError(found)
+
+
+def _model(cfg: DictConfig, told: Told, world: World | None) -> Any:
+    """The model as the run trains it, on the meta device; None if it cannot be made."""
+    if cfg.model.get("_component_") is None:  # of `evaluate`: whatever is to be evaluated
+        found = told("model.path", lambda: peft.resolve_model(cfg.model.path, cfg.adapters))
+        return found and told("model.path", peft.without_memory, found.base)
+    with NONE:
+        model = told("model", lambda: instantiate(cfg.model))
+    if model is None:
+        return None
+    if not cfg.get("from_scratch"):
+        told("model.path", lambda: checkpointers.Pretrained(cfg.model.path, model))
+    if cfg.get("quantization", {}).get("weights"):
+        told("quantization", lambda: quantization.quantize_linears(model, double=cfg.quantization.double))
+    if cfg.get("adapter"):
+        told("adapter", lambda: _adapt(cfg, model))
+    groups = cfg.get("parameter_groups", {})
+    told("parameter_groups", lambda: optimizers.parameter_groups(model, cfg.optimizer.lr, **groups))
+    if world:
+        memory = {name: value for name, value in cfg.memory.items() if name != "loss_chunk_tokens"}
+        others = {name: cfg[name] for name in ("dtype", "master_dtype")}
+        told("parallel", lambda: distributed.parallelize(model, world, **memory, **others))
+    return model
+
+
+def _adapt(cfg: DictConfig, model: Any) -> None:
+    lora = instantiate(cfg.adapter)
+    if getattr(model.config, "scores", False):
+        lora = replace(lora, modules_to_save=sorted({*lora.modules_to_save, "score"}))
+    peft.add_adapters(model, lora)
+    if cfg.adapter.get("path"):
+        peft.load_adapter(model, cfg.adapter.path)
+
+
+def _others(cfg: DictConfig, told: Told, tokenizer: Tokenizer | None) -> None:
+    """The models beside the one that is trained, and what rewards it."""
+    for key in ("value.path", "teacher.path", "reference"):
+        path = OmegaConf.select(cfg, key, throw_on_missing=False, throw_on_resolution_failure=False)
+        if path and Path(path).is_dir() and path != cfg.model.path:
+            head = OmegaConf.select(cfg, "value.head") if key == "value.path" else None
+            with NONE:
+                model = told(key, peft.without_memory, Path(path), **{"head": head} if head else {})
+            if model:
+                told(key, checkpointers.Pretrained, path, model)
+            if tokenizer:
+                told(key, lambda path=path, key=key: tokenizer.require_same_ids(Tokenizer(path), key))
+        elif path and key != "reference":
+            told(key, peft.resolve_model, path)
+    for key in ("reward", "score"):
+        if cfg.get(key):
+            told(key, lambda key=key: [generation.Reward(*each) for each in instantiate_weighted(cfg[key], key)])
+
+
+def _data(cfg: DictConfig, told: Told, tokenizer: Tokenizer, model: Any, world: World | None, rows: int | None) -> Any:
+    """What the steps of the run are drawn from, if all rows are read."""
+    given = cfg.copy()
+    for key in ("dataset", "validation_dataset"):
+        if rows and OmegaConf.select(given, f"{key}._component_") in LOADED:
+            given[key].take = min(given[key].get("take") or rows, rows)
+    if "max_prompt_len" in cfg:
+        prompts = told("dataset", lambda: instantiate(given.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len))
+        order = {"epochs": cfg.epochs, "max_steps": cfg.max_steps, "seed": cfg.seed}
+        return prompts and told("", lambda: datasets.PromptLoader(prompts, cfg.prompts_per_step, **order))
+    if getattr(getattr(model, "config", None), "scores", False):
+        told("tokenizer", prepare_scores, model, tokenizer)
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    found = told("dataset", lambda: instantiate_data(given, tokenizer, size))
+    if found is None:
+        return None
+    dataset, validation = found
+    for warning in warnings_about(parts_of(dataset, "training"), parts_of(validation, "validation"), tokenizer):
+        told.add(warning, "dataset", Level.WARN)
+    if "evaluate" in cfg:
+        wanted = cfg.evaluate
+        told("evaluate", lambda: evaluation.Tasks(
+            wanted.tasks, tokenizer, wanted.include_path, limit=wanted.limit, num_fewshot=wanted.num_fewshot,
+            apply_chat_template=wanted.apply_chat_template, model=model,
+        ))  # fmt: skip
+        told("evaluate", lambda: FixedPrompts(
+            tokenizer, world, print, prompts=wanted.prompts, every=wanted.every,
+            max_new_tokens=wanted.max_new_tokens, temperature=wanted.temperature,
+        ))  # fmt: skip
+    if not world:
+        return None
+    return told("", lambda: datasets.DataLoader(
+        dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
+        seed=cfg.seed, accumulate=not cfg.optimizer_in_backward,
+    ))  # fmt: skip

@@ -1,0 +1,196 @@
+"""Rules of the settings, and of the machine that they are for."""
+
+from tune.rules.facts import GREAT, Facts
+from tune.rules.rule import Level, Rule
+
+ERROR, HEAL, WARN = Level
+
+
+def _compares(run: Facts) -> bool:
+    """Whether answers are compared by their log-probs."""
+    return "reference" in run.cfg and "reward" not in run.cfg
+
+
+def _samples(run: Facts) -> bool:
+    return "sampling" in run.cfg and "reward" in run.cfg
+
+
+def _scale(run: Facts) -> float:
+    """What an adapter counts times."""
+    rank = run.number("adapter.rank", 1.0) or 1.0
+    return run.number("adapter.alpha", 2 * rank) / (rank**0.5 if run("adapter.rank_stabilized") else rank)
+
+
+# fmt: off
+SETTINGS = [
+    # How fast
+    Rule("rate-of-all-parameters", WARN, "optimizer.lr", "karpathy/nanoGPT#136", "always",
+         "{} is far above what training all parameters takes, about 1e-6 to 5e-5. Lower it",
+         "a pretrained model forgets in its first steps, and the loss on the new data does not tell",
+         lambda run: run.lr > 5e-4 and not (run("adapter") or run("from_scratch"))),
+    Rule("rate-of-an-adapter", WARN, "optimizer.lr", "huggingface/diffusers#6288", "always",
+         "{} is that of all parameters; an adapter takes ten times as much, about 1e-4 to 3e-4. Raise it",
+         "an adapter starts at zero, and so slow it ends there",
+         lambda run: 0 < run.lr < 2e-5 and run("adapter.alpha") and "reference" not in run.cfg
+         and not (_samples(run) or run("adapter.path") or "teacher" in run.cfg or run.asks("loss", "BradleyTerry"))),
+    Rule("rate-of-preferences", WARN, "optimizer.lr", "huggingface/trl#1025", "trl 0.7",
+         "{} is high for a loss of preferences, which takes about 5e-7 to 5e-6, with an adapter ten times as much",
+         "chosen and rejected answers both become improbable, and the model repeats itself, while the loss falls",
+         lambda run: _compares(run) and run.lr > (5e-4 if run("adapter") else 5e-5)),
+    Rule("rate-of-a-policy", WARN, "optimizer.lr", "datawhalechina/hello-agents#770", "trl 0.14",
+         "{} is high for reinforcement learning, which takes about 1e-6, with an adapter 1e-5",
+         "the policy collapses: of 57% right answers 2% were left in that report",
+         lambda run: _samples(run) and run.lr > (3e-4 if run("adapter") else 3e-5)),
+    Rule("rate-of-zero", WARN, "optimizer.lr", "huggingface/transformers#5316", "always",
+         "it is 0: nothing is learned",
+         "the run ends as any other, with the model that it began with",
+         lambda run: run("optimizer.lr") == 0),
+    Rule("rate-of-sgd", WARN, "optimizer.lr", "rstrudel/segmenter#47", "always",
+         "{} is a rate for Adam, whose steps do not depend on the size of gradients; SGD takes about 1e-2 and more",
+         "gradients of language models are small, and so are the steps",
+         lambda run: 0 < run.number("optimizer.lr") < 1e-3 and run.asks("optimizer._component_", "optim.SGD")),
+    Rule("rate-of-adafactor", WARN, "optimizer.lr", "huggingface/transformers#19387", "torch 2.5",
+         "{} is a rate for Adam; Adafactor multiplies it by the size of each weight and takes about 1e-3",
+         "with weights of about 0.02 it learns fifty times as slowly as the number says",
+         lambda run: 0 < run.number("optimizer.lr") < 1e-4 and run.asks("optimizer._component_", "Adafactor")),
+    Rule("ratio-of-rates", WARN, "parameter_groups.lr_ratios", "tdrussell/qlora-pipe#20", "peft 0.10",
+         "with {} a group learns at more than 1e-2: LoRA+ wants a lower optimizer.lr beside its ratio",
+         "the matrices B diverge while the rest learns",
+         lambda run: any(isinstance(ratio, int | float) and ratio * run.lr > 1e-2
+                         for ratio in dict(run("parameter_groups.lr_ratios", {})).values())),
+    Rule("warm-up-of-the-whole-run", ERROR, "schedule.warmup", "PrimeIntellect-ai/prime-rl#968", "always",
+         "{} steps of warm-up do not fit into max_steps. Lower it, or give a share below 1",
+         "the learning rate would never be what optimizer.lr says",
+         lambda run: run.number("schedule.warmup") > run.number("max_steps", GREAT) * run.number("updates", 1)),
+    # In which numbers
+    Rule("updates-lost-in-bf16", WARN, "master_dtype", "pytorch/ao#1124", "always",
+         "{} has three digits, and steps of less than 2e-5 are mostly rounded away. Set master_dtype=fp32, or take "
+         "torchao.optim.AdamW8bit with optimizer.bf16_stochastic_round=true",
+         "the loss falls slowly or not at all",
+         lambda run: run("master_dtype") == "bf16" and 0 < run.lr < 2e-5 and not run("adapter")
+         and not run("optimizer.bf16_stochastic_round")),
+    Rule("moments-stuck-in-bf16", WARN, "optimizer.betas", "Nerogar/OneTrainer#1005", "always",
+         "with master_dtype=bf16 a second moment cannot follow a beta above 0.996, of {}. Lower it to 0.99",
+         "what is added to it in a step is less than it can hold, and so is never added",
+         lambda run: run("master_dtype") == "bf16" and run.lr and max([0, *run("optimizer.betas", [])][-1:]) > 0.996
+         and not run.asks("optimizer._component_", "torchao")),
+    Rule("computing-finer-than-the-weights", WARN, "dtype", "meta-pytorch/torchtune#2254", "always",
+         "computing in {} costs twice the time, and master_dtype=bf16 rounds what comes of it. Exchange the two",
+         "weights and states are what needs the digits",
+         lambda run: (run("dtype"), run("master_dtype")) == ("fp32", "bf16")),
+    Rule("fp32-on-a-gpu", WARN, "dtype", "pytorch/pytorch#153195", "torch 1.12",
+         "{} is about eight times slower than bf16 on this GPU, as TF32 is off. Set dtype=bf16, and leave master_dtype",
+         "weights and optimizer states stay in fp32 all the same",
+         lambda run: run.device == "cuda" and run("dtype") == "fp32" and (run.capability or (9, 0)) >= (8, 0)),
+    Rule("bf16-on-a-cpu", WARN, "dtype", "pytorch/pytorch#146508", "always",
+         "{} is slow on most CPUs: dtype=fp32 is usually several times faster, and exact",
+         "without AMX each product is converted forth and back",
+         lambda run: run.device == "cpu" and run("dtype") == "bf16"),
+    Rule("bf16-on-an-old-gpu", WARN, "dtype", "vllm-project/vllm#1157", "always",
+         "{} is slow on this GPU, which has no units for it and no flash kernels: these need compute capability 8.0. "
+         "Try dtype=fp32",
+         "it is computed in fp32 and rounded",
+         lambda run: run.device == "cuda" and run("dtype") == "bf16" and (run.capability or (9, 0)) < (8, 0)),
+    Rule("two-types-on-mps", HEAL, "dtype", "huggingface/transformers#40458", "torch 2.3",
+         "on mps weights and computation have one type: {} becomes fp32, as master_dtype is",
+         "FSDP, which casts between two, does not run there, and M1 and M2 only emulate bf16",
+         lambda run: run.device == "mps" and (run("dtype"), run("master_dtype")) == ("bf16", "fp32")
+         and (not run("adapter") or run("adapter.modules_to_save")), "fp32"),
+    Rule("two-types-on-mps-reversed", ERROR, "master_dtype", "huggingface/transformers#40458", "torch 2.3",
+         "on mps weights and computation have one type. Set it to fp32, or dtype=bf16",
+         "FSDP, which casts between two, does not run there",
+         lambda run: run.device == "mps" and (run("dtype"), run("master_dtype")) == ("fp32", "bf16")),
+    # In what memory
+    Rule("offload-on-mps", ERROR, "memory.cpu_offload", "huggingface/transformers#47601", "always",
+         "on mps it does not work: set it to false",
+         "FSDP moves parameters, and does not run there; host and device share one memory anyway",
+         lambda run: run.device == "mps" and run("memory.cpu_offload")),
+    Rule("offload-from-host-to-host", ERROR, "memory.activation_offload", "modelscope/ms-swift#7201", "always",
+         "with device=cpu activations are in host memory; set it to false",
+         "they would be copied for nothing",
+         lambda run: run.device == "cpu" and run("memory.activation_offload")),
+    # With which tools
+    Rule("recomputing-compiled-shares", ERROR, "compile", "meta-pytorch/torchtune#2684", "torch 2.4",
+         "with parallel.tp above 1 compiled blocks cannot be recomputed. Set compile=false, or "
+         "memory.activation_checkpointing=none",
+         "the run would end in its first backward",
+         lambda run: run("compile") and run.number("parallel.tp", 1) > 1
+         and run("memory.activation_checkpointing", "none") != "none"),
+    Rule("compiling-without-a-compiler", HEAL, "compile", "pytorch/pytorch#92745", "torch 2.0",
+         "there is no C++ compiler here (g++, or the one that CXX names): blocks are not compiled",
+         "the run would end in its first step",
+         lambda run: run.device == "cpu" and run("compile") and not run.has_compiler, False),
+    Rule("optimizer-without-a-compiler", ERROR, "optimizer._component_", "urchade/GLiNER#148", "torchao 0.4",
+         "{} compiles itself, and there is no C++ compiler here: install g++, or take torch.optim.AdamW",
+         "the run would end in its first step, after all weights are loaded",
+         lambda run: run.device == "cpu" and run.asks("optimizer._component_", "torchao") and not run.has_compiler),
+    Rule("compiling-switched-off", HEAL, "compile", "vllm-project/vllm#40715", "torch 2.12",
+         "TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE is set in the environment: blocks are not compiled",
+         "torch ends the run in its first step, as nothing was compiled",
+         lambda run: run("compile") and {run.environ.get(f"TORCH{name}_DISABLE") for name in ("_COMPILE", "DYNAMO")}
+         - {None, "", "0"}, False),
+    Rule("waiting-for-each-kernel", WARN, "device", "ByteDance-Seed/VeOmni#115", "always",
+         "CUDA_LAUNCH_BLOCKING is set in the environment: unset it unless you look for a bug",
+         "the host waits for each kernel, so that host and GPU never work at one time",
+         lambda run: run.device == "cuda" and run.environ.get("CUDA_LAUNCH_BLOCKING") == "1"),
+    Rule("shares-beyond-a-node", WARN, "parallel.tp", "NVIDIA/Megatron-LM#258", "always",
+         "{} processes share each block, and a node has at most 8 GPUs. Lower it; parallel.dp_shard spans nodes",
+         "every layer then waits for the network twice",
+         lambda run: run.device == "cuda" and run.number("parallel.tp", 1) > 8),
+    Rule("little-patience", WARN, "parallel.timeout", "meta-pytorch/torchtune#2093", "always",
+         "{} minutes are less than a process may take to save or export a large model. Set it to 30 or more",
+         "the others give up and the run ends while its last checkpoint is written",
+         lambda run: run.processes > 1 and run.number("parallel.timeout", 60) < 10),
+    # What is kept
+    Rule("best-of-one", WARN, "checkpointer.keep_best", "huggingface/transformers#12786", "always",
+         "{} is measured after the last step only: give validate_every",
+         "the best checkpoint is then always the last one, and patience never ends a run",
+         lambda run: run.asks("checkpointer.keep_best", "validation_") and not run("validate_every")),
+    Rule("trace-of-no-step", WARN, "profiler.start", "pytorch/pytorch#91682", "always",
+         "step {} comes after max_steps: no trace is written",
+         "a run for its trace alone has to be repeated",
+         lambda run: run.number("profiler.start") > run.number("max_steps", GREAT)),
+    # How adapters and answers are trained
+    Rule("adapter-that-hardly-counts", WARN, "adapter.alpha", "jondurbin/airoboros#36", "always",
+         "with {} the adapter counts less than a quarter. Raise it with the rank, to twice the rank",
+         "a higher rank then learns more slowly, and looks as if it did not help",
+         lambda run: run("adapter.rank") and not run("adapter.path") and _scale(run) < 0.25),
+    Rule("adapter-that-counts-too-much", WARN, "adapter.alpha", "predibase/lorax#299", "peft 0.7",
+         "with {} the adapter counts more than 16 times. Lower it; with rank_stabilized=true it is divided by the root "
+         "of the rank only",
+         "it is as if the learning rate were so much higher",
+         lambda run: run("adapter.rank") and not run("adapter.path") and _scale(run) > 16),
+    Rule("dropout-beside-a-reference", WARN, "adapter.dropout", "huggingface/trl#639", "trl 0.5",
+         "{} is not in the reference: set it to 0",
+         "answers are compared with themselves under noise, which the loss takes for what was learned",
+         lambda run: _compares(run) and run.number("adapter.dropout") > 0),
+    Rule("dropout-beside-a-sampler", WARN, "adapter.dropout", "huggingface/trl#3234", "trl 0.14",
+         "{} is not in the sampler: set it to 0",
+         "the ratio to the sampled policy is noise from the first step on, and is cut off at 2",
+         lambda run: _samples(run) and run.number("adapter.dropout") > 0),
+    Rule("updates-without-a-clip", WARN, "updates", "huggingface/trl#2899", "trl 0.16",
+         "{} of the same completions with a loss that does not clip: take loss._component_=tune.losses.ClippedPolicy",
+         "nothing keeps the policy near the one that was sampled",
+         lambda run: run.number("updates", 1) > 1 and run.asks("loss._component_", "PolicyGradient")),
+    Rule("another-distribution", WARN, "sampling", "verl-project/verl#6240", "always",
+         "top_k, top_p and min_p sample from another distribution than the one that is trained: leave them off",
+         "probabilities of trainer and sampler differ, and their ratio is wrong for each token",
+         lambda run: _samples(run) and any(run(f"sampling.{name}") for name in ("top_k", "top_p", "min_p"))),
+    Rule("reference-of-nothing", WARN, "reference", "huggingface/trl#2806", "trl 0.16",
+         "{} is not used, as kl is 0. Raise kl, or leave the reference out",
+         "who names a reference expects the policy to stay near it",
+         lambda run: "kl" in run.cfg and not run("kl") and run("reference") not in (None, run("model.path"))),
+    Rule("a-beta-that-holds", WARN, "loss.beta", "huggingface/trl#2382", "trl 0.5",
+         "{} is outside of what DPO takes, 0.01 to 1: the usual ones are 0.1 to 0.5",
+         "above, the policy stays at the reference; below, nothing keeps it from degenerating",
+         lambda run: run.asks("loss._component_", "losses.DPO") and not 0.005 <= run.number("loss.beta", 0.1) <= 2),
+    Rule("answers-exchanged", ERROR, "loss.label_smoothing", "huggingface/trl#1035", "trl 0.7",
+         "{} says that every second pair is the wrong way round. Lower it below 0.5",
+         "at 0.5 nothing is learned, and above it the rejected answers",
+         lambda run: _compares(run) and run.number("loss.label_smoothing") >= 0.5),
+    Rule("epochs-of-rewards", WARN, "epochs", "PKU-Alignment/safe-rlhf#24", "always",
+         "{} passes over pairs: a reward model overfits in the second one. Set it to 1",
+         "it is sure of pairs that it has seen, and the policy finds out what it is wrong about",
+         lambda run: run.asks("loss._component_", "BradleyTerry") and run.number("epochs", 1) > 1
+         and not run("max_steps")),
+]
