@@ -124,7 +124,7 @@ class Reader:
         if " [" in line:
             self.compare_usage(verb, line)
             return
-        if verb in ("run", "preview", "prepare"):
+        if verb in ("run", "validate", "preview", "prepare"):
             arguments = [verb, *self.completed(arguments[1:], is_run=verb == "run")]
         if verb == "eval":
             for argument in arguments:

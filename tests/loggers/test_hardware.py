@@ -10,13 +10,6 @@ from tune.loggers.hardware import hardware_notes, score_bytes
 SHAPE = (1, 64)
 
 
-@pytest.mark.parametrize(("capability", "told"), [((7, 5), True), ((8, 0), False)])
-def test_bf16_on_an_older_gpu(checkpoint, capability, told, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    notes = list(hardware_notes(load_model(str(checkpoint)), torch.device("cuda"), "bf16", SHAPE, 64, False, "none"))
-    assert bool(notes) == told == any("compute capability 7.5" in note for note in notes)
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
     ("config", "changes"),

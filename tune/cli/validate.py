@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from tune import config
 from tune.cli.prepare import recipe_of
+from tune.errors import TuneError
 
 ROWS = 1000
 
@@ -23,14 +24,16 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("recipe", metavar="RECIPE")
     options, rest = parser.parse_known_args(arguments)
-    default, rest = recipe_of(options.recipe, rest)
-    cfg, problems = config.read(default, rest)
-
     from tune.preflight.validate import validate  # imports torch
+    from tune.rules import Finding, Level
 
     device = options.device and (options.device if options.device in ("cpu", "mps") else "cuda")
     rows = None if options.all else ROWS
-    found = validate(cfg, problems, processes=options.world_size, device=device, rows=rows, strict=options.strict)
+    try:
+        cfg, problems = config.read(*recipe_of(options.recipe, rest))
+        found = validate(cfg, problems, processes=options.world_size, device=device, rows=rows, strict=options.strict)
+    except TuneError as error:  # a recipe or a config that is not there
+        found = [Finding(Level.ERROR, "", str(error))]
     counts = {level: sum(finding.level == level for finding in found) for level in ("error", "heal", "warn")}
     if options.json:
         print(json.dumps({**counts, "findings": [finding.as_dict() for finding in found]}, indent=2))

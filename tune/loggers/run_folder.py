@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import socket
-import tempfile
 import time
 from datetime import datetime
 from pathlib import Path
@@ -34,22 +33,15 @@ def resumption(path: Path, resume: str) -> str:
     return "auto" if is_restart and any(path.glob("checkpoints/step-*")) else resume
 
 
-def refusal(path: Path, resume: str, mark: Path | None = None) -> str:
-    """Make the folder and the empty file `mark` in it; why the run cannot use it, or nothing. Without `mark` nothing is
-    left behind."""
+def refusal(path: Path, resume: str, mark: Path) -> str:
+    """Make the folder and the empty file `mark` in it; why the run cannot use it, or nothing."""
     if resume == "never" and ((path / "config.yaml").exists() or (path / "checkpoints").exists()):
         return f"output_dir: {path} holds a run already, and resume=never. Give another output_dir, or resume=auto"
-    there = next(each for each in (path, *path.absolute().parents) if each.exists())
     try:
-        if mark is not None:
-            path.mkdir(parents=True, exist_ok=True)
-        else:
-            with tempfile.TemporaryDirectory(dir=there):
-                pass
+        path.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError), (path / "log.txt").open("r+", encoding="utf-8") as log:
             require_free(log)
-        if mark is not None:
-            mark.touch()
+        mark.touch()
     except OSError as error:
         where = "Give one in a folder that you may write to"
         return f"output_dir: {path} cannot be made or written ({error.strerror}). {where}"

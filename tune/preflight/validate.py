@@ -6,7 +6,7 @@ made are left out.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from inspect import signature
@@ -31,6 +31,7 @@ from tune.generation import FixedPrompts
 from tune.loggers import run_folder
 from tune.loggers.sinks import require_installed
 from tune.models.build import prepare_scores
+from tune.peft.named import without_memory
 from tune.rules import Facts, Finding, Level, judge
 from tune.tokenizers import Tokenizer
 
@@ -114,7 +115,7 @@ def _check(cfg: DictConfig, told: Told, world: World | None, rows: int | None) -
     told("output_dir", _require_folder, cfg)
     model = _model(cfg, told, world)
     tokenizer = None
-    if "tokenizer" in cfg and (model or Path(cfg.model.path).is_dir()):  # else it is told once
+    if "tokenizer" in cfg and (model or Path(str(Facts(cfg)("model.path"))).is_dir()):  # else it is told once
         tokenizer = told("tokenizer", lambda: instantiate(cfg.tokenizer))
     _others(cfg, told, tokenizer)
     if world and "global_batch_size" in cfg:
@@ -134,8 +135,15 @@ def _check(cfg: DictConfig, told: Told, world: World | None, rows: int | None) -
 
 
 def _require_folder(cfg: DictConfig) -> None:
+    """What the run asks of its folder, of which nothing is left."""
     folder = Path(cfg.get("output_dir") or "runs")
-    if found := run_folder.refusal(folder, cfg.get("resume", "auto")):
+    mark, made = folder / ".validate", [each for each in (folder, *folder.parents) if not each.exists()]
+    found = run_folder.refusal(folder, cfg.get("resume", "auto"), mark)
+    with suppress(OSError):
+        mark.unlink()
+        for each in made:
+            each.rmdir()
+    if found:
         raise TuneError(found)
 
 
@@ -143,7 +151,7 @@ def _model(cfg: DictConfig, told: Told, world: World | None) -> Any:
     """The model as the run trains it, on the meta device; None if it cannot be made."""
     if cfg.model.get("_component_") is None:  # of `evaluate`: whatever is to be evaluated
         found = told("model.path", lambda: peft.resolve_model(cfg.model.path, cfg.adapters))
-        return found and told("model.path", peft.without_memory, found.base)
+        return found and told("model.path", without_memory, found.base)
     with NONE:
         model = told("model", lambda: instantiate(cfg.model))
     if model is None:
@@ -175,11 +183,11 @@ def _adapt(cfg: DictConfig, model: Any) -> None:
 def _others(cfg: DictConfig, told: Told, tokenizer: Tokenizer | None) -> None:
     """The models beside the one that is trained, and what rewards it."""
     for key in ("value.path", "teacher.path", "reference"):
-        path = OmegaConf.select(cfg, key, throw_on_missing=False, throw_on_resolution_failure=False)
-        if path and Path(path).is_dir() and path != cfg.model.path:
+        path = Facts(cfg)(key)
+        if path and Path(path).is_dir() and path != Facts(cfg)("model.path"):
             head = OmegaConf.select(cfg, "value.head") if key == "value.path" else None
             with NONE:
-                model = told(key, peft.without_memory, Path(path), **{"head": head} if head else {})
+                model = told(key, without_memory, Path(path), **{"head": head} if head else {})
             if model:
                 told(key, checkpointers.Pretrained, path, model)
             if tokenizer:
@@ -210,6 +218,8 @@ def _data(cfg: DictConfig, told: Told, tokenizer: Tokenizer, model: Any, world: 
     dataset, validation = found
     for warning in warnings_about(parts_of(dataset, "training"), parts_of(validation, "validation"), tokenizer):
         told.add(warning, "dataset", Level.WARN)
+    if not world:
+        return None
     if "evaluate" in cfg:
         wanted = cfg.evaluate
         told("evaluate", lambda: evaluation.Tasks(
