@@ -8,8 +8,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +18,18 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tune import checkpointers, datasets, distributed, evaluation, generation, optimizers, peft, quantization
+from tune.checkpointers import open_checkpoint, require_same_vocabulary
 from tune.config import instantiate, instantiate_data, instantiate_weighted
 from tune.datasets.display import parts_of
 from tune.datasets.loader import require_batches
 from tune.datasets.sources import open_source
 from tune.datasets.warnings import warnings_about
-from tune.distributed.world import World, device_type, meshes
+from tune.distributed.world import AXES, World, device_type
 from tune.errors import TuneError
 from tune.generation import FixedPrompts
 from tune.loggers import run_folder
 from tune.loggers.sinks import require_installed
 from tune.models.build import prepare_scores
-from tune.peft.named import without_memory
 from tune.rules import Facts, Finding, Level, judge
 from tune.tokenizers import Tokenizer
 
@@ -100,10 +98,11 @@ def _world(processes: int, kind: str, cfg: DictConfig, told: Told) -> Iterator[W
     is_new = not dist.is_initialized()
     if is_new:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
-    axes = {axis: size for axis, size in cfg.get("parallel", {}).items() if axis in signature(meshes).parameters}
+    parallel = cfg.get("parallel")
+    axes = {axis: parallel[axis] for axis in AXES if axis in parallel} if isinstance(parallel, DictConfig) else {}
     try:
-        found = told("parallel", lambda: meshes("cpu", **axes))
-        yield found and World(found[0], NONE, found[1], timedelta(minutes=1), *found[2:])
+        world = told("parallel", lambda: distributed.init("cpu", **axes))
+        yield world and replace(world, device=NONE)
     finally:
         if is_new:
             dist.destroy_process_group()
@@ -151,7 +150,8 @@ def _model(cfg: DictConfig, told: Told, world: World | None) -> Any:
     """The model as the run trains it, on the meta device; None if it cannot be made."""
     if cfg.model.get("_component_") is None:  # of `evaluate`: whatever is to be evaluated
         found = told("model.path", lambda: peft.resolve_model(cfg.model.path, cfg.adapters))
-        return found and told("model.path", without_memory, found.base)
+        opened = found and told("model.path", open_checkpoint, found.base)
+        return opened and opened[0]
     with NONE:
         model = told("model", lambda: instantiate(cfg.model))
     if model is None:
@@ -165,9 +165,9 @@ def _model(cfg: DictConfig, told: Told, world: World | None) -> Any:
     groups = cfg.get("parameter_groups", {})
     told("parameter_groups", lambda: optimizers.parameter_groups(model, cfg.optimizer.lr, **groups))
     if world:
-        memory = {name: value for name, value in cfg.memory.items() if name != "loss_chunk_tokens"}
-        others = {name: cfg[name] for name in ("dtype", "master_dtype")}
-        told("parallel", lambda: distributed.parallelize(model, world, **memory, **others))
+        told("parallel", lambda: distributed.parallelize(
+            model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, cpu_offload=cfg.memory.cpu_offload
+        ))  # fmt: skip
     return model
 
 
@@ -184,16 +184,11 @@ def _others(cfg: DictConfig, told: Told, tokenizer: Tokenizer | None) -> None:
     """The models beside the one that is trained, and what rewards it."""
     for key in ("value.path", "teacher.path", "reference"):
         path = Facts(cfg)(key)
-        if path and Path(path).is_dir() and path != Facts(cfg)("model.path"):
-            head = OmegaConf.select(cfg, "value.head") if key == "value.path" else None
-            with NONE:
-                model = told(key, without_memory, Path(path), **{"head": head} if head else {})
-            if model:
-                told(key, checkpointers.Pretrained, path, model)
-            if tokenizer:
-                told(key, lambda path=path, key=key: tokenizer.require_same_ids(Tokenizer(path), key))
-        elif path and key != "reference":
-            told(key, peft.resolve_model, path)
+        if path and (key != "reference" or Path(path).is_dir()):
+            head = {"head": Facts(cfg)("value.head")} if key == "value.path" else {}
+            opened = told(key, open_checkpoint, path, setting=key, **head)
+            if opened and tokenizer:
+                told(key, require_same_vocabulary, key, path, opened[0], tokenizer)
     for key in ("reward", "score"):
         if cfg.get(key):
             told(key, lambda key=key: [generation.Reward(*each) for each in instantiate_weighted(cfg[key], key)])
