@@ -25,6 +25,7 @@ from helpers import save_checkpoint
 from packaging.requirements import Requirement
 
 from tune import cli, config
+from tune.cli.run import default_config, split
 from tune.models import families
 
 ROOT = Path(__file__).parents[1]
@@ -126,6 +127,9 @@ class Reader:
             return
         if verb in ("run", "validate", "preview", "prepare"):
             arguments = [verb, *self.completed(arguments[1:], is_run=verb == "run")]
+        if verb == "run" and "--help" not in arguments:
+            _, recipe, settings = split(arguments[1:])
+            self.validate(str(recipe), settings)
         if verb == "eval":
             for argument in arguments:
                 self.stand_in(argument.removeprefix("./"))
@@ -147,7 +151,18 @@ class Reader:
         elif arguments[0].startswith("examples/"):
             self.script(arguments[1:], argparse.Namespace(training_script=arguments[0]))
         else:
-            self.script(self.completed(arguments)[1:], argparse.Namespace(training_script=arguments[0]))
+            settings = self.completed(arguments)[1:]
+            self.validate(arguments[0], settings)
+            self.script(settings, argparse.Namespace(training_script=arguments[0]))
+
+    def validate(self, recipe: str, settings: list[str]) -> None:
+        """No error and no rule is told of a run that a page shows."""
+        if default_config(Path(recipe)) is None:
+            return
+        with redirect_stdout(StringIO()) as shown, suppress(SystemExit):
+            cli.main(["validate", recipe, *settings, "--json"])
+        found = json.loads(shown.getvalue())["findings"]
+        assert not [each for each in found if each["level"] == "error" or each["rule"]], recipe
 
     def script(self, arguments: list[str], options: argparse.Namespace) -> None:
         sys.argv = [options.training_script, *arguments]

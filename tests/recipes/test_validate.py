@@ -1,37 +1,78 @@
-"""`tune validate` finds, in one pass and without weights, what a run refuses, and nothing where a run would work."""
+"""`tune validate` finds, in one pass and without weights, what a run refuses, and nothing where a run would work.
 
-import json
-from collections.abc import Callable
+That it tells the same as the run is asserted beside each wrong input: in test_wrong_inputs.py and its neighbours.
+"""
 
-import pytest
-from recipes.test_wrong_inputs import CASES as INPUTS
+import subprocess
+import sys
+
+from helpers import save_checkpoint
 
 from tune.cli import main
 
-# What a run finds in its weights, or while it trains.
-NEED_WEIGHTS = {"weights that are not finite", "learning rate that destroys the model"}
-RESUME = {each.id for each in INPUTS if each.id.startswith("resume")}
+GOOD = ["dtype=fp32", "device=cpu", "max_seq_len=128"]
 
 
-@pytest.fixture
-def told(capsys):
-    """The findings of a level, as one text, and the exit code."""
-
-    def told(recipe: str, settings: list[str], level: str = "error") -> str:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main(["validate", recipe, *settings, "--json"])
-        found = json.loads(capsys.readouterr().out)
-        assert end.value.code == (found["error"] > 0)
-        return "\n".join(f"{each['place']}: {each['message']}" for each in found["findings"] if each["level"] == level)
-
-    return told
+def test_nothing_is_wrong_with_a_run_that_works(inputs, told):
+    for level in ("error", "heal", "warn"):
+        assert told("full_finetune", inputs.settings("resume=auto"), level) == ""
 
 
-@pytest.mark.parametrize(("spoil", "says"), [case for case in INPUTS if case.id not in NEED_WEIGHTS | RESUME])
-def test_wrong_inputs(spoil: Callable, says, inputs, contents, told):
-    settings = inputs.settings(*(spoil(inputs) or []))
-    before = contents(inputs.folder)
-    found = told("full_finetune", settings)
-    assert [part for part in says if part not in found and "problems" not in part] == []
-    assert contents(inputs.folder) == before
+def test_all_is_found_in_one_pass_sorted_by_place(inputs, told):
+    inputs.change_json("config.json", hidden_size="64")
+    (inputs.model / "tokenizer.json").write_text("{}")
+    found = told("full_finetune", inputs.settings("epochs=0", "dataset.path=nowhere", "memory.activation_offload=true"))
+    places = [line.partition(":")[0] for line in found.splitlines()]
+    assert [place.rpartition("/")[2] for place in places] == [
+        "config.json", "dataset", "epochs", "memory.activation_offload", "tokenizer"
+    ]  # fmt: skip
+
+
+def test_settings_that_are_wrong_have_no_effects_that_are_told_too(inputs, told):
+    found = told("full_finetune", inputs.settings("optimizer.lr=-1", "optimizer._component_=torch.optim.AdmW", "lrr=1"))
+    assert [line.partition(":")[0] for line in found.splitlines()] == ["lrr", "optimizer._component_", "optimizer.lr"]
+
+
+def validated(*arguments: str) -> list[str]:
+    """The lines of a process of its own."""
+    command = [sys.executable, "-m", "tune.cli", "validate", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode in (0, 1) and not done.stderr, done.stderr
+    return [line for line in done.stdout.splitlines() if not line.startswith(" ")]
+
+
+def test_processes_that_are_not_here(inputs, tmp_path):
+    """Of layouts, batches and experts, for so many processes."""
+    settings = [*inputs.settings(), "parallel.tp=8", "micro_batch_size=2"]
+    (found, _) = validated("full_finetune", *settings, "--world-size", "8")
+    assert "parallel.tp: 8 processes cannot share num_heads=4" in found
+    found = validated("full_finetune", *settings[:-2], "parallel.dp_replicate=3", "--world-size", "8")
+    assert found[0].startswith("error  parallel: dp_replicate=3") and "does not make 8 processes" in found[0]
+    found = validated("full_finetune", *settings[:-2], "--world-size", "512", "--device", "h100", "dtype=bf16")
+    assert found[0].startswith("error  global_batch_size: global_batch_size=4 is not a multiple of 512")
+    experts = save_checkpoint(
+        tmp_path / "experts", "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, head_dim=16,
+        moe_intermediate_size=32, num_hidden_layers=2, output_router_logits=True,
+    )  # fmt: skip
+    settings = [*inputs.settings(), f"model.path={experts}", "parallel.ep=8", "global_batch_size=8"]
+    (found, _) = validated("full_finetune", *settings, "--world-size", "8")
+    assert "parallel.ep" in found and "4" in found
+
+
+def test_a_healed_setting_is_in_the_config_of_the_run(inputs, run_recipe, told, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    settings = inputs.settings("compile=true", f"output_dir={inputs.folder / 'new'}")
+    assert "compile: TORCH_COMPILE_DISABLE" in told("full_finetune", settings, "heal")
+    assert "compile: TORCH_COMPILE_DISABLE" in told("full_finetune", [*settings, "--strict"])
+    assert run_recipe(settings) == 0
+    assert "changed: compile: TORCH_COMPILE_DISABLE" in capsys.readouterr().out
+    assert "\ncompile: false\n" in (inputs.folder / "new" / "config.yaml").read_text()
+
+
+def test_help_says_what_it_takes(capsys):
+    try:
+        main(["validate", "--help"])
+    except SystemExit as end:
+        assert end.code == 0
+    shown = capsys.readouterr().out
+    assert "[--world-size N] [--device NAME] [--all] [--strict] [--json]" in " ".join(shown.split())

@@ -38,8 +38,9 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_setting(setting, inputs, run_recipe, capfd):
+def test_setting(setting, inputs, run_recipe, capfd, told):
     settings = [*inputs.settings(), f"output_dir={inputs.folder / 'new'}", setting]
+    assert SETTINGS[setting] in told("lora_finetune", settings)
     assert run_recipe(settings, lora_finetune) == 2
     message = capfd.readouterr().err
     assert message.startswith("error: ") and "Traceback" not in message
@@ -67,9 +68,10 @@ def adapter(inputs, checkpoint):
     return folder
 
 
-def test_adapter_of_another_base(adapter, inputs, run_recipe, capfd):
+def test_adapter_of_another_base(adapter, inputs, run_recipe, capfd, told):
     wider = save_checkpoint(inputs.folder / "wider", intermediate_size=160)
     settings = [f"model.path={wider}", f"adapter.path={adapter}", f"output_dir={inputs.folder / 'new'}"]
+    assert "is for another model" in told("lora_finetune", [*inputs.settings(), *settings])
     assert run_recipe([*inputs.settings(), *settings], lora_finetune) == 2
     message = capfd.readouterr().err
     assert "is for another model" in message and "has shape [4, 128], this model needs [4, 160]" in message

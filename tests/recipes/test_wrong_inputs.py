@@ -486,10 +486,19 @@ def learning_rate_that_destroys_the_model(inputs):
     return ["optimizer.lr=1e30", "schedule.warmup=0", "max_steps=9", f"output_dir={inputs.folder / 'new'}"]
 
 
+# What a run finds in its weights or in a checkpoint's states, or while it trains.
+NOT_BEFORE = {weights_that_are_not_finite, learning_rate_that_destroys_the_model}
+NOT_BEFORE |= {case.values[0] for case in CASES if case.values[0].__name__.startswith("resume")}
+
+
 @pytest.mark.parametrize(("spoil", "says"), CASES)
-def test_wrong_input(spoil, says, inputs, run_recipe, contents, capfd):
+def test_wrong_input(spoil, says, inputs, run_recipe, contents, capfd, told):
     settings = inputs.settings(*(spoil(inputs) or []))
     before = contents(inputs.folder)
+    if spoil not in NOT_BEFORE:
+        found = told("full_finetune", settings)
+        assert [part for part in says if part not in found and "problems" not in part] == []
+        assert contents(inputs.folder) == before
     code = run_recipe(settings)
     message = capfd.readouterr().err
     assert code == 2, message

@@ -66,8 +66,9 @@ def write(tmp_path):
         (["max_seq_len=24"], "Set max_seq_len to more than that"),
     ],
 )
-def test_settings(overrides, message, settings, checkpoint, pairs, run_recipe, capsys):
+def test_settings(overrides, message, settings, checkpoint, pairs, run_recipe, capsys, told):
     given = [each.format(checkpoint=checkpoint) for each in overrides]
+    assert message.format(pairs=pairs) in told("preference_finetune", [*settings, *given])
     assert run_recipe([*settings, *given], preference_finetune) == 2
     assert message.format(pairs=pairs) in capsys.readouterr().err
 
@@ -84,7 +85,8 @@ def test_settings(overrides, message, settings, checkpoint, pairs, run_recipe, c
         (PAIR, ["max_seq_len=25"], "the shortest prompt has 38 tokens. Set max_seq_len to more than that"),
     ],
 )
-def test_rows(row, overrides, message, settings, write, run_recipe, capsys):
+def test_rows(row, overrides, message, settings, write, run_recipe, capsys, told):
+    assert message in told("preference_finetune", [*settings, write(*[row] * 4), *overrides])
     assert run_recipe([*settings, write(*[row] * 4), *overrides], preference_finetune) == 2
     assert message in capsys.readouterr().err
 

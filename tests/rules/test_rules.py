@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from tune import config
+from tune.cli.prepare import recipe_of
 from tune.rules import RULES, Facts, Level, judge
 
-PAGE = (Path(__file__).parents[2] / "docs" / "validate.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "validate.md").read_text()
 BY_ID = {rule.id: rule for rule in RULES}
 FULL, LORA, PAIRS, GRPO = "full_finetune", "lora_finetune", "preference_finetune", "grpo"
 BF16 = ["dtype=bf16", "master_dtype=bf16"]
@@ -110,7 +112,7 @@ def facts(tmp_path):
         (folder / "config.json").write_text(json.dumps(model or {"model_type": "llama"}))
         if template:
             (folder / "chat_template.jinja").write_text(template)
-        needed = {key: value for key, value in NEEDED.items() if key != "reward" or recipe == GRPO}
+        needed = {key: value for key, value in NEEDED.items() if key != "reward" or GRPO in recipe}
         given = [*(f"{key}={value}" for key, value in needed.items()), *settings]
         cfg = config.load(recipe, [each.format(model=folder) if "{model}" in each else each for each in given])
         return Facts(cfg, environ=environ or {}, **machine)
@@ -137,13 +139,17 @@ def test_every_rule_has_a_case_and_a_source():
         assert (rule.to is not None) == (rule.level is Level.HEAL), rule.id
 
 
-@pytest.mark.parametrize("recipe", [name for name in config.list_recipes() if name != "evaluate"])
+SHIPPED = [*(ROOT / "configs").glob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")]
+
+
+@pytest.mark.parametrize("file", [file for file in SHIPPED if file.stem != "evaluate"], ids=lambda file: file.stem)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_rule_fires_on_the_defaults(recipe, device, facts):
-    settings = [*(["dtype=fp32"] if device == "cpu" else [])]
-    settings += ["teacher.path=t"] if recipe == "distill" else []
-    settings += ["reward=tune.evaluation.exact_match"] if recipe == "ppo_finetune" else []
-    assert judge(facts(recipe, settings, device=device, processes=8)) == []
+def test_no_rule_fires_on_what_is_shipped(file, device, facts):
+    default, arguments = recipe_of(str(file), [])
+    settings = [*arguments, *(["dtype=fp32", "master_dtype=fp32"] if device == "cpu" else [])]
+    settings += ["teacher.path=t"] if "distill" in default else []
+    settings += ["reward=tune.evaluation.exact_match"] if "ppo" in default else []
+    assert judge(facts(default, settings, device=device, processes=8)) == []
 
 
 def test_a_healing_rule_changes_the_setting_unless_it_is_strict(facts):

@@ -1,14 +1,16 @@
 """What a run needs of its device: memory, and settings that are slow or need much memory there."""
 
 import resource
+import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from tune.distributed import stored_dtype
+from tune.distributed import DTYPES, stored_dtype
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -32,6 +34,20 @@ def planned_memory(model: nn.Module, dtype: str, master_dtype: str, shards: int)
     trained = sum(size for parameter, size in stored.items() if parameter.requires_grad)
     sizes = {"weights": weights, "gradients": trained, "optimizer": 2 * trained}
     return {name: size / shards / 2**30 for name, size in sizes.items()}
+
+
+def disk_note(folder: Path, model: nn.Module, master_dtype: str, keep: int | None) -> str:
+    """Why the disk of `folder` is too small for `keep` checkpoints, the one that is being written, and the export, with
+    two states for each trained parameter; empty if it is not."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    needed = trained * DTYPES[master_dtype].itemsize * (3 * (keep or 1) + 4)
+    if needed <= (free := shutil.disk_usage(there).free):
+        return ""
+    return (
+        f"output_dir: {there} has {free / 2**30:.1f} GiB left, and the checkpoints and the export take about "
+        f"{needed / 2**30:.1f}: give another folder, or lower checkpointer.keep"
+    )
 
 
 def hardware_notes(

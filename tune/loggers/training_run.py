@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeVar
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from tune import config, records
@@ -25,7 +25,7 @@ from tune.errors import TuneError
 from tune.generation import Sampler
 from tune.loggers import run_folder
 from tune.loggers.flops import flops_per_token, peak_flops
-from tune.loggers.hardware import hardware_notes, peak_memory_gib, planned_memory
+from tune.loggers.hardware import disk_note, hardware_notes, peak_memory_gib, planned_memory
 from tune.loggers.sinks import WANDB_OFF, Console, Sink, WandbOptions, logged_steps, open_sinks, require_installed
 from tune.loggers.watchdog import Watchdog
 from tune.peft import untrained_tokens
@@ -149,6 +149,9 @@ class Run:
         planned = planned_memory(model, dtype, master_dtype, shards)
         held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
         self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
+        keep = OmegaConf.select(self.settings, "checkpointer.keep")
+        if self.world.is_main and (note := disk_note(self.path, model, master_dtype, keep)):
+            self.info(f"warning: {note}")
         self.flops_per_token = flops_per_token(model, mean)
         for note in hardware_notes(model, self.world.device, dtype, shape, longest, compile, activation_checkpointing):
             self.info(note)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from packaging.requirements import Requirement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tune import checkpointers, datasets, distributed, evaluation, generation, optimizers, peft, quantization
@@ -28,6 +30,7 @@ from tune.distributed.world import AXES, World, device_type
 from tune.errors import TuneError
 from tune.generation import FixedPrompts
 from tune.loggers import run_folder
+from tune.loggers.hardware import disk_note
 from tune.loggers.sinks import require_installed
 from tune.models.build import prepare_scores
 from tune.rules import Facts, Finding, Level, judge
@@ -109,6 +112,7 @@ def _world(processes: int, kind: str, cfg: DictConfig, told: Told) -> Iterator[W
 
 
 def _check(cfg: DictConfig, told: Told, world: World | None, rows: int | None) -> None:
+    _require_versions(told)
     if "logger" in cfg:
         told("logger", lambda: require_installed(cfg.logger.tensorboard, cfg.logger.wandb))
     told("output_dir", _require_folder, cfg)
@@ -131,6 +135,15 @@ def _check(cfg: DictConfig, told: Told, world: World | None, rows: int | None) -
         steps = (len(data) if data else cfg.get("max_steps")) or 10**9
         if optimizer:
             told("schedule", lambda: instantiate(cfg.schedule, optimizer, total_steps=steps))
+
+
+def _require_versions(told: Told) -> None:
+    """Of the packages that are installed."""
+    with suppress(metadata.PackageNotFoundError):
+        for wanted in map(Requirement, metadata.requires("tune-recipes") or ()):
+            with suppress(metadata.PackageNotFoundError):
+                if (found := metadata.version(wanted.name)) not in wanted.specifier and "dev" not in str(wanted.marker):
+                    told.add(f"{found} is installed; pip install '{wanted.name}{wanted.specifier}'", wanted.name)
 
 
 def _require_folder(cfg: DictConfig) -> None:
@@ -162,6 +175,9 @@ def _model(cfg: DictConfig, told: Told, world: World | None) -> Any:
         told("quantization", lambda: quantization.quantize_linears(model, double=cfg.quantization.double))
     if cfg.get("adapter"):
         told("adapter", lambda: _adapt(cfg, model))
+    folder, keep = Path(cfg.get("output_dir") or "."), Facts(cfg)("checkpointer.keep")
+    if note := told("output_dir", lambda: disk_note(folder, model, cfg.master_dtype, keep)):
+        told.add(note, level=Level.WARN)
     groups = cfg.get("parameter_groups", {})
     told("parameter_groups", lambda: optimizers.parameter_groups(model, cfg.optimizer.lr, **groups))
     if world:
