@@ -1,6 +1,6 @@
 """Weights in and out, and training states to continue from."""
 
-from tune.checkpointers.checkpointer import Checkpointer
+from tune.checkpointers.checkpointer import Checkpointer, checkpoint_at
 from tune.checkpointers.hf_tensors import hf_tensors
 from tune.checkpointers.reading import read_trained
 from tune.checkpointers.to_gguf import export_gguf
@@ -22,6 +22,7 @@ __all__ = [
     "Random",
     "add_tokens",
     "check",
+    "checkpoint_at",
     "export",
     "export_gguf",
     "exported_types",

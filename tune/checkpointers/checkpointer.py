@@ -97,7 +97,7 @@ class Checkpointer:
             for unfinished in self.folder.glob(".step-*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
             self._set_damaged_aside()
-        path = self.newest() if resume == "auto" else None if resume == "never" else _checkpoint_at(Path(resume))
+        path = self.newest() if resume == "auto" else None if resume == "never" else checkpoint_at(Path(resume))
         if path is None:
             return 0
         reader = Reader(path)
@@ -329,7 +329,7 @@ def _cause(error: BaseException) -> str:
     return "; ".join(sorted("No space left on device" if "unexpected pos" in cause else cause for cause in causes))
 
 
-def _checkpoint_at(path: Path) -> Path:
+def checkpoint_at(path: Path) -> Path:
     inside = sorted(path.glob("step-*")) or sorted(path.glob("checkpoints/step-*"))
     found = path if path.name.startswith("step-") else inside[-1] if inside else path
     if not (found / ".metadata").exists() or not (found / "state.json").exists():

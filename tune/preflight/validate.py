@@ -4,6 +4,7 @@ Each check is the function that the recipe calls; one that fails is a finding, a
 made are left out.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -129,6 +130,7 @@ def _check(cfg: DictConfig, told: Told, world: World | None, rows: int | None) -
         data = _data(cfg, told, tokenizer, model, world, rows)
     elif OmegaConf.select(cfg, "dataset._component_") in LOADED:
         told("dataset", lambda: open_source(cfg.dataset.path, cfg.dataset.get("split", "train")))
+    _require_continuable(cfg, told, data)
     if "optimizer" in cfg:
         groups = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))], "in_blocks": True}]
         optimizer = told("optimizer", lambda: instantiate(cfg.optimizer, groups))
@@ -211,27 +213,33 @@ def _others(cfg: DictConfig, told: Told, tokenizer: Tokenizer | None) -> None:
 
 
 def _data(cfg: DictConfig, told: Told, tokenizer: Tokenizer, model: Any, world: World | None, rows: int | None) -> Any:
-    """What the steps of the run are drawn from, if all rows are read."""
-    given = cfg.copy()
+    """What the steps of the run are drawn from, if all rows were read."""
+    given, fraction = cfg.copy(), Facts(cfg).number("dataset.validation_fraction")
+    is_limited = rows and cfg.dataset.get("_component_") in LOADED and (Facts(cfg)("dataset.take") or rows) >= rows
     for key in ("dataset", "validation_dataset"):
         if rows and OmegaConf.select(given, f"{key}._component_") in LOADED:
             given[key].take = min(given[key].get("take") or rows, rows)
     if "max_prompt_len" in cfg:
         prompts = told("dataset", lambda: instantiate(given.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len))
+        if prompts is None or (is_limited and len(prompts) + sum(prompts.dropped.values()) >= (rows or 0)):
+            return None
         order = {"epochs": cfg.epochs, "max_steps": cfg.max_steps, "seed": cfg.seed}
-        return prompts and told("", lambda: datasets.PromptLoader(prompts, cfg.prompts_per_step, **order))
+        return told("prompts_per_step", lambda: datasets.PromptLoader(prompts, cfg.prompts_per_step, **order))
     if getattr(getattr(model, "config", None), "scores", False):
         told("tokenizer", prepare_scores, model, tokenizer)
+    if is_limited and fraction * (rows or 0) < 20:  # so few may be none by chance
+        given.dataset.validation_fraction = 0.0
     size = getattr(getattr(model, "config", None), "vocab_size", None)
     found = told("dataset", lambda: instantiate_data(given, tokenizer, size))
     if found is None:
         return None
+    is_whole = not is_limited or isinstance(found[0], datasets.Stream) or found[0].accounting.rows < (rows or 0)
+    if is_whole and fraction and not given.dataset.validation_fraction:
+        found = told("dataset", lambda: instantiate_data(cfg, tokenizer, size)) or found
     dataset, validation = found
     for warning in warnings_about(parts_of(dataset, "training"), parts_of(validation, "validation"), tokenizer):
         told.add(warning, "dataset", Level.WARN)
-    if not world:
-        return None
-    if "evaluate" in cfg:
+    if "evaluate" in cfg and world:
         wanted = cfg.evaluate
         told("evaluate", lambda: evaluation.Tasks(
             wanted.tasks, tokenizer, wanted.include_path, limit=wanted.limit, num_fewshot=wanted.num_fewshot,
@@ -241,9 +249,16 @@ def _data(cfg: DictConfig, told: Told, tokenizer: Tokenizer, model: Any, world: 
             tokenizer, world, print, prompts=wanted.prompts, every=wanted.every,
             max_new_tokens=wanted.max_new_tokens, temperature=wanted.temperature,
         ))  # fmt: skip
-    if not world:
-        return None
-    return told("", lambda: datasets.DataLoader(
+    return None if not (is_whole and world) else told("dataset", lambda: datasets.DataLoader(
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
         seed=cfg.seed, accumulate=not cfg.optimizer_in_backward,
     ))  # fmt: skip
+
+
+def _require_continuable(cfg: DictConfig, told: Told, data: Any) -> None:
+    """What a checkpoint says of itself, without its tensors."""
+    resume, folder = cfg.get("resume", "never"), Path(cfg.get("output_dir") or "runs") / "checkpoints"
+    newest = max(folder.glob("step-*"), default=None, key=lambda path: path.name)
+    found = newest if resume in ("auto", "never") else told("resume", checkpointers.checkpoint_at, Path(resume))
+    if found and resume != "never" and data is not None:
+        told("resume", lambda: data.load_state_dict(json.loads((found / "state.json").read_text())["data"]))
