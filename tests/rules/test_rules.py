@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tune import config
-from tune.cli.prepare import recipe_of
 from tune.rules import RULES, Facts, Level, judge
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +111,7 @@ def facts(tmp_path):
         (folder / "config.json").write_text(json.dumps(model or {"model_type": "llama"}))
         if template:
             (folder / "chat_template.jinja").write_text(template)
-        needed = {key: value for key, value in NEEDED.items() if key != "reward" or GRPO in recipe}
+        needed = {key: value for key, value in NEEDED.items() if key != "reward" or recipe == GRPO}
         given = [*(f"{key}={value}" for key, value in needed.items()), *settings]
         cfg = config.load(recipe, [each.format(model=folder) if "{model}" in each else each for each in given])
         return Facts(cfg, environ=environ or {}, **machine)
@@ -139,17 +138,22 @@ def test_every_rule_has_a_case_and_a_source():
         assert (rule.to is not None) == (rule.level is Level.HEAL), rule.id
 
 
-SHIPPED = [*(ROOT / "configs").glob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")]
+SHIPPED = [
+    (file.stem, str(file)) for file in (ROOT / "configs").glob("*.yaml") if file.stem not in ("evaluate", "qlora")
+]
+SHIPPED += [("lora_finetune", "qlora")]
+for page in (ROOT / "examples").rglob("README.md"):
+    SHIPPED += re.findall(r"(\w+) --config (examples/\S+\.yaml)", page.read_text())
 
 
-@pytest.mark.parametrize("file", [file for file in SHIPPED if file.stem != "evaluate"], ids=lambda file: file.stem)
+@pytest.mark.parametrize(("recipe", "file"), sorted(set(SHIPPED)))
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_rule_fires_on_what_is_shipped(file, device, facts):
-    default, arguments = recipe_of(str(file), [])
-    settings = [*arguments, *(["dtype=fp32", "master_dtype=fp32"] if device == "cpu" else [])]
-    settings += ["teacher.path=t"] if "distill" in default else []
-    settings += ["reward=tune.evaluation.exact_match"] if "ppo" in default else []
-    assert judge(facts(default, settings, device=device, processes=8)) == []
+def test_no_rule_fires_on_what_is_shipped(recipe, file, device, facts, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = ["--config", file, *(["dtype=fp32", "master_dtype=fp32"] if device == "cpu" else [])]
+    settings += ["teacher.path=t"] if recipe == "distill" else []
+    settings += ["reward=tune.evaluation.exact_match"] if recipe == "ppo_finetune" else []
+    assert judge(facts(recipe, settings, device=device, processes=8)) == []
 
 
 def test_a_healing_rule_changes_the_setting_unless_it_is_strict(facts):

@@ -76,5 +76,7 @@ def recipe_of(name: str, arguments: list[str]) -> tuple[str, list[str]]:
     if not is_config:
         raise TuneError(f"{recipe} does not name its settings: @config.entrypoint(...) is not in it")
     arguments = ["--config", name, *arguments]
-    findings = {each: config.read(each, arguments, imports=False)[1] for each in config.list_recipes()}
+    names = config.list_recipes()
+    names = [recipe.stem] if recipe.stem in names else names
+    findings = {each: config.read(each, arguments, imports=False)[1] for each in names}
     return min(findings, key=lambda each: len(findings[each])), arguments

@@ -11,7 +11,8 @@ from tune.rules.settings import SETTINGS
 
 __all__ = ["RULES", "Facts", "Finding", "Level", "Rule", "judge"]
 
-RULES: list[Rule] = [*SETTINGS, *MODELS]
+RULES = [*SETTINGS, *MODELS]
+"""All of them, in the order of `docs/validate.md`."""
 
 
 def judge(facts: Facts, strict: bool = False) -> list[Finding]:
