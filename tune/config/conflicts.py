@@ -49,6 +49,8 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
         ):
             if is_wrong:
                 yield key, f"with quantization.qat it {problem}, or leave quantization.qat out."
+    if value("value.head", default="score") != "score":
+        yield "value.head", "it has an output for each token, and a value is one: set value.head=score."
     if value("teacher.top_k") and value("on_policy.share"):
         yield "teacher.top_k", "answers that the student samples are not there before. Set on_policy.share=0."
     reference = value("reference")

@@ -23,6 +23,15 @@ SUMMED = 1 << 16  # rows at a time
 
 
 @torch.no_grad()
+def require_kept(dataset: Any, name: str) -> None:
+    """Raises TuneError for a stream, of which nothing can be computed before the training."""
+    if isinstance(dataset, Stream):
+        raise TuneError(
+            f"{name}: the rows of {dataset.name} are streamed, and not there before the training. Set "
+            "dataset.streaming=false"
+        )
+
+
 def add_scores(
     dataset: Dataset | Mixture | Stream,
     name: str,
@@ -40,11 +49,7 @@ def add_scores(
     The values are kept in `folder` under a hash of the data and of `made_of`, all that decides them (values of JSON),
     and read again where they are there. All processes take part. Raises TuneError for a stream.
     """
-    if isinstance(dataset, Stream):
-        raise TuneError(
-            f"{name}: the rows of {dataset.name} are streamed, and not there before the training. Set "
-            "dataset.streaming=false"
-        )
+    require_kept(dataset, name)
 
     def values_of(part: Dataset) -> np.ndarray:
         values = torch.zeros(())  # on the host: those of a teacher are tens of GB

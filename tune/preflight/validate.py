@@ -20,11 +20,12 @@ from omegaconf.errors import OmegaConfBaseException
 from packaging.requirements import Requirement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tune import checkpointers, datasets, distributed, evaluation, generation, optimizers, peft, quantization
+from tune import checkpointers, datasets, distributed, evaluation, optimizers, peft, quantization
 from tune.checkpointers import open_checkpoint, require_same_vocabulary
 from tune.config import instantiate, instantiate_data, instantiate_weighted
 from tune.datasets.display import parts_of
 from tune.datasets.loader import require_batches
+from tune.datasets.scores import require_kept
 from tune.datasets.sources import open_source
 from tune.datasets.warnings import warnings_about
 from tune.distributed.world import AXES, World, device_type
@@ -33,6 +34,7 @@ from tune.generation import FixedPrompts
 from tune.loggers import run_folder
 from tune.loggers.hardware import disk_note
 from tune.loggers.sinks import require_installed
+from tune.lookup import locate
 from tune.models.build import prepare_scores
 from tune.rules import Facts, Finding, Level, judge
 from tune.tokenizers import Tokenizer
@@ -208,8 +210,14 @@ def _others(cfg: DictConfig, told: Told, tokenizer: Tokenizer | None) -> None:
             if opened and tokenizer:
                 told(key, require_same_vocabulary, key, path, opened[0], tokenizer)
     for key in ("reward", "score"):
-        if cfg.get(key):
-            told(key, lambda key=key: [generation.Reward(*each) for each in instantiate_weighted(cfg[key], key)])
+        rewards = told(key, lambda key=key: instantiate_weighted(cfg[key], key)) if cfg.get(key) else None
+        for _, function, _ in rewards or ():
+            if tokenizer and (path := getattr(function, "path", None)):
+                told(f"{key}.path", lambda path=path: tokenizer.require_same_ids(Tokenizer(path), "reward.path"))
+    if "sampling" in cfg and tokenizer:
+        told(
+            "sampling", lambda: instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=0)
+        )
 
 
 def _data(cfg: DictConfig, told: Told, tokenizer: Tokenizer, model: Any, world: World | None, rows: int | None) -> Any:
@@ -237,6 +245,9 @@ def _data(cfg: DictConfig, told: Told, tokenizer: Tokenizer, model: Any, world: 
     if is_whole and fraction and not given.dataset.validation_fraction:
         found = told("dataset", lambda: instantiate_data(cfg, tokenizer, size)) or found
     dataset, validation = found
+    compares = getattr(locate(cfg.loss._component_), "needs_reference", False) and cfg.reference != "adapter_off"
+    if compares or Facts(cfg)("teacher.top_k"):
+        told("dataset", require_kept, dataset, "reference" if compares else "teacher")
     for warning in warnings_about(parts_of(dataset, "training"), parts_of(validation, "validation"), tokenizer):
         told.add(warning, "dataset", Level.WARN)
     if "evaluate" in cfg and world:
