@@ -160,7 +160,7 @@ class Reader:
         if default_config(Path(recipe)) is None:
             return
         with redirect_stdout(StringIO()) as shown, suppress(SystemExit):
-            cli.main(["validate", recipe, *settings, "--json"])
+            cli.main(["validate", recipe, *settings, "master_dtype=fp32", "--json"])  # dtype is that of `TINY`
         found = json.loads(shown.getvalue())["findings"]
         assert not [each for each in found if each["level"] == "error" or each["rule"]], recipe
 

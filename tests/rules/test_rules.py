@@ -92,9 +92,6 @@ CASES = {
     "thoughts-cut-short": (
         GRPO, [], ["sampling.max_new_tokens=2048"], {"template": "{% if thinking %}<think>{% endif %}"}
     ),
-    "completions-beyond-positions": (
-        GRPO, ["sampling.max_new_tokens=2000"], [], {"model": {"max_position_embeddings": 2048}}
-    ),
 }  # fmt: skip
 NEEDED = {
     "model.path": "{model}", "dataset.path": "d", "reward": "tune.evaluation.exact_match", "dtype": "bf16",

@@ -214,7 +214,6 @@ def _others(cfg: DictConfig, told: Told, tokenizer: Tokenizer | None) -> None:
         for _, function, _ in rewards or ():
             if tokenizer and (path := getattr(function, "path", None)):
                 told(f"{key}.path", lambda path=path: tokenizer.require_same_ids(Tokenizer(path), "reward.path"))
-    if "sampling" in cfg and tokenizer:
         told(
             "sampling", lambda: instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=0)
         )
@@ -229,6 +228,10 @@ def _data(cfg: DictConfig, told: Told, tokenizer: Tokenizer, model: Any, world: 
             given[key].take = min(given[key].get("take") or rows, rows)
     if "max_prompt_len" in cfg:
         prompts = told("dataset", lambda: instantiate(given.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len))
+        given = {"stop_ids": tokenizer.stop_ids, "decode": tokenizer.decode, "seed": cfg.seed}
+        sampler = told("sampling", lambda: instantiate(cfg.sampling, **given))
+        if model and sampler and prompts:
+            told("sampling", sampler.check, model, [each.tokens for each in prompts.prompts], range(len(prompts)))
         if prompts is None or (is_limited and len(prompts) + sum(prompts.dropped.values()) >= (rows or 0)):
             return None
         order = {"epochs": cfg.epochs, "max_steps": cfg.max_steps, "seed": cfg.seed}

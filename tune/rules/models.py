@@ -59,9 +59,4 @@ MODELS = [
          "no completion comes to its answer, all rewards are zero, and nothing is learned",
          lambda run: "reward" in run.cfg and "<think>" in run.template
          and run.number("sampling.max_new_tokens", GREAT) < 512),
-    Rule("completions-beyond-positions", WARN, "max_prompt_len", "unslothai/unsloth#1642", "always",
-         "{} and sampling.max_new_tokens are more together than the max_position_embeddings of config.json",
-         "a long prompt ends the run, or is completed with noise",
-         lambda run: run.number("max_prompt_len") + run.number("sampling.max_new_tokens")
-         > run.model.get("max_position_embeddings", GREAT)),
 ]
