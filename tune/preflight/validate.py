@@ -214,9 +214,6 @@ def _others(cfg: DictConfig, told: Told, tokenizer: Tokenizer | None) -> None:
         for _, function, _ in rewards or ():
             if tokenizer and (path := getattr(function, "path", None)):
                 told(f"{key}.path", lambda path=path: tokenizer.require_same_ids(Tokenizer(path), "reward.path"))
-        told(
-            "sampling", lambda: instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=0)
-        )
 
 
 def _data(cfg: DictConfig, told: Told, tokenizer: Tokenizer, model: Any, world: World | None, rows: int | None) -> Any:
