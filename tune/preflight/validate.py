@@ -225,8 +225,8 @@ def _data(cfg: DictConfig, told: Told, tokenizer: Tokenizer, model: Any, world: 
             given[key].take = min(given[key].get("take") or rows, rows)
     if "max_prompt_len" in cfg:
         prompts = told("dataset", lambda: instantiate(given.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len))
-        given = {"stop_ids": tokenizer.stop_ids, "decode": tokenizer.decode, "seed": cfg.seed}
-        sampler = told("sampling", lambda: instantiate(cfg.sampling, **given))
+        ends = {"stop_ids": tokenizer.stop_ids, "decode": tokenizer.decode}
+        sampler = told("sampling", lambda: instantiate(cfg.sampling, **ends, seed=cfg.seed))
         if model and sampler and prompts:
             told("sampling", sampler.check, model, [each.tokens for each in prompts.prompts], range(len(prompts)))
         if prompts is None or (is_limited and len(prompts) + sum(prompts.dropped.values()) >= (rows or 0)):
