@@ -55,8 +55,8 @@ def test_processes_that_are_not_here(inputs, tmp_path):
         tmp_path / "experts", "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, head_dim=16,
         moe_intermediate_size=32, num_hidden_layers=2, output_router_logits=True,
     )  # fmt: skip
-    settings = [*inputs.settings(), f"model.path={experts}", "parallel.ep=8", "global_batch_size=8"]
-    (found, _) = validated("full_finetune", *settings, "--world-size", "8")
+    settings = [*inputs.settings("resume=never", f"output_dir={tmp_path / 'new'}"), f"model.path={experts}"]
+    (found, _) = validated("full_finetune", *settings, "parallel.ep=8", "global_batch_size=8", "--world-size", "8")
     assert "parallel.ep" in found and "4" in found
 
 

@@ -182,8 +182,14 @@ def _model(cfg: DictConfig, told: Told, world: World | None) -> Any:
     folder, keep = Path(cfg.get("output_dir") or "."), Facts(cfg)("checkpointer.keep")
     if note := told("output_dir", lambda: disk_note(folder, model, cfg.master_dtype, keep)):
         told.add(note, level=Level.WARN)
-    groups = cfg.get("parameter_groups", {})
-    told("parameter_groups", lambda: optimizers.parameter_groups(model, cfg.optimizer.lr, **groups))
+    whole = model
+    if "value" in cfg:
+        with NONE:
+            critic = told("value", lambda: instantiate(cfg.value))
+        whole = critic and torch.nn.ModuleDict({"policy": model, "value": critic})
+    if whole is not None:
+        groups = cfg.get("parameter_groups", {})
+        told("parameter_groups", lambda: optimizers.parameter_groups(whole, cfg.optimizer.lr, **groups))
     if world:
         told("parallel", lambda: distributed.parallelize(
             model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, cpu_offload=cfg.memory.cpu_offload
