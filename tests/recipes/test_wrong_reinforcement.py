@@ -122,7 +122,7 @@ BOTH = {
     "no adapter": (["kl=0.1", "reference=adapter_off"], "the adapter cannot be switched off: there is none"),
     "greedy": (["sampling.temperature=0"], "sampling.temperature: 0 is not a positive number"),
     "negative kl": (["kl=-1"], "kl: -1 is not a non-negative number"),
-    "empty stop string": (["sampling.stop_strings=['']"], "sampling.stop_strings: none may be empty"),
+    "empty stop string": (["sampling.stop_strings=['']"], "stop_strings: none may be empty"),
     "no prompt wanted": ([f"dataset.filter={HERE}.unwanted"], "no prompt is left of 22 rows", "left out by"),
     "no prompt fits": (["max_prompt_len=2"], "no prompt is left of 22 rows", "longer than max_prompt_len"),
     "too many prompts": (["prompts_per_step=99"], "prompts_per_step=99 is more than the 22 of"),
