@@ -330,6 +330,7 @@ def _cause(error: BaseException) -> str:
 
 
 def checkpoint_at(path: Path) -> Path:
+    """The checkpoint that `resume` names: itself, or the newest of a run. Raises TuneError if it is not complete."""
     inside = sorted(path.glob("step-*")) or sorted(path.glob("checkpoints/step-*"))
     found = path if path.name.startswith("step-") else inside[-1] if inside else path
     if not (found / ".metadata").exists() or not (found / "state.json").exists():
