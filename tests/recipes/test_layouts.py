@@ -73,9 +73,9 @@ def ways(tied_checkpoint):
     return {name: [override.format(tied=tied_checkpoint) for override in overrides] for name, overrides in WAYS.items()}
 
 
-def assert_same_curve(curve, reference):
+def assert_same_curve(curve, reference, within=1e-5):
     assert len(curve) == len(reference) == 12
-    assert curve == pytest.approx(reference, rel=1e-5)
+    assert curve == pytest.approx(reference, rel=within)
 
 
 def test_one_process(alone):
@@ -95,4 +95,5 @@ def test_many_processes(count, alone, common, tied_checkpoint, tmp_path):
     for name, curve in curves(tmp_path, common, variants, count).items():
         packed = "packed True" in name
         reference = alone[name] if name in WAYS else alone[f"micro 1, replicas 1, packed {packed}"]
-        assert_same_curve(curve, reference)
+        # A weight between two codes may be rounded either way.
+        assert_same_curve(curve, reference, within=1e-3 if name == "rounded weights" else 1e-5)
