@@ -102,7 +102,8 @@ def _moments(trace: Trace, layout: Layout, plain: bool) -> Iterator[tuple[str, f
         above = max(0.0, of_blocks - adds * block.master / shards)
         yield "forward of the last block", everything - saved[kind] + forward.extra, 0.0, gathered, 0.0
         yield "backward of the last block", everything + backward.extra, tail, gathered, 0.0
-        waiting = gathered + (0.0 if plain else REDUCED * block.trained)  # until the block above is reduced
+        waiting = gathered + (max(0.0, beside - block.gathered) if shards > 1 else 0.0)  # the embedding is the next one
+        waiting += 0.0 if plain else REDUCED * block.trained  # until the block above is reduced
         yield "backward of the first block", embedded + forward.live + backward.extra, tail, waiting, above
         reduced = root.gathered + block.gradients + reducing(block)
         yield "reduction of the first block", embedded, tail, 0.0 if plain else reduced, above
