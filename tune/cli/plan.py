@@ -179,13 +179,13 @@ def facts_of(cfg: DictConfig, job: Any, plan: Any, price: float | None) -> dict[
 
 def show(plans: list[Any], facts: dict[str, Any]) -> None:
     console, best = Console(soft_wrap=True), plans[0]
-    sizes = Table("GiB of each process", "at the peak", title=f"memory: {best.memory.moment}", title_justify="left")
+    sizes = Table("GiB of each process", "", title=f"memory at its peak, in: {best.memory.moment}", title_justify="left")
     for part, size in best.memory.parts.items():
         sizes.add_row(part.replace("_", " "), f"{size / 2**30:,.2f}")
     sizes.add_section()
     sizes.add_row("total", f"{best.memory.total / 2**30:,.2f} of {best.device.memory:,.0f}")
     if best.memory.host:
-        sizes.add_row("and host memory", f"{best.memory.host / 2**30:,.2f}")
+        sizes.add_row("and host memory", f"{best.memory.host / 2**30:,.2f} of {best.device.host_memory:,.0f}")
     times = Table("seconds of a step", "", title="time", title_justify="left")
     for name, value in vars(best.seconds).items():
         times.add_row(NAMES[name], f"{value:,.4g}")
@@ -212,6 +212,8 @@ def show(plans: list[Any], facts: dict[str, Any]) -> None:
 
 
 def _why(other: Any, best: Any) -> str:
+    if other.memory.host > other.device.host_memory * 2**30:
+        return f"needs {other.memory.host / 2**30:,.1f} GiB of host memory"
     if not other.fits:
         return f"needs {other.memory.total / 2**30:,.1f} GiB ({other.memory.moment})"
     more = {name: value - getattr(best.seconds, name) for name, value in vars(other.seconds).items()}

@@ -15,7 +15,8 @@ class Device:
     (on NVIDIA with TF32 off), `bandwidth` of its memory and, in one direction, of links: between devices of a
     node, between nodes, to the host, all in GB/s. `product_share` and `bandwidth_share` are
     what kernels reach of them, `launch` the microseconds of an operation. `reserve` GiB (context, libraries) and
-    `reserve_share` of what is allocated (fragments) are not for tensors."""
+    `reserve_share` of what is allocated (fragments) are not for tensors. `host_memory` is what each device has of its
+    node's, in GiB."""
 
     name: str
     memory: float
@@ -33,6 +34,7 @@ class Device:
     reserve: float = 1.0
     reserve_share: float = 0.05
     flash: bool = True
+    host_memory: float = 200
 
     def seconds(self, flops: float, moved: float, dtype: str) -> float:
         """Of an operation: by its products or by its memory, whatever takes longer."""

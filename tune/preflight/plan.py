@@ -17,7 +17,7 @@ from tune.preflight.trace import Trace, shorten, trace
 
 # What bounds a step, and what to change about it.
 REMEDIES = {
-    "products": "as it should be; faster: less recomputation (memory.activation_checkpointing), more devices",
+    "products": "nothing need be; less recomputation (memory.activation_checkpointing=none) or more devices make it faster",
     "memory": "compile=true, a larger micro_batch_size or packed=true",
     "tensor": "a smaller parallel.tp",
     "sharding": "a larger micro_batch_size, parallel.dp_replicate (copies within a node), or "
@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.memory.total <= self.device.memory * GIB
+        return self.memory.total <= self.device.memory * GIB and self.memory.host <= self.device.host_memory * GIB
 
     @property
     def tokens_per_second(self) -> float:
