@@ -1,11 +1,13 @@
 """`tune plan` on its command line."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
 from tune import config
 from tune.cli import main
+from tune.preflight.devices import DEVICES
 
 
 def plan(capsys, *arguments: str) -> str:
@@ -34,6 +36,14 @@ def test_search_prints_overrides_that_the_recipe_takes(checkpoint, capsys):
     assert again["overrides"] == found["overrides"] and len(found["runners_up"]) == 5
     text = plan(capsys, *run, "--search")
     assert "micro_batch_size=" in text and "slower (" in text
+
+
+def test_host_memory_must_suffice(tmp_path, checkpoint, capsys):
+    (tmp_path / "small.json").write_text(json.dumps(asdict(DEVICES["h100"]) | {"host_memory": 1e-4}))
+    run = ["full_finetune", f"model.path={checkpoint}", "max_seq_len=128", "--device", str(tmp_path / "small.json")]
+    assert "it fits" in plan(capsys, *run)
+    assert "it DOES NOT FIT" in plan(capsys, *run, "memory.cpu_offload=true")
+    assert "memory.cpu_offload=false" in " ".join(json.loads(plan(capsys, *run, "--search", "--json"))["overrides"])
 
 
 def test_calibration_gives_the_run_that_it_learned_from(tmp_path, checkpoint, capsys):

@@ -179,7 +179,8 @@ def facts_of(cfg: DictConfig, job: Any, plan: Any, price: float | None) -> dict[
 
 def show(plans: list[Any], facts: dict[str, Any]) -> None:
     console, best = Console(soft_wrap=True), plans[0]
-    sizes = Table("GiB of each process", "", title=f"memory at its peak, in: {best.memory.moment}", title_justify="left")
+    title = f"memory at its peak, in: {best.memory.moment}"
+    sizes = Table("GiB of each process", "", title=title, title_justify="left")
     for part, size in best.memory.parts.items():
         sizes.add_row(part.replace("_", " "), f"{size / 2**30:,.2f}")
     sizes.add_section()

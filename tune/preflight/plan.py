@@ -17,7 +17,7 @@ from tune.preflight.trace import Trace, shorten, trace
 
 # What bounds a step, and what to change about it.
 REMEDIES = {
-    "products": "nothing need be; less recomputation (memory.activation_checkpointing=none) or more devices make it faster",
+    "products": "nothing need be; less recomputation (memory.activation_checkpointing) or more devices make it faster",
     "memory": "compile=true, a larger micro_batch_size or packed=true",
     "tensor": "a smaller parallel.tp",
     "sharding": "a larger micro_batch_size, parallel.dp_replicate (copies within a node), or "
