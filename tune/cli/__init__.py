@@ -15,6 +15,7 @@ VERBS = {
     "cp": "copy a recipe with its settings, or a config, to change it",
     "cat": "print a recipe or a config",
     "run": "run a recipe, on one process or by torchrun, Ray or SLURM",
+    "sweep": "run a recipe for each combination of values, by Ray Tune, and compare",
     "runs": "list run folders: state, step, loss, size",
     "watch": "show a run in the terminal while it goes on",
     "report": "write a page on a run, or on several laid over each other",

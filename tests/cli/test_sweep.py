@@ -1,0 +1,79 @@
+"""A recipe of the test's own, whose loss is known, in place of a training."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import HANGS
+
+from tune.cli.sweep import row, swept
+from tune.errors import TuneError
+
+RECIPE = """\
+import json, signal, sys, time
+from pathlib import Path
+
+from tune import config, records
+
+@config.entrypoint("defaults.yaml")
+def main(cfg):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+    folder = Path(cfg.output_dir)
+    records.start(folder, 0)
+    try:
+        with (folder / "metrics.jsonl").open("a", buffering=1) as metrics:
+            for step in range(1, 31):
+                metrics.write(json.dumps({"step": step, "loss": cfg.lr * cfg.rank + 1 / step}) + "\\n")
+                time.sleep(0.2)
+    except BaseException as error:
+        records.end(folder, error)
+        raise
+    records.end(folder, None)
+
+main()
+"""
+
+
+@pytest.mark.slow
+def test_runs_that_fall_behind_end_early_and_the_best_is_first(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(RECIPE)
+    (tmp_path / "defaults.yaml").write_text("lr: 1\nrank: 1\noutput_dir: null\n")
+    command = [
+        sys.executable, "-m", "tune.cli", "sweep", "mine.py", "--over", "lr=1,2,4,8", "rank=1,2", "--schedule", "asha",
+        "--grace", "5", "--out", "out",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert len(rows) == 8
+    assert rows[0]["settings"] == {"lr": "1", "rank": "1"} and rows[0]["state"] == "done" and rows[0]["steps"] == 30
+    early = [each for each in rows if each["state"] == "ended early"]
+    assert early and all(5 <= each["steps"] < 30 for each in early)
+    assert done.stdout.splitlines()[-10].split()[:3] == ["lr", "rank", "loss"]
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        (["lr"], "'lr' is not KEY=A,B"),
+        (["lr=1"], "lr=1 has one value. Give several, with commas: lr=A,B"),
+        (["lr=1,2", "lr=3,4"], "lr is given twice"),
+    ],
+)
+def test_wrong_values(over: list[str], message: str) -> None:
+    with pytest.raises(TuneError, match=message):
+        swept(over, [])
+
+
+def test_settings_behind_the_values_are_the_recipes() -> None:
+    values, settings = swept(["lr=1,2", "tasks=[a,b],[c]", "model.path=x", "seed=1"], ["dtype=fp32"])
+    assert values == {"lr": ["1", "2"], "tasks": ["[a,b]", "[c]"]}
+    assert settings == ["model.path=x", "seed=1", "dtype=fp32"]
+
+
+def test_a_run_that_wrote_nothing(tmp_path: Path) -> None:
+    found = row(tmp_path / "none", {"lr": "1"}, "loss", True)
+    assert (found["state"], found["value"], found["steps"]) == ("failed", None, 0)

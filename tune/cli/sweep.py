@@ -1,0 +1,164 @@
+"""Run a recipe once for each combination of values, by Ray Tune, and compare the runs.
+
+    tune sweep lora_finetune --over optimizer.lr=1e-5,2e-5 adapter.rank=8,16 --config my.yaml
+    tune sweep full_finetune --over optimizer.lr=1e-5,2e-5,4e-5 --schedule asha --metric validation_loss model.path=...
+
+Each run is a process of its own, in a folder of its own below --out; as many go on at once as the cluster has room for.
+What stands behind RECIPE, other than options of the sweep, goes to the recipe.
+"""
+
+import functools
+import itertools
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tune import config, records
+from tune.cli.run import check, default_config
+from tune.cli.runs import print_table
+from tune.errors import TuneError
+from tune.launchers.ray import connect
+
+POLL = 0.5  # seconds
+
+
+def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.usage = "tune sweep RECIPE --over KEY=A,B[,...] [KEY=...] [OPTIONS] [--config FILE_OR_NAME] [key=value ...]"
+    parser.add_argument("recipe", metavar="RECIPE")
+    parser.add_argument("--over", nargs="+", required=True, metavar="KEY=A,B", help="every combination is a run")
+    parser.add_argument("--schedule", choices=["all", "asha"], default="all", help="asha ends runs that fall behind")
+    parser.add_argument("--metric", default="loss", help="to compare by; the lowest is best, of a reward the highest")
+    parser.add_argument("--grace", type=int, default=10, help="asha: steps that every run gets (default: 10)")
+    parser.add_argument("--out", type=Path, help="default: runs/sweep-TIME")
+    parser.add_argument("--address", help="of a Ray cluster; default: RAY_ADDRESS, or a new one on this machine")
+    parser.add_argument("--cpus-per-run", type=int, default=1)
+    parser.add_argument("--gpus-per-run", type=int, help="default: 1 where the cluster has GPUs")
+    options, settings = parser.parse_known_args(arguments)
+    values, settings = swept(options.over, settings)
+    recipe = config.find_recipe(options.recipe)
+    out = (options.out or Path(f"runs/sweep-{datetime.now():%Y%m%d-%H%M%S}")).absolute()
+    runs = [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+    for run in runs:  # wrong keys and values are found before anything starts
+        if default := default_config(recipe):
+            check(default, [*settings, *(f"{key}={value}" for key, value in run.items())])
+    ray, resources = connect(options.address, os.cpu_count() or 1)
+    gpus = int("GPU" in resources) if options.gpus_per_run is None else options.gpus_per_run
+    from ray import tune as ray_tune
+    from ray.tune.schedulers import ASHAScheduler
+
+    mode = "max" if re.search("reward|accurac|margin", options.metric) else "min"
+    place = {"recipe": str(recipe.absolute()), "settings": settings, "out": str(out), "metric": options.metric}
+    scheduler = (
+        ASHAScheduler("step", options.metric, mode, max_t=10**9, grace_period=options.grace)
+        if options.schedule == "asha"
+        else None
+    )
+    tuner = ray_tune.Tuner(
+        ray_tune.with_resources(train, {"CPU": options.cpus_per_run, "GPU": gpus}),
+        param_space={"run": ray_tune.grid_search(runs), "place": place | {"folder": os.getcwd()}},
+        tune_config=ray_tune.TuneConfig(scheduler=scheduler),
+        run_config=ray_tune.RunConfig(storage_path=str(out), name="ray", verbose=0),
+    )
+    try:
+        failed = [name_of(result.config["run"]) for result in tuner.fit() if result.error]
+    finally:
+        ray.shutdown()
+    rows = [row(out / name_of(run), run, options.metric, name_of(run) in failed) for run in runs]
+    sign = -1 if mode == "max" else 1
+    rows.sort(key=lambda row: (row["value"] is None, sign * (row["value"] or 0)))
+    (out / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n")
+    records.write_report([Path(row["folder"]) for row in rows if row["value"] is not None], out / "report.html")
+    print_table(
+        [(*values, options.metric, "steps", "state", "run")]
+        + [
+            (*each["settings"].values(), str(each["value"]), str(each["steps"]), each["state"], each["folder"])
+            for each in rows
+        ]
+    )
+    print(f"the curves over each other: {out / 'report.html'}")
+    sys.exit(any(row["state"] == "failed" for row in rows))
+
+
+def swept(over: Sequence[str], settings: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """The values of each key of `--over`, and the recipe's own arguments: among those of `--over` the first one with a
+    single value, and all behind it, are the recipe's too."""
+    values: dict[str, list[str]] = {}
+    for position, each in enumerate(over):
+        key, equals, text = each.partition("=")
+        found = re.findall(r"(?:\[[^]]*\]|[^,\[])+", text)
+        if not (key and equals):
+            raise TuneError(f"--over: '{each}' is not KEY=A,B")
+        if len(found) < 2:
+            if not values:
+                raise TuneError(f"--over: {each} has one value. Give several, with commas: {key}=A,B")
+            return values, [*over[position:], *settings]
+        if key in values:
+            raise TuneError(f"--over: {key} is given twice")
+        values[key] = found
+    return values, list(settings)
+
+
+def train(parameters: dict[str, Any]) -> None:
+    """In a worker of Ray Tune: the run as a process, whose metrics are reported. Where Ray ends it early, it saves."""
+    from ray import tune as ray_tune
+
+    from tune.distributed.restarts import end_with_parent
+
+    place, run = parameters["place"], parameters["run"]
+    os.chdir(place["folder"])
+    folder, seen = Path(place["out"]) / name_of(run), 0
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = [*place["settings"], *(f"{key}={value}" for key, value in run.items()), f"output_dir={folder}"]
+    dies_too = functools.partial(end_with_parent, signal.SIGKILL)
+    command = [sys.executable, place["recipe"], *settings]
+    with (folder / "output.txt").open("a") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=dies_too)
+    try:
+        while True:
+            ended = process.poll() is not None
+            for line in reported(folder / "metrics.jsonl"):
+                if line["step"] > seen and place["metric"] in line:
+                    seen = line["step"]
+                    ray_tune.report({"step": seen, place["metric"]: line[place["metric"]]})
+            if ended:
+                break
+            time.sleep(POLL)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        raise TuneError(f"{shlex.join(settings)} has ended with {process.returncode}: see {folder / 'output.txt'}")
+
+
+def reported(file: Path) -> list[dict[str, Any]]:
+    """The complete lines of metrics.jsonl."""
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def name_of(run: dict[str, str]) -> str:
+    """The folder of a run, by its values."""
+    return re.sub(r"[^\w.=,+-]", "_", ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in run.items()))
+
+
+def row(folder: Path, run: dict[str, str], metric: str, failed: bool) -> dict[str, Any]:
+    """What became of a run. One that Ray has ended early may have had no time to note it."""
+    lines = reported(folder / "metrics.jsonl")
+    values = [line[metric] for line in lines if metric in line]
+    is_done = (folder / "run.json").exists() and records.read(folder).state == "done"
+    return {
+        "settings": run, "value": values[-1] if values else None, "steps": lines[-1]["step"] if lines else 0,
+        "state": "failed" if failed else "done" if is_done else "ended early", "folder": str(folder),
+    }  # fmt: skip
