@@ -50,6 +50,8 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
         "environment": {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
         | {"TUNE_STOP_FILE": str(stop), "TUNE_RUN_FOLDER": str(folder), "TUNE_RAY_WORKER": "1"},
     }
+    # Ray refuses a folder whose list of checkpoints has some that are gone; which there are, the run finds out itself.
+    (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
     trainer = TorchTrainer(
         _work,
         train_loop_config=place,
