@@ -49,6 +49,8 @@ def test_processes_that_are_not_here(inputs):
     found = validated("full_finetune", *settings[:-2], "--world-size", "512", "--device", "h100", "dtype=bf16")
     assert found[0].endswith("chats.jsonl has 48 rows for 512 data-parallel processes: use at most 48")
     assert found[1].startswith("error  global_batch_size: global_batch_size=4 is not a multiple of 512")
+    (found, _) = validated("full_finetune", *settings[:-2], "parallel.ep=3", "--world-size", "4")
+    assert "parallel.ep: 3 processes cannot be among the 4" in found
 
 
 def test_a_healed_setting_is_in_the_config_of_the_run(inputs, run_recipe, told, monkeypatch, capsys):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib import metadata
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tune.datasets.loader import require_batches
 from tune.datasets.scores import require_kept
 from tune.datasets.sources import open_source
 from tune.datasets.warnings import warnings_about
-from tune.distributed.world import AXES, World, device_type
+from tune.distributed.world import World, device_type
 from tune.errors import TuneError
 from tune.generation import FixedPrompts
 from tune.loggers import run_folder
@@ -105,7 +106,9 @@ def _world(processes: int, kind: str, cfg: DictConfig, told: Told) -> Iterator[W
     if is_new:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
     parallel = cfg.get("parallel")
-    axes = {axis: parallel[axis] for axis in AXES if axis in parallel} if isinstance(parallel, DictConfig) else {}
+    known = signature(distributed.init).parameters
+    given = parallel.items() if isinstance(parallel, DictConfig) else ()
+    axes = {str(axis): size for axis, size in given if axis in known}
     try:
         world = told("parallel", lambda: distributed.init("cpu", **axes))
         yield world and replace(world, device=NONE)
