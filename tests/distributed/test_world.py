@@ -11,7 +11,7 @@ from helpers import HANGS
 
 from tune import distributed
 from tune.distributed import world
-from tune.distributed.slurm import first_node, join_step
+from tune.distributed.srun import first_node, join_step
 from tune.errors import TuneError
 
 

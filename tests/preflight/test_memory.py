@@ -10,7 +10,7 @@ from tune.models import build
 from tune.preflight.devices import DEVICES
 from tune.preflight.memory import Layout, units
 from tune.preflight.optimizer import bytes_of_states
-from tune.preflight.plan import Job
+from tune.preflight.planning import Job
 
 ROWS, LENGTH = 2, 128
 

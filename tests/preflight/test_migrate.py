@@ -10,7 +10,7 @@ from peer_configs import AXOLOTL, LLAMA_FACTORY, TORCHTUNE, TRL
 from tune import config
 from tune.cli import main
 from tune.cli import migrate as verb
-from tune.preflight.migrate import PEERS, STATUSES, Migration, NotConverted, leaves, migrate, peer_of, table
+from tune.preflight.migration import PEERS, STATUSES, Migration, NotConverted, leaves, migrate, peer_of, table
 
 FILES = {"axolotl": AXOLOTL, "llama_factory": LLAMA_FACTORY, "torchtune": TORCHTUNE, "trl": TRL}
 A, L, T = (

@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from tune import config
 from tune.errors import TuneError
-from tune.preflight.migrate import PEERS, STATUSES, Migration, NotConverted, leaves, migrate, peer_of, show
+from tune.preflight.migration import PEERS, STATUSES, Migration, NotConverted, leaves, migrate, peer_of, show
 from tune.secrets import without_secrets
 
 COMMAND = re.compile(r"^[^#\n]*?(?:\btrl (?P<trl>\w+)|(?P<script>\w+)\.py)(?P<options> .*--\w.*)$", re.MULTILINE)

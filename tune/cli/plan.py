@@ -19,6 +19,7 @@ from rich.table import Table
 
 from tune.cli.prepare import settings
 from tune.errors import TuneError
+from tune.lookup import locate
 
 PLANNED = "full_finetune and lora_finetune"
 LESS = (
@@ -116,12 +117,15 @@ def job_of(cfg: DictConfig, device: Any) -> Any:
     from tune.loggers import flops_per_token
     from tune.losses.chunks import default_chunk_tokens
     from tune.preflight.optimizer import bytes_of_states
-    from tune.preflight.plan import Job
+    from tune.preflight.planning import Job
 
-    if "_component_" not in cfg.get("loss", {}) or {"max_prompt_len", "teacher", "reference"} & set(cfg):
+    component = cfg.get("loss", {}).get("_component_")
+    if not component or getattr(locate(component), "rows", None) or {"max_prompt_len", "teacher"} & set(cfg):
         raise TuneError(
             f"plan: this recipe does more than a forward and a backward of one model; planned are {PLANNED}"
         )
+    if cfg.get("quantization", {}).get("qat"):
+        raise TuneError("quantization.qat: what rounded weights take is not planned yet; plan without it")
     with torch.device("meta"):
         model = instantiate(cfg.model)
     if cfg.get("quantization", {}).get("weights"):
@@ -161,7 +165,7 @@ def layout_of(cfg: DictConfig, processes: int) -> Any:
 
 def facts_of(cfg: DictConfig, job: Any, plan: Any, price: float | None) -> dict[str, Any]:
     """What follows for the whole run, or for a billion tokens where its steps are not known."""
-    from tune.preflight.plan import REMEDIES
+    from tune.preflight.planning import REMEDIES
 
     steps = cfg.max_steps
     hours = (steps or 1e9 / plan.tokens) * plan.seconds.total / 3600

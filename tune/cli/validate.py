@@ -24,7 +24,7 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("recipe", metavar="RECIPE")
     options, rest = parser.parse_known_args(arguments)
-    from tune.preflight.validate import validate  # imports torch
+    from tune.preflight.checks import validate  # imports torch
     from tune.rules import Finding, Level
 
     device = options.device and (options.device if options.device in ("cpu", "mps") else "cuda")

@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
+from tune.config.check import Values, combine, merge, walk
 from tune.config.paths import find_config
-from tune.config.validate import Values, combine, merge, walk
 from tune.errors import TuneError
 from tune.secrets import without_secrets
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tune.collators import IGNORE, Batch, Documents
-from tune.distributed.tensor_parallel import Summed
+from tune.distributed.tensor_parallel import SummedOver
 from tune.errors import TuneError
 
 COLLECTIVES = torch.ops._c10d_functional  # those with names of their own in `torch.distributed` are renamed in 2.13
@@ -46,7 +46,7 @@ class Pieces:
         return [*together.split([each.shape[-1] for each in tensors], dim=-1)]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        return Summed.apply(tensor, self.group)
+        return SummedOver.apply(tensor, self.group)
 
     def of_all(self, values: Tensor, places: Tensor, count: int) -> Tensor:
         """`values` of the part at their `places`, and those of the other parts at theirs: `[count, ...]`."""

@@ -209,12 +209,12 @@ def _sum_outputs(part: nn.Module, mesh: DeviceMesh) -> None:
     def with_sum(hidden: Tensor, context: Any) -> Any:
         output = forward(_Copied.apply(hidden, group), context)
         if not isinstance(output, tuple):
-            return Summed.apply(output, group)
+            return SummedOver.apply(output, group)
         output, stats = output
         if stats is not None:  # of routers, the same on each process: each adds a part of the gradient
             balance = stats.balance.detach()
             stats = stats._replace(balance=balance + (stats.balance - balance) / mesh.size())
-        return Summed.apply(output, group), stats
+        return SummedOver.apply(output, group), stats
 
     part.forward = with_sum
 
@@ -228,7 +228,7 @@ def _look_up_shares(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
     def looked_up(input: Tensor) -> Tensor:
         places = input - first
         inside = (places >= 0) & (places < rows)
-        return Summed.apply(forward(places.clamp(0, rows - 1)) * inside[..., None], group)
+        return SummedOver.apply(forward(places.clamp(0, rows - 1)) * inside[..., None], group)
 
     embedding.forward = looked_up  # type: ignore[method-assign]
 
@@ -258,7 +258,7 @@ def _norm_over_processes(norm: nn.RMSNorm, mesh: DeviceMesh) -> None:
 
     def normalized(input: Tensor) -> Tensor:
         values = input.float()
-        square = Summed.apply(values.square().mean(dim=-1, keepdim=True) / mesh.size(), group)
+        square = SummedOver.apply(values.square().mean(dim=-1, keepdim=True) / mesh.size(), group)
         scale = torch.rsqrt(_Copied.apply(square, group) + norm.eps)
         return (values * scale * norm.weight.float()).type_as(input)
 
@@ -278,7 +278,7 @@ class _Copied(torch.autograd.Function):
         return summed(gradient, ctx.group), None
 
 
-class Summed(torch.autograd.Function):
+class SummedOver(torch.autograd.Function):
     """The sum over processes, each of which has the gradient."""
 
     @staticmethod

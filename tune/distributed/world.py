@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tune.distributed.restarts import end_with_parent, launcher_store, of_this_start
-from tune.distributed.slurm import join_step
+from tune.distributed.srun import join_step
 from tune.errors import TuneError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -8,13 +8,13 @@ from collections import defaultdict
 from pathlib import PurePosixPath
 from typing import Any
 
-from tune.preflight.migrate import Migration, Setting
+from tune.preflight.migration import Migration, Setting
 
 FILES = ("json", "csv", "parquet", "text", "arrow")  # names of `datasets`' readers, not of data
 LAYERS = {"output_proj": ["o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"], "output": ["lm_head"]}  # torchtune's
 ROUNDED = "as there: updates below 1/256 of a weight are lost; master_dtype=fp32 keeps them, for more memory"
 
-Source = dict[str, Setting]  # of rows: the arguments of tune.datasets.load
+Arguments = dict[str, Setting]  # of rows: the arguments of tune.datasets.load
 
 
 def model(run: Migration, key: str, value: str) -> None:
@@ -180,7 +180,7 @@ def data(run: Migration) -> None:
         run.said[key] = "no counterpart", "one set of rows is read here: join the files"
 
 
-def _mix(run: Migration, sources: list[Source]) -> None:
+def _mix(run: Migration, sources: list[Arguments]) -> None:
     if "dataset.streaming" in run.settings:
         run.refuse("dataset.streaming", "a mixture is not streamed")
     shared = {key[8:]: run.settings.pop(key) for key in [*run.settings] if key.startswith("dataset.")}
@@ -196,22 +196,22 @@ def _mix(run: Migration, sources: list[Source]) -> None:
     run.settings["dataset.sources"] = Setting(parts, used, notes)
 
 
-def _items(run: Migration, step: str) -> list[Source]:
+def _items(run: Migration, step: str) -> list[Arguments]:
     """The steps `_data[0].path`, one dict for each index."""
-    found: dict[int, Source] = defaultdict(dict)
+    found: dict[int, Arguments] = defaultdict(dict)
     for key in [key for key in run.settings if key.startswith(f"{step}[")]:
         index, _, name = key.removeprefix(f"{step}[").partition("].")
         found[int(index)][name] = run.pop(key)
     return [found[index] for index in sorted(found)]
 
 
-def _is_rest(one: Source, other: Source) -> bool:
+def _is_rest(one: Arguments, other: Arguments) -> bool:
     """Whether the second is what the first leaves of a split: `train[:95%]` and `train[95%:]`."""
     splits = [re.sub(r"\s", "", str(each["split"].value)) for each in (one, other) if "split" in each]
     return re.fullmatch(r"(\w+)\[:(\d+%)\] \1\[\2:\]", " ".join(splits)) is not None
 
 
-def _settle(source: Source) -> None:
+def _settle(source: Arguments) -> None:
     """Slices of splits, files, and names of columns, as arguments of `tune.datasets.load`."""
     split, files, path = source.get("split"), source.pop("data_files", None), source.get("path")
     if split and (cut := re.fullmatch(r"(\w+)\[(:(\d+))?.*\]", re.sub(r"\s", "", str(split.value)))):
@@ -234,7 +234,7 @@ def _settle(source: Source) -> None:
         source["columns"] = Setting(known.value | {key: each.value for key, each in columns.items()}, used)
 
 
-def _put(run: Migration, group: str, source: Source) -> None:
+def _put(run: Migration, group: str, source: Arguments) -> None:
     for name, setting in source.items():
         if run.takes(f"{group}.{name}"):
             run.set(f"{group}.{name}", setting.value, *setting.sources, note="; ".join(setting.notes))

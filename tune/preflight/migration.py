@@ -23,7 +23,7 @@ PARTS = ("keys", "always", "lacking")  # of a table
 NOTHING: tuple[Any, ...] = (None, "", [], {})
 OFF = ("false", "0", "0.0", "no", "none", "off")
 
-Values = dict[str, Any]
+Fields = dict[str, Any]
 
 
 class NotConverted(TuneError):
@@ -56,10 +56,10 @@ class Migration:
     peer: str
     method: str
     recipe: str
-    theirs: Values  # each leaf by its dotted key
-    defaults: Values
+    theirs: Fields  # each leaf by its dotted key
+    defaults: Fields
     elsewhere: set[str]  # settings of other recipes
-    usual: Values  # what the peer takes for a key that is not there
+    usual: Fields  # what the peer takes for a key that is not there
     world_size: int
     has_adapter: bool
     settings: dict[str, Setting] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Migration:
         else:
             self.said[key] = "same by default", line if part == "always" else "off there too"
 
-    def convert(self, key: str, value: Any, rule: Values, found: re.Match[str], implied: bool) -> None:
+    def convert(self, key: str, value: Any, rule: Fields, found: re.Match[str], implied: bool) -> None:
         if "by" in rule:
             from tune.preflight import migrate_rules
 
@@ -176,7 +176,7 @@ class Migration:
 
 
 def migrate(
-    values: Values, peer: str, method: str | None, recipes: Mapping[str, Values], world_size: int = 1
+    values: Fields, peer: str, method: str | None, recipes: Mapping[str, Fields], world_size: int = 1
 ) -> Migration:
     """The settings for one of `recipes` (name -> its own settings by dotted keys) that a config of `peer` stands for.
 
@@ -218,7 +218,7 @@ def migrate(
     return run
 
 
-def peer_of(values: Values) -> str:
+def peer_of(values: Fields) -> str:
     """Whose config this is, by its keys. Raises TuneError if they are nobody's."""
     text = " ".join(f"{key}={value}" for key, value in leaves(values))
     points = {peer: sum(bool(re.search(mark, text)) for mark in table(peer)["marks"]) for peer in PEERS}
@@ -233,12 +233,12 @@ def peer_of(values: Values) -> str:
 
 
 @functools.cache
-def common() -> Values:
+def common() -> Fields:
     return _load("common")
 
 
 @functools.cache
-def table(peer: str) -> Values:
+def table(peer: str) -> Fields:
     """The lines of a peer, then those of transformers' arguments where it takes these too."""
     own, shared = _load(peer), _load("training_arguments")
     if own.get("takes_training_arguments"):
@@ -246,7 +246,7 @@ def table(peer: str) -> Values:
     return own
 
 
-def _load(name: str) -> Values:
+def _load(name: str) -> Fields:
     file = Path(__file__).parent / "peers" / f"{name}.yaml"
     return {str(key): value for key, value in OmegaConf.to_container(OmegaConf.load(file)).items()}  # type: ignore[union-attr]
 
@@ -277,7 +277,7 @@ def names(pattern: str) -> list[str]:
     return [word for word in str(pattern).split("|") if re.fullmatch(r"[\w.]+", word)]
 
 
-def holds(conditions: Mapping[str, Any], theirs: Values) -> bool:
+def holds(conditions: Mapping[str, Any], theirs: Fields) -> bool:
     """Whether the keys that match have such values: `set`, `unset`, `>1`, `~pattern` in one, or just this one."""
     return all(_holds([v for key, v in theirs.items() if re.fullmatch(k, key)], want) for k, want in conditions.items())
 
@@ -304,7 +304,7 @@ def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, values
 
 
-def resolved(values: Values) -> Values:
+def resolved(values: Fields) -> Fields:
     """With what `${key}` stands for, where that is in the file."""
 
     def resolve(node: Any, key: Any) -> Any:
