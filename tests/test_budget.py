@@ -22,7 +22,7 @@ CEILINGS = {
     "models": 3287,
     "optimizers": 344,
     "peft": 1535,
-    "preflight": 1715,
+    "preflight": 1718,
     "records": 326,
     "rules": 427,
     "quantization": 364,

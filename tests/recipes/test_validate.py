@@ -39,6 +39,13 @@ def validated(*arguments: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if not line.startswith(" ")]
 
 
+def test_a_problem_is_told_once(inputs):
+    found = validated(
+        "full_finetune", *inputs.settings("global_batch_size=4", "micro_batch_size=1"), "--world-size", "3"
+    )
+    assert sum("is not a multiple of 3" in line for line in found) == 1
+
+
 def test_processes_that_are_not_here(inputs):
     """Of layouts and batches, for so many processes."""
     settings = [*inputs.settings(), "parallel.tp=8", "micro_batch_size=2"]

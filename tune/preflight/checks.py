@@ -57,9 +57,12 @@ class Told:
             self.add(problem)
 
     def add(self, text: str, place: str = "", level: Level = Level.ERROR) -> None:
-        """A message, which may begin with its place. One about a setting that is wrong itself is an effect of that."""
+        """A message, which may begin with its place; it is kept once. One about a setting that is wrong itself is an
+        effect of that."""
         if match := PLACE.fullmatch(text):
             place, text = match.groups()
+        if any(each.message == text for each in self.findings):
+            return
         known = {each.place for each in self.findings if each.level is Level.ERROR}
         if level is Level.WARN or not any(f"{each}.".startswith(f"{place}.") for each in known if place):
             self.findings.append(Finding(level, place, text))
