@@ -1,6 +1,8 @@
 """`tune plan` on its command line."""
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict
 
 import pytest
@@ -59,6 +61,23 @@ def test_calibration_gives_the_run_that_it_learned_from(tmp_path, checkpoint, ca
     assert found["memory_gib"]["total"] == pytest.approx(1.5, rel=1e-3)
 
 
+def alone(checkpoint, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process that has no group of processes yet, as tensor parallelism is planned with one that is not there."""
+    run = ["plan", "full_finetune", f"model.path={checkpoint}", "--device", "h100", "--json", *arguments]
+    return subprocess.run([sys.executable, "-m", "tune.cli", *run], capture_output=True, text=True)
+
+
+def test_tensor_parallelism(checkpoint, capsys):
+    done = alone(checkpoint, "--world-size", "2", "parallel.tp=2", "max_seq_len=128")
+    two = json.loads(done.stdout)
+    run = ["full_finetune", f"model.path={checkpoint}", "max_seq_len=128", "--device", "h100", "--json"]
+    one = json.loads(plan(capsys, *run))
+    assert two["memory_gib"]["weights"] < 0.6 * one["memory_gib"]["weights"]
+    assert two["seconds"]["tensor"] > 0 == one["seconds"]["tensor"]
+    wrong = alone(checkpoint, "--world-size", "3", "parallel.tp=3", "global_batch_size=3")
+    assert wrong.returncode == 2 and "parallel.tp" in wrong.stderr
+
+
 WRONG = {
     "no run": (["--device", "cpu", "--calibrate", "docs"], "it is not the folder of a run"),
     "device": (["--device", "h10"], "Did you mean 'h100'?"),
@@ -69,7 +88,6 @@ WRONG = {
     "folder": (["--device", "h100", "model.path=none"], "model.path: none does not exist"),
     "no config": (["--device", "h100", "model.path=tests"], "has no config.json"),
     "key": (["--device", "h100", "model.pat=x"], "model.pat"),
-    "heads": (["--device", "h100", "--world-size", "3", "parallel.tp=3", "global_batch_size=3"], "parallel.tp"),
 }
 
 

@@ -91,11 +91,10 @@ def test_states_of_optimizers():
     assert bytes_of_states(lambda _, groups: Adafactor(groups), None) < 0.1
 
 
-def test_tensor_parallelism_and_offload(checkpoint):
-    one, two = (job(checkpoint, dtype="bf16", rows=4).plan(Layout(1, 1, tp, 1)) for tp in (1, 2))
-    assert two.memory.parts["weights"] < 0.6 * one.memory.parts["weights"]
-    assert two.seconds.tensor > 0 == one.seconds.tensor
-    offloaded = job(checkpoint, dtype="bf16", rows=4).plan(Layout(1, 1, 1, 1, cpu_offload=True))
+def test_offload(checkpoint):
+    one, offloaded = (
+        job(checkpoint, dtype="bf16", rows=4).plan(Layout(1, 1, 1, 1, cpu_offload=offload)) for offload in (False, True)
+    )
     assert offloaded.memory.host >= one.memory.parts["weights"] + one.memory.parts["optimizer"]
     assert offloaded.memory.parts["optimizer"] == 0
 
