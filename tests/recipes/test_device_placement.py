@@ -15,7 +15,7 @@ from helpers import save_checkpoint
 from models.test_attention import SCORINGS, make
 from models.test_families import VARIANTS
 
-from tune import config, distributed, loggers
+from tune import checkpointers, config, distributed, loggers
 from tune.models import attention
 from tune.models.attention import attend_cached, attend_masked
 
@@ -106,6 +106,8 @@ def step(chats, tmp_path, monkeypatch):
     monkeypatch.setattr(distributed, "init", lambda *_, **__: replace(init("cpu"), device=META))
     monkeypatch.setattr(loggers.Run, "log", stepped)
     monkeypatch.setattr(distributed.World, "finish", stepped)  # where there are no steps
+    monkeypatch.setattr(checkpointers.Checkpointer, "save", lambda *_: None)  # there are no values
+    monkeypatch.setattr(checkpointers.Checkpointer, "wait", lambda _: None)
     to_fp64 = distributed.World._fp64
     monkeypatch.setattr(distributed.World, "_fp64", lambda world, value: to_fp64(world, made_up(value)))
     for conversion in ("__bool__", "item", "cpu"):
