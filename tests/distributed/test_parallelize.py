@@ -98,11 +98,6 @@ def test_a_module_without_blocks_is_refused():
         distributed.parallelize(nn.Linear(2, 2), distributed.init("cpu"))
 
 
-def test_offloading_activations_to_where_they_are_is_refused(checkpoint):
-    with pytest.raises(TuneError, match=r"memory\.activation_offload"):
-        parallel_model(checkpoint, activation_offload=True)
-
-
 @pytest.mark.parametrize("max_norm", [None, 0.1, 1e9])
 def test_clip_grad_norm(checkpoint, max_norm):
     model = parallel_model(checkpoint)

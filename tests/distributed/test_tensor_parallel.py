@@ -1,7 +1,5 @@
 """What processes cannot share is told before anything is loaded."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from models.test_families import SMALL, VARIANTS
@@ -75,12 +73,6 @@ def test_blocks_of_nf4_are_not_cut(tmp_path):
         quantize_linears(model)
     with pytest.raises(TuneError, match=r"2 processes cannot share 64 inputs of a quantised output by blocks of 64"):
         share(model, 2)
-
-
-def test_compiled_blocks_are_not_recomputed(tmp_path):
-    world = SimpleNamespace(mesh={"tp": Mesh(2)})
-    with pytest.raises(TuneError, match=r"compile: with parallel\.tp above 1 .* Set compile=false"):
-        distributed.parallelize(model_of(tmp_path, "llama"), world, compile=True, activation_checkpointing="full")
 
 
 class Unknown(nn.Module):

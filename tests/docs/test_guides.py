@@ -32,9 +32,9 @@ def test_it_is_short(guide):
 
 def test_a_recipe(reader):
     reader.follow(GUIDES["A recipe"])
-    settings = "max_steps=3 optimizer.lr=0.5 schedule._component_=tune.optimizers.constant schedule.warmup=0"
+    settings = f"max_steps=3 optimizer.lr={2**-11} schedule._component_=tune.optimizers.constant schedule.warmup=0"
     first = load_file(reader.checkpoint / "model.safetensors")
-    for pull, is_at_first in ((2, True), (0.1, False)):  # of 2 x 0.5 all the way
+    for pull, is_at_first in ((2048, True), (100, False)):  # of 2048 / 2**11 all the way
         reader.follow(f"```\ntune run stay_close.py pull={pull} output_dir=pulled_{pull} {settings}\n```\n")
         last = load_file(reader.folder / f"pulled_{pull}" / "model" / "model.safetensors")
         assert all(torch.equal(last[name], tensor) == is_at_first for name, tensor in first.items())
