@@ -61,11 +61,9 @@ def main(cfg):
     sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)
     dataset = instantiate(cfg.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len)
     environment = locate(cfg.environment) if cfg.environment else None
-    validation = []
-    if cfg.validation_dataset.path:
-        validation = instantiate(cfg.validation_dataset, tokenizer, max_prompt_len=cfg.max_prompt_len).prompts
-    order = {"epochs": cfg.epochs, "max_steps": cfg.max_steps, "seed": cfg.seed}
-    data = datasets.PromptLoader(dataset, cfg.prompts_per_step, **order)
+    held_out = cfg.validation_dataset
+    validation = instantiate(held_out, tokenizer, max_prompt_len=cfg.max_prompt_len).prompts if held_out.path else []
+    data = datasets.PromptLoader(dataset, cfg.prompts_per_step, cfg.epochs, max_steps=cfg.max_steps, seed=cfg.seed)
     longest = cfg.max_prompt_len + sampler.max_new_tokens
     pad_to = longest if cfg.compile and not environment else None  # batches of one shape
     run.describe_model(
@@ -197,9 +195,8 @@ def main(cfg):
             metrics |= optimizers.learning_rates(optimizer)
 
             is_end = step == len(data) or interrupted
-            if is_end:  # what is measured then can fail
-                checkpointer.save(step)
-                checkpointer.wait()
+            if is_end:
+                checkpointer.save(step, wait=True)  # what is measured then can fail
             if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
                 with run.pause():
                     metrics |= validate()

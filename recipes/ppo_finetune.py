@@ -63,8 +63,7 @@ def main(cfg):
     validation = []
     if cfg.validation_dataset.path:
         validation = instantiate(cfg.validation_dataset, tokenizer, max_prompt_len=cfg.max_prompt_len).prompts
-    order = {"epochs": cfg.epochs, "max_steps": cfg.max_steps, "seed": cfg.seed}
-    data = datasets.PromptLoader(dataset, cfg.prompts_per_step, **order)
+    data = datasets.PromptLoader(dataset, cfg.prompts_per_step, cfg.epochs, max_steps=cfg.max_steps, seed=cfg.seed)
     longest = cfg.max_prompt_len + sampler.max_new_tokens
     pad_to = longest if cfg.compile else None  # batches of one shape
     run.describe_model(
@@ -186,9 +185,8 @@ def main(cfg):
                     loss.backward()
                     loggers.add(totals, measured)
                 grad_norm = distributed.clip_grad_norm_(both.parameters(), cfg.max_grad_norm)
-                metrics |= world.fetch(
-                    grad_norm=grad_norm, **loggers.routing(model, world), **loggers.means(totals, world)
-                )
+                found = loggers.routing(model, world) | loggers.means(totals, world)
+                metrics |= world.fetch(grad_norm=grad_norm, **found)
                 finite = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
                 loggers.require_finite(step, [prompt.index for prompt in prompts], **finite)
                 optimizer.step()
@@ -197,9 +195,8 @@ def main(cfg):
             metrics |= optimizers.learning_rates(optimizer)
 
             is_end = step == len(data) or interrupted
-            if is_end:  # what is measured then can fail
-                checkpointer.save(step)
-                checkpointer.wait()
+            if is_end:
+                checkpointer.save(step, wait=True)  # what is measured then can fail
             if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
                 with run.pause():
                     metrics |= validate()

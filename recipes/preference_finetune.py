@@ -196,9 +196,8 @@ def main(cfg):
             optimizer.zero_grad()
 
             is_end = step == len(data) or interrupted
-            if is_end:  # what is measured then can fail
-                checkpointer.save(step)
-                checkpointer.wait()
+            if is_end:
+                checkpointer.save(step, wait=True)  # what is measured then can fail
             if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
                 with run.pause():
                     metrics |= validate()

@@ -8,10 +8,10 @@ HOUSE = Path(tune.__file__).parent
 
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
-    "checkpointers": 1807,
+    "checkpointers": 1810,
     "cli": 2064,
     "collators": 190,
-    "config": 860,
+    "config": 863,
     "datasets": 3986,
     "distributed": 1344,
     "evaluation": 380,

@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from helpers import HANGS
 from omegaconf import OmegaConf
 
 from tune.config.entry import entrypoint, explained_errors
+from tune.distributed import Interrupt
 from tune.errors import TuneError
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +115,23 @@ def test_out_of_memory_says_what_to_lower(device: str, capsys: pytest.CaptureFix
         "lower micro_batch_size (now 4)\n  lower memory.loss_chunk_tokens (now 1024)\n  or use more devices" in message
     )
     assert "max_seq_len" not in message
+
+
+def test_a_process_that_torchrun_ends_has_nothing_to_add(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun's signal may come before the connection to the process that was killed is found to be lost."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        Interrupt()
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit) as end, explained_errors(OmegaConf.create()):
+            raise RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert end.value.code == 1 and "error" not in capsys.readouterr().err
 
 
 def test_other_errors_keep_their_traceback() -> None:

@@ -106,7 +106,7 @@ def step(chats, tmp_path, monkeypatch):
     monkeypatch.setattr(distributed, "init", lambda *_, **__: replace(init("cpu"), device=META))
     monkeypatch.setattr(loggers.Run, "log", stepped)
     monkeypatch.setattr(distributed.World, "finish", stepped)  # where there are no steps
-    monkeypatch.setattr(checkpointers.Checkpointer, "save", lambda *_: None)  # there are no values
+    monkeypatch.setattr(checkpointers.Checkpointer, "save", lambda *_, **__: None)  # there are no values
     monkeypatch.setattr(checkpointers.Checkpointer, "wait", lambda _: None)
     to_fp64 = distributed.World._fp64
     monkeypatch.setattr(distributed.World, "_fp64", lambda world, value: to_fp64(world, made_up(value)))

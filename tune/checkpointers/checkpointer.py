@@ -173,8 +173,9 @@ class Checkpointer:
         """Whether `keep_best` has not become better for as long as `patience` says."""
         return self.best.is_over
 
-    def save(self, step: int) -> None:
-        """Save now; of a step that is saved already, what the best one is. All processes must call it."""
+    def save(self, step: int, wait: bool = False) -> None:
+        """Save now, and perhaps wait until it is written; of a step that is saved already, what the best one is. All
+        processes must call it."""
         if step == self.wait():
             if self.world.is_main and self.best.metric:
                 file = self.folder / f"step-{step:08d}" / "state.json"
@@ -196,6 +197,8 @@ class Checkpointer:
             self.pending = self.background.submit(finish)
         else:
             self._settle(finish)
+        if wait:
+            self.wait()
 
     def wait(self) -> int:
         """Wait for the checkpoint that is being written, on all processes; return the step of the last complete one,

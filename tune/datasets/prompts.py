@@ -200,7 +200,7 @@ class PromptLoader:
     """
 
     def __init__(
-        self, dataset: Prompts, prompts_per_step: int, *, epochs: int = 1, max_steps: int | None = None, seed: int = 0
+        self, dataset: Prompts, prompts_per_step: int, epochs: int = 1, *, max_steps: int | None = None, seed: int = 0
     ) -> None:
         self.dataset, self.prompts_per_step, self.seed = dataset, prompts_per_step, seed
         self.epochs, self.max_steps, self.steps_per_epoch = epochs, max_steps, len(dataset) // prompts_per_step
