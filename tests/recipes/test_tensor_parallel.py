@@ -92,8 +92,8 @@ def test_families(common, checkpoint, tmp_path):
         kind, changes = VARIANTS[name]
         save_checkpoint(tmp_path / name, kind, **SMALL | changes | {"vocab_size": 300})
         variants[name] = [f"model.path={tmp_path / name}"]
-    layouts = {name: LAYOUTS[name] for name in ("tp x FSDP", "tp")}
-    assert_one_curve("full_finetune", common, variants, layouts, 4, tmp_path / "runs")
+    names = {name: ["tp" if number % 2 else "tp x FSDP"] for number, name in enumerate(variants)}
+    assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path / "runs", names)
 
 
 @pytest.mark.slow
@@ -108,5 +108,5 @@ def test_adapters(wide, common, tmp_path):
         "head and embedding": ["adapter.rank=4", "adapter.target_modules=[q_proj,lm_head,embed_tokens]"],
         "tokens": ["adapter.trainable_tokens=[2,30,7]", "adapter.modules_to_save=[norm]"],
     }
-    layouts = {name: LAYOUTS[name] for name in ("tp x FSDP", "tp x HSDP")}
-    assert_one_curve("lora_finetune", common, variants, layouts, 4, tmp_path)
+    names = {name: ["tp x HSDP"] for name in variants} | {"LoRA": ["tp x FSDP", "tp x HSDP"]}
+    assert_one_curve("lora_finetune", common, variants, LAYOUTS, 4, tmp_path, names)
