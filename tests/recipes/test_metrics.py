@@ -48,7 +48,7 @@ def test_asked_for(recipe, checkpoint, chats, tmp_path):
     settings.append(f"parameter_groups.lr_ratios={json.dumps(patterns)}")
     for _ in range(2):  # what was not saved is trained again, and logged once
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(recipe.checkpointers.Checkpointer, "save", lambda *args: None)
+            patch.setattr(recipe.checkpointers.Checkpointer, "save", lambda *_, **__: None)
             recipe.main(config.load(recipe.__name__, settings))
     zeroth, *steps = logged(tmp_path)
     loss, accuracy = predicted(checkpoint, chats)
