@@ -18,30 +18,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "sat",
-    "ran",
-    "on",
-    "under",
-    "mat",
-    "rug",
-    "and",
-    "then",
-    "it",
-    "was",
-    "very",
-    "big",
-    "small",
-    "red",
-    "blue",
-    "green",
-    "quick",
-    "slow",
-]
+WORDS = [f"word{number}" for number in range(22)]
 STEPS = 4
 
 # name: (model, processes, recipe, settings)
@@ -143,6 +120,8 @@ def tune(*arguments: str) -> str:
 
 
 def main() -> None:
+    if len(sys.argv) < 3 or "--help" in sys.argv:
+        sys.exit(__doc__)
     kind, folder = sys.argv[1], Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
     given = sys.argv[sys.argv.index("--model") + 1] if "--model" in sys.argv else ""
