@@ -188,8 +188,8 @@ def main(cfg):
                 found = loggers.routing(model, world) | loggers.means(totals, world)
                 metrics |= world.fetch(grad_norm=grad_norm, **found)
                 indices = [prompt.index for prompt in prompts]
-                loggers.require_finite(step, indices, loss=metrics["loss"], grad_norm=metrics["grad_norm"])
-                optimizer.step()
+                if checkpointer.accepts(step, indices, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):
+                    optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
             metrics |= optimizers.learning_rates(optimizer)

@@ -115,7 +115,7 @@ def main(cfg):
                 loss = model(micro_batch, loss_fn) + balance_loss(model)
                 loss = loss / max(1, batch.num_supervised)
                 if in_backward:  # the last moment before weights change
-                    loggers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
+                    checkpointers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
                 loss.backward()
                 total_loss += loss.detach()
 
@@ -131,9 +131,9 @@ def main(cfg):
                 **loggers.accuracy(loss_fn, world),
             )
             interrupted = metrics.pop("interrupted")
-            loggers.require_finite(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"])
             metrics |= optimizers.learning_rates(optimizer)
-            optimizer.step()
+            if checkpointer.accepts(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):
+                optimizer.step()
             schedule.step()
             optimizer.zero_grad()
 

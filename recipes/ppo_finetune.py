@@ -188,8 +188,8 @@ def main(cfg):
                 found = loggers.routing(model, world) | loggers.means(totals, world)
                 metrics |= world.fetch(grad_norm=grad_norm, **found)
                 finite = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
-                loggers.require_finite(step, [prompt.index for prompt in prompts], **finite)
-                optimizer.step()
+                if checkpointer.accepts(step, [prompt.index for prompt in prompts], **finite):
+                    optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
             metrics |= optimizers.learning_rates(optimizer)

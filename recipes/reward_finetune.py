@@ -123,7 +123,7 @@ def main(cfg):
                 measured = measure(micro_batch)
                 loss = measured["loss"][0] / batch.num_pairs + balance_loss(model) / batch.num_supervised
                 if in_backward:  # the last moment before weights change
-                    loggers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
+                    checkpointers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
                 loss.backward()
                 loggers.add(totals, measured)
 
@@ -138,9 +138,9 @@ def main(cfg):
                 **loggers.means(totals, world),
             )
             interrupted = metrics.pop("interrupted")
-            loggers.require_finite(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"])
             metrics |= optimizers.learning_rates(optimizer)
-            optimizer.step()
+            if checkpointer.accepts(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):
+                optimizer.step()
             schedule.step()
             optimizer.zero_grad()
 

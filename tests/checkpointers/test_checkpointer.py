@@ -1,5 +1,6 @@
 import errno
 import io
+import math
 import pathlib
 import pickle
 import uuid
@@ -340,3 +341,46 @@ def test_of_groups_a_checkpoint_keeps_what_training_changed_and_no_settings(tmp_
     assert (group["count"], group["momentum"]) == (2, 0.5)
     with pytest.raises(TuneError, match="has 1 parameter groups, not 2"):
         make(tmp_path, lambda parameters: Counting(parameters, lr=0.1, momentum=0.5), groups=2).resume("auto")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_value_that_is_not_finite_stops_the_training(tmp_path, value):
+    checkpointer = make(tmp_path)
+    assert checkpointer.accepts(1, [3, 4], loss=1.0, grad_norm=2.0)
+    with pytest.raises(TuneError, match=r"grad_norm is (nan|inf) at step 7, .* rows 3, 4.*on_nan=skip"):
+        checkpointer.accepts(7, [3, 4], loss=1.0, grad_norm=value)
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_back_to_the_last_checkpoint(tmp_path, async_):
+    """Weights and the optimizer's states are those of the checkpoint; schedule and data go on."""
+    told = []
+    checkpointer = make(tmp_path, every=2, async_=async_, on_nan="rollback", tell=told.append)
+    with pytest.raises(TuneError, match="at step 1"):  # there is none yet
+        checkpointer.accepts(1, [0], loss=math.nan)
+    for step in (1, 2, 3):
+        train(checkpointer, step)
+        checkpointer.step(step)
+        if step == 2:
+            weights = checkpointer.model.weight.detach().clone()
+            state = checkpointer.optimizer.state[checkpointer.model.weight]
+            moments = {name: value.clone() for name, value in state.items()}
+    checkpointer.optimizer.param_groups[0]["lr"] = 7.0
+    assert not checkpointer.accepts(4, [5, 6], loss=math.nan)
+    assert "loss is nan at step 4, of a batch of the dataset rows 5, 6. The weights are those after step 2" in told[-1]
+    assert torch.equal(checkpointer.model.weight, weights)
+    state = checkpointer.optimizer.state[checkpointer.model.weight]
+    assert all(torch.equal(state[name], value) for name, value in moments.items())
+    assert checkpointer.small["data"].step == 3 and checkpointer.optimizer.param_groups[0]["lr"] == 7.0
+
+
+def test_ten_steps_in_a_row_that_are_not_finite_stop_the_training(tmp_path):
+    checkpointer = make(tmp_path, on_nan="skip")
+    train(checkpointer, 1)
+    before = checkpointer.model.weight.detach().clone()
+    assert not any(checkpointer.accepts(step, [0], loss=math.inf) for step in range(1, 10))
+    assert checkpointer.accepts(10, [0], loss=1.0)
+    assert not any(checkpointer.accepts(step, [0], loss=math.inf) for step in range(11, 20))
+    assert torch.equal(checkpointer.model.weight, before)
+    with pytest.raises(TuneError, match="loss is inf at step 20"):
+        checkpointer.accepts(20, [0], loss=math.inf)

@@ -113,6 +113,7 @@ def test_settings_of_the_checkpoint(tmp_path):
     assert sampling_settings(tmp_path / "nothing")[1] == "the most likely token"
 
 
+@pytest.mark.slow
 def test_two_processes(checkpoint, files, tmp_path, capsys):
     arguments = ["generate", checkpoint, "--prompts", files / "prompts.txt", "--max-new-tokens", "9", "--device", "cpu"]
     arguments += ["--samples", "2", "--temperature", "1", "--batch-size", "1", "--out", tmp_path / "two.jsonl"]

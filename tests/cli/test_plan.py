@@ -30,6 +30,7 @@ def test_what_it_says(tmp_path, checkpoint, capsys):
     assert "it fits: 8 x h100" in text and "a billion tokens" in text
 
 
+@pytest.mark.slow
 def test_search_prints_overrides_that_the_recipe_takes(checkpoint, capsys):
     run = ["lora_finetune", f"model.path={checkpoint}", "max_seq_len=128", "--device", "a100"]
     found = json.loads(plan(capsys, *run, "--search", "--json"))
@@ -67,6 +68,7 @@ def alone(checkpoint, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "tune.cli", *run], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_tensor_parallelism(checkpoint, capsys):
     done = alone(checkpoint, "--world-size", "2", "parallel.tp=2", "max_seq_len=128")
     two = json.loads(done.stdout)

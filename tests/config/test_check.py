@@ -198,6 +198,10 @@ def test_optimizers_can_be_exchanged_by_name(recipe: str, component: str, inheri
             "loss._component_: torch.nn.CrossEntropyLoss takes logits, which never exist as a whole. Use tune.losses.L",
         ),
         (["validate_every=10"], "validate_every: there is nothing to validate on."),
+        (
+            ["optimizer_in_backward=true", "max_grad_norm=null", "checkpointer.on_nan=skip"],
+            "checkpointer.on_nan: weights change before the gradient is known",
+        ),
         (["optimizer_in_backward=true"], "max_grad_norm: gradients are gone before their norm is known"),
         (
             ["optimizer_in_backward=true", "max_grad_norm=null", "memory.cpu_offload=true"],

@@ -282,7 +282,7 @@ def test_one_wait_a_token(llama, monkeypatch):
     assert not waits.found
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sharded_over_processes(llama, count):
     script = Path(__file__).with_name("sharded_sampling.py")
     output = run_processes(script, count, str(llama[0].saved_in), str(make_prompts()))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from helpers import HANGS
 
 from tune import config
@@ -13,6 +14,7 @@ from tune import config
 STARTS = Path(__file__).with_name("starts.py")
 
 
+@pytest.mark.slow
 def test_restarts_of_torchrun_keep_the_folder_and_all_processes_must_see_it(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", STARTS]
     env = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -130,6 +130,7 @@ def test_nothing_supervised():
     assert weight.grad.abs().max() == 0 and hidden.grad.abs().max() == 0
 
 
+@pytest.mark.slow
 def test_sharded(checkpoint, tied_checkpoint):
     """FSDP gathers the weight for a head that gives several tensors, also again for its backward."""
     script = Path(__file__).with_name("sharded_log_probs.py")

@@ -1,5 +1,6 @@
 """Losses of a head whose rows the processes share are those of the whole head."""
 
+import pytest
 from helpers import run_processes
 
 SCRIPT = """
@@ -69,6 +70,7 @@ world.finish()
 """
 
 
+@pytest.mark.slow
 def test_three_processes_with_ten_rows_each(tmp_path):
     (tmp_path / "shares.py").write_text(SCRIPT)
     assert run_processes(tmp_path / "shares.py", 3).strip().endswith("equal")

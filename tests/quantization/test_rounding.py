@@ -116,6 +116,7 @@ def test_product_and_gradient() -> None:
     assert_close(input.grad, 2 * output.detach() @ rounded)
 
 
+@pytest.mark.slow
 def test_compiled_it_rounds_to_the_same_bits() -> None:
     """Inductor leaves out the rounding of scales to bf16 where it compiles the steps themselves."""
     rounding = Rounding("int4", 32, torch.bfloat16)

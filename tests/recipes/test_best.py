@@ -151,6 +151,7 @@ def test_answers_to_fixed_prompts(run, recipe, checkpoint, tmp_path):
     assert losses[0] == losses[1] and not (plain / "samples.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_on_two_processes(checkpoint, chats, tmp_path):
     (tmp_path / "prompts.txt").write_text("the cat\na very big dog and\nit was\n")
     common = [

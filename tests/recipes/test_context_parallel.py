@@ -13,6 +13,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 def test_two_processes_share_each_row(wide, common, tmp_path):  # noqa: F811
     variants = {
         "packed": [f"model.path={wide}", "loss.accuracy=true"],

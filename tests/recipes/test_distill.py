@@ -145,6 +145,7 @@ def test_one_curve_in_one_process(way, common, plainly, tmp_path):
     assert run(tmp_path, settings) == pytest.approx(plainly["forward"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_one_curve_in_two_processes(common, plainly, tmp_path):
     layouts = {"HSDP": "parallel.dp_replicate=2", "heads shared": "parallel.tp=2", "tokens shared": "parallel.cp=2"}
     variants = METHODS | {
@@ -255,6 +256,7 @@ def test_wrong_settings(settings, message, common, tmp_path):
 ON_POLICY = ["on_policy.share=0.6", "on_policy.max_new_tokens=12", "loss._component_=tune.losses.ReverseKL"]
 
 
+@pytest.mark.slow
 def test_on_policy_is_one_curve(common, plainly, tmp_path):
     """What is sampled follows from the weights, which differ by rounding: two steps have the same tokens surely."""
     settings = [*common, *ON_POLICY, "max_steps=3"]

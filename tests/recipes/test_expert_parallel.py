@@ -37,6 +37,7 @@ def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_experts(common, tmp_path):  # noqa: F811
     (tmp_path / "prompts.txt").write_text("the cat\na big dog\nit\n")
     prompts = [f"evaluate.prompts={tmp_path / 'prompts.txt'}", "evaluate.max_new_tokens=5"]

@@ -65,6 +65,7 @@ def test_tokenizer_and_template(run, source):
     assert "Fine-tuned from" in (run / "model" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_trace_events_and_another_type(checkpoint, chats, tmp_path):
     overrides = [
         f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", "max_steps=3", f"output_dir={tmp_path}",

@@ -167,6 +167,7 @@ def test_samples_and_curve_do_not_depend_on_the_micro_batches(method, alone, run
         assert_same_run(tmp_path / way, folder / method)
 
 
+@pytest.mark.slow
 def test_samples_and_curve_are_the_same_on_two_processes(alone, tmp_path):
     folder, common = alone
     layouts = {

@@ -46,6 +46,7 @@ def short(inputs, run_recipe):
 
 
 @pytest.mark.parametrize("saving", ["async", "sync"])
+@pytest.mark.slow
 def test_disk_full_while_saving(saving, short, run_recipe, contents):
     run, settings = short
     before = contents(run / "checkpoints")

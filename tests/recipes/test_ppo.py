@@ -45,6 +45,7 @@ def run(run_recipe, common, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_reward_rises_and_values_learn(run):
     steps = run("max_steps=30", "epochs=60", "samples_per_prompt=2", "kl=0.01")
     assert steps[-1]["reward"] > steps[0]["reward"] + 0.2

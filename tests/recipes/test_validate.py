@@ -6,6 +6,8 @@ That it tells the same as the run is asserted beside each wrong input: in test_w
 import subprocess
 import sys
 
+import pytest
+
 from tune.cli import main
 
 GOOD = ["dtype=fp32", "device=cpu", "max_seq_len=128"]
@@ -46,6 +48,7 @@ def test_a_problem_is_told_once(inputs):
     assert sum("is not a multiple of 3" in line for line in found) == 1
 
 
+@pytest.mark.slow
 def test_processes_that_are_not_here(inputs):
     """Of layouts and batches, for so many processes."""
     settings = [*inputs.settings(), "parallel.tp=8", "micro_batch_size=2"]

@@ -1,6 +1,6 @@
 """Weights in and out, and training states to continue from."""
 
-from tune.checkpointers.checkpointer import Checkpointer, checkpoint_at
+from tune.checkpointers.checkpointer import Checkpointer, checkpoint_at, require_finite
 from tune.checkpointers.hf_tensors import hf_tensors
 from tune.checkpointers.reading import read_trained
 from tune.checkpointers.to_gguf import export_gguf
@@ -32,5 +32,6 @@ __all__ = [
     "model_card",
     "open_checkpoint",
     "read_trained",
+    "require_finite",
     "require_same_vocabulary",
 ]

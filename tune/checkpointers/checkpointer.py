@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -47,6 +48,10 @@ class Checkpointer:
     `async_` the state is copied to the host and written by a thread while training goes on. If a checkpoint cannot be
     written, training ends (`on_error="stop"`), or rank 0 calls `tell` and training goes on until the next checkpoint.
 
+    What happens to a step whose loss or gradient is not finite says `on_nan`: training ends before the weights change
+    (`stop`), the weights stay as they are (`skip`), or are those of the last checkpoint (`rollback`), and training goes
+    on with the next batch.
+
     Of the optimizer's parameter groups only values that training changed are saved; hyperparameters come from the
     current config. Frozen parameters are not saved: on resuming, `base` checks that they come from the same weights,
     and `adapter` that its settings are the same.
@@ -74,6 +79,7 @@ class Checkpointer:
         keep: PositiveInt | None = 2,
         async_: bool = True,
         on_error: Literal["retry", "stop"] = "retry",
+        on_nan: Literal["stop", "skip", "rollback"] = "stop",
         keep_best: str | None = None,
         patience: PositiveInt | None = None,
         tell: Callable[[str], None] = print,
@@ -84,8 +90,10 @@ class Checkpointer:
         small = {"schedule": schedule, "data": data, "base": base, "adapter": adapter, **(extra or {})}
         self.small: dict[str, Stateful] = {name: part for name, part in small.items() if part is not None}
         self.every, self.keep, self.asynchronous = every, keep, async_
-        self.on_error, self.tell = on_error, tell if world.is_main else lambda message: None
+        self.on_error, self.on_nan, self.refused = on_error, on_nan, 0
+        self.tell = tell if world.is_main else lambda message: None
         self.best, self.saved, self.reported, self.writing = Best(keep_best, patience), 0, 0, 0
+        self.resumed: dict[int, Path] = {}  # the step that training continues after, and its checkpoint, of any folder
         self.group = _background_group(dist.group.WORLD, world.timeout)
         self.background = ThreadPoolExecutor(max_workers=1)
         self.pending: Future[None] | None = None
@@ -100,8 +108,6 @@ class Checkpointer:
         path = self.newest() if resume == "auto" else None if resume == "never" else checkpoint_at(Path(resume))
         if path is None:
             return 0
-        reader = Reader(path)
-        saved = reader.read_metadata().state_dict_metadata
         small = json.loads((path / "state.json").read_text())
         if (found := small.keys() - {"step", "groups", "best"}) != self.small.keys():
             raise TuneError(
@@ -116,6 +122,16 @@ class Checkpointer:
                 f"resume: continuing after step {small['step']} would replace {newest} of another attempt. Give "
                 "another output_dir, or resume=auto to continue that one"
             )
+        self._restore(path, small, extra)
+        self.best.load_state_dict(small.get("best", {}))
+        self.saved = self.reported = small["step"]
+        self.resumed[self.saved] = path
+        return self.saved
+
+    def _restore(self, path: Path, small: dict[str, Any], extra: dict[str, Any]) -> None:
+        """The tensors of a checkpoint, and what training changed in the optimizer's groups."""
+        reader = Reader(path)
+        saved = reader.read_metadata().state_dict_metadata
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
         state = {"model": model, "optimizer": optimizer["state"], "extra": extra}
         try:
@@ -135,9 +151,28 @@ class Checkpointer:
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
         for name, tensors in extra.items():
             self.small[name].load_state_dict(tensors)
-        self.best.load_state_dict(small.get("best", {}))
-        self.saved = self.reported = small["step"]
-        return self.saved
+
+    def accepts(self, step: int, rows: list[int], **values: float) -> bool:
+        """Whether the gradients of a step may change the weights: its `values`, the same on all processes, are finite.
+        If not, `on_nan` says what happens; the tenth such step in a row stops the training.
+
+        Raises:
+            TuneError: it stops, or there is no checkpoint to go back to; names the step and `rows` of the dataset.
+        """
+        if not (found := _not_finite(step, rows, values)):
+            self.refused = 0
+            return True
+        self.refused += 1
+        goes_back = self.on_nan == "rollback"
+        kept = self.wait() if goes_back else step - 1
+        if self.on_nan == "stop" or self.refused == 10 or (goes_back and not kept):
+            require_finite(step, rows, **values)
+        if goes_back:
+            reshard(self.model)
+            path = self.resumed.get(kept, self.folder / f"step-{kept:08d}")
+            self._restore(path, json.loads((path / "state.json").read_text()), self._states()[1])
+        self.tell(f"warning: {found}. The weights are those after step {kept}; the next batch is the next step")
+        return False
 
     def _set_damaged_aside(self) -> None:
         """Rename what is newer than the newest intact checkpoint: it can be looked at, and is not taken."""
@@ -283,6 +318,26 @@ class Checkpointer:
             {name: group[name] for name in group.keys() - {"params", "lr"} if group[name] != settings.get(name)}
             for group, settings in pairs
         ]
+
+
+def require_finite(step: int, rows: list[int], **values: float) -> None:
+    """Stop before ruined weights are saved.
+
+    Raises:
+        TuneError: a value is NaN or infinite; names the step and the dataset rows of its batch.
+    """
+    if found := _not_finite(step, rows, values):
+        raise TuneError(
+            f"{found}: stopped, nothing of this step is saved, checkpoints are intact. Usual causes: a learning rate "
+            "too high, damaged weights, dtype=bf16 with a model that overflows in it. checkpointer.on_nan=skip or "
+            "rollback goes on without such batches"
+        )
+
+
+def _not_finite(step: int, rows: list[int], values: dict[str, float]) -> str:
+    listing = ", ".join(map(str, rows[:16])) + (", ..." if len(rows) > 16 else "")
+    bad = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+    return f"{bad[0]} at step {step}, of a batch of the dataset rows {listing}" if bad else ""
 
 
 @functools.cache

@@ -29,6 +29,9 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
     if value("optimizer_in_backward") and value("max_grad_norm") is not None:
         problem = "gradients are gone before their norm is known when optimizer_in_backward=true."
         yield "max_grad_norm", f"{problem} Set max_grad_norm=null, or optimizer_in_backward=false."
+    if value("optimizer_in_backward") and value("checkpointer.on_nan") not in (None, "stop"):
+        problem = "weights change before the gradient is known when optimizer_in_backward=true."
+        yield "checkpointer.on_nan", f"{problem} Set checkpointer.on_nan=stop, or optimizer_in_backward=false."
     if value("optimizer_in_backward") and value("memory.cpu_offload"):
         problem = "gradients may still be on their way to the host when optimizer_in_backward=true uses them."
         yield "memory.cpu_offload", f"{problem} Set one of the two to false."

@@ -4,7 +4,7 @@ from tune.loggers.flops import flops_per_token
 from tune.loggers.model_metrics import accuracy, add, evaluate, means, routing, validate
 from tune.loggers.profiler import profile
 from tune.loggers.sinks import Sink
-from tune.loggers.training_run import Run, require_finite
+from tune.loggers.training_run import Run
 
 __all__ = [
     "Run",
@@ -15,7 +15,6 @@ __all__ = [
     "flops_per_token",
     "means",
     "profile",
-    "require_finite",
     "routing",
     "validate",
 ]

@@ -307,23 +307,7 @@ class Run:
                 lines.writelines(json.dumps(record, ensure_ascii=False) + "\n" for each in gathered for record in each)
 
     def record(self, step: int, values: dict[str, float]) -> None:
-        """Send metrics but NaN to the sinks; those of a validation before the first step are step 0."""
-        values = {name: value for name, value in values.items() if not math.isnan(value)}
+        """Send metrics that are finite to the sinks; those of a validation before the first step are step 0."""
+        values = {name: value for name, value in values.items() if math.isfinite(value)}
         for sink in self.sinks:
             sink.metrics(step, values)
-
-
-def require_finite(step: int, rows: list[int], **values: float) -> None:
-    """Stop before ruined weights are saved.
-
-    Raises:
-        TuneError: a value is NaN or infinite; names the step and the dataset rows of its batch.
-    """
-    for name, value in values.items():
-        if not math.isfinite(value):
-            listing = ", ".join(map(str, rows[:16])) + (", ..." if len(rows) > 16 else "")
-            raise TuneError(
-                f"{name} is {value} at step {step}: stopped, nothing of this step is saved, checkpoints are intact. "
-                f"The batch was made of dataset rows {listing}. Usual causes: a learning rate too high, damaged "
-                "weights, dtype=bf16 with a model that overflows in it"
-            )

@@ -1,0 +1,72 @@
+"""What `checkpointer.on_nan` does to a step whose loss is NaN."""
+
+import json
+
+import full_finetune
+import lora_finetune
+import pytest
+import torch
+from helpers import run_processes
+from recipes.run_variants import __file__ as RUN_VARIANTS
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tune.losses import LinearCrossEntropy
+
+BAD_ROW = 11
+
+
+class Spoiled(LinearCrossEntropy):
+    """NaN for the batch that has one row of the dataset."""
+
+    def __call__(self, hidden, weight, batch, **options):
+        loss = super().__call__(hidden, weight, batch, **options)
+        return loss * torch.nan if bool((batch.documents.samples == BAD_ROW).any()) else loss
+
+
+@pytest.fixture
+def common(checkpoint, chats):
+    return [
+        f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=128", "dtype=fp32", "device=cpu",
+        "loss._component_=recipes.test_not_finite.Spoiled", "global_batch_size=8", "micro_batch_size=4",
+        "checkpointer.every=2", "checkpointer.keep=null", "optimizer.lr=1e-2", "seed=1",
+    ]  # fmt: skip
+
+
+def losses(run):
+    return [json.loads(line).get("loss") for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run, step, folder):
+    dcp_to_torch_save(run / "checkpoints" / f"step-{step:08d}", folder / "state.pt")
+    return torch.load(folder / "state.pt", weights_only=True)["model"]
+
+
+@pytest.mark.parametrize("recipe", [full_finetune, lora_finetune])
+def test_one_process(recipe, common, run_recipe, tmp_path):
+    found = {}
+    for way in ("skip", "rollback"):
+        run = found[way] = tmp_path / way
+        assert run_recipe([*common, f"checkpointer.on_nan={way}", f"output_dir={run}"], recipe) == 0
+        assert [value is None for value in losses(run)] == [False, False, False, True, False, False]
+        assert "loss is nan at step 4, of a batch of the dataset rows" in (run / "log.txt").read_text()
+        again = tmp_path / "again"  # continued before the bad step
+        settings = [*common, f"checkpointer.on_nan={way}", f"output_dir={again / way}"]
+        before = run / "checkpoints" / "step-00000002"
+        assert run_recipe([*settings, f"resume={before}"], recipe) == 0
+        assert losses(again / way) == losses(run)[2:]
+    skipped, back = (losses(found[way]) for way in ("skip", "rollback"))
+    assert skipped[:4] == back[:4] and skipped[4] != back[4]
+    assert run_recipe([*common, f"output_dir={tmp_path / 'stop'}"], recipe) == 2
+    kept, now = (weights(found["rollback"], step, tmp_path) for step in (2, 4))
+    assert kept.keys() == now.keys() and all(torch.equal(kept[name], now[name]) for name in kept)
+
+
+@pytest.mark.slow
+def test_two_processes(common, run_recipe, tmp_path):
+    ways = {way: [f"checkpointer.on_nan={way}"] for way in ("skip", "rollback")}
+    run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path / "two"), json.dumps(common), json.dumps(ways))
+    for way, settings in ways.items():
+        assert run_recipe([*common, *settings, f"output_dir={tmp_path / way}"]) == 0
+        one, two = losses(tmp_path / way), losses(tmp_path / "two" / way)
+        assert [value is None for value in one] == [value is None for value in two]
+        assert [value for value in two if value] == pytest.approx([value for value in one if value], rel=1e-5)
