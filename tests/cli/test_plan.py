@@ -85,7 +85,7 @@ WRONG = {
     "device": (["--device", "h10"], "Did you mean 'h100'?"),
     "file": (["--device", "pyproject.toml"], "is not a device"),
     "processes": (["--device", "h100", "--world-size", "3", "parallel.dp_replicate=2"], "--world-size 3"),
-    "batch": (["--device", "h100", "--world-size", "3"], "global_batch_size=16 is no multiple of 3"),
+    "batch": (["--device", "h100", "--world-size", "3"], "global_batch_size=16 is not a multiple of 3"),
     "batch of a search": (["--device", "h100", "--world-size", "3", "--search"], "global_batch_size=16"),
     "folder": (["--device", "h100", "model.path=none"], "model.path: none does not exist"),
     "no config": (["--device", "h100", "model.path=tests"], "has no config.json"),

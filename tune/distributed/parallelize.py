@@ -61,23 +61,18 @@ def parallelize(
         share_experts(model, world.experts["ep"])
     if world.mesh["cp"].size() > 1:
         split(model, world.mesh["cp"])
-    needs_cast: set[nn.Parameter] = set()
-    if dtype != master_dtype:  # the trained parameters that FSDP must cast, as their modules do not
-        others = [module for module in model.modules() if not getattr(module, "casts_parameters", False)]
-        needs_cast = {each for module in others for each in module.parameters(recurse=False) if each.requires_grad}
-    # Without anything to gather, cast or move, FSDP would compute the same and copy every parameter and gradient once
-    # more per micro-batch.
-    plain = world.size == 1 and not needs_cast and not cpu_offload
+    needs_cast = cast_by_fsdp(model, dtype, master_dtype)
     for block in blocks:
         wrap_forward(block, activation_checkpointing, compile, activation_offload)
-    if not plain:
+    # Without anything to gather, cast or move, FSDP would compute the same and copy every parameter and gradient once
+    # more per micro-batch.
+    if world.size > 1 or needs_cast or cpu_offload:
         _shard(model, units, world, DTYPES[dtype], needs_cast, cpu_offload)
     allocate(model, torch.device("cpu") if cpu_offload else world.device, world.device)
 
 
-def allocate(model: nn.Module, device: torch.device, buffer_device: torch.device | None = None) -> None:
+def allocate(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
     """Uninitialised memory for parameters. Buffers with values keep them: they may be in no checkpoint."""
-    buffer_device = buffer_device or device
     persistent = model.state_dict().keys()
     buffers = dict(model.named_buffers(remove_duplicate=False))
     if lost := [name for name, buffer in buffers.items() if buffer.is_meta and name not in persistent]:
@@ -104,6 +99,13 @@ def stored_dtype(module: nn.Module, parameter: Tensor, dtype: str, master_dtype:
     return DTYPES[master_dtype if parameter.requires_grad else dtype]
 
 
+def cast_by_fsdp(model: nn.Module, dtype: str, master_dtype: str) -> set[nn.Parameter]:
+    """The trained parameters that FSDP must cast, as their modules do not."""
+    others = [module for module in model.modules() if not getattr(module, "casts_parameters", False)]
+    trained = {each for module in others for each in module.parameters(recurse=False) if each.requires_grad}
+    return set() if dtype == master_dtype else trained
+
+
 def _shard(
     model: nn.Module,
     units: list[nn.Module],
@@ -122,20 +124,18 @@ def _shard(
         parameters = set(unit.parameters()) - taken
         cast = dtype if parameters & needs_cast else None
         _require_one_type(unit, parameters, cast)
-        policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32)
-        fully_shard(
+        sharded = fully_shard(
             unit,
             mesh=world.shards,
             reshard_after_forward=unit is not model,
             shard_placement_fn=placements,
-            mp_policy=policy,
+            mp_policy=MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32),
             offload_policy=offload,
         )
         taken |= set(unit.parameters())
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and world.size > 1:  # a single process would only copy to divide by one
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it reduces
+        if world.size > 1:  # a single process would only copy to divide by one
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it reduces
 
 
 def _placements(experts: set[nn.Parameter], mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:

@@ -118,7 +118,7 @@ def open_model(
         parameter.data = parameter.data.to(chosen)
     if quantization:
         quantize_linears(model, double=True)
-    allocate(model, torch.device(device))
+    allocate(model, torch.device(device), torch.device(device))
     weights.load(model)
     for folder, lora in zip(found.adapters, loras, strict=True):
         _merge_in_place(model)

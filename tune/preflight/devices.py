@@ -1,9 +1,8 @@
 """What planning knows of devices: a table, or a file that a calibration has written."""
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
@@ -73,21 +72,3 @@ def device(name: str) -> Device:
     except (ValueError, TypeError) as error:
         known = ", ".join(each.name for each in fields(Device))
         raise TuneError(f"--device: {name} is not a device: {error}. It is a JSON object with {known}") from error
-
-
-def calibrated(plan: Any, seconds: float, gib: float) -> Device:
-    """The device of a plan, with the speed and the reserve at which it takes what was measured."""
-    found, waits = plan.device, plan.seconds.tensor + plan.seconds.sharding + plan.seconds.offload
-    speed = (plan.seconds.total - waits) / max(seconds - waits, 0.1 * seconds)
-    tensors = (plan.memory.total - plan.memory.parts["reserve"]) / 2**30
-    return replace(
-        found,
-        product_share=found.product_share * speed,
-        bandwidth_share=found.bandwidth_share * speed,
-        launch=found.launch / speed,
-        reserve=max(0.0, gib - (1 + found.reserve_share) * tensors),
-    )
-
-
-def save(device: Device, file: Path) -> None:
-    file.write_text(json.dumps(asdict(device), indent=2) + "\n")

@@ -6,24 +6,27 @@ A model with one block of each kind (and the first one) stands for the whole: bl
 import copy
 import itertools
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
+from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from tune.collators import Batch
 from tune.distributed import DTYPES, repeated_blocks, share, stored_dtype, units_of, wrap_forward
+from tune.distributed.parallelize import cast_by_fsdp
 from tune.losses import chunks
 from tune.models import attention, balance_loss
 from tune.preflight.devices import Device
@@ -32,19 +35,18 @@ from tune.quantization import nf4
 FREE = ("empty", "detach", "lift", "alias")  # operations that touch no element
 
 
-@dataclass(frozen=True)
-class Interval:
-    """Between two marks: bytes alive at its beginning, above that at its peak, and what it takes in seconds."""
+class Interval(NamedTuple):
+    """Between two marks: bytes alive at its end that were not at its beginning, above that beginning at its peak, and
+    what it takes in seconds."""
 
-    live: float
-    extra: float
-    compute: float
-    products: float  # of these, what products would take if memory were no limit
-    exchange: float  # in collectives that wait for each other: those of tensor parallelism
+    live: float = 0.0
+    extra: float = 0.0
+    compute: float = 0.0
+    products: float = 0.0  # of these, what products would take if memory were no limit
+    exchange: float = 0.0  # in collectives that wait for each other: those of tensor parallelism
 
 
-@dataclass
-class Unit:
+class Unit(NamedTuple):
     """What FSDP gathers at one time, of one process of a tensor-parallel group: bytes as stored and as gathered, and
     of the trained parameters their number, bytes of their gradients and bytes as stored."""
 
@@ -54,60 +56,61 @@ class Unit:
     gradients: float = 0.0
     master: float = 0.0
 
-    def add(self, other: "Unit", times: int = 1) -> "Unit":
-        return Unit(*(getattr(self, name) + times * getattr(other, name) for name in self.__dataclass_fields__))
+
+def total(units: Iterable[Unit]) -> Unit:
+    """All of them together."""
+    return Unit(*(sum(sizes) for sizes in zip(Unit(), *units, strict=True)))
 
 
-@dataclass(frozen=True)
-class Trace:
-    """Of each kind of block its number, unit and intervals; the other units, those beside blocks and the root last."""
+class Alike(NamedTuple):
+    """Blocks of one kind: how many, and what one of them takes."""
 
-    counts: list[int]
-    blocks: list[Unit]
-    others: list[Unit]
+    number: int
+    unit: Unit
+    forward: Interval
+    backward: Interval
+
+
+class Trace(NamedTuple):
+    """In the order of a step; `rest` is the embedding's backward. `others` are units beside blocks, the root last."""
+
     embed: Interval
-    forward: list[Interval]
+    blocks: list[Alike]
     loss: Interval
-    backward: list[Interval]
     rest: Interval
+    others: list[Unit]
+
+    @property
+    def whole(self) -> Unit:
+        """All units of a process."""
+        return total([*(kind.unit for kind in self.blocks for _ in range(kind.number)), *self.others])
+
+    @property
+    def saved(self) -> float:
+        """Bytes that all blocks keep for backward."""
+        return sum(kind.number * kind.forward.live for kind in self.blocks)
 
     def scaled(self, two: "Trace", rows: int) -> "Trace":
         """The trace of so many rows, by the straight line through this one of one row and that of two."""
-        names = ("embed", "forward", "loss", "backward", "rest")
-        return replace(self, **{name: _line(getattr(self, name), getattr(two, name), rows) for name in names})
+        return tree_map(lambda one, other: one + (rows - 1) * (other - one), self, two)
 
 
-def _line(one: Any, two: Any, rows: int) -> Any:
-    if isinstance(one, list):
-        return [_line(*pair, rows) for pair in zip(one, two, strict=True)]
-    pairs = zip(vars(one).values(), vars(two).values(), strict=True)
-    return Interval(*(a + (rows - 1) * (b - a) for a, b in pairs))
-
-
-@dataclass
 class Recorder(TorchDispatchMode):
     """Counts the bytes of all storages that are alive, and the seconds of operations on `device` by its roofline."""
 
-    device: Device
-    dtype: str
-    group: int
-    fused: bool
-    live: float = 0
-    peak: float = 0
-    compute: float = 0.0
-    products: float = 0.0
-    exchange: float = 0.0
-    storages: dict[int, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self, device: Device, dtype: str, group: int, fused: bool):
         super().__init__()
+        self.device, self.dtype, self.group, self.fused = device, dtype, group, fused
+        self.live = self.peak = self.compute = self.products = self.exchange = 0.0
+        self.storages: dict[int, Any] = {}
 
     def ignore(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         self.storages[storage._cdata] = storage
 
-    def mark(self) -> tuple[float, ...]:
-        found = self.live, self.peak, self.compute, self.products, self.exchange
+    def mark(self) -> Interval:
+        """What is alive, and what has been since the mark before."""
+        found = Interval(self.live, self.peak, self.compute, self.products, self.exchange)
         self.peak, self.compute, self.products, self.exchange = self.live, 0.0, 0.0, 0.0
         return found
 
@@ -162,100 +165,65 @@ def _flops(function: Any, name: str, args: Any, kwargs: Any, output: Any) -> flo
     return float(known(*args, **kwargs, out_val=output)) if known else 0.0
 
 
-def kinds_of(model: nn.Module) -> list[int]:
-    """The kind of each block: blocks of one kind have parameters of the same shapes, types and settings."""
+def shorten(model: nn.Module) -> tuple[nn.Module, list[tuple[int, int]]]:
+    """A copy of `model`, on the meta device, with its first block and one of each kind; of each kind the place of that
+    block in the copy, and how many the model has. Blocks of a kind have parameters of the same shapes, types and
+    settings."""
     layers = getattr(getattr(model, "config", None), "layers", None)
-    kinds: dict[Any, int] = {}
-    found = []
+    kinds: dict[Any, list[int]] = defaultdict(list)
     for index, block in enumerate(repeated_blocks(model)):
         parameters = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
-        looks = (parameters, layers[index] if layers else getattr(block, "attention_type", type(block)))
-        found.append(kinds.setdefault(looks, len(kinds)))
-    return found
-
-
-def shorten(model: nn.Module) -> tuple[nn.Module, list[int], list[int]]:
-    """A copy of `model`, on the meta device, with its first block and one of each kind; for each kind the block that
-    stands for it, and how many there are."""
-    kinds = kinds_of(model)
-    kept = sorted({0, *(_another(kinds, kind) for kind in set(kinds))})
-    blocks = repeated_blocks(model)
-    places = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and list(m) == blocks)
-    everything = places._modules
-    config: Any = getattr(model, "config", None)
-    try:
-        places._modules = {str(new): blocks[old] for new, old in enumerate(kept)}
-        short: Any = copy.deepcopy(model)
-    finally:
-        places._modules = everything
-    if layers := getattr(config, "layers", None):
-        short.config = replace(config, layers=tuple(layers[old] for old in kept))
-    elif config is not None:
+        kinds[parameters, layers[index] if layers else getattr(block, "attention_type", type(block))].append(index)
+    # The first block stands for another only if it must: there may be nothing to train below it.
+    chosen = [next(filter(None, places), 0) for places in kinds.values()]
+    kept = sorted({0, *chosen})
+    short: Any = copy.deepcopy(model)
+    blocks = next(m for m in short.modules() if isinstance(m, nn.ModuleList) and list(m) == repeated_blocks(short))
+    for index in reversed(range(len(blocks))):
+        if index not in kept:
+            del blocks[index]
+    if layers:
+        short.config = replace(short.config, layers=tuple(layers[index] for index in kept))
+    elif hasattr(short, "config"):
         short.config.num_hidden_layers = len(kept)
-    stands = [max(at for at, old in enumerate(kept) if kinds[old] == kind) for kind in sorted(set(kinds))]
-    return short, stands, [kinds.count(kind) for kind in sorted(set(kinds))]
-
-
-def _another(kinds: list[int], kind: int) -> int:
-    """The second block of a kind, or its only one."""
-    places = [at for at, each in enumerate(kinds) if each == kind]
-    return next((at for at in places if at), places[0])
+    return short, [(kept.index(one), len(places)) for one, places in zip(chosen, kinds.values(), strict=True)]
 
 
 def trace(
-    short: tuple[nn.Module, list[int], list[int]],
+    short: tuple[nn.Module, list[tuple[int, int]]],
     loss_fn: Any,
+    cfg: DictConfig,
     device: Device,
     *,
     rows: int,
-    seq_len: int,
-    dtype: str,
-    master_dtype: str,
+    mesh: DeviceMesh | None,
     checkpointing: Any,
     plain: bool,
     accumulates: bool,
-    compile: bool,
-    mesh: DeviceMesh | None = None,
 ) -> Trace:
     """Run a step of the shortened model on fake tensors. With `plain`, FSDP neither gathers nor casts; `mesh` is that
     of tensor parallelism."""
-    original, stands, counts = short
-    model = copy.deepcopy(original)
+    model, kinds = copy.deepcopy(short[0]), short[1]
     blocks = repeated_blocks(model)
-    units = units_of(model, blocks)
-    if mesh is not None:
-        share(model, blocks, units, mesh)
-    recorder = Recorder(device, dtype, mesh.size() if mesh is not None else 1, compile)
-    ones = np.ones((1, rows * seq_len), dtype=np.int64)
-    batch = Batch.of(ones, labels=ones, documents=np.arange(rows).repeat(seq_len)[None])
-    with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        found = _materialise(model, units, dtype, master_dtype, plain)
-        for block in blocks:
-            wrap_forward(block, checkpointing, False, False)
-        of_blocks, others = found[: len(blocks)], found[len(blocks) :]
-        stack.enter_context(_kernels(device))
-        for tensor in (*model.parameters(), *model.buffers()):
-            recorder.ignore(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-        stack.enter_context(recorder)
+    recorder = Recorder(device, cfg.dtype, mesh.size() if mesh is not None else 1, cfg.compile)
+    ones = np.ones((1, rows * cfg.max_seq_len), dtype=np.int64)
+    batch = Batch.of(ones, labels=ones, documents=np.arange(rows).repeat(cfg.max_seq_len)[None])
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    units = _allocated(model, cfg, plain, mesh, fake)
+    for block in blocks:
+        wrap_forward(block, checkpointing, False, False)
+    for tensor in (*model.parameters(), *model.buffers()):
+        recorder.ignore(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    with fake, _kernels(device), recorder:
         for _ in range(1 + (plain and accumulates)):
             marks = _step(model, blocks, batch, loss_fn, recorder)
-    between = [Interval(a[0], b[1] - a[0], *b[2:]) for a, b in itertools.pairwise(marks)]
+    between = [Interval(b.live - a.live, b.extra - a.live, *b[2:]) for a, b in itertools.pairwise(marks)]
     last = len(blocks)
-    embed, loss, rest = between[0], between[last + 1], between[-1]
-    forward, backward = between[1 : last + 1], between[last + 2 : -1][::-1]
-    if len(backward) < last:  # below the first adapter there is nothing to do
-        backward = [Interval(0, 0, 0, 0, 0)] * (last - len(backward)) + backward
-    return Trace(
-        counts,
-        [of_blocks[at] for at in stands],
-        others,
-        replace(embed, live=between[1].live - embed.live),
-        [replace(forward[at], live=between[at + 2].live - forward[at].live) for at in stands],
-        replace(loss, live=between[last + 2].live - loss.live),
-        [backward[at] for at in stands],
-        rest,
-    )
+    embed, forward, loss, rest = between[0], between[1 : last + 1], between[last + 1], between[-1]
+    backward = between[last + 2 : -1][::-1]
+    backward = [Interval()] * (last - len(backward)) + backward  # below the first adapter there is nothing to do
+    kept = [Alike(number, units[at], forward[at], backward[at]) for at, number in kinds]
+    return Trace(embed, kept, loss, rest, units[last:])
 
 
 @contextmanager
@@ -303,42 +271,40 @@ def _step(model: nn.Module, blocks: list[nn.Module], batch: Batch, loss_fn: Any,
     return [*marks, recorder.mark()]
 
 
-def _materialise(model: nn.Module, units: list[nn.Module], dtype: str, master_dtype: str, plain: bool) -> list[Unit]:
-    """Give `model` fake parameters as a forward sees them; what each of the `units` has of its own."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+def _allocated(
+    model: nn.Module, cfg: DictConfig, plain: bool, mesh: DeviceMesh | None, fake: FakeTensorMode
+) -> list[Unit]:
+    """Give `model` fake parameters in the types that a forward sees; what each of its units has of its own."""
     taken: set[nn.Module] = set()
-    found = []
+    own: list[list[nn.Module]] = []
+    units = units_of(model, repeated_blocks(model))
+    needs_cast = set() if plain else cast_by_fsdp(model, cfg.dtype, cfg.master_dtype)
     for unit in units:
-        modules = [module for module in unit.modules() if module not in taken]
-        taken |= set(modules)
-        mine = [(m, n, p) for m in modules for n, p in m._parameters.items() if p is not None]
-        trained = [m for m, _, p in mine if p.requires_grad and not getattr(m, "casts_parameters", False)]
-        casts = not plain and dtype != master_dtype and bool(trained)
-        total = Unit()
-        for module, name, parameter in mine:
-            if parameter not in made:
-                stored = stored_dtype(module, parameter, dtype, master_dtype)
-                seen = DTYPES[dtype] if casts and parameter.is_floating_point() else stored
-                made[parameter] = _fake(parameter, seen)
+        own.append([module for module in unit.modules() if module not in taken])
+        taken.update(own[-1])
+        casts = any(parameter in needs_cast for _, parameter in _parameters(own[-1]))
+        for module, parameter in _parameters(own[-1]):
+            is_cast = casts and parameter.is_floating_point()
+            seen = DTYPES[cfg.dtype] if is_cast else stored_dtype(module, parameter, cfg.dtype, cfg.master_dtype)
+            parameter.data = parameter.data.to(seen)
+    if mesh is not None:
+        share(model, repeated_blocks(model), units, mesh)
+    with fake:
+        model.to_empty(device="cpu")
+    counted: set[nn.Parameter] = set()
+    found = []
+    for modules in own:
+        sizes = []
+        for module, parameter in _parameters(modules):
+            if parameter not in counted:
                 number = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
-                own = number * parameter.requires_grad
-                gathered = 0 if plain else number * seen.itemsize
-                total = total.add(
-                    Unit(number * stored.itemsize, gathered, own, own * seen.itemsize, own * stored.itemsize)
-                )
-            module._parameters[name] = made[parameter]
-        found.append(total)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+                stored = stored_dtype(module, parameter, cfg.dtype, cfg.master_dtype).itemsize
+                gathered, trained = 0 if plain else number * parameter.itemsize, number * parameter.requires_grad
+                sizes.append(Unit(number * stored, gathered, trained, trained * parameter.itemsize, trained * stored))
+                counted.add(parameter)
+        found.append(total(sizes))
     return found
 
 
-def _fake(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    if not isinstance(parameter, DTensor):
-        return nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="cpu"), parameter.requires_grad)
-    local = torch.empty(parameter.to_local().shape, dtype=dtype, device="cpu")
-    place = parameter.device_mesh, parameter.placements
-    whole = DTensor.from_local(local, *place, shape=parameter.shape, stride=parameter.stride())
-    return nn.Parameter(whole, parameter.requires_grad)
+def _parameters(modules: list[nn.Module]) -> list[tuple[nn.Module, nn.Parameter]]:
+    return [(module, parameter) for module in modules for parameter in module.parameters(recurse=False)]
