@@ -63,6 +63,8 @@ def test_weights_gradients_and_states_of_a_process(checkpoint):
     assert whole.memory["weights"] == numbers * 4 / 4  # in fp32 over four processes
     assert whole.memory["optimizer"] == pytest.approx(numbers * 8 / 4, rel=1e-4)  # and the number of the step
     assert whole.memory["gradients"] == numbers * 4 / 4  # of two micro-batches: all, at any time
+    halved = job(checkpoint, dtype="bf16", master="bf16").plan(Layout(micro_batch_size=ROWS))
+    assert halved.memory["optimizer"] == pytest.approx(numbers * 4, rel=1e-4)  # states have the type of the weights
     adapted = job(checkpoint, lora=True, dtype="bf16", rows=8)
     assert adapted.plan(Layout()).memory["weights"] < numbers * 2.5
 
