@@ -82,11 +82,7 @@ def main(cfg):
         accumulate=not cfg.optimizer_in_backward,
         pad_to=pad_to,
     )
-    run.describe(
-        model, data, tokenizer, validation, source=cfg.model.path,
-        dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
-        activation_checkpointing=cfg.memory.activation_checkpointing,
-    )  # fmt: skip
+    run.describe(model, data, tokenizer, validation)
     if adapted:
         run.info(adapted.table())
 

@@ -52,11 +52,7 @@ def main(cfg):
         tokenizer, world, run.info, prompts=cfg.evaluate.prompts, every=cfg.evaluate.every,
         max_new_tokens=cfg.evaluate.max_new_tokens, temperature=cfg.evaluate.temperature,
     )  # fmt: skip
-    run.describe(
-        model, data, tokenizer, validation, source=cfg.model.path,
-        dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
-        activation_checkpointing=cfg.memory.activation_checkpointing,
-    )  # fmt: skip
+    run.describe(model, data, tokenizer, validation)
 
     distributed.parallelize(
         model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,

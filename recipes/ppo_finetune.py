@@ -66,12 +66,7 @@ def main(cfg):
     data = datasets.PromptLoader(dataset, cfg.prompts_per_step, cfg.epochs, max_steps=cfg.max_steps, seed=cfg.seed)
     longest = cfg.max_prompt_len + sampler.max_new_tokens
     pad_to = longest if cfg.compile else None  # batches of one shape
-    run.describe_model(
-        model, (cfg.micro_batch_size, longest), longest, longest,
-        dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
-        activation_checkpointing=cfg.memory.activation_checkpointing,
-    )  # fmt: skip
-    run.describe_prompts(data, sampler)
+    run.describe_prompts(model, data, sampler, longest)
     if adapted:
         run.info(adapted.table())
 

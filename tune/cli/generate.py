@@ -19,6 +19,7 @@ from typing import Any
 from tune.errors import TuneError
 
 MAX_NEW_TOKENS = 512
+ASKED = ("prompt", "messages", "conversations", "instruction", "input", "system")  # columns that records have too
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -83,7 +84,7 @@ def generate(options: Namespace, rows: list[tuple[str, Any]]) -> None:
     """Print and write the answers to all rows, in their order, some batches at a time."""
     from tune import distributed
     from tune.datasets.prompts import open_prompts
-    from tune.generation import Sampler
+    from tune.generation import Sampler, answer
 
     if options.out and options.prompts and options.out.exists() and options.out.samefile(options.prompts):
         raise TuneError(f"--out {options.out} is the file of the prompts, which would be lost. Name another file")
@@ -109,33 +110,22 @@ def generate(options: Namespace, rows: list[tuple[str, Any]]) -> None:
     begin, tokens, wave = time.perf_counter(), 0, 4 * options.batch_size * world.size
     with file as out:
         for start in range(0, len(prompts), wave):
-            mine = prompts[start + world.rank : start + wave : world.size]
-            found = sampler(
-                model, [each.tokens for each in mine], samples=options.samples, indices=[each.index for each in mine]
-            )
-            records = [
-                {
-                    "index": prompt.index, "sample": sample, **asked(prompt.row),
-                    "completion": tokenizer.decode(completion.tokens, skip_special_tokens=True),
-                    "finish": completion.finish, "tokens": len(completion.tokens),
-                }
-                for prompt, completions in zip(mine, found, strict=True)
-                for sample, completion in enumerate(completions)
-            ]  # fmt: skip
-            everything = [record for each in world.all_gather(records) for record in each]
-            everything.sort(key=lambda record: (record["index"], record["sample"]))
-            tokens += sum(record["tokens"] for record in everything)
-            if world.is_main:
-                for record in everything:
-                    print(record["completion"], flush=True)
+            some = {each.index: each for each in prompts[start : start + wave]}
+            asked = {index: each.tokens for index, each in some.items()}
+            found = answer(model, sampler, tokenizer, asked, world, options.samples)
+            for index in some if world.is_main else ():
+                for sample, completion in enumerate(found[index]):
+                    tokens += len(completion.tokens)
+                    print(completion.text, flush=True)
                     if out:
+                        record = {
+                            "index": index, "sample": sample,
+                            **{name: value for name in ASKED if (value := some[index].row.get(name))},
+                            "completion": completion.text, "finish": completion.finish,
+                            "tokens": len(completion.tokens),
+                        }  # fmt: skip
                         out.write(json.dumps(record, ensure_ascii=False) + "\n")
             rate = tokens / (time.perf_counter() - begin)
             done = min(start + wave, len(prompts))
             tell(f"{done:,} of {len(prompts):,} prompts, {tokens:,} tokens, {rate:.1f} tokens/s")
     world.finish()
-
-
-def asked(row: dict[str, Any]) -> dict[str, Any]:
-    names = "prompt", "messages", "conversations", "instruction", "input", "system"
-    return {name: row[name] for name in names if row.get(name)}

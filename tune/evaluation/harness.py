@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -12,7 +13,7 @@ from torch import nn
 from tune.distributed import World
 from tune.errors import TuneError
 from tune.evaluation.likelihoods import log_likelihoods
-from tune.generation import Sampler
+from tune.generation import Sampler, answer
 from tune.tokenizers import Message, Tokenizer
 
 CACHED_TOKENS = 32768  # of all rows that are generated together
@@ -100,28 +101,25 @@ class HarnessModel(TemplateLM):
         for index, request in enumerate(requests):
             context, settings = request.args
             alike.setdefault(json.dumps(settings, sort_keys=True), {})[index] = context
-        mine = {index: text for settings, each in alike.items() for index, text in self._share(each, settings).items()}
-        together = {index: text for each in self.world.all_gather(mine) for index, text in each.items()}
-        return [together[index] for index in range(len(requests))]
+        found = {index: text for settings, each in alike.items() for index, text in self._behind(each, settings)}
+        return [found[index] for index in range(len(requests))]
 
-    def _share(self, contexts: dict[int, str], settings: str) -> dict[int, str]:
-        """This process's share of the texts after `contexts`."""
+    def _behind(self, contexts: dict[int, str], settings: str) -> Iterator[tuple[int, str]]:
+        """The texts after `contexts`."""
         eos = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
         until, given = sampling(json.loads(settings), eos)
         require_generation(self.model, new := given["max_new_tokens"], self.max_length)
         room = self.max_length - new
         whole = {index: self.tok_encode(text) or [self.prefix_token_id] for index, text in contexts.items()}
         self._tell_cut([*map(len, whole.values())], room)
-        mine = sorted(whole, key=lambda index: -len(whole[index]))[self.world.data_rank :: self.world.data_size]
-        prompts = [whole[index][-room:] for index in mine]
-        rows = self.batch_size or max(1, min(64, CACHED_TOKENS // (new + max(map(len, prompts), default=0))))
+        prompts = {index: whole[index][-room:] for index in sorted(whole, key=lambda index: -len(whole[index]))}
+        rows = self.batch_size or max(1, min(64, CACHED_TOKENS // (new + max(map(len, prompts.values())))))
         sampler = Sampler(
             stop_ids=self.tokenizer.stop_ids, stop_strings=[each for each in until if each],
             decode=self.tokenizer.decode, max_rows=rows, **given,
         )  # fmt: skip
-        found = sampler(self.model, prompts, indices=mine)
-        texts = [self.tokenizer.decode(completion.tokens, skip_special_tokens=True) for (completion,) in found]
-        return {index: postprocess_generated_text(text, until, None) for index, text in zip(mine, texts, strict=True)}
+        for index, (completion,) in answer(self.model, sampler, self.tokenizer, prompts, self.world).items():
+            yield index, postprocess_generated_text(completion.text, until, None)
 
     def _tell_cut(self, lengths: list[int], room: int) -> None:
         if self.world.is_main and (cut := sum(length > room for length in lengths)):

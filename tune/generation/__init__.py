@@ -1,6 +1,6 @@
 """Sampling from a model: `Sampler` runs it, `Continuation` does so token by token, `choose` takes a token for each row
-of logits, `FixedPrompts` shows what becomes of a model, `rollout` adds rewards, `own_answers` puts samples into the
-batches of a dataset."""
+of logits, `answer` shares prompts over processes, `FixedPrompts` shows what becomes of a model, `rollout` adds rewards,
+`own_answers` puts samples into the batches of a dataset."""
 
 from tune.generation.choose import choose
 from tune.generation.continuation import Continuation
@@ -8,7 +8,7 @@ from tune.generation.fixed_prompts import FixedPrompts
 from tune.generation.own_answers import own_answers
 from tune.generation.reward_model import RewardModel
 from tune.generation.rollout import Environment, Episode, Reward, is_live, micro_batches, rollout, statistics
-from tune.generation.sampler import Completion, Sampler
+from tune.generation.sampler import Completion, Sampler, answer
 
 __all__ = [
     "Completion",
@@ -19,6 +19,7 @@ __all__ = [
     "Reward",
     "RewardModel",
     "Sampler",
+    "answer",
     "choose",
     "is_live",
     "micro_batches",

@@ -7,7 +7,7 @@ from torch import nn
 
 from tune.datasets.prompts import open_prompts, placed_rows
 from tune.distributed import World
-from tune.generation.sampler import Sampler
+from tune.generation.sampler import Sampler, answer
 from tune.tokenizers import Tokenizer
 
 
@@ -36,20 +36,16 @@ class FixedPrompts:
         return bool(self.prompts and (is_end or step == 0 or (self.every and step % self.every == 0)))
 
     def __call__(self, model: nn.Module, step: int) -> list[dict[str, Any]]:
-        """The answers to this process's share of the prompts, for samples.jsonl. All processes call it."""
-        count, rank, size = len(self.prompts), self.world.data_rank, self.world.data_size
-        mine = self.prompts[count * rank // size : count * (rank + 1) // size]
-        found = self.sampler(model, [each.tokens for each in mine], indices=[each.index for each in mine])
-        records = [
+        """The answers, for samples.jsonl; on the first process only, but all of them call it."""
+        asked = {each.index: each.tokens for each in self.prompts}
+        found = answer(model, self.sampler, self.tokenizer, asked, self.world)
+        text = " ".join(found[0][0].text.split())
+        self.tell(f"step {step}, the first of {len(found)} prompts: {text if len(text) <= 200 else text[:197] + '...'}")
+        return [
             {
                 "step": step, "index": prompt.index,
                 "prompt": prompt.messages[-1]["content"] if prompt.messages else prompt.row["prompt"],
-                "text": self.tokenizer.decode(completion.tokens, skip_special_tokens=True),
-                "finish": completion.finish, "tokens": completion.tokens,
+                "text": completion.text, "finish": completion.finish, "tokens": completion.tokens,
             }
-            for prompt, (completion,) in zip(mine, found, strict=True)
+            for prompt in self.prompts if self.world.is_main for completion in found[prompt.index]
         ]  # fmt: skip
-        for record in records[:1]:
-            text = " ".join(str(record["text"]).split())
-            self.tell(f"step {step}, the first of {count} prompts: {text if len(text) <= 200 else text[:197] + '...'}")
-        return records

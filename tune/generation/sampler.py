@@ -2,8 +2,9 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from tune.collators import Batch
-from tune.distributed import gathered
+from tune.distributed import World, gathered
 from tune.errors import TuneError
 from tune.generation.choose import choose, uniforms
 from tune.models import Decoder
+from tune.tokenizers import Tokenizer
 from tune.type_check import mismatch
 from tune.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share, UnitInterval
 
@@ -26,12 +28,14 @@ class Completion:
     """What was sampled after a prompt, its end included.
 
     `log_probs` are those of `tokens` under the whole distribution at the sampler's temperature: what a trainer computes
-    at that temperature. `finish` is "stop" after a stop id or stop string, "length" after `max_new_tokens`.
+    at that temperature. `finish` is "stop" after a stop id or stop string, "length" after `max_new_tokens`. `text` is
+    what `answer` decodes.
     """
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish: Literal["stop", "length"] = "length"
+    text: str = ""
 
 
 @dataclass
@@ -165,6 +169,23 @@ class Sampler:
                     f"more than the {longest} up to which the model can generate. Lower one by {total - longest}"
                 )
         return model
+
+
+def answer(
+    model: nn.Module,
+    sampler: Sampler,
+    tokenizer: Tokenizer,
+    prompts: Mapping[int, Sequence[int]],
+    world: World,
+    samples: int = 1,
+) -> dict[int, list[Completion]]:
+    """`samples` completions of each of `prompts`, token ids by their numbers, with their texts. All processes call it
+    with the same prompts, sample a share of them and have all."""
+    mine = [*prompts][world.data_rank :: world.data_size]
+    found = sampler(model, [prompts[index] for index in mine], samples=samples, indices=mine)
+    for completion in chain(*found):
+        completion.text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+    return dict(chain(*world.all_gather([*zip(mine, found, strict=True)])))
 
 
 class _Rollout:

@@ -1,9 +1,8 @@
-"""What a run needs of its device: memory, and settings that are slow or need much memory there."""
+"""What a run needs of its device: memory, and space on its disk."""
 
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,29 +49,11 @@ def disk_note(folder: Path, model: nn.Module, master_dtype: str, keep: int | Non
     )
 
 
-def hardware_notes(
-    model: nn.Module,
-    device: torch.device,
-    dtype: str,
-    shape: tuple[int, int],
-    longest: int,
-    compile: bool,
-    activation_checkpointing: str,
-) -> Iterator[str]:
-    """What will be slow or take much memory. `shape` is rows of a micro-batch and tokens of a row; `longest` is the
-    length of the longest document in tokens."""
-    if device.type != "cpu" and (size := score_bytes(model, dtype, shape, longest, compile, activation_checkpointing)):
-        yield (
-            f"attention of this model has soft caps or sinks, for which there is no kernel: its scores take up to "
-            f"{size / 2**30:.1f} GiB between forward and backward. Less: "
-            "memory.activation_checkpointing=full, a smaller max_seq_len or micro_batch_size"
-        )
-
-
 def score_bytes(
     model: nn.Module, dtype: str, shape: tuple[int, int], longest: int, compile: bool, activation_checkpointing: str
 ) -> int:
-    """Bytes of the attention scores that backward needs of a micro-batch, where no kernel computes attention.
+    """Bytes of the attention scores that backward needs of a micro-batch, where no kernel computes attention. `shape` is
+    its rows, and tokens of a row; `longest` is the length of the longest document.
 
     For each pair of a query and a key that it may see: the result of softmax in fp32 and in bf16, of a soft cap too.
     """

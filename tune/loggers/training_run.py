@@ -25,7 +25,7 @@ from tune.errors import TuneError
 from tune.generation import Sampler
 from tune.loggers import run_folder
 from tune.loggers.flops import flops_per_token, peak_flops
-from tune.loggers.hardware import disk_note, hardware_notes, peak_memory_gib, planned_memory
+from tune.loggers.hardware import disk_note, peak_memory_gib, planned_memory, score_bytes
 from tune.loggers.sinks import WANDB_OFF, Console, Sink, WandbOptions, logged_steps, open_sinks, require_installed
 from tune.loggers.watchdog import Watchdog
 from tune.peft import untrained_tokens
@@ -127,34 +127,31 @@ class Run:
         for sink in self.sinks:
             sink.message(message)
 
-    def describe_model(
-        self,
-        model: nn.Module,
-        shape: tuple[int, int],
-        longest: int,
-        mean: int,
-        *,
-        dtype: str,
-        master_dtype: str,
-        compile: bool,
-        activation_checkpointing: str,
-    ) -> None:
-        """Report the processes, the model and its memory. `shape` is that of a micro-batch: rows, and tokens of a row;
-        `longest` and `mean` are lengths of documents in tokens."""
+    def _describe_model(self, model: nn.Module, row: int, longest: int, mean: int) -> None:
+        """Report the processes, the model and its memory. The lengths in tokens are those of a row of a micro-batch, and
+        of documents the longest and the mean."""
+        cfg = self.settings
         parameters = list(model.parameters())
         trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
         self.info(f"model: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable")
         shards = self.world.shards.size(-1) * self.world.mesh["tp"].size()
-        planned = planned_memory(model, dtype, master_dtype, shards)
+        planned = planned_memory(model, cfg.dtype, cfg.master_dtype, shards)
         held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
         self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
-        keep = OmegaConf.select(self.settings, "checkpointer.keep")
-        if self.world.is_main and (note := disk_note(self.path, model, master_dtype, keep)):
+        keep = OmegaConf.select(cfg, "checkpointer.keep")
+        if self.world.is_main and (note := disk_note(self.path, model, cfg.master_dtype, keep)):
             self.info(f"warning: {note}")
         self.flops_per_token = flops_per_token(model, mean)
-        for note in hardware_notes(model, self.world.device, dtype, shape, longest, compile, activation_checkpointing):
-            self.info(note)
+        scores = score_bytes(
+            model, cfg.dtype, (cfg.micro_batch_size, row), longest, cfg.compile, cfg.memory.activation_checkpointing
+        )
+        if scores and self.world.device.type != "cpu":
+            self.info(
+                "attention of this model has soft caps or sinks, for which there is no kernel: its scores take up to "
+                f"{scores / 2**30:.1f} GiB between forward and backward. Less: memory.activation_checkpointing=full, "
+                "a smaller max_seq_len or micro_batch_size"
+            )
 
     def describe(
         self,
@@ -162,25 +159,12 @@ class Run:
         data: DataLoader,
         tokenizer: Tokenizer,
         validation: Dataset | Mixture | Stream | None = None,
-        *,
-        source: str,
-        dtype: str,
-        master_dtype: str,
-        compile: bool,
-        activation_checkpointing: str,
     ) -> None:
-        """Report the model, the data and warnings about them; data.json and first_row.txt keep those of the data.
-        `source` is the folder that the model comes from."""
+        """Report the model, the data and warnings about them; data.json and first_row.txt keep those of the data."""
         accounting = data.dataset.accounting
         longest = data.dataset.max_seq_len if isinstance(data.dataset, Stream) else accounting.longest
-        shape, mean = (
-            (data.micro_batch_size, accounting.row_capacity or longest),
-            accounting.tokens // max(1, accounting.samples),
-        )
-        self.describe_model(
-            model, shape, longest, mean,
-            dtype=dtype, master_dtype=master_dtype, compile=compile, activation_checkpointing=activation_checkpointing,
-        )  # fmt: skip
+        mean = accounting.tokens // max(1, accounting.samples)
+        self._describe_model(model, accounting.row_capacity or longest, longest, mean)
         self.info(accounting.table())
         known = getattr(model, "max_positions", None)
         if known and accounting.longest > known:
@@ -191,7 +175,7 @@ class Run:
         start = marked(row[0], short=True).rstrip()
         self.info(f"the first row ({'what is learned'.join(MARKS)}; first_row.txt has all of it):\n{start}")
         special = tokenizer.special_ids.keys() & row[0].sample.tokens.tolist()
-        if self.world.is_main and (untrained := untrained_tokens(model, source, special)):
+        if self.world.is_main and (untrained := untrained_tokens(model, self.settings.model.path, special)):
             names = ", ".join(f"{tokenizer.special_ids[each]} ({each})" for each in untrained)
             self.info(
                 f"the data have {names}, whose rows of the embedding or the head were never trained, and stay as they "
@@ -207,8 +191,10 @@ class Run:
                 self.info(f"warning: {warning}")
         self.stream = data.dataset if isinstance(data.dataset, Stream) else None
 
-    def describe_prompts(self, data: PromptLoader, sampler: Sampler) -> None:
-        """Report the prompts, how often they are drawn, and if nothing ends what is sampled."""
+    def describe_prompts(self, model: nn.Module, data: PromptLoader, sampler: Sampler, longest: int) -> None:
+        """Report the model, the prompts, how often they are drawn, and if nothing ends what is sampled. Prompts with
+        what is sampled have up to `longest` tokens."""
+        self._describe_model(model, longest, longest, longest)
         self.info(data.dataset.table())
         if not (sampler.stop_ids or sampler.stop_strings):
             self.info("warning: the tokenizer has no eos_token: nothing ends a completion. Set sampling.stop_strings")
