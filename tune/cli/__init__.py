@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     module = importlib.import_module(f"tune.cli.{verb.replace('-', '_')}")
     try:
         parser = argparse.ArgumentParser(f"tune {verb}", description=module.__doc__, allow_abbrev=False)
+        if "\n\n" in (module.__doc__ or ""):  # it has command lines
+            parser.formatter_class = argparse.RawDescriptionHelpFormatter
         module.main(parser, arguments[1:])
     except TuneError as error:
         print(f"error: {error}", file=sys.stderr)

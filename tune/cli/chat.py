@@ -5,7 +5,7 @@ tune chat runs/mine --compare ./SmolLM2-135M
 
 import json
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,6 @@ COMMANDS = {
 
 
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
-    parser.formatter_class = RawDescriptionHelpFormatter
     parser.epilog = "In the chat:\n" + "\n".join(f"  {name:<8} {what}" for name, what in COMMANDS.items())
     add_arguments(parser)
     parser.add_argument("--compare", metavar="BASE", help="have this model answer too")

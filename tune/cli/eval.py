@@ -9,7 +9,7 @@ This is the recipe `evaluate`; options are its settings, which are these (others
 """
 
 import json
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Sequence
 
 from omegaconf import OmegaConf
@@ -25,7 +25,7 @@ NESTED = {"data": "dataset.path", "quantization": "quantization.weights", "max_n
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     defaults = config.find_config("evaluate")
     parser.usage = "tune eval MODEL [--tasks A,B] [--data FILE] [--out FILE.json] [OPTIONS] [key=value ...]"
-    parser.formatter_class, parser.epilog = RawDescriptionHelpFormatter, defaults.read_text()
+    parser.epilog = defaults.read_text()
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--nproc-per-node", metavar="N", help="processes that share the work")
     values = OmegaConf.to_container(OmegaConf.load(defaults))

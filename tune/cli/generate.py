@@ -10,7 +10,7 @@ import io
 import json
 import sys
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -41,7 +41,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
-    parser.formatter_class = RawDescriptionHelpFormatter
     add_arguments(parser)
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", metavar="TEXT", help="without this and --prompts: standard input, as FILE")

@@ -6,7 +6,7 @@ layers and rank become one first, as in PEFT.
     tune merge RUN OUT --method average --steps 100 200 300
 """
 
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from tune.errors import TuneError
 
 
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
-    parser.formatter_class = RawDescriptionHelpFormatter
     parser.add_argument("base", metavar="BASE", help="the model that the adapter was trained on; to average: a run")
     parser.add_argument("adapter", metavar="ADAPTER", nargs="*", help="a folder in PEFT's layout")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write: absent or empty")

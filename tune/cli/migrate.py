@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import tempfile
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ PROCESSES = re.compile(r"--(?:nproc[-_]per[-_]node|num_processes)[ =](\d+)")
 
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.usage = "tune migrate FILE [--out FILE.yaml] [--from NAME] [--method NAME] [--world-size N]"
-    parser.formatter_class = RawDescriptionHelpFormatter
     parser.add_argument("file", metavar="FILE", type=Path, help="the config of another library")
     parser.add_argument("--out", metavar="FILE.yaml", type=Path, help="the file to write (default: print it)")
     parser.add_argument("--from", dest="peer", choices=PEERS, help="whose config it is (default: by its keys)")

@@ -7,7 +7,7 @@ dataset need not exist: all rows count as max_seq_len tokens long.
 
 import json
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,6 @@ BOUNDS = {
 
 
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
-    parser.formatter_class = RawDescriptionHelpFormatter
     parser.usage = "tune plan RECIPE [--config FILE_OR_NAME] [key=value ...] --world-size N --device NAME [OPTIONS]"
     parser.add_argument("--world-size", metavar="N", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--device", metavar="NAME", required=True, help="h100, h200, a100, b200, mi300x, cpu or a FILE")

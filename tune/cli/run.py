@@ -14,7 +14,7 @@ import ast
 import re
 import runpy
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -26,7 +26,6 @@ from tune.launchers import launcher
 
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.usage = "tune run [--launcher NAME] [LAUNCHER OPTIONS] RECIPE [--config FILE_OR_NAME] [key=value ...]"
-    parser.formatter_class = RawDescriptionHelpFormatter
     if not arguments or arguments[0] in ("-h", "--help"):
         parser.print_help()
         return

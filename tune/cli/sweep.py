@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -33,7 +33,6 @@ POLL = 0.5  # seconds
 
 
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
-    parser.formatter_class = RawDescriptionHelpFormatter
     parser.usage = "tune sweep RECIPE --over KEY=A,B[,...] [KEY=...] [OPTIONS] [--config FILE_OR_NAME] [key=value ...]"
     parser.add_argument("recipe", metavar="RECIPE")
     parser.add_argument("--over", nargs="+", required=True, metavar="KEY=A,B", help="every combination is a run")
@@ -127,10 +126,10 @@ def train(parameters: dict[str, Any]) -> None:
     try:
         while True:
             ended = process.poll() is not None
-            for line in reported(folder / "metrics.jsonl"):
-                if line["step"] > seen and place["metric"] in line:
-                    seen = line["step"]
-                    ray_tune.report({"step": seen, place["metric"]: line[place["metric"]]})
+            for step, value in measured(folder, place["metric"]):
+                if step > seen:
+                    seen = step
+                    ray_tune.report({"step": step, place["metric"]: value})
             if ended:
                 break
             time.sleep(POLL)
@@ -142,10 +141,10 @@ def train(parameters: dict[str, Any]) -> None:
         raise TuneError(f"{shlex.join(settings)} has ended with {process.returncode}: see {folder / 'output.txt'}")
 
 
-def reported(file: Path) -> list[dict[str, Any]]:
-    """The complete lines of metrics.jsonl."""
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+def measured(folder: Path, metric: str) -> list[tuple[int, float]]:
+    """The steps of a run that have a metric, and its values there."""
+    steps, values = records.read(folder).known(metric) if (folder / "metrics.jsonl").exists() else ([], [])
+    return [(int(step), float(value)) for step, value in zip(steps, values, strict=True)]
 
 
 def name_of(run: dict[str, str]) -> str:
@@ -155,10 +154,9 @@ def name_of(run: dict[str, str]) -> str:
 
 def row(folder: Path, run: dict[str, str], metric: str, failed: bool) -> dict[str, Any]:
     """What became of a run. One that Ray has ended early may have had no time to note it."""
-    lines = reported(folder / "metrics.jsonl")
-    values = [line[metric] for line in lines if metric in line]
+    steps, values = [0, *(step for step, _ in measured(folder, "step"))], measured(folder, metric)
     is_done = (folder / "run.json").exists() and records.read(folder).state == "done"
     return {
-        "settings": run, "value": values[-1] if values else None, "steps": lines[-1]["step"] if lines else 0,
+        "settings": run, "value": values[-1][1] if values else None, "steps": steps[-1],
         "state": "failed" if failed else "done" if is_done else "ended early", "folder": str(folder),
     }  # fmt: skip

@@ -52,8 +52,8 @@ def disk_note(folder: Path, model: nn.Module, master_dtype: str, keep: int | Non
 def score_bytes(
     model: nn.Module, dtype: str, shape: tuple[int, int], longest: int, compile: bool, activation_checkpointing: str
 ) -> int:
-    """Bytes of the attention scores that backward needs of a micro-batch, where no kernel computes attention. `shape` is
-    its rows, and tokens of a row; `longest` is the length of the longest document.
+    """Bytes of the attention scores that backward needs of a micro-batch, where no kernel computes attention. `shape`
+    is its rows, and tokens of a row; `longest` is the length of the longest document.
 
     For each pair of a query and a key that it may see: the result of softmax in fp32 and in bf16, of a soft cap too.
     """

@@ -128,8 +128,8 @@ class Run:
             sink.message(message)
 
     def _describe_model(self, model: nn.Module, row: int, longest: int, mean: int) -> None:
-        """Report the processes, the model and its memory. The lengths in tokens are those of a row of a micro-batch, and
-        of documents the longest and the mean."""
+        """Report the processes, the model and its memory. The lengths in tokens are those of a row of a micro-batch,
+        and of documents the longest and the mean."""
         cfg = self.settings
         parameters = list(model.parameters())
         trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
