@@ -26,6 +26,8 @@ def main(cfg):
     with torch.device("meta"):
         model = instantiate(cfg.model)  # its shape only: no memory yet
     weights = checkpointers.Random(cfg.seed) if cfg.from_scratch else checkpointers.Pretrained(cfg.model.path, model)
+    if cfg.quantization.float8:
+        quantization.compute_in_float8(model, cfg.quantization.float8, world.device)
     if cfg.quantization.qat:
         types = checkpointers.exported_types(model, cfg.model.path, cfg.export.dtype)
         quantization.round_linears(model, cfg.quantization.qat, types, cfg.dtype)

@@ -28,6 +28,8 @@ def main(cfg):
     weights = checkpointers.Pretrained(cfg.model.path, model)
     if cfg.quantization.weights:
         quantization.quantize_linears(model, double=cfg.quantization.double)
+    if cfg.quantization.float8:
+        quantization.compute_in_float8(model, cfg.quantization.float8, world.device)
     lora = instantiate(cfg.adapter)
     adapted = peft.add_adapters(model, lora)
     if cfg.quantization.qat:

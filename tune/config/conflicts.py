@@ -52,6 +52,14 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
         ):
             if is_wrong:
                 yield key, f"with quantization.qat it {problem}, or leave quantization.qat out."
+    if value("quantization.float8"):
+        for key, is_wrong in (
+            ("quantization.qat", value("quantization.qat")),
+            ("quantization.weights", value("quantization.weights")),
+            ("parallel.tp", (value("parallel.tp") or 1) > 1),
+        ):
+            if is_wrong:
+                yield key, "it does not go with quantization.float8: leave one of them out."
     if value("value.head", default="score") != "score":
         yield "value.head", "it has an output for each token, and a value is one: set value.head=score."
     if value("teacher.top_k") and value("on_policy.share"):

@@ -52,6 +52,7 @@ OPTIONS: dict[str, Any] = {
     "reference": str,
     "quantization.weights": Literal["nf4"] | None,
     "quantization.qat": Literal["int8", "int4", "fp8"] | None,
+    "quantization.float8": Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None,
     "teacher.dtype": Literal["bf16", "fp32"],
     "teacher.quantization": Literal["nf4"] | None,
     "teacher.top_k": PositiveInt | None,

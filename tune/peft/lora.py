@@ -88,6 +88,7 @@ class LowRank(nn.Module):
     first_input = 0  # of the inputs that this process has
     input_group: str | None = None  # the processes that share them
 
+    base: type[nn.Module]  # the kind of layer that has the adapter
     in_features: int
     lora_a: nn.Parameter
     lora_b: nn.Parameter
@@ -101,8 +102,10 @@ class LowRank(nn.Module):
     @classmethod
     def adapt(cls, layer: nn.Module, name: str, rank: int, alpha: float, lora: LoRA) -> None:
         """Give the `layer` called `name` an adapter, whose parameters are undefined until they are initialized."""
+        base = type(layer)
         layer.__class__ = cls
         assert isinstance(layer, LowRank)
+        layer.base = base
         layer.rank, layer.alpha, layer.scaling = rank, alpha, lora.scaling(rank, alpha)
         prepare_dropout(layer, name, lora.dropout)
         layer.add_parameters(lora)
@@ -204,9 +207,7 @@ class LoRALinear(LowRank, nn.Linear):
         return inputs, torch.cat([self.weight, (ratio - 1) * self.weight, ratio * b], dim=1).to(hidden.dtype)
 
     def _base(self, input: Tensor) -> Tensor:
-        if isinstance(self.weight, NF4Weight):
-            return self.weight.linear(input, self.bias)
-        return F.linear(input, self.weight, self.bias)
+        return self.base.forward(self, input)
 
     def _dropped(self, input: Tensor) -> Tensor:
         if not (self.dropout and self.training):

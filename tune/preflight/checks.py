@@ -183,6 +183,8 @@ def _model(cfg: DictConfig, told: Told, world: World | None) -> Any:
         told("model.path", lambda: checkpointers.Pretrained(cfg.model.path, model))
     if cfg.get("quantization", {}).get("weights"):
         told("quantization", lambda: quantization.quantize_linears(model, double=cfg.quantization.double))
+    if scaling := cfg.get("quantization", {}).get("float8"):
+        told("quantization", lambda: quantization.compute_in_float8(model, scaling, torch.device("cpu")))
     if cfg.get("adapter"):
         told("adapter", lambda: _adapt(cfg, model))
     folder, keep = Path(cfg.get("output_dir") or "."), Facts(cfg)("checkpointer.keep")

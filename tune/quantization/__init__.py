@@ -1,6 +1,8 @@
-"""Weights in few bits: NF4 for training on, the formats of vLLM and transformers for use, training that sees these."""
+"""Weights in few bits: NF4 for training on, the formats of vLLM and transformers for use, training that sees these; and
+products in float8."""
 
 from tune.quantization.compressed import Compressor
+from tune.quantization.float8 import compute_in_float8
 from tune.quantization.nf4 import NF4Weight, dequantize, quantize, quantize_linears
 from tune.quantization.rounding import Rounding, quantised_linears, round_linears
 
@@ -8,6 +10,7 @@ __all__ = [
     "Compressor",
     "NF4Weight",
     "Rounding",
+    "compute_in_float8",
     "dequantize",
     "quantised_linears",
     "quantize",
