@@ -125,6 +125,7 @@ def test_compiled_it_rounds_to_the_same_bits() -> None:
     assert torch.equal(compiled(weight), rounding(weight * 2) + 1)
 
 
+ROWS = ["quantization.float8=rowwise"]
 WRONG = {
     "unknown kind": ("full_finetune", ["quantization.qat=int3"], "quantization.qat: 'int3' is not one of"),
     "nf4": ("lora_finetune", ["quantization.qat=int4", "quantization.weights=nf4"], "quantization.weights=null"),
@@ -137,6 +138,12 @@ WRONG = {
     "fp32 in bf16": ("full_finetune", ["quantization.qat=int8", "dtype=bf16"], "exported as float32, of"),
     "odd rows": ("full_finetune", ["quantization.qat=int4", "model.path=ODD"], "are no groups of"),
     "experts": ("full_finetune", ["quantization.qat=int4", "model.path=EXPERTS"], "only dense models are quantised"),
+    "float8": ("full_finetune", ["quantization.float8=mx"], "quantization.float8: 'mx' is not one of"),
+    "float8, rounded": ("full_finetune", [*ROWS, "quantization.qat=int8"], "quantization.qat: it does not go"),
+    "float8, nf4": ("lora_finetune", [*ROWS, "quantization.weights=nf4"], "quantization.weights: it does not go"),
+    "float8, tensor parallel": ("full_finetune", [*ROWS, "parallel.tp=2"], "parallel.tp: it does not go"),
+    "float8, odd rows": ("full_finetune", [*ROWS, "model.path=ODD"], "must be multiples of 16"),
+    "float8, experts": ("full_finetune", [*ROWS, "model.path=EXPERTS"], "the model has experts"),
 }  # fmt: skip
 
 

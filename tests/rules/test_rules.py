@@ -33,6 +33,16 @@ CASES = {
     "fp32-on-a-gpu": (FULL, ["dtype=fp32"], ["dtype=bf16"], {"device": "cuda"}),
     "bf16-on-a-cpu": (FULL, ["dtype=bf16"], ["dtype=fp32"]),
     "bf16-on-an-old-gpu": (FULL, ["dtype=bf16"], ["dtype=fp32"], {"device": "cuda", "capability": (7, 5)}),
+    "float8-on-an-old-gpu": (
+        FULL, ["quantization.float8=rowwise"], ["quantization.float8=tensorwise"],
+        {"device": "cuda", "capability": (8, 9)},
+    ),
+    "float8-by-rows-in-fp32": (
+        FULL, ["quantization.float8=rowwise", "dtype=fp32"], ["quantization.float8=rowwise"], {"device": "cuda"}
+    ),
+    "float8-that-is-slower": (
+        FULL, ["quantization.float8=rowwise"], ["quantization.float8=rowwise", "compile=true"], {"device": "cuda"}
+    ),
     "two-types-on-mps": (FULL, [], BF16, {"device": "mps"}),
     "two-types-on-mps-reversed": (FULL, ["dtype=fp32", "master_dtype=bf16"], BF16, {"device": "mps"}),
     "offload-on-mps": (FULL, ["memory.cpu_offload=true"], [], {"device": "mps"}),

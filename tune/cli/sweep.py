@@ -143,8 +143,10 @@ def train(parameters: dict[str, Any]) -> None:
 
 def measured(folder: Path, metric: str) -> list[tuple[int, float]]:
     """The steps of a run that have a metric, and its values there."""
-    steps, values = records.read(folder).known(metric) if (folder / "metrics.jsonl").exists() else ([], [])
-    return [(int(step), float(value)) for step, value in zip(steps, values, strict=True)]
+    if not (folder / "metrics.jsonl").exists():
+        return []
+    steps, values = records.read(folder).known(metric)
+    return [*zip(steps.astype(int).tolist(), values.tolist(), strict=True)]
 
 
 def name_of(run: dict[str, str]) -> str:

@@ -1,5 +1,5 @@
 """Training whose matrix products are in 8 bits (Micikevicius et al., 2022), by torchao; weights and gradients stay as
-they are. GPUs have units for it from compute capability 8.9; elsewhere it is emulated: it learns the same, and slowly."""
+they are. GPUs have units for it from compute capability 8.9; elsewhere it is emulated: the same, and slow."""
 
 from dataclasses import replace
 
