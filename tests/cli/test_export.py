@@ -185,6 +185,7 @@ def test_the_adapter_of_a_run_is_merged_or_a_file_of_its_own(
     require_same(base, model, tokens, within=0.01, lora=lora)
 
 
+@pytest.mark.filterwarnings("error:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_checkpoint_of_a_run(kind: str, runs: dict[str, Path], tmp_path: Path) -> None:
     run = runs[kind]

@@ -3,6 +3,7 @@
 import io
 import operator
 import pickle
+import warnings
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,7 +22,9 @@ def read_trained(model: nn.Module, checkpoint: Path) -> None:
     damaged, or of another model."""
     tensors = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
     try:
-        dcp.load({"model": tensors}, storage_reader=Reader(checkpoint), planner=Planner(), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as no_dist asks for
+            dcp.load({"model": tensors}, storage_reader=Reader(checkpoint), planner=Planner(), no_dist=True)
     except dcp.api.CheckpointException as error:
         causes = "; ".join(str(failure[0]) for failure in error.failures.values())
         raise TuneError(f"{checkpoint} does not have this model: {causes}") from error

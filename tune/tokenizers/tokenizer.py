@@ -270,9 +270,10 @@ class Tokenizer:
         """Raises TuneError if there is none."""
         if self.chat_template is None:
             raise TuneError(
-                f"the tokenizer in {self.path} has no chat template, and conversations need one: set "
-                f"tokenizer.chat_template to {self._fitting()} (it has their tokens), or to a file such as the "
-                "chat_template.jinja of the model's chat version; or use a dataset of prompt and completion"
+                f"the tokenizer in {self.path} has no chat template, and conversations need one: put the "
+                "chat_template.jinja of the model's chat version there (`tune generate --raw` needs none). In a "
+                f"recipe, you can set tokenizer.chat_template to {self._fitting()} (it has their tokens), or to such a "
+                "file; or use a dataset of prompt and completion"
             )
 
     def _fitting(self) -> str:
