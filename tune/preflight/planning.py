@@ -104,8 +104,9 @@ class Job:
                 "plan: this recipe does more than a forward and a backward of one model; planned are full_finetune and "
                 "lora_finetune"
             )
-        if cfg.get("quantization", {}).get("qat"):
-            raise TuneError("quantization.qat: what rounded weights take is not planned yet; plan without it")
+        for name in ("qat", "float8"):
+            if cfg.get("quantization", {}).get(name):
+                raise TuneError(f"quantization.{name}: what rounding takes is not planned yet; plan without it")
         if others := [f"{axis}={cfg.parallel[axis]}" for axis in ("cp", "ep", "pp") if cfg.parallel.get(axis, 1) != 1]:
             raise TuneError(
                 f"parallel.{others[0]}: this axis is not planned yet; planned are dp_replicate, dp_shard and tp"
