@@ -33,8 +33,8 @@ NOT_RUN = {
     "tune run --launcher ray --nproc-per-node 2 full_finetune model.path=... dataset.path=...": LAUNCHERS,
     "tune run --launcher slurm --nodes 4 --gpus-per-node 8 --time 24:00:00 full_finetune model.path=... "
     "dataset.path=...": LAUNCHERS,
-    "tune run full_finetune model.path=... dataset.path=... quantization.float8=rowwise compile=true packed=true": "for "
-    "a GPU: elsewhere a rule says so; tests/quantization/test_float8.py trains with it",
+    "tune run full_finetune model.path=... dataset.path=... quantization.float8=rowwise compile=true "
+    "packed=true": "for a GPU: elsewhere a rule says so; tests/quantization/test_float8.py trains with it",
     "tune convert model.gguf FOLDER": "tests/cli/test_convert_gguf.py writes such files",
     "tune convert Llama-3.1-8B/original FOLDER": "tests/cli/test_convert_meta.py writes such folders",
 }
