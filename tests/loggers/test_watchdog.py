@@ -1,10 +1,11 @@
 """A run that has come to a stop says which process the others wait for."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
-from helpers import run_processes
+from helpers import HANGS, run_processes
 
 from tune.loggers.watchdog import waited_for
 
@@ -38,6 +39,8 @@ def test_the_process_that_others_wait_for(tmp_path: Path) -> None:
     found = re.findall(r"warning: no step .* The others wait for process 1 on \S+ \((.*), step 2\)\.", told)
     assert len(found) == 1 and "in reads_slowly" in found[0], told
     stacks = [(tmp_path / "stacks" / f"rank-0000{rank}.txt").read_text() for rank in (0, 1)]
+    beat = json.loads((tmp_path / "heartbeat.json").read_text())  # of the process that waits
+    assert beat["step"] == 2 and beat["checkpoint"] is None and 3 < beat["time"] - beat["began"] < HANGS
     assert "barrier" in stacks[0] and "reads_slowly" in stacks[1]
 
 

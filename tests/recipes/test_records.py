@@ -28,7 +28,7 @@ def test_a_run_that_fails(inputs, run_recipe):
         == 2
     )
     run = records.read(inputs.folder / "new")
-    assert run.state == "failed" and "is nan at step 2: stopped" in run.facts["error"]
+    assert run.state == "failed" and "is nan at step 2, of a batch" in run.facts["error"]
     assert "The run has failed: " in (inputs.folder / "new" / "report.html").read_text()
 
 

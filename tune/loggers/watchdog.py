@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from tune.atomic import written_aside
 from tune.distributed import World
 
 WAITING = ("torch/distributed/", "tune/distributed/world.py")  # frames of a process that waits for others
@@ -21,6 +22,8 @@ class Watchdog:
     """A thread in each process. When no step has ended for half of `parallel.timeout`, it writes the stacks of its
     process to `folder`/rank-00003.txt; the first process then tells which ones the others wait for.
 
+    Every ten seconds the first process writes `heartbeat.json` beside that folder.
+
     A process that writes nothing is stopped or hangs in a call that never returns to Python.
     """
 
@@ -29,21 +32,23 @@ class Watchdog:
         self.seconds = world.timeout.total_seconds() / 2
         self.thread = threading.get_ident()
         self.step, self.ended = 0, threading.Event()
-        self.beaten = time.monotonic()
+        self.beaten, self.began = time.monotonic(), time.time()
         if world.is_main:
             shutil.rmtree(folder, ignore_errors=True)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def beat(self, step: int) -> None:
         """A step begins."""
-        self.step, self.beaten = step, time.monotonic()
+        self.step, self.beaten, self.began = step, time.monotonic(), time.time()
 
     def end(self) -> None:
         self.ended.set()
 
     def _watch(self) -> None:
         told, pause = 0.0, min(10.0, self.seconds / 4)
+        self._write_heartbeat()
         while not self.ended.wait(pause):
+            self._write_heartbeat()
             if time.monotonic() - self.beaten > self.seconds and told != self.beaten:
                 told = self.beaten
                 with contextlib.suppress(OSError):  # a full disk
@@ -55,6 +60,16 @@ class Watchdog:
                             f"warning: no step has ended for {self.seconds + 2 * pause:.0f} s. "
                             f"{waited_for(found, self.size)} The stacks of all processes are in {self.folder}"
                         )
+
+    def _write_heartbeat(self) -> None:
+        """The first process's heartbeat.json, for who looks from outside: the step at work and since when, the newest
+        checkpoint, and the time now, which tells a living process in a long step from a dead one."""
+        if self.rank == 0:
+            run = self.folder.parent
+            saved = max((path.name for path in run.glob("checkpoints/step-*")), default=None)
+            beat = {"step": self.step, "began": self.began, "checkpoint": saved, "time": time.time()}
+            with contextlib.suppress(OSError), written_aside(run / "heartbeat.json") as unfinished:
+                unfinished.write_text(json.dumps(beat) + "\n")
 
     def _write(self) -> None:
         frames = sys._current_frames()
