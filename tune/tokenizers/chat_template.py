@@ -1,4 +1,4 @@
-"""Jinja chat templates, rendered as transformers' `apply_chat_template` renders them."""
+"""Jinja chat templates, rendered as transformers' `apply_chat_template` renders them, and those of the library."""
 
 import json
 import re
@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -17,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 
 from tune.errors import TuneError
+from tune.lookup import did_you_mean
 
 Message = dict[str, Any]
 """`role`, `content` and more, as OpenAI and Hugging Face have it."""
@@ -27,6 +29,12 @@ Span = tuple[int, int]
 # process, so that no text in a dataset can contain them.
 _OPEN, _CLOSE = (f"\ufdd0{secrets.token_hex(8)}{bracket}\ufdd1" for bracket in "[]")
 _MARK = re.compile(f"({re.escape(_OPEN)}|{re.escape(_CLOSE)})")
+
+_FOLDER = Path(__file__).parent / "templates"
+_MARKER = re.compile(r"<\|[^|<>\s]+\|>|<\w+_of_turn>")
+# The templates that come with the library, and the tokens that they need. They write no BOS: the tokenizer says whether
+# one stands before a text. All but Mistral's and the plain one are those of the families they are named for.
+SHIPPED = {file.stem: {*_MARKER.findall(file.read_text())} for file in sorted(_FOLDER.glob("*.jinja"))}
 
 
 class ChatTemplate:
@@ -78,6 +86,27 @@ class ChatTemplate:
             else:
                 text += piece
         return text, spans
+
+
+def chosen_template(name: str) -> str:
+    """The source of a template of the library, or of a file. Raises TuneError if there is no such thing."""
+    file = _FOLDER / f"{name}.jinja" if name in SHIPPED else Path(name).expanduser()
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TuneError(
+            f"tokenizer.chat_template={name} is neither a readable file ({error}) nor one of {', '.join(SHIPPED)}."
+            f"{did_you_mean(name, SHIPPED)}"
+        ) from error
+
+
+def markers(template: ChatTemplate) -> list[str]:
+    """What looks like special tokens in a short conversation as the template renders it."""
+    try:
+        text = template.render([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}])
+    except TuneError:  # a template for other conversations than this one
+        return []
+    return list(dict.fromkeys(_MARKER.findall(text)))
 
 
 def _plain_message(message: Message) -> Message:

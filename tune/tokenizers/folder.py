@@ -29,7 +29,9 @@ def read_vocabulary(folder: Path) -> tuple[Path, tokenizers.Tokenizer, SpecialTo
     config = read_json(folder / "tokenizer_config.json")
     named = {**read_json(folder / "special_tokens_map.json"), **config}
     given = {name: _text(named[name]) for name in SPECIAL_TOKENS if named.get(name)}
-    special = [*given.values(), *map(_text, _further(named))]
+    extra = named.get("extra_special_tokens") or []  # these have no name of `SPECIAL_TOKENS`
+    others = [*(named.get("additional_special_tokens") or []), *(extra.values() if isinstance(extra, dict) else extra)]
+    special = [*given.values(), *map(_text, others)]
     file = _source(folder)
     tokenizer, own = _read(file, legacy=config.get("legacy") is not False)
     names = own | given
@@ -166,12 +168,6 @@ def _rename(tokenizer: tokenizers.Tokenizer, tokens: dict[int, AddedToken]) -> t
     for token in content["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     return tokenizers.Tokenizer.from_str(json.dumps(content))
-
-
-def _further(named: Mapping[str, Any]) -> list[Any]:
-    """Special tokens that have no name of `SPECIAL_TOKENS`."""
-    extra = named.get("extra_special_tokens") or []
-    return [*(named.get("additional_special_tokens") or []), *(extra.values() if isinstance(extra, dict) else extra)]
 
 
 def _text(token: Any) -> str:

@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,14 +37,19 @@ def supervised_spans(
     messages = [{key: value for key, value in message.items() if key != "train"} for message in messages]
     text, spans = template.render_with_spans(messages, tools=tools, **variables)
     if not template.marks_generation:
-        render = partial(template.render, tools=tools, **variables)
-        if (opening := _opening_answer(messages)) is None:
+        render: Callable[..., str] = partial(template.render, tools=tools, **variables)
+        roles = [message["role"] for message in messages]
+        first = next((at for at, role in enumerate(roles) if role not in ("system", "developer")), None)
+        if first is None or roles[first] != "assistant":
             return text, [_turn_span(render, messages, index, text, special_tokens) for index in trained]
+
+        def render_asked(messages: list[Message], **options: Any) -> str:
+            return render([*messages[:first], {"role": "user", "content": "Hello"}, *messages[first:]], **options)
+
         # Many templates cannot render what stands before the first answer where that is nothing. Behind a question the
         # same text stands, as far from the end.
-        render = partial(_render_behind_a_question, render, opening)
-        asked = render(messages)
-        spans = [_turn_span(render, messages, index, asked, special_tokens) for index in trained]
+        asked = render_asked(messages)
+        spans = [_turn_span(render_asked, messages, index, asked, special_tokens) for index in trained]
         if spans and not text.endswith(tail := asked[spans[0][0] :]):
             raise _disagreement(trained[0], "it and what follows", tail, text[-len(tail) :])
         more = len(asked) - len(text)
@@ -69,19 +74,8 @@ def end_of_turn(render: Callable[[list[Message]], str], special_tokens: re.Patte
     return match[0] if match else None
 
 
-def _opening_answer(messages: list[Message]) -> int | None:
-    """Where the first answer stands, if no question does before it."""
-    roles = [message["role"] for message in messages]
-    opening = next((index for index, role in enumerate(roles) if role not in ("system", "developer")), None)
-    return opening if opening is not None and roles[opening] == "assistant" else None
-
-
-def _render_behind_a_question(render: partial[str], at: int, messages: list[Message], **options: Any) -> str:
-    return render([*messages[:at], {"role": "user", "content": "Hello"}, *messages[at:]], **options)
-
-
 def _turn_span(
-    render: partial[str], messages: list[Message], index: int, text: str, special_tokens: re.Pattern[str]
+    render: Callable[..., str], messages: list[Message], index: int, text: str, special_tokens: re.Pattern[str]
 ) -> Span:
     """Where the assistant's message `index` stands in `text`, the rendering of all messages."""
     start = _turn_start(render, messages, index, text)
@@ -100,7 +94,7 @@ def _turn_span(
                 "there would hold it. Leave words and reasoning out of messages that call tools, or mark"
             )
     if last and inside and text.endswith(inside[1]):
-        specials = list(special_tokens.finditer(inside[1], 0, _common_prefix(inside[1], last[1])))
+        specials = list(special_tokens.finditer(inside[1], 0, common_prefix(inside[1], last[1])))
         end = len(text) - len(inside[1]) + (specials[-1].end() if specials else 0)
         # Where a turn inside the conversation ends with another token than the last one (gpt-oss), or only the next
         # one's beginning ends it (GLM), the model is not to write that: only the words are learned.
@@ -111,7 +105,7 @@ def _turn_span(
     raise _disagreement(index, "the messages up to it", up_to_here, text)
 
 
-def _turn_start(render: partial[str], messages: list[Message], index: int, text: str) -> int:
+def _turn_start(render: Callable[..., str], messages: list[Message], index: int, text: str) -> int:
     before = messages[:index]
     prompt = render(before, add_generation_prompt=True)
     if text.startswith(prompt):
@@ -141,7 +135,7 @@ def _turn_start(render: partial[str], messages: list[Message], index: int, text:
     raise _disagreement(index, "the messages before it, with the generation prompt", prompt, text)
 
 
-def _header(render: partial[str], messages: list[Message]) -> str:
+def _header(render: Callable[..., str], messages: list[Message]) -> str:
     """What the generation prompt adds behind the last message that is neither an answer nor a tool's result."""
     asked = [index for index, message in enumerate(messages) if message["role"] not in ("assistant", "tool")]
     question = messages[: asked[-1] + 1] if asked else []
@@ -164,13 +158,15 @@ def _end_of_turn(text: str, start: int, special_tokens: re.Pattern[str]) -> int:
     return end if closed else len(text)
 
 
-def _common_prefix(one: str, other: str) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
+def common_prefix(*sequences: Sequence[Any]) -> int:
+    """How many characters, or items, all of them begin with."""
+    together = enumerate(zip(*sequences, strict=False))
+    differing = (at for at, (first, *others) in together if any(each != first for each in others))
+    return next(differing, min(map(len, sequences)))
 
 
 def _disagreement(index: int, what: str, part: str, whole: str) -> TuneError:
-    at = _common_prefix(part, whole)
+    at = common_prefix(part, whole)
     window = slice(max(0, at - 20), at + 30)
     return _refusal(
         f"does not tell which text is the assistant's: message {index + 1} starts or ends elsewhere when {what} are "

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,8 @@ import tokenizers
 from tokenizers import AddedToken
 
 from tune.errors import TuneError
-from tune.tokenizers.chat_template import ChatTemplate, Message, Span
-from tune.tokenizers.chosen import SHIPPED, chosen_template, markers
+from tune.tokenizers.chat_template import SHIPPED, ChatTemplate, Message, Span, chosen_template, markers
 from tune.tokenizers.folder import SOURCES, read_json, read_vocabulary
-from tune.tokenizers.streaming import TextStream
 from tune.tokenizers.supervision import end_of_turn, supervised_spans
 
 FILES = (
@@ -145,7 +143,7 @@ class Tokenizer:
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def stream(self, skip_special_tokens: bool = False) -> TextStream:
+    def stream(self, skip_special_tokens: bool = False) -> "TextStream":
         """Decodes tokens one by one as they are generated."""
         return TextStream(partial(self.decode, skip_special_tokens=skip_special_tokens))
 
@@ -336,6 +334,33 @@ class Tokenizer:
                 f"the chat template in {self.path} must be a text, or a list of texts with names; it cannot be read: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+class TextStream:
+    """Text from tokens as they come: `add` gives what is complete, never a part of a character; `finish` the rest."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._start = 0  # of the tokens given last: what decodes differently at a text's beginning needs them before it
+        self._given = 0
+
+    def add(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text = self._rest()
+        if text.endswith("\ufffd"):  # a character of several tokens, not all of them here
+            return ""
+        self._start, self._given = self._given, len(self._ids)
+        return text
+
+    def finish(self) -> str:
+        text = self._rest()
+        self._start = self._given = len(self._ids)
+        return text
+
+    def _rest(self) -> str:
+        before = self._decode(self._ids[self._start : self._given])
+        return self._decode(self._ids[self._start :])[len(before) :]
 
 
 def _listed(ids: int | list[int] | None) -> list[int]:
