@@ -1,8 +1,8 @@
 import json
 import os
 import random
+import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -12,10 +12,18 @@ from helpers import WORDS, save_checkpoint
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["TUNE_CACHE"] = tempfile.mkdtemp(prefix="tune-cache-")
 hypothesis.settings.register_profile("tune", deadline=None)  # the machine may be busy with other work
 hypothesis.settings.load_profile("tune")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_of_the_session(tmp_path_factory):
+    """Prepared datasets end with the session; pytest removes what a killed one leaves, when it has had three others."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["TUNE_CACHE"] = str(folder)
+    yield
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

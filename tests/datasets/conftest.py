@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from tune.datasets import Dataset, Sample
+from tune.collators import Sample
+from tune.datasets import Dataset
 
 CHATML = """\
 {%- for message in messages %}

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from helpers import HANGS
 
-from tune.datasets import Accounting, load
 from tune.datasets import cache as cache_module
+from tune.datasets import load
+from tune.datasets.accounting import Accounting
 from tune.datasets.cache import content_of, key_of, prepared
 from tune.datasets.rows import Outcome
 from tune.datasets.samples import chunk

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tune.datasets import Dataset, RowReader, load, mix
-from tune.datasets.display import document, first_row, histogram, marked, parts_of
+from tune.datasets.display import document, first_rows, histogram, marked, parts_of
 from tune.datasets.stream import Stream
 from tune.datasets.warnings import overlap, warnings_of
 from tune.tokenizers import Tokenizer
@@ -79,7 +79,7 @@ def test_first_row_of_a_mixture_and_of_a_stream(dataset, tokenizer, tmp_path):
     assert list(parts_of(mixture, "training")) == ["training/cats"]
     assert list(parts_of(stream, "training")) == ["training"]
     for each in (mixture, stream):
-        (only,) = first_row(each, tokenizer)
+        ((only,),) = first_rows(each, tokenizer)
         assert "⟦A cat.<|im_end|>⟧" in marked(only)
 
 

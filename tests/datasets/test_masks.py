@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tune.datasets import RowReader, train_on
+from tune.datasets import RowReader, labels
 from tune.tokenizers import Tokenizer
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<|end|>"]
@@ -185,7 +185,7 @@ def test_labels_are_those_of_transformers(file, byte_checkpoint, tmp_path, monke
     special = {*SPECIAL, *re.findall(r"<[|｜][^|｜<>\s]+[|｜]>|</?[a-z_]+_of_[a-z]+>|<turn\|>|<\|turn>", template)}
     folder = byte_checkpoint(tmp_path / "checkpoint", sorted(special), template)
     reference, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer(str(folder))
-    monkeypatch.setattr(train_on, "_fixed_date", time.strftime)  # transformers takes the clock's
+    monkeypatch.setattr(labels, "_fixed_date", time.strftime)  # transformers takes the clock's
     compared = 0
     for messages in CONVERSATIONS.values():
         try:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tune.datasets import DataLoader, Outcome, Stream, load, validation_batches
+from tune.datasets import DataLoader, Stream, load, validation_batches
+from tune.datasets.rows import Outcome
 from tune.datasets.samples import chunk
 from tune.datasets.stream import Position
 from tune.datasets.workers import map_chunks

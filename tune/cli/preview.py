@@ -8,10 +8,12 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from tune.cli.prepare import prompts_of, settings
+from tune.collators import IGNORE
 from tune.config import instantiate, instantiate_data
 from tune.datasets.display import MARKS, Document, first_rows, histogram, marked, parts_of
 from tune.datasets.stream import Stream
@@ -67,7 +69,7 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
             hint = did_you_mean(options.source, names)
             raise TuneError(f"--source {options.source}: there is no such part.{hint} There are {', '.join(names)}")
 
-    shown = {name: (each, [*first_rows(each, tokenizer, options.rows)]) for name, each in (training | held_out).items()}
+    shown = {name: (each, first_rows(each, tokenizer, options.rows)) for name, each in (training | held_out).items()}
     warnings = warnings_about(training, held_out, tokenizer)
     if isinstance(dataset, Stream):
         tables.append("a stream: only its first rows were read")
@@ -106,8 +108,10 @@ def report(parts: dict[str, tuple], tables: list[str], warnings: list[str], colo
             documents = f"{len(row)} document{'s' * (len(row) > 1)}"
             yield Text(f"\n{name}, row {number}: {documents}{packing}", "bold")
             for document in row:
-                index, learned = document.sample.index, document.num_supervised
-                yield Text(f"sample {index}: {len(document.tokens):,} tokens, {learned:,} learned", "italic")
+                learned = np.count_nonzero(document.sample.labels != IGNORE)
+                yield Text(
+                    f"sample {document.sample.index}: {len(document.tokens):,} tokens, {learned:,} learned", "italic"
+                )
                 yield _coloured(document) if colours else Text(marked(document))
         yield Text(f"\n{name}, tokens per sample", "bold")
         yield from map(Text, _bars(histogram(dataset.lengths)))
@@ -120,7 +124,7 @@ def report(parts: dict[str, tuple], tables: list[str], warnings: list[str], colo
 
 def _coloured(document: Document) -> Text:
     """Two shades alternate, so that each token is seen."""
-    pieces = ((token.text, STYLES[token.is_learned][at % 2]) for at, token in enumerate(document.tokens))
+    pieces = ((text, STYLES[is_learned][at % 2]) for at, (text, is_learned) in enumerate(document.tokens))
     return Text.assemble(*pieces)
 
 

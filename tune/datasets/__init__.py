@@ -13,36 +13,30 @@ Where a new one goes:
 
 - a type of file: a function in `sources/readers.py`, and its suffix in `sources/data_files.py`
 - a conversation format: a function and its `Format` in `formats/formats.py`
-- a rule of what is learned: `train_on.py`
-- a way to pack: `packing.py`
+- a rule of what is learned: `labels.py`
+- a way to pack: `dataset.py`
 - a way to mix: `mix.py`
 """
 
-from tune.collators import Sample
-from tune.datasets.accounting import Accounting
 from tune.datasets.cache import cache_folder
-from tune.datasets.dataset import Dataset
+from tune.datasets.dataset import Dataset, pack
 from tune.datasets.from_path import load
 from tune.datasets.loader import DataLoader, GlobalBatch, validation_batches
 from tune.datasets.mix import Mixture, mix
-from tune.datasets.packing import pack
 from tune.datasets.prompts import Prompt, PromptLoader, Prompts, load_prompts
-from tune.datasets.rows import Outcome, RowReader
+from tune.datasets.rows import RowReader
 from tune.datasets.scores import add_scores
 from tune.datasets.stream import Stream
 
 __all__ = [
-    "Accounting",
     "DataLoader",
     "Dataset",
     "GlobalBatch",
     "Mixture",
-    "Outcome",
     "Prompt",
     "PromptLoader",
     "Prompts",
     "RowReader",
-    "Sample",
     "Stream",
     "add_scores",
     "cache_folder",

@@ -61,10 +61,6 @@ class Accounting:
         return self.lengths.get("max", 0)
 
     @property
-    def fully_masked(self) -> int:
-        return self.dropped[FULLY_MASKED]
-
-    @property
     def supervised_share(self) -> float:
         return self.supervised_tokens / max(1, self.tokens)
 
@@ -82,13 +78,10 @@ class Accounting:
         self.shortest_prompt = min(prompts, default=None)
         self.mistakes = (self.mistakes + other.mistakes)[:NAMES_SHOWN]
 
-    def steps_per_epoch(self, global_batch_size: int) -> int:
-        return -(-self.training_rows // global_batch_size)
-
     def as_dict(self) -> dict[str, Any]:
-        derived = ("fully_masked", "supervised_share", "packing_efficiency")
+        derived = {name: getattr(self, name) for name in ("supervised_share", "packing_efficiency")}
         counters = {"dropped": dict(self.dropped), "remarks": dict(self.remarks)}
-        return {**asdict(self), **counters, **{name: getattr(self, name) for name in derived}}
+        return {**asdict(self), **counters, "fully_masked": self.dropped[FULLY_MASKED], **derived}
 
     def table(self) -> str:
         """Aligned lines for people to read."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -10,7 +11,6 @@ import numpy as np
 
 from tune.collators import IGNORE, Sample
 from tune.datasets.accounting import Accounting
-from tune.datasets.packing import pack
 from tune.datasets.rows import Outcome, fitted
 from tune.datasets.samples import Samples, chunk, in_memory
 from tune.errors import TuneError
@@ -55,15 +55,13 @@ class Dataset:
         accounting.training_rows, accounting.row_capacity = len(self), pack_to
 
     @classmethod
-    def from_samples(
-        cls, samples: Iterable[Sample], max_seq_len: int, packed: bool = False, accounting: Accounting | None = None
-    ) -> "Dataset":
-        """Truncates samples to `max_seq_len`, drops those without a supervised token, and counts both in `accounting`.
+    def from_samples(cls, samples: Iterable[Sample], max_seq_len: int, packed: bool = False) -> "Dataset":
+        """Truncates samples to `max_seq_len`, drops those without a supervised token, and counts both.
 
         `packed` fills rows of `max_seq_len` tokens with several samples. A group of which a sample is dropped goes as a
         whole. Raises TuneError if no sample is left.
         """
-        accounting = accounting or Accounting()
+        accounting = Accounting()
         units = itertools.groupby(enumerate(samples), lambda item: item[1].columns.get("group", -1 - item[0]))
         together = (_together([fitted(sample, max_seq_len) for _, sample in unit]) for _, unit in units)
         flat = in_memory([chunk(itertools.chain.from_iterable(together))], accounting)
@@ -79,6 +77,11 @@ class Dataset:
     def row(self, index: int) -> list[Sample]:
         """The documents of one row."""
         return [self._sample(sample) for sample in self._order[self._row_starts[index] : self._row_starts[index + 1]]]
+
+    @property
+    def parts(self) -> "dict[str, Dataset]":
+        """Itself: it is no mixture."""
+        return {"": self}
 
     @property
     def samples(self) -> list[Sample]:
@@ -131,6 +134,53 @@ class Dataset:
         return Sample(self._samples.tokens[span], self._samples.labels[span], index, columns)
 
 
+def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Distribute documents over rows of `capacity` tokens: best-fit decreasing over the whole set, deterministic.
+
+    Returns `(order, starts)`, int64: row i holds the documents `order[starts[i]:starts[i + 1]]`, in ascending order,
+    and rows are ordered by their first document. No length may exceed `capacity`.
+
+    All documents of one length are placed together: into the rows with the least space that holds it, as many into
+    each as fit, which is where best fit would put them one by one.
+    """
+    decreasing = np.argsort(-lengths, kind="stable")
+    distinct, counts = np.unique(lengths, return_counts=True)
+    row_of = np.empty(len(lengths), dtype=np.int64)  # by rank in `decreasing`
+    open_rows: dict[int, list[int]] = {}  # by the space that is left in them
+    spaces: list[int] = []  # the keys of open_rows, sorted
+    num_rows = placed = 0
+    for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        while count:
+            at = bisect_left(spaces, length)
+            space = spaces[at] if at < len(spaces) else capacity
+            each = min(space // length, count)  # documents into every one of `rows`
+            if at < len(spaces):
+                rows = open_rows[space][-(count // each) :]
+                del open_rows[space][-len(rows) :]
+                if not open_rows[space]:
+                    del open_rows[space], spaces[at]
+            else:
+                rows = [*range(num_rows, num_rows + count // each)]
+                num_rows += len(rows)
+            row_of[placed : placed + len(rows) * each] = np.repeat(rows, each)
+            placed += len(rows) * each
+            count -= len(rows) * each
+            left = space - each * length
+            if left not in open_rows:
+                open_rows[left] = []
+                insort(spaces, left)
+            open_rows[left] += rows
+
+    rows_in_order = np.empty_like(row_of)
+    rows_in_order[decreasing] = row_of
+    firsts = np.unique(rows_in_order, return_index=True)[1]
+    rank = np.empty(num_rows, dtype=np.int64)
+    rank[np.argsort(firsts)] = np.arange(num_rows)
+    rows_in_order = rank[rows_in_order]
+    starts = np.concatenate([[0], np.cumsum(np.bincount(rows_in_order, minlength=num_rows))])
+    return np.argsort(rows_in_order, kind="stable"), starts
+
+
 def renumbered(sample: Sample, first: int) -> Sample:
     """A sample where `first` others, and at most as many groups, come before those of its dataset."""
     columns = dict(sample.columns)
@@ -150,10 +200,9 @@ def with_mismatched(dataset: Dataset, max_seq_len: int) -> Dataset:
         while groups[other] == groups[index] and other != index:
             other = (other + 1) % len(samples)
         label = int(sample.columns["label"] if "label" in sample.columns else sample.columns["answer"] == 0)
-        tokens, labels = _answering(sample, samples[other])
         pair = [
-            replace(sample, columns={"label": label, "answer": 0, "group": index}),
-            Sample(tokens, labels, columns={"label": label, "answer": 1, "group": index}),
+            replace(each, columns={"label": label, "answer": answer, "group": index})
+            for answer, each in enumerate((sample, _answering(sample, samples[other])))
         ]
         room = capacity - len(sample.tokens) if capacity else max_seq_len
         outcomes += _together([fitted(pair[0], max_seq_len), fitted(pair[1], max(1, room))])
@@ -166,11 +215,11 @@ def with_mismatched(dataset: Dataset, max_seq_len: int) -> Dataset:
     return Dataset(flat, accounting, capacity)
 
 
-def _answering(sample: Sample, other: Sample) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and labels of a sample's prompt with another's answer."""
+def _answering(sample: Sample, other: Sample) -> Sample:
+    """A sample's prompt with another's answer."""
     first, others_first = (int(np.flatnonzero(each.labels != IGNORE)[0]) for each in (sample, other))
     tokens = np.concatenate([sample.tokens[: first + 1], other.tokens[others_first + 1 :]])
-    return tokens, np.concatenate([sample.labels[:first], other.labels[others_first:]])
+    return Sample(tokens, np.concatenate([sample.labels[:first], other.labels[others_first:]]))
 
 
 def _together(outcomes: list[Outcome]) -> list[Outcome]:

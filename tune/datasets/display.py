@@ -1,9 +1,9 @@
 """A dataset for people to look at before training: its text with the learned tokens, its lengths."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -20,44 +20,25 @@ STRETCHES, CHARACTERS = 12, 240  # that `marked` shows of a document, and of eac
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
-    """The text that a token adds; that of a character of several tokens is the last one's."""
-
-    text: str
-    is_learned: bool
-
-
 @dataclass(frozen=True)
 class Document:
-    """A sample, and its tokens' texts."""
+    """A sample, and of each token the text that it adds (that of a character of several tokens is the last one's), and
+    whether it is learned."""
 
     sample: Sample
-    tokens: list[Token]
-
-    @property
-    def num_supervised(self) -> int:
-        return int(np.count_nonzero(np.asarray(self.sample.labels) != IGNORE))
+    tokens: list[tuple[str, bool]]
 
 
 def parts_of(dataset: Dataset | Mixture | Stream | None, name: str) -> dict[str, Dataset]:
     """A mixture's sources as name/source, of a stream its first window, or the dataset itself."""
-    if isinstance(dataset, Mixture):
-        return {f"{name}/{source}": part for source, part in dataset.parts.items()}
-    if isinstance(dataset, Stream):
-        return {name: dataset.first}
-    return {name: dataset} if dataset else {}
+    parts = dataset.parts if dataset else {}
+    return {f"{name}/{source}" if source else name: part for source, part in parts.items()}
 
 
-def first_row(dataset: Dataset | Mixture | Stream, tokenizer: Tokenizer) -> list[Document]:
-    """The documents of the first row of what will be trained on, not in the order of training."""
-    return next(first_rows(next(iter(parts_of(dataset, "").values())), tokenizer, 1))
-
-
-def first_rows(dataset: Dataset, tokenizer: Tokenizer, number: int) -> Iterator[list[Document]]:
-    """The documents of each of the first rows."""
-    for index in range(min(number, len(dataset))):
-        yield [document(sample, tokenizer) for sample in dataset.row(index)]
+def first_rows(dataset: Dataset | Mixture | Stream, tokenizer: Tokenizer, number: int = 1) -> list[list[Document]]:
+    """The documents of each of the first rows of what will be trained on, not in the order of training."""
+    part = next(iter(dataset.parts.values()))
+    return [[document(each, tokenizer) for each in part.row(index)] for index in range(min(number, len(part)))]
 
 
 def document(sample: Sample, tokenizer: Tokenizer) -> Document:
@@ -67,14 +48,14 @@ def document(sample: Sample, tokenizer: Tokenizer) -> Document:
     texts[-1] += stream.finish()
     learned = [False, *(np.asarray(sample.labels)[:-1] != IGNORE).tolist()]
     visible = (_CONTROL.sub(lambda control: repr(control[0])[1:-1], text) for text in texts)
-    return Document(sample, [Token(*token) for token in zip(visible, learned, strict=True)])
+    return Document(sample, [*zip(visible, learned, strict=True)])
 
 
 def marked(document: Document, short: bool = False) -> str:
     """A document as plain text with marks around what is learned; `short` leaves out the middle of long ones."""
     stretches = [
-        (is_learned, "".join(token.text for token in tokens))
-        for is_learned, tokens in groupby(document.tokens, key=lambda token: token.is_learned)
+        (is_learned, "".join(text for text, _ in tokens))
+        for is_learned, tokens in groupby(document.tokens, key=itemgetter(1))
     ]
     kept = stretches[:STRETCHES] if short else stretches
     pieces = []

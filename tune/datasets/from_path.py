@@ -11,12 +11,13 @@ from typing import Any, Literal
 from tune.datasets.accounting import NAMES_SHOWN, Accounting
 from tune.datasets.cache import cache_folder, content_of, hash_of, key_of, prepared
 from tune.datasets.dataset import Dataset, with_mismatched
-from tune.datasets.formats import FORMATS, Format, Kind, recognise
+from tune.datasets.formats.columns import recognise
+from tune.datasets.formats.formats import FORMATS, Format, Kind
+from tune.datasets.labels import TrainOn
 from tune.datasets.rows import CANNOT_BE_USED, RowReader, TooLong
 from tune.datasets.samples import Chunk, chunk
 from tune.datasets.sources import Source, open_source
 from tune.datasets.stream import Stream
-from tune.datasets.train_on import TrainOn
 from tune.datasets.user_functions import load_function, sources_of
 from tune.datasets.workers import available_cores, map_chunks
 from tune.errors import TuneError

@@ -1,18 +1,24 @@
-"""Contents to text with the spans to learn, and that to tokens with labels."""
+"""What is learned of a row's content: text with the spans to learn, and that as tokens with labels."""
 
+import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from itertools import pairwise
+from typing import Literal, cast
 
 import numpy as np
 from tokenizers import Encoding
 
 from tune.collators import IGNORE, Sample
-from tune.datasets.formats import Chat, Content, Plain, Tokens
-from tune.datasets.train_on import TrainOn, learned_roles, learned_text
+from tune.datasets.formats.content import Chat, Content, Plain, Tokens
+from tune.datasets.formats.messages import is_empty_answer
 from tune.errors import TuneError
-from tune.tokenizers import Span, Tokenizer
+from tune.tokenizers import Message, Span, Tokenizer
+from tune.tokenizers.supervision import around_content
+
+TrainOn = Literal["assistant", "all", "last"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +30,27 @@ class Draft:
     spans: Sequence[Span] = ()
     remarks: Sequence[str] = ()
     columns: Mapping[str, float] = field(default_factory=dict)
+
+
+def learned_roles(train_on: TrainOn) -> Iterable[str]:
+    """The roles whose messages are learned; a plain text is the assistant's, and its prompt is the user's."""
+    if isinstance(train_on, list):
+        return train_on
+    return ("system", "developer", "user", "assistant", "tool") if train_on == "all" else ("assistant",)
+
+
+def flagged(chat: Chat, train_on: TrainOn) -> Chat:
+    """The conversation with `train` in every message: the message's own, or what `train_on` says. An answer without
+    content is not learned unless the message, or `all`, says so: the model would learn to say nothing."""
+    roles = learned_roles(train_on)
+    said = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    messages = []
+    for index, message in enumerate(chat.messages):
+        learned = message["role"] in roles and (train_on != "last" or index == said[-1])
+        train = message.get("train", learned and (train_on == "all" or not is_empty_answer(message)))
+        train = train and (index >= chat.prompt or train_on == "all")
+        messages.append({**message, "train": train})
+    return replace(chat, messages=messages)
 
 
 def rendered(content: Content, tokenizer: Tokenizer, train_on: TrainOn) -> Draft:
@@ -56,7 +83,12 @@ def labelled(draft: Draft, encoding: Encoding, tokenizer: Tokenizer, train_on_en
         prefix = tokenizer.prefix_ids
         prefix = prefix if ids[: len(prefix)] != prefix else []  # the text has it already
         if ids[-1:] != [tokenizer.eos_id]:
-            ids = [*ids, _eos(tokenizer)]
+            if tokenizer.eos_id is None:
+                raise TuneError(
+                    f"the tokenizer in {tokenizer.path} names no eos_token, and a model learns from it where a text "
+                    "ends: set eos_token in tokenizer_config.json"
+                )
+            ids = [*ids, tokenizer.eos_id]
     tokens = np.array(prefix + ids, dtype=np.int32)
     labels = np.full(len(tokens), IGNORE, dtype=np.int32)
     for start, end in draft.spans:
@@ -82,10 +114,83 @@ def _before_end_of_turn(tokens: np.ndarray, first: int, last: int, tokenizer: To
     return end
 
 
-def _eos(tokenizer: Tokenizer) -> int:
-    if tokenizer.eos_id is None:
+def learned_text(chat: Chat, tokenizer: Tokenizer, whole: bool = False) -> tuple[str, list[Span]]:
+    """A flagged conversation as the template renders it, and the spans of the learned messages with their ends of turn.
+
+    `whole` learns what the template writes around them too. Raises TuneError where the template does not tell where a
+    message is, or leaves out a tool call.
+    """
+    if not whole:
+        return _rendered(chat, tokenizer)
+    others = [{**message, "train": not message["train"]} for message in chat.messages]
+    text, masked = _rendered(replace(chat, messages=others), tokenizer)
+    borders = [0, *(border for span in masked for border in span), len(text)]
+    return text, [(start, end) for start, end in [*pairwise(borders)][::2] if start < end]
+
+
+def _rendered(chat: Chat, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
+    calls = [call["function"]["name"] for message in chat.messages for call in message.get("tool_calls", ())]
+    try:
+        text, spans = _spans(chat.messages, chat.tools, tokenizer)
+    except TuneError as refusal:
+        if not calls:
+            raise
+        # Nearly all templates want a call's arguments as an object; a few (DeepSeek V3) refuse it and want its JSON.
+        try:
+            text, spans = _spans([*map(_with_arguments_as_json, chat.messages)], chat.tools, tokenizer)
+        except TuneError:
+            raise refusal from None
+    if lost := [name for name in calls if name not in text]:
+        raise TuneError(f"the chat template leaves out the call of the tool {lost[0]}: it knows no tool calls")
+    return text, spans
+
+
+def _spans(messages: list[Message], tools: list | None, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
+    learned = {message["role"] for message in messages if message["train"]}
+    spans: list[Span] = []
+    if "assistant" in learned:
+        text, spans = tokenizer.supervised_spans(messages, tools, strftime_now=_fixed_date)
+        if len(learned) == 1:
+            return text, spans
+    bare = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+    text = _render(bare, tools, tokenizer)
+    others = [
+        _span_of(index, bare, tools, text, tokenizer)
+        for index, message in enumerate(messages)
+        if message["train"] and message["role"] != "assistant"
+    ]
+    return text, sorted([*spans, *others])
+
+
+def _span_of(index: int, messages: list[Message], tools: list | None, text: str, tokenizer: Tokenizer) -> Span:
+    """Where the content of a message of another role stands, with the end of turn behind it."""
+    around = around_content(lambda probed: _render(probed, tools, tokenizer), messages, index)
+    if not around or not (text.startswith(around[0]) and text.endswith(around[1])):
         raise TuneError(
-            f"the tokenizer in {tokenizer.path} names no eos_token, and a model learns from it where a text ends: "
-            "set eos_token in tokenizer_config.json"
+            f"the chat template does not tell where message {index + 1} ({messages[index]['role']}) stands in the "
+            "text: its role cannot be in train_on"
         )
-    return tokenizer.eos_id
+    before, behind = around
+    end = len(text) - len(behind)
+    stops = map(tokenizer.decode, ([token] for token in tokenizer.stop_ids))
+    return len(before), end + max((len(stop) for stop in stops if behind.startswith(stop)), default=0)
+
+
+def _render(messages: list[Message], tools: list | None, tokenizer: Tokenizer) -> str:
+    return tokenizer.apply_chat_template(messages, tools=tools, strftime_now=_fixed_date)
+
+
+def _with_arguments_as_json(message: Message) -> Message:
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _fixed_date(format: str) -> str:
+    """Templates that print today's date (Llama 3.2) would make other data of the same file every day, and a run could
+    not be resumed. This is the date they print where the clock is not given to them."""
+    return datetime(2024, 7, 26).strftime(format)

@@ -1,9 +1,9 @@
 """The order of the rows in training, and each rank's part of an optimizer step."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,16 +12,8 @@ from tune.collators import Batch, collate
 from tune.datasets.dataset import Dataset
 from tune.datasets.mix import Mixture
 from tune.datasets.stream import DrawnRows, Position, Stream, ahead
+from tune.distributed import World
 from tune.errors import TuneError
-
-
-class DataRanks(Protocol):
-    """This process among those that read different data."""
-
-    @property
-    def data_rank(self) -> int: ...
-    @property
-    def data_size(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +33,14 @@ class DataLoader:
     The rows of a step are a function of (seed, epoch) alone; ranks and micro-batches only divide them. The rows of one
     step are sorted by length so that those of a micro-batch are alike; the last step of an epoch may have fewer rows,
     but every rank gets the same number of micro-batches: one, or a TuneError, unless `accumulate`. A stream has no
-    epochs: it needs `max_steps`. `pad_to` is that of `collate`. A batch is made while the one before it is used.
+    epochs: it needs `max_steps`. `pad_to` is that of `collate`. A batch is made while the one before it is used. Of
+    `world` only `data_rank` and `data_size` are read.
     """
 
     def __init__(
         self,
         dataset: Dataset | Mixture | Stream,
-        world: DataRanks,
+        world: World,
         global_batch_size: int,
         micro_batch_size: int,
         *,
@@ -67,7 +60,13 @@ class DataLoader:
                 raise TuneError(f"{missing}: {dataset.name} is streamed, and read until max_steps")
             self._steps = max_steps
         else:
-            _check_rows(dataset, world.data_size)
+            if len(dataset) < world.data_size:
+                accounting = dataset.accounting
+                instead = f", or packed=false ({accounting.samples} rows)" if accounting.row_capacity else ""
+                raise TuneError(
+                    f"{accounting.source} has {len(dataset)} rows for {world.data_size} data-parallel processes: "
+                    f"use at most {len(dataset)}{instead}"
+                )
             self.steps_per_epoch = -(-len(dataset) // global_batch_size)
             whole = epochs * self.steps_per_epoch
             self._steps = whole if max_steps is None else min(whole, max_steps)
@@ -85,11 +84,11 @@ class DataLoader:
             yield self._step, batch
 
     def _of_rows(self, dataset: Dataset | Mixture) -> Iterator[tuple[GlobalBatch, Position]]:
-        epoch, order = -1, np.empty(0, dtype=np.int64)
-        for step in range(self._step, self._steps):
-            step_epoch, position = divmod(step, -(-len(dataset) // self.global_batch_size))
-            if step_epoch != epoch:
-                epoch, order = step_epoch, dataset.order(self.seed, step_epoch)
+        order, first = np.empty(0, dtype=np.int64), self._step
+        for step in range(first, self._steps):
+            epoch, position = divmod(step, -(-len(dataset) // self.global_batch_size))
+            if step == first or not position:
+                order = dataset.order(self.seed, epoch)
             rows = order[position * self.global_batch_size : (position + 1) * self.global_batch_size]
             yield self._batch(dataset, rows, rows.tolist()), self._position
 
@@ -137,17 +136,13 @@ def require_continuable(state: Mapping[str, Any], now: Mapping[str, Any], steps:
 
 
 def validation_batches(
-    dataset: Dataset | Mixture | Stream, world: DataRanks, micro_batch_size: int, pad_to: int | None = None
+    dataset: Dataset | Mixture | Stream, world: World, micro_batch_size: int, pad_to: int | None = None
 ) -> Iterator[tuple[tuple[str, ...], Batch]]:
     """Every row once over all ranks, and the same number of batches on each.
 
     A batch comes with the metrics that its loss belongs to: `validation_loss`, and that of its source in a mixture.
     """
-    parts: Iterable[tuple[str, Dataset]] = [("", dataset)] if isinstance(dataset, Dataset) else []
-    if isinstance(dataset, Mixture):
-        parts = dataset.parts.items()
-    elif isinstance(dataset, Stream):
-        parts = (("", data) for _, data in dataset.windows())
+    parts = (("", data) for _, data in dataset.windows()) if isinstance(dataset, Stream) else dataset.parts.items()
     for source, part in parts:
         names = ("validation_loss", f"validation_loss/{source}") if source else ("validation_loss",)
         for batch in _micro_batches(part, np.arange(len(part)), world, micro_batch_size, pad_to):
@@ -155,7 +150,7 @@ def validation_batches(
 
 
 def _micro_batches(
-    data: Dataset | Mixture | DrawnRows, rows: np.ndarray, world: DataRanks, micro_batch_size: int, pad_to: int | None
+    data: Dataset | Mixture | DrawnRows, rows: np.ndarray, world: World, micro_batch_size: int, pad_to: int | None
 ) -> Iterator[Batch]:
     by_length = rows[np.argsort(-data.row_tokens[rows], kind="stable")]
     together = world.data_size * micro_batch_size
@@ -163,15 +158,6 @@ def _micro_batches(
         mine = by_length[start : start + together][world.data_rank :: world.data_size]
         missing = micro_batch_size - len(mine)
         yield collate([*map(data.row, mine), *([[]] * missing)], pad_to, data.columns)
-
-
-def _check_rows(dataset: Dataset | Mixture, ranks: int) -> None:
-    if len(dataset) < ranks:
-        instead = f", or packed=false ({dataset.accounting.samples} rows)" if dataset.accounting.row_capacity else ""
-        raise TuneError(
-            f"{dataset.accounting.source} has {len(dataset)} rows for {ranks} data-parallel processes: "
-            f"use at most {len(dataset)}{instead}"
-        )
 
 
 def require_batches(ranks: int, global_batch_size: int, micro_batch_size: int, accumulate: bool) -> None:

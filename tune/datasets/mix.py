@@ -11,7 +11,7 @@ import numpy as np
 from tune.collators import Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset, renumbered
-from tune.datasets.formats import Kind
+from tune.datasets.formats.formats import Kind
 from tune.datasets.from_path import load
 from tune.errors import TuneError
 from tune.lookup import did_you_mean

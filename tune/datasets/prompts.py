@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from tune.datasets.cache import hash_of
-from tune.datasets.formats import Chat, Plain, Row, require_meaning, shown
-from tune.datasets.formats.columns import QUESTIONS
-from tune.datasets.formats.content import question_of
-from tune.datasets.formats.messages import checked_messages, checked_tools, conversation
+from tune.datasets.formats.columns import QUESTIONS, require_meaning
+from tune.datasets.formats.content import Chat, Plain, Row, shown
+from tune.datasets.formats.messages import checked_tools, conversation, question_of
 from tune.datasets.loader import require_continuable
 from tune.datasets.rows import LEFT_OUT, TOO_LONG
 from tune.datasets.sources import open_source
@@ -44,6 +43,7 @@ class Prompts:
 
     def __init__(self, name: str, prompts: list[Prompt], dropped: Mapping[str, int]) -> None:
         self.name, self.prompts, self.dropped = name, prompts, dict(dropped)
+        self.lengths = [len(prompt.tokens) for prompt in prompts]
         self.fingerprint = hash_of([prompt.tokens for prompt in prompts])
 
     def __len__(self) -> int:
@@ -51,17 +51,15 @@ class Prompts:
 
     def table(self) -> str:
         """What there is, in a line."""
-        lengths = [len(prompt.tokens) for prompt in self.prompts]
         dropped = "".join(f", {count:,} dropped: {reason}" for reason, count in self.dropped.items())
-        return f"{self.name}: {len(self):,} prompts of {min(lengths)} to {max(lengths)} tokens{dropped}"
+        return f"{self.name}: {len(self):,} prompts of {min(self.lengths)} to {max(self.lengths)} tokens{dropped}"
 
     def as_dict(self) -> dict[str, Any]:
         """The same, named as what a training learns from is (`Accounting.as_dict`)."""
-        lengths = [len(prompt.tokens) for prompt in self.prompts]
         return {
             "source": self.name, "format": "prompts", "rows": len(self) + sum(self.dropped.values()),
-            "dropped": self.dropped, "kept": len(self), "remarks": {}, "tokens": sum(lengths),
-            "lengths": {"shortest": min(lengths), "longest": max(lengths)},
+            "dropped": self.dropped, "kept": len(self), "remarks": {}, "tokens": sum(self.lengths),
+            "lengths": {"shortest": min(self.lengths), "longest": max(self.lengths)},
         }  # fmt: skip
 
 
@@ -138,25 +136,20 @@ def open_prompts(
     """The prompts of rows as `load_prompts` reads them, but that a text is the first message of a chat if the tokenizer
     has a chat template, unless `raw`. `system` is the system message of chats."""
     prompts: list[Prompt] = []
+    is_chat = not raw and tokenizer.chat_template is not None
     for place, row in rows:
+        text = row.get("prompt") if isinstance(row, dict) else None
         try:
-            prompts.append(_opened(tokenizer, row, len(prompts), system, raw))
+            if system and (raw or (isinstance(text, str) and not is_chat)):
+                raise TuneError("a system message needs a chat template, and a text as it is has none")
+            if raw and not isinstance(text, str):
+                raise TuneError("a text as it is must be in the column prompt")
+            asked = {**row, "prompt": None, "instruction": text} if isinstance(text, str) and is_chat else row
+            asked = {**asked, "system": system} if system else asked
+            prompts.append(replace(_prompt(tokenizer, asked, None, FOR_REWARDS, len(prompts)), row=row))
         except TuneError as error:
             raise TuneError(f"{place}: {error}") from error
     return prompts
-
-
-def _opened(tokenizer: Tokenizer, row: Any, index: int, system: str | None, raw: bool) -> Prompt:
-    text = row.get("prompt") if isinstance(row, dict) else None
-    is_chat = not raw and tokenizer.chat_template is not None
-    if system and (raw or (isinstance(text, str) and not is_chat)):
-        raise TuneError("a system message needs a chat template, and a text as it is has none")
-    if raw and not isinstance(text, str):
-        raise TuneError("a text as it is must be in the column prompt")
-    asked = {**row, "prompt": None, "instruction": text} if isinstance(text, str) and is_chat else row
-    return replace(
-        _prompt(tokenizer, {**asked, "system": system} if system else asked, None, FOR_REWARDS, index), row=row
-    )
 
 
 def _prompt(
@@ -180,7 +173,7 @@ def _prompt(
             f"there is no messages, conversations, prompt or instruction; it has {', '.join(row)}. If one has "
             f"another name, {advice}"
         )
-    messages = conversation({**named, column: checked_messages(named[column], column)}, column)
+    messages = conversation(named, column)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:

@@ -4,7 +4,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tune.datasets.formats import Chat, Format, Row, is_empty_answer
+from tune.datasets.formats.content import Chat, Row
+from tune.datasets.formats.formats import Format
+from tune.datasets.formats.messages import is_empty_answer
 from tune.tokenizers import Tokenizer
 
 # Columns of these names belong to what is read or said, however short their text is.

@@ -11,24 +11,11 @@ import numpy as np
 from tokenizers import Encoding
 
 from tune.collators import IGNORE, Sample
-from tune.datasets.formats import (
-    FORMATS,
-    Answers,
-    Chat,
-    Content,
-    Format,
-    Kind,
-    OtherMeaning,
-    Plain,
-    Row,
-    recognise,
-    renamed,
-    require_meaning,
-    shown,
-)
-from tune.datasets.labels import Draft, labelled, rendered
+from tune.datasets.formats.columns import OtherMeaning, recognise, renamed, require_meaning
+from tune.datasets.formats.content import Answers, Chat, Content, Dropped, Plain, Row, shown
+from tune.datasets.formats.formats import FORMATS, Format, Kind
+from tune.datasets.labels import Draft, TrainOn, flagged, labelled, rendered
 from tune.datasets.remarks import columns_left_out, remarks
-from tune.datasets.train_on import TrainOn, flagged
 from tune.datasets.user_functions import applied
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
@@ -55,10 +42,6 @@ class Outcome:
     ends: bool = True  # the token that ends a turn or a text is learned
     remarks: Sequence[str] = ()  # no mistakes, but seldom meant
     needs: int = 0  # tokens before the first learned one, where all of these were cut off
-
-
-class Dropped(Exception):
-    """A row is of no use; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +113,6 @@ class RowReader:
             format = self.format or recognise(row, self.columns, "the row", FORMATS[self.kind])
         row = renamed(row, format, self.columns)
         content = format.read(row)
-        if isinstance(content, str):
-            raise Dropped(content)
         if isinstance(content, Answers):
             answers = zip(content.contents, content.columns, strict=True)
             return [replace(self._draft(row, format, each), columns=columns) for each, columns in answers]

@@ -63,7 +63,7 @@ def chunk(outcomes: Iterable[Outcome]) -> Chunk:
         np.concatenate([NONE, *labels]),
         np.array([len(each) for each in labels], dtype=np.int64),
         np.array([np.count_nonzero(each != IGNORE) for each in labels], dtype=np.int64),
-        np.array([_digest(each) for each in tokens], dtype=np.uint64),
+        np.frombuffer(b"".join(hashlib.blake2b(each.data, digest_size=8).digest() for each in tokens), dtype="<u8"),
         {name: np.concatenate(values) if values[0].ndim else np.stack(values) for name, values in columns.items()},
     )
     return together, accounting
@@ -115,18 +115,12 @@ def write(chunks: Iterable[Chunk], accounting: Accounting, tokens: BinaryIO, lab
     return {**whole, "columns": whole_columns, "fingerprint": fingerprint, "largest_token": largest}
 
 
-def _digest(tokens: np.ndarray) -> int:
-    return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little")
-
-
 def _nothing_left(accounting: Accounting) -> TuneError:
     if accounting.rows == 0:
         return TuneError(f"{accounting.source} has no rows")
     reasons = ", ".join(f"{reason} ({count:,})" for reason, count in accounting.dropped.most_common())
     message = f"{accounting.source}: none of the {accounting.rows:,} rows can be learned from: {reasons}"
-    if accounting.shortest_prompt:
-        message += (
-            f". max_seq_len cuts off every answer: the shortest prompt has {accounting.shortest_prompt} tokens. "
-            "Set max_seq_len to more than that"
-        )
+    if shortest := accounting.shortest_prompt:
+        message += f". max_seq_len cuts off every answer: the shortest prompt has {shortest} tokens. "
+        message += "Set max_seq_len to more than that"
     return TuneError(message)

@@ -22,7 +22,6 @@ from tune.errors import TuneError
 SUMMED = 1 << 16  # rows at a time
 
 
-@torch.no_grad()
 def require_kept(dataset: Any, name: str) -> None:
     """Raises TuneError for a stream, of which nothing can be computed before the training."""
     if isinstance(dataset, Stream):
@@ -32,6 +31,7 @@ def require_kept(dataset: Any, name: str) -> None:
         )
 
 
+@torch.no_grad()
 def add_scores(
     dataset: Dataset | Mixture | Stream,
     name: str,
@@ -71,7 +71,7 @@ def add_scores(
                 print(f"computing {name}: {min(done, len(part)):,} of {len(part):,} rows", file=sys.stderr, flush=True)
         return torch.cat([world.sum(each).float().cpu() for each in values.split(SUMMED)]).numpy()
 
-    for part in dataset.parts.values() if isinstance(dataset, Mixture) else [dataset]:
+    for part in dataset.parts.values():
         file = folder / f"{name}-{hash_of(part.fingerprint, made_of)}.npy"
         values = world.broadcast(np.load(file) if world.is_main and file.exists() else None)
         if values is None:

@@ -83,10 +83,10 @@ class Stream:
             self._first[1].require_vocabulary(size)
 
     @property
-    def first(self) -> Dataset:
+    def parts(self) -> dict[str, Dataset]:
         """The first window, until something is drawn."""
         assert self._first
-        return self._first[1]
+        return {"": self._first[1]}
 
     def draw(self, seed: int, number: int, start: Position) -> Iterator[tuple[DrawnRows, Position]]:
         """Training rows, so many at a time, with the position behind them; without end."""
@@ -122,7 +122,11 @@ class Stream:
         while (window := self._next_chunks(chunks)) or not row:
             if row and not any(len(samples_of) for samples_of, _ in window):
                 return  # the end of the source, and nothing to learn from in it
-            data = self._window(window, row)
+            rows = f", streamed: rows {row + 1:,} to {row + CHUNK * len(window):,}" if window else ""
+            accounting = Accounting(f"{self.name}{rows}")
+            data = Dataset(in_memory(window, accounting), accounting, self.pack_to)
+            if self.vocab_size:
+                data.require_vocabulary(self.vocab_size)
             yield Position(start.epoch, row, samples), data
             row, samples = row + CHUNK * len(window), samples + data.accounting.samples
 
@@ -140,14 +144,6 @@ class Stream:
             if any(len(samples) for samples, _ in more):
                 break
         return window
-
-    def _window(self, chunks: list[Chunk], row: int) -> Dataset:
-        rows = f", streamed: rows {row + 1:,} to {row + CHUNK * len(chunks):,}" if chunks else ""
-        accounting = Accounting(f"{self.name}{rows}")
-        data = Dataset(in_memory(chunks, accounting), accounting, self.pack_to)
-        if self.vocab_size:
-            data.require_vocabulary(self.vocab_size)
-        return data
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:

@@ -38,36 +38,24 @@ def map_chunks(
     the results of what came before it. Raises TuneError if a process is killed.
     """
     workers = workers or available_cores()
-    source = _Chunks(items)
-    yield from map(function, islice(source, ALONE // CHUNK))
+    failures: list[TuneError] = []
+
+    def readable() -> Iterator[Item]:
+        try:
+            yield from items
+        except TuneError as error:
+            failures.append(error)
+
+    source = readable()
+    chunks = iter(lambda: list(islice(source, CHUNK)), [])
+    yield from map(function, islice(chunks, ALONE // CHUNK))
     # Forking is what makes processes cheap here; macOS has libraries that do not stand it.
     if workers > 1 and sys.platform == "linux":
-        yield from _in_processes(function, source, workers)
+        yield from _in_processes(function, chunks, workers)
     else:
-        yield from map(function, source)
-    if source.failure:
-        raise source.failure
-
-
-class _Chunks(Iterator[list[Any]]):
-    """Lists of items; they end before an item that raises, which is then the `failure`."""
-
-    def __init__(self, items: Iterable[Any]) -> None:
-        self.items = iter(items)
-        self.failure: TuneError | None = None
-
-    def __next__(self) -> list[Any]:
-        chunk: list[Any] = []
-        try:
-            while len(chunk) < CHUNK and self.failure is None:
-                chunk.append(next(self.items))
-        except StopIteration:
-            pass
-        except TuneError as error:
-            self.failure = error
-        if not chunk:
-            raise StopIteration
-        return chunk
+        yield from map(function, chunks)
+    for failure in failures:
+        raise failure
 
 
 def _in_processes(

@@ -17,7 +17,7 @@ from torch import nn
 
 from tune import config, records
 from tune.datasets import DataLoader, Dataset, Mixture, PromptLoader, Stream
-from tune.datasets.display import MARKS, first_row, marked, parts_of
+from tune.datasets.display import MARKS, first_rows, marked, parts_of
 from tune.datasets.loader import require_batches
 from tune.datasets.warnings import warnings_about
 from tune.distributed import World
@@ -170,7 +170,7 @@ class Run:
         if known and accounting.longest > known:
             limit = f"{known:,} (max_position_embeddings in its config.json): lower max_seq_len, or scale its rope"
             self.info(f"there are rows of {accounting.longest:,} tokens, and the model was made for {limit}")
-        row = first_row(data.dataset, tokenizer)
+        (row,) = first_rows(data.dataset, tokenizer)
         self.first_row = "\n".join(map(marked, row))
         start = marked(row[0], short=True).rstrip()
         self.info(f"the first row ({'what is learned'.join(MARKS)}; first_row.txt has all of it):\n{start}")

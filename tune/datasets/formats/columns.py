@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from json import dumps
 
-from tune.datasets.formats.content import Answers, Chat, Content, Plain, Row
+from tune.datasets.formats.content import Answers, Chat, Content, Dropped, Plain, Row
 from tune.datasets.formats.formats import Format
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
@@ -129,10 +129,12 @@ def _renaming(row: Row, columns: Mapping[str, str], format: Format) -> str | Non
     try:
         read = renamed(row, format, mapping)
         content = format.read(read)
+        content = content.contents[0] if isinstance(content, Answers) else content
+        left = _other_meanings(read, content, format.columns)
+    except Dropped:  # it is of no use, but can be read
+        left = []
     except TuneError:
         return None
-    content = content.contents[0] if isinstance(content, Answers) else content
-    left = [] if isinstance(content, str) else _other_meanings(read, content, format.columns)
     pairs = ", ".join(f"{ours}: {_yaml(theirs)}" for ours, theirs in mapping.items())
     ignored = f" '{_ignored(left)}'" if left else ""
     return f"'dataset.columns={{{pairs}}}'{ignored} ({'a chat' if format.is_chat else 'plain text'})"

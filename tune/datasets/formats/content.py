@@ -44,6 +44,10 @@ class Answers:
     columns: list[dict[str, float]]
 
 
+class Dropped(Exception):
+    """A row is of no use; the message says why. It is dropped and counted."""
+
+
 Content = Chat | Plain | Tokens
 """What is read and learned as one sample."""
 
@@ -52,13 +56,6 @@ def require(is_right: bool, place: str, value: Any, kind: str) -> None:
     """Raises TuneError unless it `is_right`: the value there must be of this kind."""
     if not is_right:
         raise TuneError(f"{place} is {shown(value)}; it must be {kind}")
-
-
-def question_of(row: Row) -> str:
-    """A row's `instruction`, with its `input` behind, if it has one."""
-    for name in ("instruction", "input"):
-        require(isinstance(row.get(name), str | None), name, row.get(name), "a string")
-    return "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
 
 
 def shown(value: Any) -> str:

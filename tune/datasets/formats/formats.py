@@ -1,7 +1,6 @@
 """The formats of rows, each one function from a row to its content.
 
-A function returns a string, the reason, for a row of no use (it is dropped and counted), and raises TuneError where the
-row is a mistake.
+A function raises Dropped for a row of no use, and TuneError where the row is a mistake.
 """
 
 from collections.abc import Callable
@@ -9,43 +8,43 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tune.collators import IGNORE
-from tune.datasets.formats.content import Answers, Chat, Content, Plain, Row, Tokens, question_of, require, shown
-from tune.datasets.formats.messages import checked_messages, checked_tools, conversation, is_empty_answer
+from tune.datasets.formats.content import Answers, Chat, Content, Dropped, Plain, Row, Tokens, require, shown
+from tune.datasets.formats.messages import checked_messages, checked_tools, conversation, is_empty_answer, question_of
 from tune.datasets.formats.preferences import instructed, labelled, preference
 from tune.errors import TuneError
 
 
-def chat(row: Row, column: str = "messages") -> Content | str:
+def chat(row: Row, column: str = "messages") -> Content:
     """`messages` as OpenAI and Hugging Face have them, optional `tools` and `system`."""
     if row[column] in (None, "", "[]", []):
-        return f"empty {column}"
+        raise Dropped(f"empty {column}")
     return Chat(conversation(row, column), checked_tools(row.get("tools")))
 
 
-def sharegpt(row: Row) -> Content | str:
+def sharegpt(row: Row) -> Content:
     """`conversations` of `from` and `value`, optional `tools` and `system`."""
     return chat(row, "conversations")
 
 
-def alpaca(row: Row) -> Content | str:
+def alpaca(row: Row) -> Content:
     """`instruction` and `output`, optional `input` (put behind the instruction) and `system`: a chat of one turn."""
     require(isinstance(row["output"], str | None), "output", row["output"], "a string")
     question = question_of(row)
     if not (question and row["output"]):
-        return "empty instruction" if row["output"] else "empty output"
+        raise Dropped("empty instruction" if row["output"] else "empty output")
     turn = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
     return Chat(conversation({**row, "messages": turn}, "messages"))
 
 
-def prompt_completion(row: Row) -> Content | str:
+def prompt_completion(row: Row) -> Content:
     """`prompt` and `completion`: two strings, or two lists of messages (optional `tools`)."""
     prompt, answer = row["prompt"], row["completion"]
     if answer is None or answer in ("", []):
-        return "empty completion"
+        raise Dropped("empty completion")
     if isinstance(prompt, list) and isinstance(answer, list):
         before, behind = checked_messages(prompt, "prompt"), checked_messages(answer, "completion")
         if all(map(is_empty_answer, behind)):
-            return "empty completion"
+            raise Dropped("empty completion")
         return Chat(before + behind, checked_tools(row.get("tools")), prompt=len(before))
     for name, value in (("prompt", prompt), ("completion", answer)):
         if not isinstance(value, str):
@@ -55,18 +54,20 @@ def prompt_completion(row: Row) -> Content | str:
     return Plain(prompt, answer)
 
 
-def text(row: Row) -> Content | str:
+def text(row: Row) -> Content:
     """`text`: one string, learned from beginning to end."""
     require(isinstance(row["text"], str | None), "text", row["text"], "a string")
-    return Plain("", row["text"]) if row["text"] else "empty text"
+    if not row["text"]:
+        raise Dropped("empty text")
+    return Plain("", row["text"])
 
 
-def tokens(row: Row) -> Content | str:
+def tokens(row: Row) -> Content:
     """`input_ids` with `labels` (the same ids, -100 where nothing is learned: not shifted), or with masks of 1 and 0:
     `completion_mask`, `assistant_masks`; alone they are learned throughout. `attention_mask` 0 is padding."""
     ids = _ids(row, "input_ids")
     if not ids:
-        return "empty input_ids"
+        raise Dropped("empty input_ids")
     columns = {name: _ids(row, name) for name in ("labels", *MASKS) if row.get(name) is not None}
     for name, values in columns.items():
         if len(values) != len(ids):
@@ -97,7 +98,7 @@ class Format:
     """`read` wants the `columns`, and looks into the `optional` ones."""
 
     name: str
-    read: Callable[[Row], Content | Answers | str]
+    read: Callable[[Row], Content | Answers]
     columns: tuple[str, ...]
     optional: tuple[str, ...] = ()
     is_chat: bool = False

@@ -40,6 +40,13 @@ def checked_messages(messages: Any, column: str) -> list[Message]:
     return [_checked(message, f"{column}[{index}]") for index, message in enumerate(messages)]
 
 
+def question_of(row: Row) -> str:
+    """A row's `instruction`, with its `input` behind, if it has one."""
+    for name in ("instruction", "input"):
+        require(isinstance(row.get(name), str | None), name, row.get(name), "a string")
+    return "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+
+
 def is_empty_answer(message: Message) -> bool:
     """Whether the assistant neither says, nor thinks, nor calls anything."""
     return message["role"] == "assistant" and not any(map(message.get, ("content", "tool_calls", *REASONING)))

@@ -1,17 +1,18 @@
 """The formats of preference rows: better and worse answers to a prompt, or answers with a label."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from tune.datasets.formats.content import Answers, Chat, Content, Plain, Row, Tokens, question_of, require, shown
-from tune.datasets.formats.messages import checked_messages, checked_tools, conversation
+from tune.datasets.formats.content import Answers, Chat, Content, Dropped, Plain, Row, Tokens, require, shown
+from tune.datasets.formats.messages import checked_messages, checked_tools, conversation, question_of
 from tune.errors import TuneError
+from tune.tokenizers.supervision import common_prefix
 
 QUESTIONS = ("question", "instruction", "query", "problem", "input")
 
 
-def preference(row: Row) -> Answers | str:
+def preference(row: Row) -> Answers:
     """`chosen` and `rejected`: two strings or two lists of messages; `rejected` may be a list of several of them.
 
     `prompt` (a string or messages) comes before the answers. Without it, what both begin with is the prompt.
@@ -21,9 +22,9 @@ def preference(row: Row) -> Answers | str:
     answers = [chosen, *(rejected if several else [rejected])]
     names = ["chosen", *([f"rejected[{index}]" for index in range(len(rejected))] if several else ["rejected"])]
     if empty := [name for name, answer in zip(names, answers, strict=True) if answer in (None, "", [])]:
-        return f"empty {empty[0].partition('[')[0]}"
+        raise Dropped(f"empty {empty[0].partition('[')[0]}")
     if len(answers) == 1:
-        return "empty rejected"
+        raise Dropped("empty rejected")
     if all(isinstance(answer, str) for answer in answers):
         return _compared(row, _texts(row, answers))
     for name, answer in zip(names, answers, strict=True):
@@ -32,29 +33,27 @@ def preference(row: Row) -> Answers | str:
     return _chats(row, [checked_messages(answer, name) for name, answer in zip(names, answers, strict=True)])
 
 
-def instructed(row: Row) -> Answers | str:
+def instructed(row: Row) -> Answers:
     """`instruction`, `chosen` and `rejected`: strings, as a chat of one turn; optional `input` (put behind the
     instruction) and `system`."""
     question, rejected = question_of(row), row["rejected"]
     require(question != "", "instruction", row["instruction"], "a string")
     several = rejected if isinstance(rejected, list) else [rejected]
-    for name, answer in (("chosen", row["chosen"]), *(("rejected", each) for each in several)):
+    for name, answer in (("chosen", row["chosen"]), *(("rejected", each) for each in several or [None])):
         require(isinstance(answer, str | None), name, answer, "a string")
         if not answer:
-            return f"empty {name}"
+            raise Dropped(f"empty {name}")
     answers = [[{"role": "assistant", "content": answer}] for answer in (row["chosen"], *several)]
-    return _chats({**row, "prompt": question}, answers) if several else "empty rejected"
+    return _chats({**row, "prompt": question}, answers)
 
 
-def labelled(read: Callable[[Row], Content | str]) -> Callable[[Row], Answers | str]:
+def labelled(read: Callable[[Row], Content]) -> Callable[[Row], Answers]:
     """`read`'s format with a `label`: true or 1 for a good answer, false or 0 for a bad one (KTO)."""
 
-    def read_labelled(row: Row) -> Answers | str:
+    def read_labelled(row: Row) -> Answers:
         label, content = row["label"], read(row)
         is_right = label in (0, 1) and isinstance(label, bool | int)
         require(is_right, "label", label, "true (a good answer) or false (a bad one)")
-        if isinstance(content, str):
-            return content
         assert not isinstance(content, Tokens)
         if isinstance(content, Chat):
             content = _answered(content, "messages")
@@ -74,7 +73,7 @@ def _texts(row: Row, answers: list[str]) -> list[Plain]:
                 f"'dataset.columns={{instruction: {asked}}}' (a chat), or 'dataset.columns={{prompt: {asked}}}' (text)"
             )
         # What all begin with, up to the last blank, so that no word is parted.
-        shared = re.match(r"(.*)\s", answers[0][: _shared(answers)], re.DOTALL)
+        shared = re.match(r"(.*)\s", answers[0][: common_prefix(*answers)], re.DOTALL)
         if not shared:
             raise TuneError("there is no prompt: chosen and rejected begin with nothing in common. Add a column prompt")
         prompt = shared[1]
@@ -82,7 +81,7 @@ def _texts(row: Row, answers: list[str]) -> list[Plain]:
     return [Plain(prompt, answer) for answer in answers]
 
 
-def _chats(row: Row, answers: list[list[Any]]) -> Answers | str:
+def _chats(row: Row, answers: list[list[Any]]) -> Answers:
     prompt = row.get("prompt")
     if isinstance(prompt, str) and prompt:
         prompt = [{"role": "user", "content": prompt}]
@@ -91,15 +90,8 @@ def _chats(row: Row, answers: list[list[Any]]) -> Answers | str:
     chats = [answer if answer[: len(before)] == before else [*before, *answer] for answer in answers]
     chats = [conversation({"messages": chat, "system": row.get("system")}, "messages") for chat in chats]
     tools = checked_tools(row.get("tools"))
-    shared = _shared(chats)
+    shared = common_prefix(*chats)
     return _compared(row, [_answered(Chat(chat, tools, shared), "chosen and rejected") for chat in chats])
-
-
-def _shared(sequences: Sequence[Sequence[Any]]) -> int:
-    """How many items all of them begin with."""
-    together = enumerate(zip(*sequences, strict=False))
-    differing = (index for index, (first, *others) in together if any(each != first for each in others))
-    return next(differing, min(map(len, sequences)))
 
 
 def _answered(chat: Chat, place: str) -> Chat:

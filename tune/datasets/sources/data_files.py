@@ -21,7 +21,6 @@ from tune.lookup import did_you_mean
 
 KINDS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 SEEKABLE = (".parquet", ".arrow")  # they have a compression of their own
-GIT_POINTER = b"version https://git-lfs.github.com"
 NOT_DATA = ("dataset_info.json", "dataset_infos.json")
 
 # The words by which files of a split are known, as the Hugging Face hub knows them.
@@ -43,7 +42,8 @@ DECOMPRESS: dict[str, Callable[[IO[bytes]], Any]] = {".gz": gzip.open, ".bz2": b
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """`name` is its path below the folder it was found in."""
+    """A file, a folder or a glob. `path` is as the file system knows it; `name` as the user wrote it, or below a folder
+    that was looked through."""
 
     filesystem: fsspec.AbstractFileSystem
     path: str
@@ -57,55 +57,40 @@ class File:
     def is_local(self) -> bool:
         return isinstance(self.filesystem, LocalFileSystem)
 
-    @property
-    def is_git_pointer(self) -> bool:
-        """Whether the file was left on a Git server."""
-        with self.filesystem.open(self.path, "rb") as stream:
-            return stream.read(len(GIT_POINTER)) == GIT_POINTER
-
     def open(self) -> IO[bytes]:
         """The bytes in it, decompressed."""
         stream = self.filesystem.open(self.path, "rb")
         decompress = DECOMPRESS.get(os.path.splitext(self.path)[1])
         return decompress(stream) if decompress else stream
 
-
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """A path on a file system; `path` is as the user wrote it, `root` as the file system knows it."""
-
-    filesystem: fsspec.AbstractFileSystem
-    path: str
-    root: str
-
-    def below(self) -> dict[str, str]:
-        """Paths of all that is in the folder and in those below it, by name, without hidden ones. Links to folders
-        stay closed: they may lead in circles."""
-        root = self.root.rstrip("/")
-        if isinstance(self.filesystem, LocalFileSystem):
+    def below(self) -> "list[File]":
+        """All that is in the folder and in those below it, without hidden ones. Links to folders stay closed: they may
+        lead in circles."""
+        root = self.path.rstrip("/")
+        if self.is_local:
             found = (path for path in Path(root).rglob("*") if path.is_symlink() or not path.is_dir())
             names = [str(path.relative_to(root)) for path in found]
         else:
             names = [path.removeprefix(root).lstrip("/") for path in self.filesystem.find(root)]
-        return {name: f"{root}/{name}" for name in sorted(names) if not re.search(r"(^|/)\.", name)}
+        shown = (name for name in sorted(names) if not re.search(r"(^|/)\.", name))
+        return [File(self.filesystem, f"{root}/{name}", name) for name in shown]
 
-    def matching(self) -> dict[str, str]:
-        """Paths of the files and folders that the path as a glob stands for, by name."""
-        is_local = isinstance(self.filesystem, LocalFileSystem)
-        found = glob.glob(self.root, recursive=True) if is_local else self.filesystem.glob(self.root)
-        return {path: path for path in sorted(found)}
+    def matching(self) -> "list[File]":
+        """The files and folders that the path as a glob stands for."""
+        found = glob.glob(self.path, recursive=True) if self.is_local else self.filesystem.glob(self.path)
+        return [File(self.filesystem, path, path) for path in sorted(found)]
 
     def saved_split(self, split: str) -> str | None:
         """The folder of this split if `datasets.save_to_disk` wrote this one."""
-        if self.filesystem.isfile(f"{self.root}/dataset_dict.json"):
-            splits = json.loads(self.filesystem.cat_file(f"{self.root}/dataset_dict.json"))["splits"]
+        if self.filesystem.isfile(f"{self.path}/dataset_dict.json"):
+            splits = json.loads(self.filesystem.cat_file(f"{self.path}/dataset_dict.json"))["splits"]
             if split not in splits:
-                raise TuneError(f"{self.path} has no split {split!r}; it has {', '.join(splits)}")
-            return f"{self.path}/{split}"
-        if not self.filesystem.isfile(f"{self.root}/state.json"):
+                raise TuneError(f"{self.name} has no split {split!r}; it has {', '.join(splits)}")
+            return f"{self.name}/{split}"
+        if not self.filesystem.isfile(f"{self.path}/state.json"):
             return None
-        require_train(self.path, split)
-        return self.path
+        require_train(self.name, split)
+        return self.name
 
 
 def is_on_the_hub(path: str) -> bool:
@@ -115,11 +100,14 @@ def is_on_the_hub(path: str) -> bool:
         return False
     is_path = local.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
     if is_path or _kind(path) or ("/" in path and local.parent.is_dir()):
-        raise _not_found(local)
+        if not local.parent.is_dir():
+            raise TuneError(f"{local} does not exist (there is no folder {local.parent} either)")
+        siblings = [each.name for each in local.parent.iterdir()]
+        raise TuneError(f"{local} does not exist.{did_you_mean(local.name, siblings)}")
     return True
 
 
-def open_tree(path: str) -> Tree:
+def place_at(path: str) -> File:
     """Raises TuneError for a URL that fsspec cannot open, or a path that leads nowhere."""
     try:
         if "://" in path:
@@ -134,52 +122,54 @@ def open_tree(path: str) -> Tree:
     if not exists:
         leads = f" is a link that leads nowhere ({os.readlink(root)})" if os.path.islink(root) else " does not exist"
         raise TuneError(f"{path}{leads}")
-    return Tree(filesystem, path, root)
+    return File(filesystem, root, path)
 
 
-def choose_files(tree: Tree, split: str) -> tuple[list[File], list[str]]:
+def choose_files(place: File, split: str) -> tuple[list[File], list[str]]:
     """The data files, all of one kind, and the names of those that are left aside."""
-    if tree.filesystem.isfile(tree.root):
-        require_train(tree.path, split)
-        if not _kind(tree.path):
-            suffix = "".join(Path(tree.path).suffixes[-2:])
-            raise TuneError(f"{tree.path}: cannot read {suffix or 'such'} files; known are {_known()}")
-        return [File(tree.filesystem, tree.root, os.path.basename(tree.root))], []
-    is_folder = tree.filesystem.isdir(tree.root)
-    paths = tree.below() if is_folder else tree.matching()
-    if not (is_folder or paths):
-        raise TuneError(f"{tree.path} matches no file")
-    data = [name for name in paths if _kind(name) and os.path.basename(name) not in NOT_DATA]
-    data = [name for name in data if tree.filesystem.isfile(paths[name])]
-    kinds = {_kind(name) for name in data}
+    path, filesystem = place.name, place.filesystem
+    if filesystem.isfile(place.path):
+        require_train(path, split)
+        if not _kind(path):
+            suffix = "".join(Path(path).suffixes[-2:])
+            raise TuneError(f"{path}: cannot read {suffix or 'such'} files; known are {_known()}")
+        return [File(filesystem, place.path, os.path.basename(place.path))], []
+    is_folder = filesystem.isdir(place.path)
+    found = place.below() if is_folder else place.matching()
+    if not (is_folder or found):
+        raise TuneError(f"{path} matches no file")
+    data = [file for file in found if file.kind and os.path.basename(file.name) not in NOT_DATA]
+    data = [file for file in data if filesystem.isfile(file.path)]
+    kinds = {file.kind for file in data}
     if len(kinds) > 1:
         kinds.discard(".txt")  # a README or a license
     if len(kinds) != 1:
-        found = ", ".join([*paths][:10]) or "nothing"
-        raise TuneError(f"{tree.path} must hold data files of one kind ({_known()}); found {found}")
-    data = [name for name in data if _kind(name) in kinds]
+        names = ", ".join(file.name for file in found[:10]) or "nothing"
+        raise TuneError(f"{path} must hold data files of one kind ({_known()}); found {names}")
+    data = [file for file in data if file.kind in kinds]
     if is_folder:
-        data = _of_split(tree.path, data, split)
+        data = _of_split(path, data, split)
     else:
-        require_train(tree.path, split)
-    return [File(tree.filesystem, paths[name], name) for name in data], sorted(paths.keys() - data)
+        require_train(path, split)
+    return data, sorted({file.name for file in found} - {file.name for file in data})
 
 
-def _of_split(folder: str, names: list[str], split: str) -> list[str]:
+def _of_split(folder: str, files: list[File], split: str) -> list[File]:
     """The files whose path names the split, or all of them if none names any."""
-    by_split: dict[str, list[str]] = {}
-    for name in names:
-        words = re.split(r"[^a-z]+", name.lower())
+    by_split: dict[str, list[File]] = {}
+    for file in files:
+        words = re.split(r"[^a-z]+", file.name.lower())
         named = [known for known, aliases in SPLITS.items() if any(word in aliases for word in words)]
-        by_split.setdefault(named[0] if named else "", []).append(name)
+        by_split.setdefault(named[0] if named else "", []).append(file)
     if by_split.keys() == {""}:
         require_train(folder, split)
-        return names
+        return files
     if split not in by_split:
-        found = "; ".join(f"{known or 'no split'}: {', '.join(of_it[:5])}" for known, of_it in by_split.items())
+        names = {known: ", ".join(file.name for file in of_it[:5]) for known, of_it in by_split.items()}
+        found = "; ".join(f"{known or 'no split'}: {listed}" for known, listed in names.items())
         raise TuneError(
             f"{folder} has no files of the split {split!r}; by their names it has {found}. "
-            f"Set split to one of these, or name the files: {folder}/*{os.path.splitext(names[0])[1]}"
+            f"Set split to one of these, or name the files: {folder}/*{os.path.splitext(files[0].name)[1]}"
         )
     return by_split[split]
 
@@ -200,9 +190,3 @@ def _kind(name: str) -> str:
 
 def _known() -> str:
     return f"{', '.join(KINDS)}, and text compressed as {', '.join(DECOMPRESS)}"
-
-
-def _not_found(path: Path) -> TuneError:
-    if not path.parent.is_dir():
-        return TuneError(f"{path} does not exist (there is no folder {path.parent} either)")
-    return TuneError(f"{path} does not exist.{did_you_mean(path.name, [each.name for each in path.parent.iterdir()])}")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from tune.datasets.sources.data_files import File, choose_files, is_on_the_hub, open_tree, require_train
+from tune.datasets.sources.data_files import File, choose_files, is_on_the_hub, place_at, require_train
 from tune.datasets.sources.readers import PlacedRows, numbered, read
 from tune.datasets.user_functions import load_function
 from tune.errors import TuneError
@@ -44,11 +44,10 @@ def open_source(path: str, split: str = "train", subset: str | None = None, take
         require_train(path, split)
         function = load_function(path.removeprefix(FUNCTION), path)
         return Source(path, lambda: _generated(function, path), take)
-    tree = open_tree(path)
-    if (saved := tree.saved_split(split)) is not None:
-        inside = open_tree(saved).below()
-        return Source(path, lambda: _saved(saved), take, [File(tree.filesystem, inside[name], name) for name in inside])
-    files, ignored = choose_files(tree, split)
+    found = place_at(path)
+    if (saved := found.saved_split(split)) is not None:
+        return Source(path, lambda: _saved(saved), take, place_at(saved).below())
+    files, ignored = choose_files(found, split)
     return Source(path, lambda: (row for file in files for row in read(file)), take, files, ignored)
 
 

@@ -19,6 +19,7 @@ from tune.errors import TuneError
 PlacedRows = Iterator[tuple[str, Any]]
 """Rows, each with its place. What is wrong with a row alone (a malformed line) is a TuneError in its stead."""
 
+GIT_POINTER = b"version https://git-lfs.github.com"
 BLANKS = b"\xef\xbb\xbf \t\r\n"
 WRAPPERS = ("data", "rows", "examples", "samples", "instances", "records", "items")  # of the list of rows in an object
 
@@ -26,7 +27,9 @@ WRAPPERS = ("data", "rows", "examples", "samples", "instances", "records", "item
 def read(file: File) -> PlacedRows:
     """The file's rows, each with its place. Raises TuneError, with the line where there are lines, if it is damaged."""
     try:
-        if file.is_git_pointer:
+        with file.filesystem.open(file.path, "rb") as stream:
+            is_git_pointer = stream.read(len(GIT_POINTER)) == GIT_POINTER
+        if is_git_pointer:  # the file was left on a Git server
             raise TuneError(f"{file.path} is a pointer of Git LFS and not the file itself: run git lfs pull")
         yield from READERS[file.kind](file)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
@@ -109,7 +112,9 @@ def _csv(file: File) -> PlacedRows:
     try:
         lines = _text_lines(file)
         header = next(lines, "")
-        table = csv.DictReader(chain([header], lines), strict=True, delimiter=_delimiter(file.kind, header))
+        # Spreadsheets write CSV with semicolons or tabs where the comma is in numbers.
+        delimiter = "\t" if file.kind == ".tsv" else next((each for each in ",;\t" if each in header), ",")
+        table = csv.DictReader(chain([header], lines), strict=True, delimiter=delimiter)
         names = table.fieldnames or ()
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise TuneError(f"{file.path}: the header has the column {twice[0]!r} twice")
@@ -126,13 +131,6 @@ def _csv(file: File) -> PlacedRows:
         raise TuneError(f"{file.path}:row {number + 1}: malformed CSV: {error}") from error
 
 
-def _delimiter(kind: str, header: str) -> str:
-    """What stands between cells. Spreadsheets write CSV with semicolons or tabs where the comma is in numbers."""
-    if kind == ".tsv":
-        return "\t"
-    return next((each for each in ",;\t" if each in header), ",")
-
-
 def _text_lines(file: File) -> Iterator[str]:
     with file.open() as lines:
         for number, line in enumerate(lines, 1):
@@ -142,32 +140,25 @@ def _text_lines(file: File) -> Iterator[str]:
                 raise TuneError(f"{file.path}:{number}: {_not_text(error)}") from error
 
 
-def _parquet(file: File) -> PlacedRows:
+def _columnar(file: File) -> PlacedRows:
+    """Parquet, or Arrow as an IPC file or an IPC stream."""
     import pyarrow
     import pyarrow.parquet
 
     try:
-        with file.open() as stream, pyarrow.parquet.ParquetFile(stream) as table:
-            yield from numbered(file.name, table.iter_batches(1024))
-    except pyarrow.ArrowException as error:
-        raise TuneError(f"{file.path}: malformed Parquet: {error}") from error
-
-
-def _arrow(file: File) -> PlacedRows:
-    """An IPC file or an IPC stream."""
-    import pyarrow
-
-    try:
         with file.open() as stream:
-            is_file = stream.read(6) == b"ARROW1"
+            is_ipc_file = stream.read(6) == b"ARROW1"
             stream.seek(0)
-            if is_file:
+            if file.kind == ".parquet":
+                batches = pyarrow.parquet.ParquetFile(stream).iter_batches(1024)
+            elif is_ipc_file:
                 table = pyarrow.ipc.open_file(stream)
-                yield from numbered(file.name, map(table.get_batch, range(table.num_record_batches)))
+                batches = map(table.get_batch, range(table.num_record_batches))
             else:
-                yield from numbered(file.name, pyarrow.ipc.open_stream(stream))
+                batches = pyarrow.ipc.open_stream(stream)
+            yield from numbered(file.name, batches)
     except pyarrow.ArrowException as error:
-        raise TuneError(f"{file.path}: malformed Arrow: {error}") from error
+        raise TuneError(f"{file.path}: malformed {file.kind[1:].title()}: {error}") from error
 
 
 def _text(file: File) -> PlacedRows:
@@ -184,7 +175,7 @@ READERS: dict[str, Callable[[File], PlacedRows]] = {
     ".jsonl": _json_lines,
     ".csv": _csv,
     ".tsv": _csv,
-    ".parquet": _parquet,
-    ".arrow": _arrow,
+    ".parquet": _columnar,
+    ".arrow": _columnar,
     ".txt": _text,
 }
