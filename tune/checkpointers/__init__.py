@@ -1,20 +1,19 @@
 """Weights in and out, and training states to continue from."""
 
 from tune.checkpointers.checkpointer import Checkpointer, checkpoint_at, require_finite
-from tune.checkpointers.hf_tensors import hf_tensors
 from tune.checkpointers.reading import read_trained
 from tune.checkpointers.to_gguf import export_gguf
-from tune.checkpointers.vocabulary import add_tokens
 from tune.checkpointers.weights import (
     Pretrained,
     Random,
     check,
+    hf_tensors,
     load_frozen,
     load_model,
     open_checkpoint,
     require_same_vocabulary,
 )
-from tune.checkpointers.writing import export, exported_types, model_card
+from tune.checkpointers.writing import add_tokens, export, exported_types, model_card
 
 __all__ = [
     "Checkpointer",

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from tune.atomic import written_aside
 from tune.checkpointers.best import Best
-from tune.checkpointers.digests import found_damage, write_digests
+from tune.checkpointers.disk import found_damage, write_digests
 from tune.checkpointers.reading import Planner, Reader
 from tune.distributed import World, reshard
 from tune.distributed.ray_train import is_ray_worker, report
@@ -220,20 +220,35 @@ class Checkpointer:
             self._settled(step, (self.best.value, self.best.step))
             return
         self.writing, best = step, (self.best.value, self.best.step)
+        complete = self.folder / f"step-{step:08d}"
         unfinished = self.folder / f".step-{step:08d}.{self.world.broadcast(uuid.uuid4().hex[:8])}"
         parts, extra = self._states()
         small = json.dumps({"step": step, "groups": self._changed(), "best": self.best.state_dict(), **parts})
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
         tensors = {"model": model, "optimizer": optimizer["state"], "extra": extra}
         tensors = _on_host(tensors) if self.asynchronous else tensors
-        write = functools.partial(dcp.save, tensors, checkpoint_id=unfinished, process_group=self.group)
-        finish = functools.partial(self._finish, write, small, unfinished, step, best)
-        if self.asynchronous:
-            self.pending = self.background.submit(finish)
-        else:
-            self._settle(finish)
+
+        def write() -> None:
+            try:
+                dcp.save(tensors, checkpoint_id=unfinished, process_group=self.group)
+                if self.world.is_main:  # it returns from there after all ranks have written, and the metadata are saved
+                    (unfinished / "state.json").write_text(small)
+                    write_digests(unfinished)
+                    unfinished.rename(complete)
+            except (OSError, CheckpointException) as error:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                again = f"the same command with output_dir={self.folder.parent} continues after step {self.saved}"
+                raise TuneError(
+                    f"the checkpoint of step {step} could not be written: {_cause(error)}. Earlier ones are intact: "
+                    f"make room; {again}."
+                ) from error
+            self._settled(step, best)
+
+        self.pending = self.background.submit(write)
         if wait:
             self.wait()
+        elif not self.asynchronous:
+            self._collect()
 
     def wait(self) -> int:
         """Wait for the checkpoint that is being written, on all processes; return the step of the last complete one,
@@ -264,37 +279,16 @@ class Checkpointer:
         self.tell(f"the weights are those with the best {self.best}")
 
     def _collect(self) -> None:
-        if self.pending is not None:
-            pending, self.pending = self.pending, None
-            self._settle(pending.result)
-
-    def _settle(self, result: Callable[[], None]) -> None:
+        """Wait for what is being written. If it could not be, that is told or raised."""
+        pending, self.pending = self.pending, None
         try:
-            result()
+            if pending is not None:
+                pending.result()
         except TuneError as error:
             if self.on_error == "stop":
                 raise
             self.best.forget(self.writing)
             self.tell(f"{error} The run goes on, and tries again at the next checkpoint.")
-
-    def _finish(
-        self, write: Callable[[], Any], small: str, unfinished: Path, step: int, best: tuple[float, int]
-    ) -> None:
-        """Rank 0 returns from `write` after all ranks have written and it has saved the metadata: then it renames."""
-        complete = self.folder / f"step-{step:08d}"
-        try:
-            write()
-            if self.world.is_main:
-                (unfinished / "state.json").write_text(small)
-                write_digests(unfinished)
-                unfinished.rename(complete)
-        except (OSError, CheckpointException) as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise TuneError(
-                f"the checkpoint of step {step} could not be written: {_cause(error)}. Earlier ones are intact: make "
-                f"room; the same command with output_dir={self.folder.parent} continues after step {self.saved}."
-            ) from error
-        self._settled(step, best)
 
     def _settled(self, step: int, best: tuple[float, int]) -> None:
         """The checkpoint of a step is complete: those that are not to be kept go."""

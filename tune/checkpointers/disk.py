@@ -1,6 +1,7 @@
-"""Reading the tensors of a checkpoint folder, from safetensors or torch files."""
+"""Reading the tensors of a checkpoint folder, from safetensors or torch files; finding files that are damaged."""
 
 import hashlib
+import json
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from tune.errors import TuneError
 from tune.models.config_file import read_json
+
+DIGESTS = "digests.json"
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,28 @@ def sampled_digest(names: Iterable[str], files: Iterable[Path]) -> str:
                 content.seek(size * sample // 64)
                 digest.update(content.read(4096))
     return digest.hexdigest()
+
+
+def write_digests(folder: Path) -> None:
+    """Keep a digest of the size and of samples of each file in `folder`: 256 KB of a file are read."""
+    digests = {file.name: sampled_digest([], [file]) for file in sorted(folder.iterdir())}
+    (folder / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n")
+
+
+def found_damage(folder: Path) -> str:
+    """What is not as it was written, or nothing. Checkpoints of earlier versions have no digests."""
+    if not (folder / DIGESTS).exists():
+        return ""
+    try:
+        digests = json.loads((folder / DIGESTS).read_text())
+    except ValueError:
+        return f"{DIGESTS} cannot be read"
+    for name, digest in digests.items():
+        if not (folder / name).exists():
+            return f"{name} is missing"
+        if sampled_digest([], [folder / name]) != digest:
+            return f"{name} is not as it was written"
+    return ""
 
 
 def has_weights(folder: Path) -> bool:

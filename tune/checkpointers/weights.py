@@ -1,8 +1,8 @@
-"""Loading the weights that training starts from into a model, sharded or not."""
+"""The weights of a model, sharded or not: those that training starts from, and those that it has made."""
 
 import operator
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tune.checkpointers.disk import DiskTensor, disk_tensors, sampled_digest, shape_differences
-from tune.distributed import World, local_shard, parallelize
+from tune.distributed import World, full_tensor, local_shard, parallelize
 from tune.errors import TuneError
 from tune.models import Decoder, HuggingFaceModel, build, hf
 from tune.models.config_file import ConfigFile
@@ -114,6 +114,38 @@ def load_shard(parameter: Tensor, on_disk: OnDisk, tensors: Mapping[str, DiskTen
                 at = begin + start - rows.start
                 member[at : at + stop - start].copy_(part.read((slice(start, stop), *others)))
             begin += part.shape[0]
+
+
+def hf_tensors(
+    model: nn.Module, found: Collection[str] = (), base: Pretrained | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Name on disk and full tensor, one by one, of a model that may be sharded, adapted and quantised.
+
+    All processes must iterate, since each tensor is gathered when it is its turn. Adapters are merged in fp32. Frozen
+    tensors are read from `base`, the original weights, if it is given. Names are those of a checkpoint with the tensors
+    `found`, including tensors that it has twice.
+    """
+    names = Names.of(model)
+    on_disk = names.in_checkpoint(found)
+    for name, full in full_tensors(model, base):
+        yield from disk_parts(on_disk[name], full)
+        yield from (
+            (copy, full.clone()) for copy, original in names.copies.items() if original == name and copy in found
+        )
+
+
+def full_tensors(model: nn.Module, base: Pretrained | None = None) -> Iterator[tuple[str, Tensor]]:
+    """As `hf_tensors`, by our names."""
+    for name in Names.of(model).on_disk:
+        owner, _, kind = name.rpartition(".")
+        module = model.get_submodule(owner)
+        tensor = getattr(module, kind)
+        if base is not None and not getattr(tensor, "requires_grad", False):
+            full = base.read(name)
+        else:
+            full = tensor.full() if isinstance(tensor, NF4Weight) else full_tensor(tensor.detach())
+        merged: Callable[[Tensor], Tensor] | None = getattr(module, "merged", None)  # of an adapted module
+        yield name, merged(full) if kind == "weight" and merged is not None else full
 
 
 class Random:

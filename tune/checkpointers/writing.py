@@ -1,11 +1,11 @@
-"""Writing a model in Hugging Face layout."""
+"""Writing a model in Hugging Face layout, also one that is there with more tokens."""
 
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -14,28 +14,25 @@ from torch import Tensor, nn
 
 from tune.atomic import written_aside
 from tune.checkpointers.disk import DiskTensor, disk_tensors, has_weights
-from tune.checkpointers.hf_tensors import hf_tensors
-from tune.checkpointers.weights import Pretrained
+from tune.checkpointers.weights import Pretrained, hf_tensors
 from tune.distributed import DTYPES, World
 from tune.errors import TuneError
+from tune.models import build
 from tune.models.build import as_reward_model
 from tune.models.config_file import read_json
 from tune.models.names import Names
 from tune.quantization import Compressor
 from tune.secrets import without_secrets
+from tune.tokenizers import Tokenizer
 
 SHARD_BYTES = 5 * 10**9
 CONFIGS = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
 HUB_ID = Path(".cache", "huggingface", "hub_id")  # in a folder that was downloaded
 
 
-class SavesItself(Protocol):
-    def save(self, folder: Path) -> None: ...
-
-
 def export(
     model: Any,
-    tokenizer: SavesItself | None,
+    tokenizer: Tokenizer | None,
     folder: str | Path,
     world: World,
     *,
@@ -55,9 +52,7 @@ def export(
     """
     origin, folder = Path(source), Path(folder)
     scores = getattr(getattr(model, "config", None), "scores", False)
-    fields: dict[str, Any] = json.loads(file.read_text()) if (file := origin / "config.json").exists() else {}
-    there = disk_tensors(origin) if has_weights(origin) else {}
-    type_of = _types(fields, there, dtype)
+    fields, there, type_of = _described(origin, dtype)
     gathered = hf_tensors(model, there, base)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -97,17 +92,19 @@ def export(
 
 def exported_types(model: nn.Module, source: str, dtype: str | None = None) -> dict[str, torch.dtype]:
     """The types in which `export` writes the tensors of `model`, by our names; stacks of tensors are left out."""
-    folder = Path(source)
-    there = disk_tensors(folder) if has_weights(folder) else {}
-    type_of = _types(read_json(folder / "config.json"), there, dtype)
+    _, there, type_of = _described(Path(source), dtype)
     on_disk = Names.of(model).in_checkpoint(there)
     return {name: type_of(each) for name, each in on_disk.items() if isinstance(each, str)}
 
 
-def _types(fields: dict[str, Any], there: dict[str, DiskTensor], dtype: str | None) -> Callable[[str], torch.dtype]:
-    """The type of an exported tensor, by its name on disk."""
+def _described(
+    source: Path, dtype: str | None
+) -> tuple[dict[str, Any], dict[str, DiskTensor], Callable[[str], torch.dtype]]:
+    """The config of a checkpoint, its tensors, and the type of an exported one, by its name on disk."""
+    fields = read_json(source / "config.json") if (source / "config.json").exists() else {}
+    there = disk_tensors(source) if has_weights(source) else {}
     declared = getattr(torch, fields.get("dtype") or fields.get("torch_dtype") or "float32")
-    return lambda name: DTYPES[dtype] if dtype else there[name].dtype if name in there else declared
+    return fields, there, lambda name: DTYPES[dtype] if dtype else there[name].dtype if name in there else declared
 
 
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -121,15 +118,7 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
     def flush() -> None:
         files.append(list(held))
-        try:
-            save_file(held, part(len(files)), metadata={"format": "pt"})
-        except SafetensorError as error:
-            run = folder.parent
-            is_run = (run / "checkpoints").is_dir()
-            again = f"with output_dir={run}, which continues after the last checkpoint" if is_run else "again"
-            raise TuneError(
-                f"the model could not be written: {error}. Make room and run the same command {again}"
-            ) from error
+        save_tensors(held, part(len(files)), "model")
         held.clear()
 
     for name, tensor in tensors:
@@ -151,6 +140,62 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         weight_map |= dict.fromkeys(names, file.name)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list[int]:
+    """Write to `out` the checkpoint `base` with `tokens` in its tokenizer and their rows in embedding and head.
+
+    A new row is the mean of the rows of all existing tokens. Rows of the model beyond its tokenizer's tokens are used
+    first. Everything else is as in `base`. `out` appears when it is complete. Returns the ids of the tokens.
+
+    Raises:
+        TuneError: a token exists already, or the model's family is not supported.
+    """
+    source = Path(base)
+    tokenizer = Tokenizer(str(source))
+    known = tokenizer.vocab_size
+    ids = tokenizer.add_tokens(tokens)
+    if there := [token for token, index in zip(tokens, ids, strict=True) if index < known]:
+        raise TuneError(f"{source} has {', '.join(map(repr, there))} in its vocabulary already; leave it out")
+    with torch.device("meta"):
+        model = build(str(source))
+    names = model.names
+    tensors, rows = disk_tensors(source), max(model.config.vocab_size, tokenizer.vocab_size)
+    ours = {"embedding.weight", "head.weight"}
+    resized = {on_disk for name, on_disk in names.in_checkpoint(tensors).items() if name in ours}
+    resized |= {copy for copy, name in names.copies.items() if name in ours}
+
+    with written_aside(Path(out), folder=True) as unfinished:
+        copy_without_weights(source, unfinished)
+        read = ((name, tensor.read()) for name, tensor in tensors.items())
+        resize = ((name, _with_rows(weight, rows, known, ids) if name in resized else weight) for name, weight in read)
+        write_tensors(unfinished, resize)
+        config = json.loads((source / "config.json").read_text())
+        for section in (config, config.get("text_config", {})):  # the latter of a model that takes images too
+            if "vocab_size" in section:
+                section["vocab_size"] = rows
+        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        tokenizer.save(unfinished)
+    return ids
+
+
+def _with_rows(weight: Tensor, rows: int, known: int, ids: list[int]) -> Tensor:
+    larger = torch.cat([weight, weight.new_zeros(rows - len(weight), weight.shape[1])])
+    larger[ids] = weight[:known].float().mean(dim=0).to(weight.dtype)
+    return larger
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path, what: str) -> None:
+    """Write a safetensors file, in the unfinished folder of a model or an adapter. Raises TuneError if it cannot be."""
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        run = file.parents[1]
+        is_run = (run / "checkpoints").is_dir()
+        again = f"with output_dir={run}, which continues after the last checkpoint" if is_run else "again"
+        raise TuneError(
+            f"the {what} could not be written to {run}: {error}. Make room and run the same command {again}"
+        ) from error
 
 
 def copy_without_weights(source: Path, folder: Path) -> None:

@@ -51,7 +51,7 @@ def average(run: Path, steps: Sequence[int] | None, out: Path) -> None:
     import torch
 
     from tune import checkpointers, distributed
-    from tune.checkpointers.hf_tensors import full_tensors
+    from tune.checkpointers.weights import full_tensors
     from tune.cli.export import at_step
     from tune.models import Decoder, build, hf
 
