@@ -13,8 +13,7 @@ from tune.checkpointers import load_model
 from tune.collators import Batch
 from tune.models.moe import Dispatch, ExpertLinear
 from tune.peft.dropout import set_dropout_keys
-from tune.peft.experts import LoRAExperts
-from tune.peft.lora import LoRA
+from tune.peft.lora import LoRA, LoRAExperts
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

@@ -5,11 +5,12 @@ import json
 import pytest
 import torch
 from helpers import save_checkpoint
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from tune import distributed
-from tune.checkpointers import load_model
+from tune.checkpointers import load_model, writing
 from tune.errors import TuneError
 from tune.peft import LoRA, adapter, add_adapters, export_adapter, load_adapter, merge, read_adapter
 from tune.tokenizers import Tokenizer
@@ -339,14 +340,29 @@ def test_refused_with_a_tied_head(tied_checkpoint, lora, message):
         add_adapters(load_model(str(tied_checkpoint)), lora)
 
 
+def test_a_full_disk_while_an_adapter_is_written(checkpoint, tmp_path, monkeypatch):
+    def full(*arguments, **keywords):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    model, lora = load_model(str(checkpoint)), LoRA(rank=4)
+    add_adapters(model, lora)
+    monkeypatch.setattr(writing, "save_file", full)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(TuneError, match=rf"the adapter could not be written to {tmp_path}: .*No space .* output_dir="):
+        exported(model, lora, tmp_path / "adapter", checkpoint)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
 def test_an_adapter_for_another_model_is_refused(checkpoint, tied_checkpoint, tmp_path):
     model, lora = load_model(str(checkpoint)), LoRA(rank=4)
     add_adapters(model, lora)
     exported(model, lora, tmp_path / "adapter", checkpoint)
     other = load_model(str(tied_checkpoint))
     add_adapters(other, LoRA(rank=2))
-    with pytest.raises(TuneError, match=r"is for another model:\n.*has shape"):
+    with pytest.raises(TuneError, match=r"(?s)is for another model: it was trained on .*llama.*Take that.*has shape"):
         load_adapter(other, str(tmp_path / "adapter"))
+    with pytest.raises(TuneError, match=r"adapter\.path: .*adapter does not fit this model: .* no layer\. Take"):
+        add_adapters(torch.nn.Sequential(torch.nn.Linear(4, 4)), read_adapter(str(tmp_path / "adapter")))
     fields = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(fields | {"bias": "all"}))
     with pytest.raises(TuneError, match="bias='all' is not supported"):

@@ -4,20 +4,16 @@ A new kind of adapter is a class beside `LoRALinear`; `adapters.py` chooses the 
 `files.py` reads and writes PEFT's format.
 """
 
-from tune.peft.adapters import Adapted, adapted_modules, add_adapters, initialize, switched_off
+from tune.peft.adapters import adapted_modules, add_adapters, initialize, switched_off
 from tune.peft.dropout import set_dropout_keys
 from tune.peft.files import adapter, digest, export_adapter, export_trained, load_adapter, read_adapter, start
-from tune.peft.gguf_lora import export_gguf_lora
-from tune.peft.lora import LoRA, LoRALinear
-from tune.peft.merging import give_memory, merge, open_on_disk
-from tune.peft.named import Resolved, open_model, resolve_model
+from tune.peft.lora import LoRA
+from tune.peft.merging import export_gguf_lora, give_memory, merge, open_on_disk
+from tune.peft.named import open_model, resolve_model
 from tune.peft.tokens import untrained_tokens
 
 __all__ = [
-    "Adapted",
     "LoRA",
-    "LoRALinear",
-    "Resolved",
     "adapted_modules",
     "adapter",
     "add_adapters",

@@ -15,8 +15,7 @@ from tune.distributed import local_shard
 from tune.errors import TuneError
 from tune.models.moe import ExpertLinear
 from tune.models.names import Names
-from tune.peft.experts import LoRAExperts
-from tune.peft.lora import LoRA, LoRAEmbedding, LoRALinear, LowRank
+from tune.peft.lora import LoRA, LoRAEmbedding, LoRAExperts, LoRALinear, LowRank
 from tune.peft.targets import adapted_layers, modules_to_save, token_modules
 from tune.peft.tokens import TokenEmbedding, TokenHead, TokenRows
 
@@ -55,9 +54,16 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
         TuneError: a name matches no layer, or one that cannot be adapted.
     """
     names = Names.of(model)
-    targets = adapted_layers(model, lora)
-    whole = modules_to_save(model, lora, targets)
-    token_rows = token_modules(model, lora, {**targets, **whole})
+    try:
+        targets = adapted_layers(model, lora)
+        whole = modules_to_save(model, lora, targets)
+        token_rows = token_modules(model, lora, {**targets, **whole})
+    except TuneError as error:
+        if lora.path is None:
+            raise
+        reason = str(error).partition(". ")[0].removeprefix("adapter.")  # the rest is for whoever chose the targets
+        instead = "Take the model that it was trained on, or another adapter"
+        raise TuneError(f"adapter.path: {lora.path} does not fit this model: {reason}. {instead}") from error
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     widest = max((_largest_rank(layer) for layer in targets.values()), default=0)

@@ -10,23 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from tune.atomic import written_aside
 from tune.checkpointers import Pretrained, export
 from tune.checkpointers.disk import DiskTensor, headers, sampled_digest, shape_differences
 from tune.checkpointers.weights import load_shard
-from tune.checkpointers.writing import SavesItself
+from tune.checkpointers.writing import save_tensors
 from tune.distributed import World, full_tensor, local_shard
 from tune.errors import TuneError
 from tune.models.config_file import read_json
 from tune.models.names import Names, OnDisk, disk_parts, own_name, peft_name
 from tune.peft.adapters import Adapter, adapted_modules, initialize
-from tune.peft.experts import LoRAExperts, joined, parted
-from tune.peft.lora import LoRA, LowRank
+from tune.peft.lora import LoRA, LoRAExperts, LowRank
 from tune.peft.targets import is_tied
 from tune.peft.tokens import TokenRows
+from tune.tokenizers import Tokenizer
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 GENERATION = "generation_config.json"
@@ -106,8 +105,8 @@ def load_adapter(model: nn.Module, path: str) -> None:
     file, parts = Path(path) / WEIGHTS, _parts(model)
     stored = [part.stored(torch.empty(part.parameter.shape, device="meta")) for part in parts]
     needed = {own_name(name): list(tensor.shape) for each in stored for name, tensor in each.items()}
-    tied = _trains_tied_embedding(model)
-    if tied and not json.loads((Path(path) / CONFIG).read_text()).get("ensure_weight_tying"):
+    tied, settings = _trains_tied_embedding(model), read_json(Path(path) / CONFIG, "adapter.path")
+    if tied and not settings.get("ensure_weight_tying"):
         raise TuneError(
             f"adapter.path: in {path} the embedding was trained apart from the output head, which model.path ties to it"
         )
@@ -120,7 +119,10 @@ def load_adapter(model: nn.Module, path: str) -> None:
         found.pop(PREFIX + HEAD, None)
     shapes = {name: tensor.shape for name, tensor in found.items()}
     if differences := shape_differences(shapes, needed, "this model needs"):
-        raise TuneError(f"adapter.path: {path} is for another model:\n  {differences}")
+        raise TuneError(
+            f"adapter.path: {path} is for another model: it was trained on {settings.get('base_model_name_or_path')}. "
+            f"Take that one, or another adapter. What does not fit:\n  {differences}"
+        )
     with torch.no_grad():
         for part, each in zip(parts, stored, strict=True):
             part.load({name: found[own_name(name)] for name in each})
@@ -141,7 +143,7 @@ def _require_equal(model: nn.Module, name: str, copy: DiskTensor, path: str) -> 
 
 
 def export_adapter(
-    model: nn.Module, lora: LoRA, folder: str | Path, world: World, *, base: str, tokenizer: SavesItself, card: str = ""
+    model: nn.Module, lora: LoRA, folder: str | Path, world: World, *, base: str, tokenizer: Tokenizer, card: str = ""
 ) -> None:
     """Write the adapters of `model` as PEFT, transformers and vLLM load them on top of the model `base`.
 
@@ -157,7 +159,7 @@ def export_adapter(
                     tensors[PREFIX + HEAD] = tensor.clone()  # PEFT expects tied weights twice
     if world.is_main:
         with written_aside(Path(folder), folder=True) as unfinished:
-            save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
+            save_tensors(tensors, unfinished / WEIGHTS, "adapter")
             (unfinished / CONFIG).write_text(json.dumps(_config(model, lora, base), indent=2) + "\n")
             (unfinished / "README.md").write_text(card)
             generation = Path(base) / GENERATION  # into which the tokenizer writes where to stop
@@ -186,7 +188,7 @@ def export_trained(
     world: World,
     *,
     base: Pretrained,
-    tokenizer: SavesItself,
+    tokenizer: Tokenizer,
     card: str = "",
     merge: bool = False,
 ) -> str:
@@ -254,7 +256,8 @@ def _shortest(model: nn.Module, adapted: set[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Part:
-    """A trained parameter in PEFT's file: of experts, a tensor for each or, if `is_joined`, one for all."""
+    """A trained parameter in PEFT's file: of experts, a tensor for each or, if `is_joined`, one for all: A of
+    `[experts * rank, in]`, B of `[out, rank * experts]`."""
 
     on_disk: OnDisk
     module: nn.Module
@@ -273,14 +276,18 @@ class _Part:
 
     def stored(self, full: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors of the file that have the values `full`."""
-        return dict(disk_parts(self.on_disk, joined(self.kind, full) if self.is_joined else full))
+        if self.is_joined:
+            full = full.flatten(0, 1) if self.kind == "lora_a" else full.permute(1, 2, 0).flatten(1)
+        return dict(disk_parts(self.on_disk, full))
 
     def load(self, tensors: Mapping[str, DiskTensor]) -> None:
         if not self.is_joined:
             load_shard(self.parameter, self.on_disk, tensors)
             return
-        (tensor,), (shard, where) = tensors.values(), local_shard(self.parameter)
-        shard.copy_(parted(self.kind, tensor.read(), self.parameter.shape[0])[where])
+        (tensor,), (shard, where), experts = tensors.values(), local_shard(self.parameter), self.parameter.shape[0]
+        is_a, whole = self.kind == "lora_a", tensor.read()
+        stack = whole.unflatten(0, (experts, -1)) if is_a else whole.unflatten(1, (-1, experts)).permute(2, 0, 1)
+        shard.copy_(stack[where])
 
 
 def _parts(model: nn.Module) -> list[_Part]:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from tune.distributed import full_tensor, summed
 from tune.errors import TuneError
-from tune.peft.dropout import dropout, prepare_dropout
+from tune.models.grouped_product import grouped_product
+from tune.models.moe import Dispatch, ExpertLinear
+from tune.peft.dropout import THIRD, dropout, mix, prepare_dropout
 from tune.quantization import NF4Weight, Rounding
 from tune.types import Fraction, PositiveFloat, PositiveInt
 
@@ -271,6 +273,42 @@ class LoRAEmbedding(LowRank, nn.Embedding):
             return super().forward(input)
         a, b = (factor.to(self.weight.dtype) for factor in (self.lora_a, self.lora_b))
         return super().forward(input) + F.linear(F.embedding(input, a.T) * self.scaling, b)
+
+
+class LoRAExperts(LowRank, ExpertLinear):
+    """A linear layer for each expert, whose weight W is used as W + scaling * B @ A, with a B and an A of its own.
+
+    `lora_a` is `[experts, rank, in]`, `lora_b` `[experts, out, rank]`, also where W is transposed.
+    """
+
+    def add_parameters(self, lora: LoRA) -> None:
+        self.lora_a = nn.Parameter(self.weight.new_empty(self.num_experts, self.rank, self.in_features))
+        self.lora_b = nn.Parameter(self.weight.new_empty(self.num_experts, self.out_features, self.rank))
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """`weight`, that of all experts, with their adapters merged in, in its type: all processes must call it."""
+        a, b = self.full_factors(weight.device)
+        merged = torch.empty_like(weight)
+        for into, base, its_a, its_b in zip(merged, weight, a, b, strict=True):  # all in fp32 would be large
+            added = self.scaling * (its_b @ its_a)
+            into.copy_(base.float() + (added.T if self.transposed else added))
+        return merged
+
+    def forward(self, rows: Tensor, plan: Dispatch) -> Tensor:
+        if self.is_off:
+            return super().forward(rows, plan)
+        a, b = (factor.to(rows.dtype).mT for factor in (self.lora_a, self.lora_b))
+        low_rank = grouped_product(self._dropped(rows, plan), a, plan.ends) * self.scaling
+        return super().forward(rows, plan) + grouped_product(low_rank, b, plan.ends)
+
+    def _dropped(self, rows: Tensor, plan: Dispatch) -> Tensor:
+        if not (self.dropout and self.training):
+            return rows
+        assert self.dropout_keys is not None, "set_dropout_keys must come before a forward in training"
+        # The random bits depend on the token and the expert, not on where their row is.
+        keys = plan.of_tokens(self.dropout_keys.flatten()) ^ ((plan.first + plan.experts.int()) * THIRD)
+        keys = mix(keys)
+        return dropout(rows, self.dropout, keys, self.layer_seed, self.first_input)
 
 
 def _pissa(weight: Tensor, rank: int, scaling: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:

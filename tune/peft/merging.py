@@ -1,30 +1,32 @@
-"""Merging an adapter into its base, on disk."""
+"""What others load of adapters: their base with them merged in, or a GGUF file. Several become one as in PEFT."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tune import distributed
+from tune.atomic import written_aside
 from tune.checkpointers import Pretrained, export, open_checkpoint
+from tune.checkpointers.to_gguf import llama_cpp_tensors, require_supported
 from tune.errors import TuneError
-from tune.peft.adapters import add_adapters
-from tune.peft.combining import load_combined
+from tune.models.names import Names
+from tune.peft.adapters import adapted_modules, add_adapters
 from tune.peft.files import load_adapter, read_adapter
+from tune.peft.lora import LoRALinear
 from tune.tokenizers import Tokenizer
 
 
-def merge(
-    base: str | Path, adapter: str | Path | Sequence[str | Path], out: str | Path, card: str = "", **combination: Any
-) -> None:
+def merge(base: str | Path, adapter: str | Path | Sequence[str | Path], out: str | Path, **combination: Any) -> None:
     """Write to `out` the model `base` with `adapter` merged in, with the names and types of the base.
 
-    The tokenizer is that of the adapter's folder, if it has one; `card` becomes README.md. The adapter and at most one
-    file of 5 GB are in memory. Adapters are merged in fp32. Several become one first, see `load_combined` for the
-    `combination`. `out` appears, or is replaced, when it is complete.
+    The tokenizer is that of the adapter's folder, if it has one. The adapter and at most one file of 5 GB are in
+    memory. Adapters are merged in fp32. Several become one first, see `load_combined` for the `combination`. `out`
+    appears, or is replaced, when it is complete.
 
     Raises:
         TuneError: layers or shapes of the adapter do not fit the base; the base is quantised.
@@ -33,7 +35,7 @@ def merge(
     model, weights, tokenizer = open_on_disk(source, *adapters, **combination)
     names = ", ".join(f"`{'/'.join(each.parts[-2:])}`" for each in adapters)
     what = f"adapter {names} merged" if len(adapters) == 1 else f"adapters {names} merged ({combination['method']})"
-    card = card or f"---\nbase_model: {source.name}\ntags: [tune]\n---\n\n`{source.name}` with the {what} in by tune.\n"
+    card = f"---\nbase_model: {source.name}\ntags: [tune]\n---\n\n`{source.name}` with the {what} in by tune.\n"
     export(model, tokenizer, out, distributed.init("cpu"), source=str(source), card=card, base=weights)
 
 
@@ -66,6 +68,36 @@ def open_on_disk(
     return model, weights, tokenizer
 
 
+def export_gguf_lora(model: Any, file: Path, model_type: str) -> None:
+    """Write the adapter of `model`, of the family `model_type`, in fp32. Raises TuneError if llama.cpp cannot have it:
+    it trains more than low-rank matrices of linear layers, or there is none."""
+    import gguf
+
+    architecture = require_supported(model.config, model_type)
+    layers: dict[str, Any] = dict(adapted_modules(model))
+    parts = {id(part) for layer in layers.values() for part in (layer.lora_a, layer.lora_b)}
+    others = [name for name, part in model.named_parameters() if part.requires_grad and id(part) not in parts]
+    others += [name for name, layer in layers.items() if not isinstance(layer, LoRALinear)]
+    if others or not layers:
+        what = f"more is trained than low-rank matrices of linear layers: {others[0]}" if others else "there is none"
+        raise TuneError(f"the adapter cannot be a GGUF file of its own: {what}. --to gguf merges it into the model")
+    with written_aside(file) as unfinished:
+        writer = gguf.GGUFWriter(unfinished, architecture.name)
+        writer.add_type("adapter")
+        writer.add_string("adapter.type", "lora")
+        writer.add_float32("adapter.lora.alpha", 1.0)  # llama.cpp divides it by the rank
+        for name, layer in layers.items():
+            a, b = (factor.detach().float() for factor in layer.factors())
+            b = b * layer.scaling * len(a)
+            for new, part in llama_cpp_tensors(f"{name}.weight", b, model.config, architecture):
+                writer.add_tensor(f"{new}.lora_a", a.contiguous().numpy())
+                writer.add_tensor(f"{new}.lora_b", part.contiguous().numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
 def give_memory(model: nn.Module) -> None:
     """Move trained parameters to the CPU; the base stays on the meta device. Shared parameters stay shared."""
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -81,3 +113,69 @@ def _require_same_vocabulary(base: Path, tokenizer: Tokenizer) -> None:
     if changed := sorted(token for token, index in theirs.items() if ours.get(token) != index):
         listing = ", ".join(f"{token!r} ({theirs[token]}, in the base {ours.get(token)})" for token in changed[:3])
         raise TuneError(f"the adapter was trained with another vocabulary than {base} has: {listing}; give its base")
+
+
+@torch.no_grad()
+def load_combined(
+    model: Any,
+    adapters: Sequence[Path],
+    method: str,
+    weights: Sequence[float] = (),
+    density: float = 0.5,
+    seed: int = 0,
+) -> None:
+    """Load into `model`, which has the layers of the first of the `adapters`, what they make together. For each layer,
+    its A matrices and its B matrices are summed, times the root of weight and scaling (`linear`).
+
+    `ties` (Yadav et al., 2023) keeps of each matrix only the share `density` of largest values, and of each element the
+    mean of those that have the sign of their sum; `dare_linear` and `dare_ties` (Yu et al., 2024) keep a share by
+    chance, divided by it. Weights are one by default.
+
+    Raises:
+        TuneError: the adapters differ in layers or ranks, or have more than low-rank matrices of linear layers.
+    """
+    layers: dict[str, Any] = dict(adapted_modules(model))
+    if weights and len(weights) != len(adapters):
+        raise TuneError(f"there are {len(weights)} weights for {len(adapters)} adapters: give one for each")
+    if not 0 < density <= 1:
+        raise TuneError(f"a density of {density} is no share: it is above 0 and at most 1")
+    weights = weights or [1.0] * len(adapters)
+    loaded = []
+    for folder in adapters:
+        lora = read_adapter(str(folder))
+        if lora.dora or lora.modules_to_save or not all(isinstance(layer, LoRALinear) for layer in layers.values()):
+            raise TuneError(f"{folder} has more than LoRA's matrices of linear layers: it cannot be one of several")
+        load_adapter(model, str(folder))
+        alphas = {name: lora.at(*Names.of(model).spellings(name))[1] for name in layers}
+        loaded.append(
+            {
+                name: (layer.lora_a.clone(), layer.lora_b.clone(), lora.scaling(layer.rank, alphas[name]))
+                for name, layer in layers.items()
+            }
+        )
+    torch.manual_seed(seed)
+    for name, layer in layers.items():
+        *both, scales = zip(*(each[name] for each in loaded), strict=True)
+        products = [weight * scale for weight, scale in zip(weights, scales, strict=True)]
+        roots = torch.tensor([math.sqrt(abs(product)) for product in products])
+        signs = torch.tensor([math.copysign(1, product) for product in products])
+        for parameter, tensors, factors in zip((layer.lora_a, layer.lora_b), both, (roots * signs, roots), strict=True):
+            parameter.copy_(_combined(tensors, factors, method, density))
+        layer.scaling = 1.0
+
+
+def _combined(tensors: Sequence[Tensor], weights: Tensor, method: str, density: float) -> Tensor:
+    kept = []
+    for tensor in tensors:
+        if method.startswith("dare"):
+            tensor = tensor * torch.bernoulli(torch.full_like(tensor, density)) / density
+        elif method == "ties":
+            mask = torch.zeros(tensor.numel())
+            mask[tensor.abs().flatten().topk(int(density * tensor.numel())).indices] = 1
+            tensor = tensor * mask.view_as(tensor)
+        kept.append(tensor)
+    stack, weights = torch.stack(kept), weights.view(-1, 1, 1)
+    if method.endswith("linear"):
+        return (stack * weights).sum(dim=0)
+    agrees = stack.sign() == torch.where(stack.sum(dim=0) >= 0, 1, -1)
+    return (stack * weights * agrees).sum(dim=0) / agrees.sum(dim=0).clamp(min=1)
