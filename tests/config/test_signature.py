@@ -3,8 +3,7 @@ from typing import Any
 
 import pytest
 
-from tune.config.signature import Signature, signature_of
-from tune.errors import TuneError
+from tune.config.check import Signature, signature_of
 from tune.type_check import fits, mismatch
 
 
@@ -134,19 +133,16 @@ def test_components_that_are_made_when_their_module_is_imported(folder: Path) ->
     assert signature_of("dynamic.square").parameters.keys() == {"base", "exponent"}
     assert kinds_of("dynamic.Maker.make") == {"size": int}
     assert kinds_of("dynamic.lazy")["base"] is float
-    with pytest.raises(TuneError, match="dynamic has no 'lasy'"):
-        signature_of("dynamic.lasy")
+    assert "dynamic has no 'lasy'" in signature_of("dynamic.lasy").problem
     assert signature_of("math.sqrt") == Signature()
     assert signature_of("builtins.dict").accepts_any
 
 
 def test_mistakes_in_a_users_module(folder: Path) -> None:
     (folder / "broken.py").write_text("def fine(): ...\ndef broken(:\n")
-    with pytest.raises(TuneError, match=r"broken\.py:2: invalid syntax"):
-        signature_of("broken.fine")
+    assert "broken.py:2: invalid syntax" in signature_of("broken.fine").problem
     (folder / "needy.py").write_text("import nowhere_at_all\nfrom nowhere_at_all import thing\n")
-    with pytest.raises(TuneError, match=r"needy\.thing: there is no module 'nowhere_at_all'"):
-        signature_of("needy.thing")
+    assert "needy.thing: there is no module 'nowhere_at_all'" in signature_of("needy.thing").problem
 
 
 def test_an_annotation_that_only_a_type_checker_can_read(folder: Path) -> None:

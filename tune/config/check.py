@@ -1,6 +1,8 @@
 """Merge a run's settings and find all their problems in one pass."""
 
 import functools
+import inspect
+import keyword
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -12,7 +14,6 @@ from tune.config.conflicts import conflicts
 from tune.config.instantiate import COMPONENT
 from tune.config.options import OFF_BY_DEFAULT, OPTIONS
 from tune.config.paths import find_config, list_recipes
-from tune.config.signature import Signature, signature_of
 from tune.errors import TuneError
 from tune.lookup import did_you_mean, locate
 from tune.type_check import fits, mismatch, show
@@ -21,6 +22,17 @@ Values = dict[str, Any]
 
 # Arguments that choose the kernels of an optimizer: others lack them for sharded parameters, or have a better default.
 KERNELS = ("fused", "foreach")
+
+
+@dataclass
+class Signature:
+    """What may be given by name. `async_`, which stands for a Python keyword, is found as `async`."""
+
+    parameters: dict[str, inspect.Parameter] = field(default_factory=dict)
+    accepts_any: bool = False
+    problem: str = ""  # why the component cannot be used
+
+
 ANYTHING = Signature(accepts_any=True)
 
 
@@ -31,7 +43,7 @@ def combine(layers: Sequence[tuple[Values, str]], imports: bool = True) -> tuple
     take seconds, arguments of components are not checked, but keys and plain values are.
     """
     default = layers[0][0]
-    run = _Combination(default, imports, functools.cache(_signature) if imports else lambda _: ANYTHING)
+    run = _Combination(default, imports, functools.cache(signature_of) if imports else lambda _: ANYTHING)
     values: Values = {}
     for layer, origin in layers:
         before, known = dict(walk(values)), run.known_keys(layer, default, origin)
@@ -179,11 +191,25 @@ class _Combination:
         return f" Did you mean {' or '.join(same)}?" if same else did_you_mean(name, siblings)
 
 
-def _signature(component: str) -> Signature:
+def signature_of(path: str) -> Signature:
+    """The signature of the component with this dotted path, which is imported; the `problem` if it cannot be."""
     try:
-        return signature_of(component)
+        component = locate(path)
     except TuneError as error:
         return Signature(accepts_any=True, problem=str(error))
+    try:
+        try:
+            parameters = inspect.signature(component, eval_str=True).parameters.values()
+        except (NameError, SyntaxError, TypeError, AttributeError):  # an annotation that only a type checker can read
+            parameters = inspect.signature(component).parameters.values()
+    except ValueError:  # written in C, without a signature
+        return Signature(accepts_any=True)
+    signature = Signature(accepts_any=any(each.kind is each.VAR_KEYWORD for each in parameters))
+    for each in parameters:
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+            plain = each.name.removesuffix("_")
+            signature.parameters[plain if keyword.iskeyword(plain) else each.name] = each
+    return signature
 
 
 def _takes(signature: Signature, name: str, value: Any) -> bool:

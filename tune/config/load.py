@@ -65,7 +65,7 @@ def save(cfg: DictConfig, folder: Path) -> list[str]:
     """
     values = without_secrets(OmegaConf.to_container(cfg, resolve=True))
     starts = len([*folder.glob("config*.yaml")])
-    now = _flat(values)
+    now = flat(values)
     before = saved(folder) if starts else now
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in ("output_dir", "resume")]
     if keys or not starts:
@@ -77,15 +77,11 @@ def save(cfg: DictConfig, folder: Path) -> list[str]:
 def saved(folder: Path) -> Values:
     """The settings of a run folder's last start by their dotted keys, none if there are none. Raises TuneError."""
     newest = max(folder.glob("config*.yaml"), default=None, key=lambda file: (len(file.name), file.name))
-    return _flat(without_secrets(read_file(newest))) if newest else {}
+    return flat(without_secrets(read_file(newest))) if newest else {}
 
 
-def flat(file: Path) -> Values:
-    """The settings in a YAML by their dotted keys, interpolations as they stand there. Raises TuneError."""
-    return _flat(read_file(file))
-
-
-def _flat(values: Values) -> Values:
+def flat(values: Values) -> Values:
+    """Settings by their dotted keys."""
     return {key: value for key, value in walk(values) if not isinstance(value, dict)}
 
 

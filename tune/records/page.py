@@ -64,7 +64,7 @@ def changed(run: Record) -> list[tuple[str, list[Any]]] | None:
     """The settings that are not the defaults of the run's recipe: key, default, value; None if these are not known."""
     try:
         script = Path((run.facts.get("command") or [""])[0])
-        defaults = config.flat(config.find_default(script, run.facts["recipe"]))
+        defaults = config.flat(config.read_file(config.find_default(script, run.facts["recipe"])))
     except (KeyError, TuneError):
         return None
     for key, value in defaults.items():
