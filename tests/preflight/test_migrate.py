@@ -110,6 +110,22 @@ def test_torchtune(tmp_path):
     assert {key: found.get(key, "absent") for key in expected} == expected
 
 
+def test_what_torchtune_says_of_the_optimizer_and_of_columns_is_kept(tmp_path):
+    text = """
+        model: {_component_: torchtune.models.llama3.llama3_8b}
+        tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: t.model, max_seq_len: null}
+        dataset: {_component_: torchtune.datasets.samsum_dataset}
+        optimizer: {_component_: torch.optim.AdamW, betas: [0.8, 0.9]}
+    """
+    run = converted(text, tmp_path)
+    columns = {"instruction": "dialogue", "output": "summary"}
+    expected = {"optimizer.betas": [0.8, 0.9], "dataset.columns": columns, "max_seq_len": "absent"}
+    assert {key: ours(run).get(key, "absent") for key in expected} == expected
+    assert status(run)["tokenizer.max_seq_len"] == "differs"  # without a limit there
+    usual = converted(text.replace("betas", "eps").replace("[0.8, 0.9]", "1.0e-8"), tmp_path)
+    assert ours(usual)["optimizer.betas"] == [0.9, 0.999]
+
+
 def test_a_command_line_of_trl(tmp_path):
     run = converted(TRL, tmp_path)
     found = ours(run)
@@ -160,6 +176,11 @@ def test_units_of_batches(tmp_path):
     assert ours(run).get("global_batch_size", 16) == 8
     assert "2 a device x 4 accumulated x 1 devices" in note
     assert ours(migrate(verb.read(tmp_path / "theirs.yaml")[0], "axolotl", None, RECIPES, 4))["global_batch_size"] == 32
+
+
+def test_counts_of_an_epoch_are_not_those_of_steps(tmp_path):
+    found = status(converted(A + "evals_per_epoch: 4\nsaves_per_epoch: 1", tmp_path))
+    assert found["evals_per_epoch"] == found["saves_per_epoch"] == "differs"
 
 
 def test_several_sources_become_a_mixture(tmp_path):

@@ -118,9 +118,11 @@ def optimizer(run: Migration) -> None:
     if not run.takes("optimizer.betas"):
         return
     if name is None or "Adam" in name.value:
-        run.set("optimizer.betas", [first.value, second.value], *first.sources, *second.sources)
+        if "optimizer.betas" not in run.settings:  # torchtune has both in one key
+            run.set("optimizer.betas", [first.value, second.value], *first.sources, *second.sources)
     else:
-        used = [*first.sources, *second.sources, *run.pop("optimizer.eps").sources]
+        betas, eps = run.pop("optimizer.betas"), run.pop("optimizer.eps")
+        used = [*first.sources, *second.sources, *betas.sources, *eps.sources]
         run.said.update(dict.fromkeys(used, ("no counterpart", f"{name.value} has none")))
 
 

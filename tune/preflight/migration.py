@@ -21,6 +21,7 @@ PEERS = {"torchtune": "torchtune", "axolotl": "axolotl", "llama_factory": "LLaMA
 STATUSES = ("converted", "differs", "same by default", "no counterpart", "unknown")
 PARTS = ("keys", "always", "lacking")  # of a table
 NOTHING: tuple[Any, ...] = (None, "", [], {})
+ROWS = "dataset._component_"
 OFF = ("false", "0", "0.0", "no", "none", "off")
 
 Fields = dict[str, Any]
@@ -58,7 +59,7 @@ class Migration:
     recipe: str
     theirs: Fields  # each leaf by its dotted key
     defaults: Fields
-    elsewhere: set[str]  # settings of other recipes
+    elsewhere: set[str]  # settings of other recipes that read rows in the same way
     usual: Fields  # what the peer takes for a key that is not there
     world_size: int
     has_adapter: bool
@@ -201,7 +202,8 @@ def migrate(
         raise NotConverted(f"{source}: {given} {found}")
     has_adapter = holds(rules["adapter"], theirs)
     name = found["recipe"] if found["recipe"] != "sft" else "lora_finetune" if has_adapter else "full_finetune"
-    elsewhere = {key for each in recipes.values() for key in each} - set(recipes[name])
+    alike = [each for each in recipes.values() if each.get(ROWS) == recipes[name].get(ROWS)]
+    elsewhere = {key for each in alike for key in each} - set(recipes[name])
     facts = {"method": given, **theirs}
     usual = {
         key: value for each in rules["defaults"] if holds(each["when"], facts) for key, value in each["are"].items()
