@@ -35,7 +35,7 @@ def converted(text: str, tmp_path: Path, peer: str | None = None, method: str | 
     file = tmp_path / ("theirs.sh" if "--" in text and "\n#" not in text else "theirs.yaml")
     file.write_text(text)
     values, found, processes = verb.read(file)
-    return migrate(values, peer or peer_of(values), method or found, RECIPES, processes)
+    return migrate(values, peer or peer_of(values, file), method or found, RECIPES, processes)
 
 
 def ours(run: Migration) -> dict:
@@ -224,6 +224,37 @@ def test_training_on_rounded_weights(text, expected, tmp_path):
     }
 
 
+TT = "checkpointer: {checkpoint_dir: '${base}/m'}\nbase: /tmp\ntokenizer: {_component_: torchtune.models.x.tokenizer}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (L + "stage: ppo\nreward_model: saves/reward", {"model.path": "./b"}),
+        (L + "pure_bf16: true\nfinetuning_type: full", {"dtype": None, "master_dtype": "bf16"}),
+        (L + "dataset_dir: ONLINE\ndataset: c4", {"dataset.path": "c4"}),
+        (A + "datasets: [{path: c/d, field_messages: talk}]", {"dataset.columns": {"messages": "talk"}}),
+        (A + "datasets: [{path: c/d, type: chatml.intel}]\nrl: dpo", {"dataset.columns": {"prompt": "question"}}),
+        (A + "datasets: [{path: c/d, train_on_eos: none}]", {"dataset.train_on_end_of_turn": False}),
+        (T + "dataset_mixture: {datasets: [{id: c/e, config: f, split: g}]}", {"dataset.path": "c/e"}),
+        ("trl grpo --dataset_name c/d --no_gradient_checkpointing", {"memory.activation_checkpointing": None}),
+        (TT + "dataset: [{source: c/d, train_on_input: true, column_map: {input: q}}]",
+         {"dataset.train_on": "all", "dataset.columns": {"instruction": "q"}, "model.path": "/tmp/m"}),
+        (TT + "dataset_val: {source: json, data_files: v.json}", {"validation_dataset.path": "v.json"}),
+        (TT + "ppo_epochs: 2\nvalue_checkpointer: {checkpoint_dir: rm}", {"value.path": "rm"}),
+    ],
+)  # fmt: skip
+def test_what_a_key_says_of_one_thing_stays_with_it(text, expected, tmp_path):
+    run = converted(text, tmp_path)
+    assert {key: ours(run).get(key) for key in expected} == expected
+    assert "unknown" not in status(run).values()
+
+
+def test_faults_are_those_of_the_method(tmp_path):
+    said = [str(converted(T + f"num_generations: {number}", tmp_path).faults()) for number in ("null", "4")]
+    assert "max_length=1024" in said[0] and "max_length" not in said[1] and "EOS" not in said[1]
+
+
 def test_types_of_computation(tmp_path):
     for text, kind in (("bf16: true", None), ("fp16: true", None), ("{}", "fp32"), ("bf16: false", "fp32")):
         found = ours(converted(L + text.replace("{}", ""), tmp_path))
@@ -362,7 +393,7 @@ def peer_files() -> list[Path]:
 def test_real_configs_of_peers_convert_or_say_why_not(tmp_path):
     for file in peer_files():
         values, method, processes = verb.read(file)
-        peer = peer_of(values)
+        peer = peer_of(values, file)
         assert peer == file.parent.name, file
         try:
             run = migrate(values, peer, method, RECIPES, processes)

@@ -10,9 +10,9 @@ are unknown, 2 if the file cannot be read, and 3 if it asks for what no recipe d
 import re
 import shlex
 import sys
-import tempfile
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from tune import config
+from tune.config.check import combine
 from tune.errors import TuneError
-from tune.preflight.migration import PEERS, STATUSES, Migration, NotConverted, leaves, migrate, peer_of, show
+from tune.preflight.migration import PEERS, STATUSES, Migration, NotConverted, Setting, leaves, migrate, peer_of, show
 from tune.secrets import without_secrets
 
 COMMAND = re.compile(r"^[^#\n]*?(?:\btrl (?P<trl>\w+)|(?P<script>\w+)\.py)(?P<options> .*--\w.*)$", re.MULTILINE)
@@ -40,7 +41,7 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     if options.out and options.out.exists():
         raise TuneError(f"{options.out} exists already. Name another --out, or move it away.")
     values, method, devices = read(options.file)
-    peer = options.peer or ("trl" if method else whose(values, options.file))
+    peer = options.peer or ("trl" if method else peer_of(values, options.file))
     world_size = options.world_size if options.world_size is not None else devices
     if world_size < 1:
         raise TuneError(f"--world-size: {world_size} devices: must be 1 or more.")
@@ -84,14 +85,15 @@ def read(file: Path) -> tuple[dict[str, Any], str | None, int]:
 
 
 def options_of(words: list[str]) -> dict[str, Any]:
-    """`--key value`, `--key=value`, `--key one two` and `--flag` as values."""
+    """`--key value`, `--key=value`, `--key one two`, `--flag` and `--no_flag` as values."""
     values: dict[str, Any] = {}
     key = ""
     for word in words:
         if word.startswith("--"):
             key, equals, text = word[2:].partition("=")
             key = key.replace("-", "_")
-            values[key] = value_of(text) if equals else True
+            is_off = key.startswith("no_") and key != "no_cuda"  # as transformers' parser writes a switch that is on
+            values[key.removeprefix("no_") if is_off else key] = value_of(text) if equals else not is_off
         elif key:
             before, value = values[key], value_of(word)
             values[key] = value if before is True else [*(before if isinstance(before, list) else [before]), value]
@@ -105,47 +107,43 @@ def value_of(word: str) -> Any:
         return word
 
 
-def whose(values: dict[str, Any], file: Path) -> str:
-    try:
-        return peer_of(values)
-    except TuneError as error:
-        raise TuneError(f"{file}: {error}") from error
-
-
 def check(run: Migration) -> list[str]:
     """Take back the settings that the recipe refuses, as `tune run` would; returns the keys that are left to give."""
-    missing: list[str] = []
-    for _ in range(5):
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "migrated.yaml"
-            file.write_text(render(run, ""), encoding="utf-8")
-            findings = [each.partition(": ") for each in config.read(run.recipe, ["--config", str(file)])[1]]
+    default = config.read_file(config.find_config(run.recipe))
+    while True:
+        findings = [each.partition(": ") for each in combine([(default, ""), (nested(run.changed()), "")])[1]]
         missing = [key for key, _, problem in findings if problem.startswith("is missing")]
-        wrong = {key: problem.removesuffix(" (migrated.yaml)") for key, _, problem in findings if key not in missing}
-        if not wrong:
-            return missing
+        wrong = {key: problem for key, _, problem in findings if key not in missing}
         for key, problem in wrong.items():
             name = next((each for each in run.changed() if each == key or key.startswith(f"{each}.")), None)
             if name is None:
                 raise TuneError(f"{key}: {problem}")
             run.refuse(name, problem)
-    raise AssertionError(f"settings of {run.recipe} that are refused without end: {wrong}")
+        if not wrong:
+            return missing
+
+
+def nested(settings: dict[str, Setting], show: Callable[[Setting], Any] = attrgetter("value")) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, setting in settings.items():
+        group = values
+        *groups, name = key.split(".")
+        for each in groups:
+            group = group.setdefault(each, {})
+        group[name] = show(setting)
+    return values
 
 
 def render(run: Migration, name: str) -> str:
     """The settings as YAML, each with what it was there."""
-    whose = PEERS[run.peer]
-    nested: dict[str, Any] = {}
-    for key, setting in run.changed().items():
-        group: dict[str, Any] = nested
-        for part in key.split(".")[:-1]:
-            group = group.setdefault(part, {})
+    lines = [f"# {name}, a config of {PEERS[run.peer]}, for: tune run {run.recipe} --config FILE"]
+
+    def text(setting: Setting) -> str:
         there = [
-            f"{each}: {show(run.theirs[each])}" if each in run.theirs else f"{whose}'s default of {each}"
-            for each in setting.sources
+            f"{key}: {show(run.theirs[key])}" if key in run.theirs else f"{PEERS[run.peer]}'s default of {key}"
+            for key in setting.sources
         ]
-        group[key.rpartition(".")[2]] = f"{show(setting.value)}  # {'; '.join(there)}" if there else show(setting.value)
-    lines = [f"# {name}, a config of {whose}, for: tune run {run.recipe} --config FILE"]
+        return show(setting.value) + (f"  # {'; '.join(there)}" if there else "")
 
     def write(group: dict[str, Any], indent: str) -> None:
         for key, value in group.items():
@@ -153,7 +151,7 @@ def render(run: Migration, name: str) -> str:
             if isinstance(value, dict):
                 write(value, indent + "  ")
 
-    write(nested, "")
+    write(nested(run.changed(), text), "")
     return "\n".join(lines) + "\n"
 
 

@@ -47,7 +47,7 @@ def named_datasets(run: Migration, key: str, value: Any) -> None:
     for index, name in enumerate(value if isinstance(value, list) else re.split(r"\s*,\s*", str(value))):
         if name.endswith((".yaml", ".yml")):
             run.said[key] = "no counterpart", f"{name} lists the data: give what it names as dataset.path"
-        elif "/" in name or "." in name:
+        elif "/" in name or "." in name or folder == "ONLINE":  # of the hub
             run.set(f"{step}[{index}].path", name, key)
         else:
             note = f"dataset_info.json says where '{name}' is: check the path"
@@ -106,7 +106,7 @@ def precision(run: Migration) -> None:
         note = "fp16 overflows at 65,504 and needs a loss scale: bf16 does not" if is_fp16 else ""
         kind = "bf16" if is_bf16 or is_fp16 else "fp32"
         run.set("dtype", kind, *computed.sources, *fp16.sources, note=note)
-    in_bf16 = said["weights"] == "true" or "bf" in said["weights"] or (run.peer == "axolotl" and is_bf16)
+    in_bf16 = "bf" in said["weights"] or (run.peer == "axolotl" and is_bf16)
     if in_bf16 and not run.has_adapter and run.takes("master_dtype"):
         run.set("master_dtype", "bf16", *(weights.sources or bf16.sources), note=ROUNDED)
     elif computed is not weights:
@@ -135,7 +135,7 @@ def schedule(run: Migration) -> None:
     warmup = steps.value or ratio.value or 0
     run.set("schedule.warmup", warmup, *used, note="the first step there has a rate of 0" if warmup else "")
     if not kind.value.endswith(("constant", "square_root")):
-        least = lowest.value / rate.value if lowest.value and rate else floor.value or 0.0
+        least = round(lowest.value / rate.value, 6) if lowest.value and rate else floor.value or 0.0
         run.set("schedule.min_ratio", least, *kind.sources, *floor.sources, *lowest.sources)
 
 

@@ -14,6 +14,7 @@ import yaml
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tune.config.check import signature_of
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
 
@@ -21,7 +22,6 @@ PEERS = {"torchtune": "torchtune", "axolotl": "axolotl", "llama_factory": "LLaMA
 STATUSES = ("converted", "differs", "same by default", "no counterpart", "unknown")
 PARTS = ("keys", "always", "lacking")  # of a table
 NOTHING: tuple[Any, ...] = (None, "", [], {})
-ROWS = "dataset._component_"
 OFF = ("false", "0", "0.0", "no", "none", "off")
 
 Fields = dict[str, Any]
@@ -58,8 +58,8 @@ class Migration:
     method: str
     recipe: str
     theirs: Fields  # each leaf by its dotted key
+    referred: set[str]  # the keys of them that others refer to
     defaults: Fields
-    elsewhere: set[str]  # settings of other recipes that read rows in the same way
     usual: Fields  # what the peer takes for a key that is not there
     world_size: int
     has_adapter: bool
@@ -68,11 +68,13 @@ class Migration:
 
     def takes(self, key: str) -> bool:
         """Whether the recipe has this setting, or a component that may take it."""
-        group = key.rpartition(".")[0]
+        group, _, name = key.rpartition(".")
+        component = self.defaults.get(f"{group}._component_")
         if group == "adapter":
             return self.has_adapter
-        is_argument = f"{group}._component_" in self.defaults and (group != "dataset" or key not in self.elsewhere)
-        return key.startswith(("_", "recipe")) or key in self.defaults or is_argument
+        if component and group.endswith("dataset"):  # one that this recipe does not exchange for another
+            return name in signature_of(component).parameters
+        return key.startswith(("_", "recipe")) or key in self.defaults or component is not None
 
     def set(self, key: str, value: Any, *sources: str, note: str = "") -> None:
         if isinstance(value, float) and value.is_integer() and isinstance(self.defaults.get(key), int | None):
@@ -88,7 +90,9 @@ class Migration:
         """Convert one key of theirs by the first line of the table that it matches."""
         part, found, line = look_up(self.peer, key)
         value = self.usual.get(key) if value is None else value
-        if part == "unknown":
+        if part == "unknown" and key in self.referred:
+            self.said[key] = "same by default", "only other keys refer to it"
+        elif part == "unknown":
             self.said[key] = part, f"{PEERS[self.peer]} has no such key, as far as is known here.{line}"
         elif value in NOTHING:
             self.said[key] = "same by default", "not set"
@@ -119,7 +123,8 @@ class Migration:
             chosen, note = chosen if isinstance(chosen, list) else (chosen, note)
             if isinstance(chosen, dict):
                 for name, each in chosen.items():
-                    self.put(key, each, [targets[0] + name], note, implied=True)
+                    place = name.replace("[]", index[0] if index else "")
+                    self.put(key, each, [targets[0] + place], note, implied=True)
                 return
             if chosen is None:
                 self.said[key] = ("differs", note) if note else ("same by default", "")
@@ -202,13 +207,12 @@ def migrate(
         raise NotConverted(f"{source}: {given} {found}")
     has_adapter = holds(rules["adapter"], theirs)
     name = found["recipe"] if found["recipe"] != "sft" else "lora_finetune" if has_adapter else "full_finetune"
-    alike = [each for each in recipes.values() if each.get(ROWS) == recipes[name].get(ROWS)]
-    elsewhere = {key for each in alike for key in each} - set(recipes[name])
+    referred = set(re.findall(r"\$\{([\w.]+)\}", str(values)))
     facts = {"method": given, **theirs}
     usual = {
         key: value for each in rules["defaults"] if holds(each["when"], facts) for key, value in each["are"].items()
     }
-    run = Migration(peer, given, name, theirs, recipes[name], elsewhere, usual, world_size, has_adapter)
+    run = Migration(peer, given, name, theirs, referred, recipes[name], usual, world_size, has_adapter)
     for key, value in found.items():
         run.set(key, name if key == "recipe" else value, *([source] if source in theirs else []))
     for key, value in theirs.items():
@@ -220,15 +224,15 @@ def migrate(
     return run
 
 
-def peer_of(values: Fields) -> str:
-    """Whose config this is, by its keys. Raises TuneError if they are nobody's."""
+def peer_of(values: Fields, file: Path) -> str:
+    """Whose config this file is, by its keys. Raises TuneError if they are nobody's."""
     text = " ".join(f"{key}={value}" for key, value in leaves(values))
     points = {peer: sum(bool(re.search(mark, text)) for mark in table(peer)["marks"]) for peer in PEERS}
     best = max(points, key=lambda peer: points[peer])
     if points[best] == 0:
         looks = "; ".join(f"{name} has {table(peer)['looks_like']}" for peer, name in PEERS.items())
         raise TuneError(
-            f"by its keys ({', '.join([*values][:6])}) it is no config of these: {looks}. "
+            f"{file}: by its keys ({', '.join([*values][:6])}) it is no config of these: {looks}. "
             f"--from NAME takes it for one: {', '.join(PEERS)}."
         )
     return best
