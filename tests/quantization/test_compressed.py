@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from tune.checkpointers import load_model
 from tune.cli import main
+from tune.quantization import nf4
 from tune.quantization.compressed import dequantize, quantize
 from tune.tokenizers import Tokenizer
 
@@ -52,6 +53,30 @@ def test_transformers_loads_them(kind: str, family: str, tmp_path: Path) -> None
     assert Tokenizer(str(tmp_path / "out")).vocabulary == Tokenizer(str(folder)).vocabulary
 
 
+@pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
+def test_transformers_has_the_same_weights(kind: str, tmp_path: Path) -> None:
+    """Those in 4 bits, which it multiplies in bf16, or with a kernel of its own."""
+    folder = save_checkpoint(tmp_path / "model", tie_word_embeddings=False)
+    bitsandbytes = pytest.importorskip("bitsandbytes") if kind == "nf4" else None
+    main(["quantize", str(folder), "--to", kind, "--out", str(tmp_path / "out")])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).eval()
+    tokens, plain = torch.arange(80).view(2, 40), load_model(str(folder))
+    with torch.no_grad():
+        before, found = plain(tokens), theirs(tokens).logits
+        for name, layer in plain.named_modules():
+            if isinstance(layer, nn.Linear) and "." in name:
+                whole = theirs.get_submodule(plain.names.module(name)).weight
+                if bitsandbytes:
+                    layer.weight.data = nf4.dequantize(*nf4.quantize(layer.weight), torch.float32)
+                    whole = bitsandbytes.functional.dequantize_4bit(whole.data, whole.quant_state)
+                else:
+                    layer.weight.data = dequantize(*quantize(layer.weight, kind, 32))
+                assert torch.equal(whole.float(), layer.weight), name
+        expected = plain(tokens)
+    assert (expected - before).abs().max() > 0.1
+    assert_close(found.float(), expected, atol=0.1, rtol=0)  # bf16
+
+
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_transformers_quantises_inputs_too(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     """Against our model with weights rounded and the inputs of its layers rounded by the library's own scales."""
@@ -79,7 +104,7 @@ def test_transformers_quantises_inputs_too(kind: str, checkpoint: Path, tmp_path
     assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "columns"), [("int8", 96), ("int8", 90), ("int4", 128), ("fp8", 96)])
+@pytest.mark.parametrize(("kind", "columns"), [("int8", 96), ("int8", 90), ("int4", 128), ("fp8", 96), ("mxfp4", 96)])
 def test_the_library_makes_the_same(kind: str, columns: int) -> None:
     from tune.quantization import Compressor
 
@@ -87,7 +112,7 @@ def test_the_library_makes_the_same(kind: str, columns: int) -> None:
     weight = torch.randn(48, columns)
     weight[3] = 0
     compressor = Compressor(kind, {"layer.weight": columns})
-    config = compressor.config()
+    config = compressor.config("float32")
     weights = QuantizationArgs(**config["config_groups"]["group_0"]["weights"])
     blocks = weight.unflatten(1, (-1, compressor.group or columns))
     scale, _ = calculate_qparams(blocks.amin(2), blocks.amax(2), weights)
@@ -109,11 +134,11 @@ WRONG = {
     "no kind": (["MODEL"], "--to"),
     "unknown kind": (["MODEL", "--to", "int3"], "invalid choice: 'int3'"),
     "inputs in 4 bits": (["MODEL", "--to", "int4", "--dynamic"], "int4 weights go with inputs as they are"),
-    "nf4": (["MODEL", "--to", "nf4"], "while loading (load_in_4bit)"),
-    "mxfp4": (["MODEL", "--to", "mxfp4"], "llama-quantize"),
+    "inputs in NF4": (["MODEL", "--to", "nf4", "--dynamic"], "nf4 weights go with inputs as they are"),
+    "odd rows of MXFP4": (["ODD", "--to", "mxfp4"], "rows of 100 weights"),
     "nothing there": (["absent", "--to", "int8"], "absent"),
     "there already": (["MODEL", "--to", "int8", "--out", "MODEL"], "exists already"),
-    "odd rows": (["ODD", "--to", "int4"], "are no groups of (128, 64, 32): take int8"),
+    "odd rows": (["ODD", "--to", "int4"], "are no groups of 128 or 64 or 32: take int8"),
     "experts": (["EXPERTS", "--to", "fp8"], "only dense models are quantised"),
     "quantised already": (["AGAIN", "--to", "int8"], "the weights are quantised (compressed-tensors)"),
 }
@@ -152,7 +177,7 @@ def test_sizes_and_perplexities_of_a_real_model(tmp_path: Path) -> None:
         return math.exp(-log_probs.gather(2, tokens[:, 1:, None]).mean().item())
 
     found = {"fp32": ((REAL / "model.safetensors").stat().st_size / 1e6, perplexity(load_model(str(REAL))))}
-    for kind in KINDS:
+    for kind in (*KINDS, "mxfp4"):
         main(["quantize", str(REAL), "--to", kind, "--out", str(tmp_path / kind)])
         config = json.loads((tmp_path / kind / "config.json").read_text())["quantization_config"]
         group = config["config_groups"]["group_0"]["weights"]["group_size"]
@@ -162,4 +187,4 @@ def test_sizes_and_perplexities_of_a_real_model(tmp_path: Path) -> None:
     print(found)
     assert found["int8"][1] / found["fp32"][1] == pytest.approx(1, abs=0.02)
     assert found["fp8"][1] / found["fp32"][1] == pytest.approx(1, abs=0.05)
-    assert found["int4"][1] / found["fp32"][1] < 1.6
+    assert found["int4"][1] / found["fp32"][1] < 1.6 and found["mxfp4"][1] / found["fp32"][1] < 2

@@ -73,7 +73,8 @@ def export(
             if scores:
                 fields = as_reward_model(fields, model.config.pad_id)
             if compressor:
-                fields["quantization_config"] = compressor.config()
+                declared = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+                fields["quantization_config"] = compressor.config(declared)
             if fields and (dtype or scores or compressor):
                 (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
             for file in [*map(origin.joinpath, CONFIGS), *origin.glob("*.py")]:

@@ -31,7 +31,7 @@ VERBS = {
     "eval": "evaluate a model on benchmarks, or on data of your own",
     "merge": "merge adapters into their base",
     "export": "write the model of a run as GGUF, for llama.cpp and Ollama, or in Hugging Face layout",
-    "quantize": "write a model in int8, int4 or FP8, for vLLM and transformers",
+    "quantize": "write a model in int8, int4, FP8, MXFP4 or NF4, for vLLM and transformers",
     "push": "upload a model to the Hugging Face hub",
     "add-tokens": "a model with a larger vocabulary",
     "migrate": "turn a config of torchtune, axolotl, LLaMA-Factory or TRL into settings",

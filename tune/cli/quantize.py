@@ -1,5 +1,6 @@
 """Write MODEL (a model folder, an adapter merged into its base, a run) with the linear layers of its blocks quantised,
-for vLLM and transformers: int8 or fp8 with a scale for each row, int4 with one for each group of weights."""
+for vLLM and transformers: int8 or fp8 with a scale for each row; int4, mxfp4 or nf4 with one for each group of
+weights."""
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from tune.cli.convert import new_folder
 
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("model", metavar="MODEL", type=Path, help="a model folder, an adapter or a run")
-    parser.add_argument("--to", required=True, metavar="int8|int4|fp8", choices=("int8", "int4", "fp8", "nf4", "mxfp4"))
+    parser.add_argument("--to", required=True, choices=("int8", "int4", "fp8", "mxfp4", "nf4"))
     parser.add_argument("--dynamic", action="store_true", help="int8, fp8: inputs too, when the model runs (W8A8)")
     parser.add_argument("--out", required=True, metavar="FOLDER", type=Path, help="to write: absent or empty")
     options = parser.parse_args(arguments)

@@ -1,8 +1,10 @@
-"""Weights as the compressed-tensors library stores them, for vLLM and transformers: int8, int4 and FP8.
+"""Weights as vLLM and transformers load them: int8, int4, FP8 and MXFP4 as the library compressed-tensors stores them,
+NF4 as bitsandbytes does.
 
-`quantize` and `dequantize` are the pair of all of these: symmetric, a scale for each row, or for each group in a row.
+`quantize` and `dequantize` are the pair of all but NF4: symmetric, a scale for each row, or for each group in a row.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,19 +13,28 @@ import torch
 from torch import Tensor
 
 from tune.errors import TuneError
+from tune.quantization import nf4
 
-GROUPS = (128, 64, 32)  # weights with a scale of their own in int4; the first that divides all rows
+GROUPS = {"int4": (128, 64, 32), "mxfp4": (32,), "nf4": (nf4.BLOCK,)}  # weights with a scale: the first that fits
 HALF_RANGE = {"int8": 127.5, "int4": 7.5, "fp8": 448.0}  # of codes: the largest weight is this many scales
-REFUSED = {
-    "nf4": "bitsandbytes makes it of a plain model while loading (load_in_4bit): there is nothing to write",
-    "mxfp4": "not written: for llama.cpp its own llama-quantize makes it",
-}
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cpu")  # E2M1
+HALVES = (FP4[1:] + FP4[:-1]) / 2  # what lies there becomes the neighbour with an even code, as IEEE rounds
+HALVES[::2] = torch.nextafter(HALVES, FP4[1:])[::2]
 
 
 def quantize(weight: Tensor, kind: str, group: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Codes `[rows, columns]` (int8, or float8_e4m3fn) and scales `[rows, columns / group]`, in `dtype`."""
-    half, blocks = HALF_RANGE[kind], weight.float().unflatten(1, (-1, group))
-    scales = (blocks.abs().amax(dim=2) / half).clamp(min=torch.finfo(torch.float16).tiny).to(dtype)
+    """Codes `[rows, columns]` (int8, float8_e4m3fn, of MXFP4 the numbers), scales `[rows, columns / group]` in `dtype`.
+    Those of MXFP4 are powers of two (OCP Microscaling, 2023), rounded as compressed-tensors does."""
+    blocks = weight.float().unflatten(1, (-1, group))
+    largest = blocks.abs().amax(dim=2)
+    if kind == "mxfp4":
+        mantissa, exponent = torch.frexp(largest)
+        scales = torch.ldexp(torch.ones_like(largest), (exponent - 3 + (mantissa >= 0.875)).clamp(min=-126))
+        ratios = blocks / scales[..., None]
+        numbers = FP4.to(ratios.device)[torch.bucketize(ratios.abs(), HALVES.to(ratios.device), right=True)]
+        return numbers.copysign(ratios).flatten(1), scales.to(dtype)
+    half = HALF_RANGE[kind]
+    scales = (largest / half).clamp(min=torch.finfo(torch.float16).tiny).to(dtype)
     ratios = blocks / scales.float()[..., None]
     if kind == "fp8":
         return ratios.clamp(-half, half).flatten(1).to(torch.float8_e4m3fn), scales
@@ -38,12 +49,13 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 
 def group_size(kind: str, columns: Mapping[str, int]) -> int | None:
     """How many weights share a scale, for layers of so many `columns`; None: those of a row. Raises TuneError."""
-    if kind != "int4":
-        return None
-    for group in GROUPS:
+    for group in GROUPS.get(kind, ()):
         if not (others := [name for name in columns if columns[name] % group]):
             return group
-    raise TuneError(f"int4: rows of {columns[others[0]]} weights ({others[0]}) are no groups of {GROUPS}: take int8")
+    if kind not in GROUPS:
+        return None
+    groups = " or ".join(map(str, GROUPS[kind]))
+    raise TuneError(f"{kind}: rows of {columns[others[0]]} weights ({others[0]}) are no groups of {groups}: take int8")
 
 
 @dataclass(frozen=True)
@@ -56,10 +68,10 @@ class Compressor:
     dynamic: bool = False
 
     def __post_init__(self) -> None:
-        if reason := REFUSED.get(self.kind):
-            raise TuneError(f"{self.kind}: {reason}")
-        if self.dynamic and self.kind == "int4":
-            raise TuneError("--dynamic: int4 weights go with inputs as they are: take int8 or fp8, or leave it out")
+        if self.dynamic and self.kind in GROUPS:
+            raise TuneError(
+                f"--dynamic: {self.kind} weights go with inputs as they are: take int8 or fp8, or leave it out"
+            )
         group_size(self.kind, self.names)
 
     @property
@@ -72,22 +84,45 @@ class Compressor:
         if name not in self.names:
             yield name, tensor
             return
+        if self.kind == "nf4":
+            packed, absmax, _ = nf4.quantize(tensor)
+            about = {
+                "quant_type": "nf4", "blocksize": nf4.BLOCK, "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": [*tensor.shape],
+            }  # fmt: skip
+            yield name, packed.view(-1, 1)
+            yield f"{name}.absmax", absmax.view(torch.float32).flatten()
+            yield f"{name}.quant_map", torch.tensor(nf4.LEVELS)
+            state = torch.tensor([*json.dumps(about).encode()], dtype=torch.uint8)
+            yield f"{name}.quant_state.bitsandbytes__nf4", state
+            return
         codes, scales = quantize(tensor, self.kind, self.group or tensor.shape[1], tensor.dtype)
-        if self.kind == "fp8" or self.dynamic:
+        if self.kind == "mxfp4":
+            found = torch.bucketize(codes.abs(), FP4) + 8 * codes.signbit()
+            yield f"{name}_packed", (found[:, 0::2] + 16 * found[:, 1::2]).to(torch.uint8)
+            scales = (torch.frexp(scales.float())[1] + 126).to(torch.uint8)
+        elif self.kind == "fp8" or self.dynamic:
             yield name, codes
         else:
             yield f"{name}_packed", _packed(codes, bits=int(self.kind[3:]))
             yield f"{name}_shape", torch.tensor(tensor.shape)
         yield f"{name}_scale", scales
 
-    def config(self) -> dict[str, Any]:
-        """`quantization_config` of config.json."""
-        is_float = self.kind == "fp8"
+    def config(self, dtype: str) -> dict[str, Any]:
+        """`quantization_config` of config.json, of a model whose other weights are in `dtype`."""
+        if self.kind == "nf4":
+            return {
+                "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_compute_dtype": dtype, "llm_int8_skip_modules": ["lm_head"],
+            }  # fmt: skip
+        is_float = self.kind in ("fp8", "mxfp4")
         weights = {
-            "num_bits": 4 if self.kind == "int4" else 8, "type": "float" if is_float else "int", "symmetric": True,
+            "num_bits": 4 if self.group else 8, "type": "float" if is_float else "int", "symmetric": True,
             "strategy": "group" if self.group else "channel", "group_size": self.group, "dynamic": False,
         }  # fmt: skip
         form = "float-quantized" if is_float else "int-quantized" if self.dynamic else "pack-quantized"
+        if self.kind == "mxfp4":
+            form, weights = "mxfp4-pack-quantized", weights | {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
         inputs = weights | {"strategy": "token", "dynamic": True} if self.dynamic else None
         group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
         return {
