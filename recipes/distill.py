@@ -25,7 +25,7 @@ import torch
 
 from tune import checkpointers, config, datasets, distributed, loggers, losses, optimizers, peft, quantization
 from tune.config import instantiate, instantiate_data
-from tune.generation import Sampler, own_answers
+from tune.generation import FixedPrompts, Sampler, own_answers
 from tune.models import balance_loss
 from tune.tokenizers import Tokenizer
 
@@ -82,6 +82,7 @@ def main(cfg):
         accumulate=not cfg.optimizer_in_backward,
         pad_to=pad_to,
     )
+    samples = FixedPrompts(tokenizer, world, run.info, **cfg.evaluate)
     run.describe(model, data, tokenizer, validation)
     if adapted:
         run.info(adapted.table())
@@ -138,6 +139,9 @@ def main(cfg):
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
                     run.record(0, loggers.evaluate(model, batches, loss_fn, world))
+            if step == 1 and samples.are_due(0):
+                with run.pause():
+                    run.append("samples.jsonl", samples(model, 0))
             if cfg.on_policy.share:
                 batch = own_answers(
                     batch, model, sampler, world, step=step, share=cfg.on_policy.share,
@@ -180,6 +184,9 @@ def main(cfg):
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
                     metrics |= loggers.evaluate(model, batches, loss_fn, world)
+            if samples.are_due(step, is_end) and not interrupted:
+                with run.pause():
+                    run.append("samples.jsonl", samples(model, step))
             run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **metrics)
             checkpointer.step(step, now=is_end, **metrics)
             if interrupted:

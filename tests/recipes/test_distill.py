@@ -331,3 +331,19 @@ def test_predictions_are_stored_ahead_of_the_run(common, plainly, chats, tmp_pat
     run(tmp_path / "run", settings)
     assert len(stored) == 2
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "kept").glob("teacher-*.npy")} == stored
+
+
+def test_answers_of_the_student_to_fixed_prompts(common, checkpoint, tmp_path):
+    (tmp_path / "prompts.txt").write_text("the cat\nit was\n")
+    asked = [f"evaluate.prompts={tmp_path}/prompts.txt", "evaluate.max_new_tokens=7", "evaluate.every=2"]
+    with_answers = run(tmp_path / "asked", [*common, *asked, "max_steps=3"])
+    assert with_answers == run(tmp_path / "plain", [*common, "max_steps=3"])
+    rows = [json.loads(line) for line in (tmp_path / "asked" / "samples.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["index"]) for row in rows] == [(at, each) for at in (0, 2, 3) for each in range(2)]
+    tokenizer = Tokenizer(str(checkpoint))
+    chats = [[{"role": "user", "content": row["prompt"]}] for row in rows[:2]]
+    prompts = [tokenizer.encode(tokenizer.apply_chat_template(each, add_generation_prompt=True)) for each in chats]
+    sampler = Sampler(max_new_tokens=7, temperature=0, stop_ids=tokenizer.stop_ids)
+    assert [row["tokens"] for row in rows[:2]] == [
+        each.tokens for (each,) in sampler(load_model(str(checkpoint)), prompts)
+    ]

@@ -265,15 +265,11 @@ def _data(cfg: DictConfig, told: Told, tokenizer: Tokenizer, model: Any, world: 
     for warning in warnings_about(parts_of(dataset, "training"), parts_of(validation, "validation"), tokenizer):
         told.add(warning, "dataset", Level.WARN)
     if "evaluate" in cfg and world:
-        wanted = cfg.evaluate
-        told("evaluate", lambda: evaluation.Tasks(
-            wanted.tasks, tokenizer, wanted.include_path, limit=wanted.limit, num_fewshot=wanted.num_fewshot,
-            apply_chat_template=wanted.apply_chat_template, model=model,
-        ))  # fmt: skip
-        told("evaluate", lambda: FixedPrompts(
-            tokenizer, world, print, prompts=wanted.prompts, every=wanted.every,
-            max_new_tokens=wanted.max_new_tokens, temperature=wanted.temperature,
-        ))  # fmt: skip
+        of_prompts = {name: cfg.evaluate[name] for name in ("prompts", "every", "max_new_tokens", "temperature")}
+        told("evaluate", lambda: FixedPrompts(tokenizer, world, print, **of_prompts))
+        if "tasks" in cfg.evaluate:
+            of_tasks = {name: value for name, value in cfg.evaluate.items() if name not in (*of_prompts, "tasks")}
+            told("evaluate", lambda: evaluation.Tasks(cfg.evaluate.tasks, tokenizer, **of_tasks, model=model))
     return None if not (is_whole and world) else told("dataset", lambda: datasets.DataLoader(
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
         seed=cfg.seed, accumulate=not cfg.optimizer_in_backward,
