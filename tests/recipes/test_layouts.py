@@ -36,6 +36,7 @@ WAYS = {  # one way to compute the same thing each
     "not fused": ["optimizer.fused=false"],
     "from random weights": ["from_scratch=true"],
     "rounded weights": ["quantization.qat=int8"],
+    "float8": ["quantization.float8=rowwise_with_gw_hp"],
 }
 
 

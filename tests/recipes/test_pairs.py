@@ -21,7 +21,7 @@ WHAT = {
         "all": [],
         "all, int8": ["quantization.qat=int8", "export.dtype=bf16"],
         "lora, int8": ["adapter.rank=4", "quantization.qat=int8"],
-        "lora, float8": ["adapter.rank=4", "quantization.float8=rowwise"],
+        "lora, float8": ["adapter.rank=4", "quantization.float8=rowwise_with_gw_hp"],
         "lora": ["adapter.rank=4"],
         "dora": ["adapter.dora=true"],
         "pissa": ["adapter.init=pissa"],
@@ -177,7 +177,7 @@ def test_each_way_gives_the_numbers_of_the_plain_one(row, run, plainly, monkeypa
         )
     with torch.compiler.set_stance("default" if row["compile"] == "true" else "force_eager"):
         found = run(row | {"activation_offload": "false"})
-    tolerance = 1e-4 if row["dtype"] == "fp32" else 3e-2
+    tolerance = 3e-2 if row["dtype"] != "fp32" else 3e-3 if row["trained"] == "lora, float8" else 1e-4
     assert found == [pytest.approx(each, rel=tolerance) for each in expected] and len(found) == 2
 
 
