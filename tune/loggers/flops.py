@@ -23,8 +23,8 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
 
     6 for each trained weight (2 forward, 4 backward) and 4 for each frozen one (no gradient of its own), without the
     embedding unless it is the head; 6 for each pair of tokens and each dimension of queries and values, as if attention
-    was not causal, within the window. Of experts those count that a token is sent to. What recurrent layers do beside
-    their weights is left out, which is little.
+    was not causal, within the window; of transformers' models those of attentions that end with an `nn.Linear`. Of
+    experts those count that a token is sent to. What recurrent layers do beside their weights is left out.
     """
     lookups = {id(module.weight): module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     if getattr(model, "head", None) is None and lookups:
@@ -52,21 +52,12 @@ def _activated_share(model: nn.Module, name: str, dimensions: int) -> float:
 
 def _pair_widths(model: nn.Module, seq_len: int) -> float:
     """Dimensions of queries and of values, times the tokens that one attends to, summed over layers."""
-    config: Any = getattr(model, "config", None)
     if isinstance(model, Decoder):
-        attentions = [layer.attention for layer in config.layers]
+        attentions = [layer.attention for layer in model.config.layers]
         return sum(each.pair_width * min(seq_len, getattr(each, "window", None) or seq_len) for each in attentions)
-    if not getattr(config, "num_hidden_layers", None):
-        return 0.0
-    layers = [config] * config.num_hidden_layers
-    if getattr(config, "is_heterogeneous", False):  # then each layer has its own
-        layers = list(config.per_layer_config)
-    types = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
     total = 0.0
-    for layer, kind in zip(layers, types, strict=True):
-        window = getattr(layer, "sliding_window", None) or seq_len
-        lengths = {"full_attention": seq_len, "attention": seq_len, "sliding_attention": min(seq_len, window)}
-        if kind in lengths and (heads := getattr(layer, "num_attention_heads", None)):
-            head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-            total += 2 * heads * head_dim * lengths[kind]
+    for module in model.modules():  # of transformers: the last projection is that of the output
+        projections = [each for each in module.children() if isinstance(each, nn.Linear)]
+        if projections and type(module).__name__.endswith("Attention"):
+            total += 2 * projections[-1].in_features * min(seq_len, getattr(module, "sliding_window", None) or seq_len)
     return total
