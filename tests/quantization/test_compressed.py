@@ -55,26 +55,28 @@ def test_transformers_loads_them(kind: str, family: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
 def test_transformers_has_the_same_weights(kind: str, tmp_path: Path) -> None:
-    """Those in 4 bits, which it multiplies in bf16, or with a kernel of its own."""
-    folder = save_checkpoint(tmp_path / "model", tie_word_embeddings=False)
+    """In 4 bits it multiplies in bf16, or with a kernel of bitsandbytes, which has another layout from then on."""
     bitsandbytes = pytest.importorskip("bitsandbytes") if kind == "nf4" else None
+    folder = save_checkpoint(tmp_path / "model", tie_word_embeddings=False)
     main(["quantize", str(folder), "--to", kind, "--out", str(tmp_path / "out")])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).eval()
     tokens, plain = torch.arange(80).view(2, 40), load_model(str(folder))
     with torch.no_grad():
+        found = None if bitsandbytes else theirs(tokens).logits  # which unpacks them
         before = plain(tokens)
         for name, layer in plain.named_modules():
             if isinstance(layer, nn.Linear) and "." in name:
-                whole = theirs.get_submodule(plain.names.module(name)).weight
+                weight = theirs.get_submodule(plain.names.module(name)).weight
                 if bitsandbytes:
+                    weight = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
                     layer.weight.data = nf4.dequantize(*nf4.quantize(layer.weight), torch.float32)
-                    whole = bitsandbytes.functional.dequantize_4bit(whole.data, whole.quant_state)
                 else:
                     layer.weight.data = dequantize(*quantize(layer.weight, kind, 32))
-                assert torch.equal(whole.float(), layer.weight), name
-        expected, found = plain(tokens), theirs(tokens).logits
-    assert (expected - before).abs().max() > 0.1
-    assert_close(found.float(), expected, atol=0.1, rtol=0)  # bf16
+                assert torch.equal(weight.float(), layer.weight), name
+        expected = plain(tokens)
+        found = theirs(tokens).logits if found is None else found
+    assert (expected - before).abs().max() > 0.3
+    assert_close(found.float(), expected, atol=0.1, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
