@@ -11,7 +11,7 @@ import torch
 from helpers import HANGS, free_port, make_adapter, save_checkpoint
 
 from tune.cli import main
-from tune.generation.defaults import sampling_settings
+from tune.cli.generate import sampling_settings
 from tune.tokenizers import Tokenizer
 
 transformers = pytest.importorskip("transformers")

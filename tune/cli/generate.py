@@ -21,6 +21,9 @@ from tune.errors import TuneError
 MAX_NEW_TOKENS = 512
 ASKED = ("prompt", "messages", "conversations", "instruction", "input", "system")  # columns that records have too
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+NOT_APPLIED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1, "typical_p": 1.0}  # and off
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Those of a model and of sampling."""
@@ -66,17 +69,32 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 def opened(options: Namespace, device: Any, tell: Any) -> tuple[Any, Any, dict[str, Any]]:
     """The model, its tokenizer, and the settings of a sampler but for `max_new_tokens`."""
-    from tune.generation.defaults import sampling_settings
     from tune.peft import open_model, resolve_model
 
     model, tokenizer = open_model(options.model, adapters=options.adapter, device=device, dtype=options.dtype)
-    given = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    given = {name: getattr(options, name) for name in SAMPLING}
     folders = tokenizer.path, resolve_model(options.model, options.adapter).base  # an adapter's may say nothing
     folder = next((each for each in folders if (each / "generation_config.json").exists()), tokenizer.path)
     settings, words = sampling_settings(folder, **given)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     tell(f"{options.model}: {dtype} on {device}; {words}, seed {options.seed}")
     return model, tokenizer, settings | {"seed": options.seed, "stop_ids": tokenizer.stop_ids}
+
+
+def sampling_settings(folder: Path, **given: float | None) -> tuple[dict[str, Any], str]:
+    """The sampler's settings: those `given`, and for the others what generation_config.json in the `folder` says, which
+    is the most likely token where it does not say do_sample. Also in words."""
+    from tune.tokenizers.folder import read_json
+
+    file = read_json(folder / "generation_config.json")
+    settings = {name: file.get(name) for name in SAMPLING} if file.get("do_sample") else {"temperature": 0.0}
+    settings |= {name: value for name, value in given.items() if value is not None}
+    settings = {name: value for name, value in settings.items() if value is not None and (name, value) != ("top_k", 0)}
+    temperature = settings.setdefault("temperature", 1.0)
+    shown = ", ".join(f"{name} {value:g}" for name, value in settings.items())
+    ignored = [f"{name}={file[name]}" for name, off in NOT_APPLIED.items() if file.get(name, off) not in (off, None)]
+    notes = "".join(f"; {each} of generation_config.json is not applied" for each in ignored)
+    return settings, (shown if temperature else "the most likely token") + notes
 
 
 def generate(options: Namespace, rows: list[tuple[str, Any]]) -> None:
