@@ -17,7 +17,7 @@ from tune.datasets.accounting import Accounting
 from tune.datasets.cache import content_of, key_of, prepared
 from tune.datasets.rows import Outcome
 from tune.datasets.samples import chunk
-from tune.datasets.sources import open_source
+from tune.datasets.sources.opening import open_source
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 

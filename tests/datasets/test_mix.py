@@ -166,9 +166,9 @@ def test_mixed_files(tokenizer, sources):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("code", {"weight": 0}, r"sources\.code\.weight is 0; it must be a number above 0"),
-        ("code", {"weight": "2"}, r"sources\.code\.weight is '2'; it must be a number"),
-        ("code", {"weight": float("nan")}, r"sources\.code\.weight is nan"),
+        ("code", {"weight": 0}, r"sources\.code\.weight: 0 is not a positive number"),
+        ("code", {"weight": "2"}, r"sources\.code\.weight: '2' is not a positive number"),
+        ("code", {"weight": float("nan")}, r"sources\.code\.weight: nan is not a positive number"),
         ("code", {"weight": 2}, r"sources\.chats has no weight, but others have"),
         ("code", {"wieght": 2}, r"sources\.code\.wieght is not a setting of a source\. Did you mean 'weight'\?"),
         ("code", {"max_seq_len": 2}, r"sources\.code\.max_seq_len is not a setting of a source\. It may have: path, "),

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tune.datasets import load
 from tune.datasets.cache import content_of
-from tune.datasets.sources import open_source
+from tune.datasets.sources.opening import open_source
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 

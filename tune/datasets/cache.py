@@ -23,7 +23,7 @@ import numpy as np
 from tune.atomic import written_aside
 from tune.datasets.accounting import Accounting
 from tune.datasets.samples import Chunk, Samples, write
-from tune.datasets.sources import File
+from tune.datasets.sources.data_files import File
 from tune.errors import TuneError
 
 ARRAYS = ("tokens", "labels", "lengths", "supervised", "digests")

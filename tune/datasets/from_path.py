@@ -16,7 +16,7 @@ from tune.datasets.formats.formats import FORMATS, Format, Kind
 from tune.datasets.labels import TrainOn
 from tune.datasets.rows import CANNOT_BE_USED, RowReader, TooLong
 from tune.datasets.samples import Chunk, chunk
-from tune.datasets.sources import Source, open_source
+from tune.datasets.sources.opening import Source, open_source
 from tune.datasets.stream import Stream
 from tune.datasets.user_functions import load_function, sources_of
 from tune.datasets.workers import available_cores, map_chunks

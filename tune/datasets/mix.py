@@ -1,7 +1,6 @@
 """Several sources as one dataset, by weights."""
 
 import hashlib
-import inspect
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Literal, get_type_hints
@@ -17,10 +16,10 @@ from tune.errors import TuneError
 from tune.lookup import did_you_mean
 from tune.tokenizers import Tokenizer
 from tune.type_check import mismatch
-from tune.types import PositiveInt
+from tune.types import PositiveFloat, PositiveInt
 
 # Settings of the whole mixture, and those of streams, which cannot be mixed.
-NOT_OF_A_SOURCE = ("tokenizer", "max_seq_len", "packed", "kind", "streaming", "shuffle_buffer")
+NOT_OF_A_SOURCE = ("tokenizer", "max_seq_len", "packed", "kind", "streaming", "shuffle_buffer", "return")
 
 EpochEnds = PositiveInt | Literal["all_exhausted", "first_exhausted"]
 
@@ -191,8 +190,8 @@ def _drawn(size: int, number: int, epoch: int, seed: list[int]) -> np.ndarray:
 
 
 def _check(sources: Mapping[str, Mapping[str, Any]]) -> None:
-    known = [name for name in inspect.signature(load).parameters if name not in NOT_OF_A_SOURCE] + ["weight"]
-    kinds = get_type_hints(load, include_extras=True)
+    kinds = get_type_hints(load, include_extras=True) | {"weight": PositiveFloat}
+    known = [name for name in kinds if name not in NOT_OF_A_SOURCE]
     if not sources:
         raise TuneError("sources has none: name them, each with its path: {chats: {path: chats.jsonl, weight: 2}}")
     for name, source in sources.items():
@@ -202,11 +201,8 @@ def _check(sources: Mapping[str, Mapping[str, Any]]) -> None:
             if key not in known:
                 hint = did_you_mean(str(key), known) or f" It may have: {', '.join(known)}."
                 raise TuneError(f"sources.{name}.{key} is not a setting of a source.{hint}")
-            if problem := mismatch(value, kinds.get(key, Any)):
+            if problem := mismatch(value, kinds[key]):
                 raise TuneError(f"sources.{name}.{key}: {problem}")
-        weight = source.get("weight", 1)
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-            raise TuneError(f"sources.{name}.weight is {weight!r}; it must be a number above 0")
     without = [name for name, source in sources.items() if "weight" not in source]
     if 0 < len(without) < len(sources):
         raise TuneError(f"sources.{without[0]} has no weight, but others have: give one to each source, or to none")

@@ -16,7 +16,7 @@ from tune.datasets.formats.content import Chat, Plain, Row, shown
 from tune.datasets.formats.messages import checked_tools, conversation, question_of
 from tune.datasets.loader import require_continuable
 from tune.datasets.rows import LEFT_OUT, TOO_LONG
-from tune.datasets.sources import open_source
+from tune.datasets.sources.opening import open_source
 from tune.datasets.user_functions import applied
 from tune.errors import TuneError
 from tune.tokenizers import Message, Tokenizer

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -125,6 +125,13 @@ class LowRank(nn.Module):
         """A and B, in their own type, with the frozen start included: their product is zero before training."""
         return self.lora_a, self.lora_b
 
+    def _dropped(self, input: Tensor, keys_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """`input` with dropout; `keys_of` gives the random bits of its rows, of those of the batch's tokens."""
+        if not (self.dropout and self.training):
+            return input
+        assert self.dropout_keys is not None, "set_dropout_keys must come before a forward in training"
+        return dropout(input, self.dropout, keys_of(self.dropout_keys), self.layer_seed, self.first_input)
+
     def full_factors(self, device: torch.device) -> list[Tensor]:
         """`factors`, in full and in fp32: all processes must call it."""
         return [full_tensor(factor.detach()).to(device, torch.float32) for factor in self.factors()]
@@ -179,7 +186,8 @@ class LoRALinear(LowRank, nn.Linear):
             assert isinstance(self.weight, Tensor)
             weight = self.rounding(self._merged(self.weight, *self.factors(), self.magnitude))
             return F.linear(input, weight.to(input.dtype), self.bias)
-        dropped = self._dropped(input)
+        # Some models flatten rows before their linear layers.
+        dropped = self._dropped(input, lambda keys: keys.view(input.shape[:-1]))
         a, b = (factor.to(input.dtype) for factor in self.factors())
         low_rank = F.linear(dropped, a) * self.scaling
         base = self._base(input)
@@ -197,7 +205,7 @@ class LoRALinear(LowRank, nn.Linear):
         assert isinstance(self.weight, Tensor)
         if self.is_off:
             return hidden, self.weight
-        dropped = self._dropped(hidden)
+        dropped = self._dropped(hidden, lambda keys: keys.view(hidden.shape[:-1]))
         a, b = (factor.to(hidden.dtype) for factor in self.factors())
         low_rank = F.linear(dropped, a) * self.scaling
         if self.magnitude is None:
@@ -210,13 +218,6 @@ class LoRALinear(LowRank, nn.Linear):
 
     def _base(self, input: Tensor) -> Tensor:
         return self.base.forward(self, input)
-
-    def _dropped(self, input: Tensor) -> Tensor:
-        if not (self.dropout and self.training):
-            return input
-        assert self.dropout_keys is not None, "set_dropout_keys must come before a forward in training"
-        keys = self.dropout_keys.view(input.shape[:-1])  # some models flatten rows before their linear layers
-        return dropout(input, self.dropout, keys, self.layer_seed, self.first_input)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         if self.start_a is None or self.start_b is None:
@@ -298,17 +299,12 @@ class LoRAExperts(LowRank, ExpertLinear):
         if self.is_off:
             return super().forward(rows, plan)
         a, b = (factor.to(rows.dtype).mT for factor in (self.lora_a, self.lora_b))
-        low_rank = grouped_product(self._dropped(rows, plan), a, plan.ends) * self.scaling
-        return super().forward(rows, plan) + grouped_product(low_rank, b, plan.ends)
-
-    def _dropped(self, rows: Tensor, plan: Dispatch) -> Tensor:
-        if not (self.dropout and self.training):
-            return rows
-        assert self.dropout_keys is not None, "set_dropout_keys must come before a forward in training"
         # The random bits depend on the token and the expert, not on where their row is.
-        keys = plan.of_tokens(self.dropout_keys.flatten()) ^ ((plan.first + plan.experts.int()) * THIRD)
-        keys = mix(keys)
-        return dropout(rows, self.dropout, keys, self.layer_seed, self.first_input)
+        dropped = self._dropped(
+            rows, lambda keys: mix(plan.of_tokens(keys.flatten()) ^ ((plan.first + plan.experts.int()) * THIRD))
+        )
+        low_rank = grouped_product(dropped, a, plan.ends) * self.scaling
+        return super().forward(rows, plan) + grouped_product(low_rank, b, plan.ends)
 
 
 def _pissa(weight: Tensor, rank: int, scaling: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:

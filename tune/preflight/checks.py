@@ -27,7 +27,7 @@ from tune.config import instantiate, instantiate_data, instantiate_weighted
 from tune.datasets.display import parts_of
 from tune.datasets.loader import require_batches
 from tune.datasets.scores import require_kept
-from tune.datasets.sources import open_source
+from tune.datasets.sources.opening import open_source
 from tune.datasets.warnings import warnings_about
 from tune.distributed.world import World, device_type
 from tune.errors import TuneError
