@@ -13,7 +13,7 @@ from tokenizers import Encoding
 
 from tune.collators import IGNORE, Sample
 from tune.datasets.formats.content import Chat, Content, Plain, Tokens
-from tune.datasets.formats.messages import is_empty_answer
+from tune.datasets.formats.messages import ROLES, is_empty_answer
 from tune.errors import TuneError
 from tune.tokenizers import Message, Span, Tokenizer
 from tune.tokenizers.supervision import around_content
@@ -36,7 +36,7 @@ def learned_roles(train_on: TrainOn) -> Iterable[str]:
     """The roles whose messages are learned; a plain text is the assistant's, and its prompt is the user's."""
     if isinstance(train_on, list):
         return train_on
-    return ("system", "developer", "user", "assistant", "tool") if train_on == "all" else ("assistant",)
+    return ROLES if train_on == "all" else ("assistant",)
 
 
 def flagged(chat: Chat, train_on: TrainOn) -> Chat:
