@@ -69,11 +69,13 @@ def test_disk_full_while_saving(saving, short, run_recipe, contents):
 def test_disk_full_while_the_model_is_written(short, contents):
     run, settings = short
     before = contents(run / "model")
-    message = explained(limited([*settings, "max_steps=1"], file=100_000))
-    assert "the model could not be written" in message
+    done = limited([*settings, "max_steps=1"], file=50_000)
+    message = explained(done)
+    assert f"the model could not be written to {run}: " in message
     assert f"Make room and run the same command with output_dir={run}, which continues" in message
     assert contents(run / "model") == before
     assert not list(run.glob(".model*"))
+    assert f"the report is not written: {run / 'report.html'} cannot be written: File too large." in done.stdout
 
 
 def test_disk_full_while_logging(short):

@@ -118,7 +118,7 @@ class Run:
                 records.write_report([self.path], self.path / "report.html")
         except Exception as failure:
             with contextlib.suppress(OSError):  # a full disk
-                self.info(f"the report is not written: {failure!r}")
+                self.info(f"the report is not written: {failure if isinstance(failure, TuneError) else repr(failure)}")
 
     def info(self, message: str) -> None:
         """Send a message to the console and log.txt."""

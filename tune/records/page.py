@@ -57,7 +57,7 @@ def write_report(folders: Sequence[Path], out: Path) -> int:
             unfinished.write_text(page, encoding="utf-8", errors="replace")
             return unfinished.stat().st_size
     except OSError as error:
-        raise TuneError(f"--out {out} cannot be written: {error.strerror}. Name a file") from error
+        raise TuneError(f"{out} cannot be written: {error.strerror}. See `tune report --out FILE`") from error
 
 
 def changed(run: Record) -> list[tuple[str, list[Any]]] | None:
