@@ -20,7 +20,7 @@ from tune.models import balance_loss
 @config.entrypoint("lora_finetune")
 def main(cfg):
     axes = cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.cp, cfg.parallel.tp, cfg.parallel.ep
-    world = distributed.init(cfg.device, *axes, timeout=cfg.parallel.timeout)
+    world = distributed.init(cfg.device, *axes, cfg.parallel.pp, timeout=cfg.parallel.timeout)
     run = loggers.Run("lora_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
@@ -74,6 +74,7 @@ def main(cfg):
         peft.initialize(model, cfg.seed)
     checkpointers.check(model)
 
+    pipeline = distributed.Pipeline(model, world, cfg.parallel.pp_schedule)
     loss_fn = instantiate(cfg.loss)
     groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
     optimizer = instantiate(cfg.optimizer, groups)
@@ -107,20 +108,21 @@ def main(cfg):
             total_loss = torch.zeros((), device=world.device)
             for index, micro_batch in enumerate(batch.micro_batches, 1):
                 micro_batch = micro_batch.to(world.device)
-                is_last = index == len(batch.micro_batches)
                 peft.set_dropout_keys(model, cfg.seed, step, micro_batch)
-                distributed.set_gradient_sync(model, is_last or cfg.parallel.reduce_every_micro_batch)
                 loss = model(micro_batch, loss_fn) + balance_loss(model)
                 loss = loss / max(1, batch.num_supervised)
                 if in_backward:  # the last moment before weights change
                     checkpointers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
-                loss.backward()
                 total_loss += loss.detach()
+                # The backward of this loss; with stages that take turns, of none, an earlier one, or all that are left.
+                for due, is_last in pipeline.due(loss, index == len(batch.micro_batches)):
+                    distributed.set_gradient_sync(model, is_last or cfg.parallel.reduce_every_micro_batch)
+                    due.backward()
 
             if in_backward:
                 grad_norm = in_backward.norm()
             else:
-                grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+                grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm, pipeline)
             metrics = world.fetch(  # the one wait for the device in a step
                 loss=world.sum(total_loss),
                 grad_norm=grad_norm,

@@ -208,7 +208,7 @@ class Reader:
             tiny["teacher.path"] = tiny["model.path"]
         for argument in (*arguments, given.get("model.path", "")):
             self.stand_in(argument.removeprefix("./"))
-        one_process = [re.sub(r"^(parallel\.(tp|ep|cp))=\d+$", r"\1=1", argument) for argument in arguments]
+        one_process = [re.sub(r"^(parallel\.(tp|ep|cp|pp))=\d+$", r"\1=1", argument) for argument in arguments]
         kept = [argument for argument in one_process if "..." not in argument]
         return [*kept, *(f"{key}={value}" for key, value in tiny.items() if given.get(key, "...") == "...")]
 

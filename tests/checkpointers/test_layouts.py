@@ -16,12 +16,12 @@ from tune.collators import Batch
 from tune.losses import LinearCrossEntropy
 from tune.models import build
 
-LAYOUTS = [{"tp": tp, "dp_replicate": replicas} for tp, replicas in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))]
-LAYOUTS += [{"cp": 2, "dp_replicate": 2}, {"cp": 2, "tp": 2}]
+LAYOUTS = [{"tp": tp, "dp_replicate": replicas} for tp, replicas in ((1, 1), (1, 2), (2, 1), (4, 1))]
+LAYOUTS += [{"cp": 2, "dp_replicate": 2}, {"cp": 2, "tp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}]
 KINDS = {"all": None, "adapter": peft.LoRA(rank=4, dora=True)}
 path, folder = Path(sys.argv[1]), Path(sys.argv[2])
 if path.name == "experts":
-    LAYOUTS = [{}, {"ep": 2, "cp": 2}, {"ep": 4}, {"tp": 2}]
+    LAYOUTS = [{}, {"ep": 2, "cp": 2}, {"pp": 2, "ep": 2}, {"tp": 2}]
     del KINDS["adapter"]
 
 
@@ -54,20 +54,25 @@ def step(world, model, optimizer):
     tokens, labels = torch.randint(0, 300, (2, 4, 20), generator=draw)
     mine = slice(world.data_rank, None, world.data_size)
     loss = model(Batch.of(tokens[mine], labels[mine]), LinearCrossEntropy()) / 80
-    loss.backward()
+    for due, _ in distributed.Pipeline(model, world).due(loss, True):
+        due.backward()
     optimizer.step()
     optimizer.zero_grad()
     return world.fetch(loss=world.sum(loss))["loss"]
 
 
-def whole(model, optimizer):
-    tensors = dict(hf_tensors(model))
+def whole(world, model, optimizer):
+    tensors = {name: tensor.clone() for name, tensor in hf_tensors(model)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             tensors[name] = distributed.full_tensor(parameter.detach())
             state = optimizer.state[parameter]
             tensors |= {f"{name} {part}": distributed.full_tensor(value) for part, value in state.items()}
-    return {name: tensor.clone() for name, tensor in tensors.items()}
+    every = {}  # of all stages
+    for each in world.all_gather(tensors):
+        for name, tensor in each.items():
+            assert torch.equal(every.setdefault(name, tensor), tensor), name
+    return every
 
 
 pairs = 0
@@ -77,13 +82,13 @@ for kind, lora in KINDS.items():
         world, model, optimizer, checkpointer = start(layout, lora, at)
         step(world, model, optimizer)
         checkpointer.save(1)
-        saved, expected = whole(model, optimizer), step(world, model, optimizer)
+        saved, expected = whole(world, model, optimizer), step(world, model, optimizer)
         for other in (LAYOUTS * 2)[number + 1 : number + (3 if lora else 4)]:
             world, model, optimizer, checkpointer = start(other, lora, at)
             step(world, model, optimizer)
             step(world, model, optimizer)  # it has other states, which the checkpoint replaces
             assert checkpointer.resume(at / "step-00000001") == 1
-            loaded = whole(model, optimizer)
+            loaded = whole(world, model, optimizer)
             assert loaded.keys() == saved.keys()
             for name, tensor in saved.items():
                 assert torch.equal(loaded[name], tensor), (kind, layout, other, name)
@@ -100,7 +105,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "shape", "pairs"),
-    [("dense", "Qwen3Config", {}, 35), ("experts", "Qwen3MoeConfig", EXPERTS, 12)],
+    [("dense", "Qwen3Config", {"tie_word_embeddings": True}, 40), ("experts", "Qwen3MoeConfig", EXPERTS, 12)],
 )
 def test_pairs_of_layouts_of_four_processes(name, kind, shape, pairs, tmp_path):
     save_checkpoint(tmp_path / name, kind, num_hidden_layers=2, **shape)

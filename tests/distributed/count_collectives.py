@@ -1,4 +1,4 @@
-"""Prints what a process of `cp` sends in a step and holds, without any others: `count_collectives.py MODEL CP`."""
+"""Prints what a process sends in a step and holds, without any others: `count_collectives.py MODEL AXIS SIZE`."""
 
 import json
 import sys
@@ -28,13 +28,16 @@ class Collectives(TorchDispatchMode):
         if name.startswith("_c10d_functional.") and ("gather" in name or "reduce" in name):
             self.calls[operation.__name__] += 1
             self.numbers[operation.__name__] += max(args[0].numel(), output.numel())
+        if name in ("c10d.send.default", "c10d.recv_.default"):
+            self.calls[operation.__name__] += 1
+            self.numbers[operation.__name__] += sum(tensor.numel() for tensor in args[0])
         return output
 
 
-path, size = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+path, axis, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+dist.init_process_group("fake", rank=size // 2, world_size=size, store=FakeStore())
 dist.ProcessGroup.set_timeout = lambda *_: None  # this backend has none
-world = distributed.init("cpu", cp=size)
+world = distributed.init("cpu", **{axis: size})
 with torch.device("meta"):
     model = build(path)
 distributed.parallelize(model, world, dtype="fp32")
@@ -42,7 +45,8 @@ for parameter in model.parameters():
     torch.nn.init.zeros_(parameter)
 tokens = torch.arange(120)[None]
 with Collectives() as counted:
-    model(Batch.of(tokens, tokens), LinearCrossEntropy()).backward()
+    for due, _ in distributed.Pipeline(model, world).due(model(Batch.of(tokens, tokens), LinearCrossEntropy()), True):
+        due.backward()
 whole, here = (
     sum(count(each) for each in model.parameters()) for count in (torch.numel, lambda p: p.to_local().numel())
 )

@@ -120,7 +120,7 @@ def test_parts_have_about_the_same_work(rows, most):
 
 def test_what_is_sent_and_held(checkpoint):
     """The numbers of docs/layouts.md, and those of its formulas."""
-    found = json.loads(run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "2"))
+    found = json.loads(run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "cp", "2"))
     keys_and_values = 3 * 120 * 2 * 2 * 16
     ways = {"all_gather_into_tensor.default": "in forward", "reduce_scatter_tensor.default": "in backward"}
     assert found["calls"] == dict.fromkeys(ways, 3) | {"all_reduce.default": 1}

@@ -31,7 +31,7 @@ from tune.atomic import written_aside
 from tune.checkpointers.best import Best
 from tune.checkpointers.disk import found_damage, write_digests
 from tune.checkpointers.reading import Planner, Reader
-from tune.distributed import World, reshard
+from tune.distributed import World, reshard, uncut
 from tune.distributed.ray_train import is_ray_worker, report
 from tune.errors import TuneError
 from tune.types import PositiveInt
@@ -142,7 +142,8 @@ class Checkpointer:
                 "settings (and, where the states are low-bit, the number of processes); or, if the files are damaged, "
                 "remove that folder and continue from the checkpoint before it"
             ) from error
-        _require_same_names(path, saved, state)
+        others = uncut(self.model).state_dict().keys() - self.model.state_dict().keys()  # what other stages have
+        _require_same_names(path, saved, state, others)
         groups = optimizer["param_groups"]
         if len(groups) != (count := len(small["groups"])):
             raise TuneError(f"resume: {path} has {count} parameter groups, not {len(groups)}. Restore parameter_groups")
@@ -358,10 +359,10 @@ def _on_host(value: Any) -> Any:
     return kind.__tensor_unflatten__(parts, context, value.size(), value.stride())
 
 
-def _require_same_names(path: Path, saved: Iterable[str], state: dict[str, Any]) -> None:
+def _require_same_names(path: Path, saved: Iterable[str], state: dict[str, Any], others: Iterable[str]) -> None:
     """DCP refuses a checkpoint with missing names, but not one with unused names."""
     for kind in ("model", "extra", "optimizer"):
-        known = set(flatten_state_dict({kind: state[kind]})[0])
+        known = {*flatten_state_dict({kind: state[kind]})[0], *(f"model.{name}" for name in others)}
         found = {name for name in saved if name.startswith(f"{kind}.")}
         if kind == "optimizer":  # the parameters are those of the model: compare the states of any of them
             known, found = ({name.rpartition(".")[2] for name in names} for names in (known, found))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tune.checkpointers.disk import DiskTensor, disk_tensors, sampled_digest, shape_differences
-from tune.distributed import World, full_tensor, local_shard, parallelize
+from tune.distributed import World, from_its_stage, full_tensor, local_shard, parallelize
 from tune.errors import TuneError
 from tune.models import Decoder, HuggingFaceModel, build, hf
 from tune.models.config_file import ConfigFile
@@ -88,8 +88,11 @@ class Pretrained:
 
     def load(self, model: nn.Module) -> None:
         """Load each process's own slices into `model`, in its types. Parameters added later are left alone."""
+        here = dict(model.named_modules())  # a stage of a pipeline has some of them
         with torch.no_grad():
             for name, on_disk in self.names.items():
+                if name.rpartition(".")[0] not in here:
+                    continue
                 target = operator.attrgetter(name)(model)
                 if isinstance(target, NF4Weight):
                     assert isinstance(on_disk, str)  # only linear layers are quantised
@@ -136,16 +139,20 @@ def hf_tensors(
 
 def full_tensors(model: nn.Module, base: Pretrained | None = None) -> Iterator[tuple[str, Tensor]]:
     """As `hf_tensors`, by our names."""
+    here = dict(model.named_modules())
     for name in Names.of(model).on_disk:
         owner, _, kind = name.rpartition(".")
-        module = model.get_submodule(owner)
-        tensor = getattr(module, kind)
-        if base is not None and not getattr(tensor, "requires_grad", False):
-            full = base.read(name)
-        else:
-            full = tensor.full() if isinstance(tensor, NF4Weight) else full_tensor(tensor.detach())
-        merged: Callable[[Tensor], Tensor] | None = getattr(module, "merged", None)  # of an adapted module
-        yield name, merged(full) if kind == "weight" and merged is not None else full
+        yield name, from_its_stage(model, _full_tensor(here[owner], name, kind, base) if owner in here else None)
+
+
+def _full_tensor(module: nn.Module, name: str, kind: str, base: Pretrained | None) -> Tensor:
+    tensor = getattr(module, kind)
+    if base is not None and not getattr(tensor, "requires_grad", False):
+        full = base.read(name)
+    else:
+        full = tensor.full() if isinstance(tensor, NF4Weight) else full_tensor(tensor.detach())
+    merged: Callable[[Tensor], Tensor] | None = getattr(module, "merged", None)  # of an adapted module
+    return merged(full) if kind == "weight" and merged is not None else full
 
 
 class Random:

@@ -60,6 +60,16 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
         ):
             if is_wrong:
                 yield key, "it does not go with quantization.float8: leave one of them out."
+    if (stages := value("parallel.pp") or 1) > 1:
+        recomputes = value("adapter.dropout") and value("memory.activation_checkpointing") != "none"
+        for key, is_wrong, problem in (
+            ("optimizer_in_backward", value("optimizer_in_backward"), "leaves stages one micro-batch: set it to false"),
+            ("evaluate.tasks", value("evaluate.tasks"), "needs all blocks in one process: evaluate the exported model"),
+            ("evaluate.prompts", value("evaluate.prompts"), "needs all blocks in one process: generate afterwards"),
+            ("adapter.dropout", recomputes, "is drawn anew with activation_checkpointing: set one of them off"),
+        ):
+            if is_wrong:
+                yield key, f"with parallel.pp={stages} it {problem}, or set parallel.pp=1."
     if value("value.head", default="score") != "score":
         yield "value.head", "it has an output for each token, and a value is one: set value.head=score."
     if value("teacher.top_k") and value("on_policy.share"):

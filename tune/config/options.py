@@ -67,6 +67,8 @@ OPTIONS: dict[str, Any] = {
     "parallel.cp": PositiveInt,
     "parallel.tp": PositiveInt,
     "parallel.ep": PositiveInt,
+    "parallel.pp": PositiveInt,
+    "parallel.pp_schedule": Literal["gpipe", "1f1b"],
     "parallel.timeout": PositiveFloat,
     "memory.activation_checkpointing": Literal["none", "selective", "full"],
     "memory.loss_chunk_tokens": PositiveInt | None,

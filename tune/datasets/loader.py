@@ -160,9 +160,18 @@ def _micro_batches(
         yield collate([*map(data.row, mine), *([[]] * missing)], pad_to, data.columns)
 
 
-def require_batches(ranks: int, global_batch_size: int, micro_batch_size: int, accumulate: bool) -> None:
-    """Raises TuneError if a global batch is not so many micro-batches on each of the data-parallel `ranks`."""
+def require_batches(
+    ranks: int, global_batch_size: int, micro_batch_size: int, accumulate: bool, stages: int = 1
+) -> None:
+    """Raises TuneError if a global batch is not so many micro-batches on each of the data-parallel `ranks`, or these
+    are fewer than the `stages` of a pipeline."""
     together = ranks * micro_batch_size
+    if stages * together > global_batch_size and global_batch_size % together == 0:
+        raise TuneError(
+            f"parallel.pp: {stages} stages take turns with {global_batch_size // together} micro-batches a step, and "
+            f"some always wait. Set global_batch_size to {stages * together} or more, or parallel.pp or "
+            "micro_batch_size lower"
+        )
     if global_batch_size == together or (accumulate and global_batch_size % together == 0):
         return
     wrong, fitting = "is not a multiple of", [together]

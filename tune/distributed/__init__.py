@@ -13,6 +13,7 @@ from tune.distributed.parallelize import (
     stored_dtype,
     units_of,
 )
+from tune.distributed.pipeline import Pipeline, from_its_stage, uncut
 from tune.distributed.shards import full_tensor, local_shard
 from tune.distributed.tensor_parallel import share, summed
 from tune.distributed.world import World, init
@@ -20,8 +21,10 @@ from tune.distributed.world import World, init
 __all__ = [
     "DTYPES",
     "Interrupt",
+    "Pipeline",
     "World",
     "clip_grad_norm_",
+    "from_its_stage",
     "full_tensor",
     "gathered",
     "init",
@@ -33,6 +36,7 @@ __all__ = [
     "share",
     "stored_dtype",
     "summed",
+    "uncut",
     "units_of",
     "wrap_forward",
 ]

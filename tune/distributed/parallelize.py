@@ -1,4 +1,4 @@
-"""From a model on the meta device to shards: activation checkpointing -> compile -> FSDP2 -> memory."""
+"""From a model on the meta device to shards: stages -> activation checkpointing -> compile -> FSDP2 -> memory."""
 
 import logging
 from collections import defaultdict
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tune.distributed.activations import wrap_forward
 from tune.distributed.context_parallel import split
 from tune.distributed.expert_parallel import share_experts, shared_experts, whole_experts
+from tune.distributed.pipeline import Pipeline, cut
 from tune.distributed.shards import full_tensor
 from tune.distributed.tensor_parallel import share
 from tune.distributed.world import World
@@ -49,6 +50,8 @@ def parallelize(
     for module in model.modules():  # first: setting `data` does not change the type of a DTensor's shard
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.to(stored_dtype(module, parameter, dtype, master_dtype))
+    if world.mesh["pp"].size() > 1:
+        cut(model, world, DTYPES[dtype])
     blocks = repeated_blocks(model)
     units = units_of(model, blocks)
     if world.mesh["tp"].size() > 1:
@@ -115,7 +118,7 @@ def _shard(
     cpu_offload: bool,
 ) -> None:
     """The root unit stays gathered from forward to backward: the loss reads the head weight, and backward starts with
-    it."""
+    it. Of a stage of a pipeline all units do, as forwards and backwards of other micro-batches lie between."""
     experts = {parameter for module in shared_experts(model) for parameter in module.parameters()}
     placements = None if world.experts is None else _placements(experts, world.experts)
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy()
@@ -127,7 +130,7 @@ def _shard(
         sharded = fully_shard(
             unit,
             mesh=world.shards,
-            reshard_after_forward=unit is not model,
+            reshard_after_forward=unit is not model and world.mesh["pp"].size() == 1,
             shard_placement_fn=placements,
             mp_policy=MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32),
             offload_policy=offload,
@@ -185,7 +188,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise TuneError(f"{type(model).__name__} has no nn.ModuleList of blocks: nothing to shard by")
-    return max(lists, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))
+    found = max(lists, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))
+    return [block for block in found if any(True for _ in block.parameters())]  # without those of other stages
 
 
 @contextmanager
@@ -218,14 +222,19 @@ def set_gradient_sync(model: nn.Module, sync: bool) -> None:
         model.set_requires_gradient_sync(sync)
 
 
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
-    """The norm of all gradients; with `max_norm`, scales them down to it."""
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None, pipeline: Pipeline | None = None) -> Tensor:
+    """The norm of all gradients, also of those that other stages of `pipeline` have; with `max_norm`, scales them down
+    to it."""
+    elsewhere = pipeline.counted_elsewhere if pipeline else ()
     by_mesh: dict[object, list[Tensor]] = defaultdict(list)  # torch takes the norm of one mesh's gradients at a time
     for parameter in parameters:
         by_mesh[getattr(parameter, "device_mesh", None)].append(parameter)
-    gradients = [[each.grad for each in group if each.grad is not None] for group in by_mesh.values()]
+    gradients = [
+        [each.grad for each in group if each.grad is not None and each not in elsewhere] for group in by_mesh.values()
+    ]
     norms = [full_tensor(nn.utils.get_total_norm(group)) for group in gradients]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+    norm = pipeline.norm(norm) if pipeline and pipeline.size > 1 else norm
     if max_norm is not None:
         for group in by_mesh.values():
             nn.utils.clip_grads_with_norm_(group, max_norm, norm)

@@ -28,10 +28,11 @@ class World:
     mesh: DeviceMesh
     device: torch.device
     data: DeviceMesh  # the ranks that read different data: dp_replicate x dp_shard, flattened
-    peers: DeviceMesh  # those that read the same: cp x tp
+    peers: DeviceMesh  # those of its stage that read the same: cp x tp
     shards: DeviceMesh  # those that FSDP shards over, dp_shard x cp, behind dp_replicate if that is above 1
     timeout: timedelta
     experts: DeviceMesh | None = None  # with expert parallelism the axes dp_replicate, dp_shard, ep of the same ranks
+    gradients: dist.ProcessGroup | None = None  # the ranks of pp once more, to send gradients beside hidden states
 
     @property
     def rank(self) -> int:
@@ -55,10 +56,18 @@ class World:
     def data_size(self) -> int:
         return self.data.size()
 
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process knows what the head gives."""
+        return self.mesh["pp"].get_local_rank() == self.mesh["pp"].size() - 1
+
     def sum(self, value: torch.Tensor | float) -> torch.Tensor:
-        """The sum over the data ranks, in fp64, so that counts stay exact. Does not synchronise with the device."""
+        """The sum over the data ranks, and over stages, each of which has a summand (such as the loss, which is 0 on
+        all but the last), in fp64, so that counts stay exact. Does not synchronise with the device."""
         total = self._fp64(value)
         dist.all_reduce(total, group=self.data.get_group())
+        if self.mesh["pp"].size() > 1:
+            dist.all_reduce(total, group=self.mesh.get_group("pp"))
         return total
 
     def sum_of_parts(self, value: torch.Tensor | float) -> torch.Tensor:
@@ -134,6 +143,7 @@ def init(
     cp: int = 1,
     tp: int = 1,
     ep: int = 1,
+    pp: int = 1,
     timeout: float = 60,
 ) -> World:
     """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without one, a group of one process.
@@ -176,11 +186,11 @@ def init(
     atexit.unregister(_leave)
     atexit.register(_abort)
     size = dist.get_world_size()
-    shards = size // (dp_replicate * cp * tp) if dp_shard == "auto" else dp_shard
-    if dp_replicate * shards * cp * tp != size:
+    shards = size // (dp_replicate * cp * tp * pp) if dp_shard == "auto" else dp_shard
+    if dp_replicate * shards * cp * tp * pp != size:
         raise TuneError(
-            f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} x cp={cp} x tp={tp} does not make {size} "
-            f"processes. dp_replicate x cp x tp must divide {size}; with dp_shard=auto the rest follows"
+            f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} x cp={cp} x tp={tp} x pp={pp} does not make "
+            f"{size} processes. dp_replicate x cp x tp x pp must divide {size}; with dp_shard=auto the rest follows"
         )
     if shards * cp % ep:
         good = " or ".join(str(each) for each in range(1, shards * cp + 1) if shards * cp % each == 0)
@@ -188,24 +198,28 @@ def init(
             f"parallel.ep: {ep} processes cannot be among the {shards * cp} of dp_shard x cp. Set it to {good}, or "
             "start more"
         )
-    sizes = {"dp_replicate": dp_replicate, "dp_shard": shards, "cp": cp, "tp": tp}
-    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    shape = (pp, dp_replicate, shards, cp, tp)
     mesh = init_device_mesh("cuda" if kind == "cuda" else "cpu", shape, mesh_dim_names=AXES)
     data = mesh["dp_replicate", "dp_shard"]._flatten("data")
     peers = mesh["cp", "tp"]._flatten("peers")
     sharding = mesh["dp_shard", "cp"]._flatten("shards") if cp > 1 else mesh["dp_shard"]
     experts, groups = None, [each.get_group() for each in (data, peers, sharding)]
     if ep > 1:
-        names = "dp_replicate", "dp_shard", "ep"
-        experts = init_device_mesh(mesh.device_type, (dp_replicate, shards * cp // ep, ep), mesh_dim_names=names)
+        names = "pp", "dp_replicate", "dp_shard", "ep"
+        grid = init_device_mesh(mesh.device_type, (pp, dp_replicate, shards * cp // ep, ep), mesh_dim_names=names)
+        experts = grid[names[1:]]
         groups += experts.get_all_groups()
+    gradients = None
+    if pp > 1:
+        gradients, _ = dist.new_subgroups_by_enumeration(mesh.mesh.view(pp, -1).T.tolist())
+        groups.append(gradients)
     for group in [*mesh.get_all_groups(), *groups]:
         if dist.get_backend() != "fake":  # of `tune validate`: no processes, nothing to wait for
             group.set_timeout(duration)  # a mesh makes groups with torch's default
     if dp_replicate > 1:
         sharding = DeviceMesh._concatenate([mesh["dp_replicate"], sharding])
     here = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-    world = World(mesh, here, data, peers, sharding, duration, experts)
+    world = World(mesh, here, data, peers, sharding, duration, experts, gradients)
     if kind == "cuda":
         gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(local_rank).uuid))))
         if gpus < size:

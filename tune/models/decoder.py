@@ -92,6 +92,18 @@ class Block(nn.Module):
         return hidden + (added if multiplier == 1 else added * multiplier), stats
 
 
+class Elsewhere(nn.Module):
+    """In the place of a block that another stage of a pipeline has."""
+
+    def __init__(self, config: LayerConfig):
+        super().__init__()
+        self.config = config
+
+    def forward(self, hidden: Tensor, context: Context) -> tuple[Tensor, RoutingStats | None]:
+        has_router = self.training and isinstance(self.config.mlp, ExpertsConfig)
+        return hidden, RoutingStats.none(self.config.mlp.router, hidden.device) if has_router else None
+
+
 class Decoder(nn.Module):
     """A causal language model: embedding, blocks, output.
 
@@ -125,6 +137,30 @@ class Decoder(nn.Module):
     def max_generated(self) -> int | None:
         """The length of documents that can be generated with a cache; None without rotary embeddings."""
         return min((rope.config.cached_length for rope in self.ropes.values()), default=None)
+
+    def costs(self) -> list[float]:
+        """How many weights a token is multiplied by in each block, then in the head."""
+        head = self.embedding if self.head is None else self.head
+        return [
+            sum(
+                parameter.numel() * getattr(module, "activated_share", 1.0)
+                for module in part.modules()
+                for parameter in module.parameters(recurse=False)
+            )
+            for part in (*self.blocks, head)
+        ]
+
+    def keep_blocks(self, kept: range) -> None:
+        """Become a stage of a pipeline: it has these blocks, the first one the embedding too, the last one the norm and
+        the head. All keep their names."""
+        is_first, is_last = kept.start == 0, kept.stop == len(self.blocks)
+        for index in {*range(len(self.blocks))} - {*kept}:
+            self.blocks[index] = Elsewhere(self.config.layers[index])
+        if not (is_first or (is_last and self.config.tied_head)):
+            del self.embedding
+        if not is_last:
+            self.head = None
+            del self.norm
 
     def forward(
         self,

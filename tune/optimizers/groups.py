@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from tune.distributed import uncut
 from tune.errors import TuneError
 
 
@@ -24,6 +25,7 @@ def parameter_groups(
         TuneError: a pattern matches no name.
     """
     ratios = dict(lr_ratios or {})
+    here, model = dict(model.named_parameters()), uncut(model)  # so that all stages have the same groups
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for pattern in ratios:
         if not any(re.search(pattern, name) for name in trained):
@@ -43,7 +45,7 @@ def parameter_groups(
         decayed = decay_vectors or is_weight
         in_blocks = is_weight and parameter in blocks and not is_convolution
         group = groups.setdefault((pattern, decayed, in_blocks), {"params": [], "in_blocks": in_blocks})
-        group["params"].append(parameter)
+        group["params"] += [here[name]] if name in here else []
         if pattern:
             group |= {"lr": lr * ratios[pattern], "name": pattern}
         if not decayed:

@@ -17,7 +17,7 @@ from tune.checkpointers import Pretrained, export
 from tune.checkpointers.disk import DiskTensor, headers, sampled_digest, shape_differences
 from tune.checkpointers.weights import load_shard
 from tune.checkpointers.writing import save_tensors
-from tune.distributed import World, full_tensor, local_shard
+from tune.distributed import World, from_its_stage, full_tensor, local_shard, uncut
 from tune.errors import TuneError
 from tune.models.config_file import read_json
 from tune.models.names import Names, OnDisk, disk_parts, own_name, peft_name
@@ -130,8 +130,9 @@ def load_adapter(model: nn.Module, path: str) -> None:
 
 def _require_equal(model: nn.Module, name: str, copy: DiskTensor, path: str) -> None:
     """PEFT saves an adapted embedding or head beside its adapter: it must be equal to that of `model`."""
-    names = Names.of(model)
-    modules = {own_name(names.module(ours)): module for ours, module in adapted_modules(model).items()}
+    names, here = Names.of(model), dict(model.named_modules())
+    adapted = adapted_modules(uncut(model))
+    modules = {own_name(names.module(ours)): here.get(ours, module) for ours, module in adapted.items()}
     module = modules.get(name.removeprefix(PREFIX).removesuffix(BASE_COPY))
     if isinstance(weight := getattr(module, "weight", None), torch.Tensor):
         if weight.is_meta:  # as in `merge`, where only the adapter is loaded
@@ -151,7 +152,8 @@ def export_adapter(
     """
     tensors: dict[str, torch.Tensor] = {}
     for part in _parts(model):
-        full = full_tensor(part.value().detach()).to("cpu", torch.float32)
+        is_here = not part.parameter.is_meta
+        full = from_its_stage(model, full_tensor(part.value().detach()) if is_here else None).to("cpu", torch.float32)
         if world.is_main:
             for name, tensor in part.stored(full).items():
                 tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
@@ -205,7 +207,7 @@ def export_trained(
 
 
 def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:
-    names = Names.of(model)
+    model, names = uncut(model), Names.of(model)
     adapted = {peft_name(each): layer for name, layer in adapted_modules(model).items() for each in names.members(name)}
     layers = {name: layer for name, layer in adapted.items() if isinstance(layer, LowRank)}
     tokens = {name: layer.tokens for name, layer in adapted.items() if isinstance(layer, TokenRows)}
@@ -291,7 +293,8 @@ class _Part:
 
 
 def _parts(model: nn.Module) -> list[_Part]:
-    """All trained parameters."""
+    """All trained parameters; those of other stages of a pipeline are on the meta device."""
+    here, model = dict(model.named_modules()), uncut(model)
     names, experts = Names.of(model), _joined_experts(model)
     parts: dict[nn.Parameter, _Part] = {}
     for name, module in adapted_modules(model).items():
@@ -300,13 +303,13 @@ def _parts(model: nn.Module) -> list[_Part]:
             if (parameter := getattr(module, kind)) is not None:
                 tensors = [f"{PREFIX}{each}.{ending}" for each in modules]
                 is_stack = isinstance(module, LoRAExperts) and name not in experts
-                part = _Part(tensors if is_stack else tensors[0], module, kind, name in experts)
+                part = _Part(tensors if is_stack else tensors[0], here.get(name, module), kind, name in experts)
                 parts.setdefault(parameter, part)  # the rows of a tied head are those of the embedding
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in parts:
             owner, _, kind = name.rpartition(".")
             on_disk = peft_name(str(names.on_disk.get(name, name)))
-            parts[parameter] = _Part(PREFIX + on_disk, model.get_submodule(owner), kind)
+            parts[parameter] = _Part(PREFIX + on_disk, here.get(owner) or model.get_submodule(owner), kind)
     return list(parts.values())
 
 
@@ -325,5 +328,6 @@ def _joined_experts(model: nn.Module) -> dict[str, str]:
 
 
 def _trains_tied_embedding(model: nn.Module) -> bool:
+    model = uncut(model)
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     return any(embedding.weight.requires_grad and is_tied(model, embedding) for embedding in embeddings)

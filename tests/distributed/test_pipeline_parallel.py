@@ -1,0 +1,108 @@
+"""Stages: which blocks they have, when backwards are due, what is sent, and what cannot be cut."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from distributed.test_tensor_parallel import Mesh, model_of
+from helpers import run_processes
+from torch import nn
+
+import tune
+from tune import distributed
+from tune.distributed import pipeline
+from tune.distributed.pipeline import stages_of
+from tune.errors import TuneError
+from tune.models import hf
+
+
+@pytest.mark.parametrize(
+    ("blocks", "head", "sizes"),
+    [
+        ([1, 1, 1, 1], 0, [2, 2]),
+        ([1, 1, 1, 1], 2, [3, 1]),  # the head counts
+        ([1, 1, 1, 1], 9, [1, 1, 1, 1]),  # each stage has a block
+        ([5, 1, 1, 1, 1, 1], 0, [1, 5]),
+        ([3, 3, 1, 1, 1, 1, 1], 0, [1, 1, 2, 3]),
+    ],
+)
+def test_the_most_expensive_stage_is_as_cheap_as_it_can_be(blocks, head, sizes):
+    stages = stages_of(blocks, head, len(sizes))
+    assert [block for stage in stages for block in stage] == [*range(len(blocks))]
+
+    def most(starts):
+        return max(sum([*blocks, head][start:end]) for start, end in itertools.pairwise([*starts, len(blocks) + 1]))
+
+    ways = itertools.combinations(range(1, len(blocks)), len(sizes) - 1)
+    assert most([stage.start for stage in stages]) == min(most([0, *way]) for way in ways)
+    assert most([0, *itertools.accumulate(sizes[:-1])]) == most([stage.start for stage in stages])
+
+
+def test_the_head_and_the_chosen_experts_count(checkpoint, tmp_path):
+    *blocks, head = model_of(tmp_path, "qwen3_moe").costs()
+    dense = model_of(tmp_path, "llama", num_experts=None)
+    assert head == dense.costs()[-1] == 128 * 64
+    assert blocks[0] < sum(each.numel() for each in model_of(tmp_path, "qwen3_moe").blocks[0].parameters())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage", "order"),
+    [
+        ("gpipe", 0, "F0 F1 F2 F3 F4 B0 B1 B2 B3 B4"),
+        ("1f1b", 0, "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4"),
+        ("1f1b", 1, "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4"),
+        ("1f1b", 2, "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"),
+    ],
+)
+def test_schedules(schedule, stage, order):
+    """Figures 3 and 4 of Narayanan et al., 2021, of one step."""
+    mesh = SimpleNamespace(size=lambda: 3, get_local_rank=lambda: stage, get_group=lambda: None)
+    model = SimpleNamespace(config=SimpleNamespace(tied_head=False))
+    turns = pipeline.Pipeline(model, SimpleNamespace(mesh={"pp": mesh}), schedule)
+    done = []
+    for index in range(5):
+        done.append(f"F{index}")
+        done += [f"B{loss}" for loss, is_last in turns.due(index, index == 4) if is_last == (loss == 4)]
+    assert " ".join(done) == order
+
+
+def test_what_is_sent(checkpoint):
+    """The numbers of docs/layouts.md, and those of its formulas: of the stage in the middle."""
+    found = json.loads(run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "pp", "3"))
+    assert found["calls"] == {"send.default": 2, "recv_.default": 2}
+    assert found["numbers"] == {"send.default": 2 * 120 * 64, "recv_.default": 2 * 120 * 64}
+    text = (Path(tune.__file__).parents[1] / "docs" / "layouts.md").read_text()
+    assert len(re.findall(rf"\| T D \| 1 \| {120 * 64:,} \|", text[text.index("## Pipeline") :])) == 2
+
+
+class Unknown(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+
+
+def test_what_cannot_be_cut(checkpoint, tmp_path):
+    pytest.importorskip("transformers")
+    world = SimpleNamespace(mesh={"pp": Mesh(4)})
+    frozen = model_of(tmp_path, "llama", num_hidden_layers=4)
+    frozen.blocks[:2].requires_grad_(False)
+    refused = [
+        (Unknown(), r"parallel\.pp: Unknown cannot be cut into stages; .* Set parallel\.pp=1"),
+        (hf(str(checkpoint)), r"parallel\.pp: HuggingFaceModel cannot be cut into stages"),
+        (model_of(tmp_path, "llama"), r"parallel\.pp: 4 stages cannot share 3 blocks\. Set it to 3 or less"),
+        (frozen, r"parallel\.pp: of the blocks 0 to 0, which are a stage, nothing is trained"),
+    ]
+    for model, message in refused:
+        names = [name for name, _ in model.named_parameters()]
+        with pytest.raises(TuneError, match=message):
+            pipeline.cut(model, world, torch.float32)
+        assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_processes_that_are_no_pipeline():
+    with pytest.raises(TuneError, match=r"tp=1 x pp=2 does not make 1 processes\. dp_replicate x cp x tp x pp must"):
+        distributed.init("cpu", pp=2)

@@ -1,0 +1,89 @@
+"""One loss curve, also where processes are stages that have some of the blocks each (pipeline parallelism)."""
+
+import pytest
+import torch
+from helpers import save_checkpoint
+from models.test_families import SMALL, VARIANTS
+from recipes.test_tensor_parallel import LORA, NF4, assert_one_curve, common, measured, wide  # noqa: F401
+from safetensors.torch import load_file
+
+LAYOUTS = {
+    "pp": ["parallel.pp=4", "micro_batch_size=1"],
+    "gpipe x FSDP": ["parallel.pp=2", "parallel.pp_schedule=gpipe", "micro_batch_size=2"],
+    "pp x FSDP": ["parallel.pp=2", "micro_batch_size=1"],
+    "pp x HSDP": ["parallel.pp=2", "parallel.dp_replicate=2", "micro_batch_size=1"],
+    "reduced once": ["parallel.pp=2", "parallel.reduce_every_micro_batch=false", "micro_batch_size=2"],
+    "pp x tp": ["parallel.pp=2", "parallel.tp=2", "micro_batch_size=2"],
+    "pp x cp": ["parallel.pp=2", "parallel.cp=2", "micro_batch_size=2"],
+    "pp x ep": ["parallel.pp=2", "parallel.ep=2", "micro_batch_size=1"],
+}  # fmt: skip
+FAMILIES = {
+    "qwen3": ["pp"],
+    "gemma3_text-scaled": ["pp", "pp x FSDP"],
+    "qwen3_moe": ["pp x FSDP", "pp x ep", "pp x tp"],
+    "deepseek_v3": ["pp x FSDP"],
+    "qwen3_5_text": ["gpipe x FSDP"],
+}
+
+
+def test_two_stages(checkpoint, tied_checkpoint, common, tmp_path):  # noqa: F811
+    variants = {
+        "packed": [f"model.path={checkpoint}", "loss.accuracy=true"],
+        "tied": [f"model.path={tied_checkpoint}", "packed=false"],
+    }
+    layout = {"pp": ["parallel.pp=2", "micro_batch_size=1"]}
+    assert_one_curve("full_finetune", common, variants, layout, 2, tmp_path)
+    for name in variants:
+        files = (tmp_path / run / "model" / "model.safetensors" for run in (f"{name}, pp", f"alone/{name}"))
+        torch.testing.assert_close(*map(load_file, files), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_all_parameters(common, tmp_path):  # noqa: F811
+    pytest.importorskip("transformers")
+    plain = save_checkpoint(tmp_path / "llama", num_hidden_layers=5)
+    tied = save_checkpoint(tmp_path / "tied", num_hidden_layers=4, tie_word_embeddings=True)
+    variants = {
+        "packed": [f"model.path={plain}"],
+        "tied": [f"model.path={tied}", "packed=false"],
+        "recomputed": [f"model.path={plain}", "memory.activation_checkpointing=selective"],
+        "on the host": [f"model.path={tied}", "memory.cpu_offload=true"],
+        "Adafactor": [f"model.path={plain}", "optimizer._component_=tune.optimizers.Adafactor"],
+        "from random weights": [f"model.path={tied}", "from_scratch=true"],
+    }
+    names = {name: ["pp x FSDP"] for name in variants}
+    names |= {
+        "packed": [each for each in LAYOUTS if each != "pp x ep"],
+        "tied": ["pp", "pp x FSDP", "pp x HSDP", "reduced once"],
+    }
+    for name, layouts in FAMILIES.items():
+        kind, changes = VARIANTS[name]
+        save_checkpoint(
+            tmp_path / name, kind, **SMALL | changes | {"vocab_size": 300, "num_hidden_layers": 4, "layer_types": None}
+        )
+        router = ["model.router_loss=0.1"] if "moe" in name else []
+        variants[name], names[name] = [f"model.path={tmp_path / name}", *router], layouts
+    assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path / "runs", names)
+
+
+@pytest.mark.slow
+def test_adapters(wide, common, tmp_path):  # noqa: F811
+    variants = {
+        "LoRA": [*LORA, "export.merge=true"],
+        "NF4 with DoRA": [*LORA, *NF4, "adapter.dora=true"],
+        "head and embedding": ["adapter.rank=4", "adapter.target_modules=[q_proj,lm_head,embed_tokens]"],
+        "tokens": ["adapter.rank=4", "adapter.trainable_tokens=[2,30,7]", "adapter.modules_to_save=[norm]"],
+        "groups": [*LORA, "parameter_groups.lr_ratios={blocks.1: 2.0, lora_b: 4.0}"],
+    }
+    names = {name: ["pp x FSDP"] for name in variants} | {"LoRA": ["pp x FSDP", "pp x tp"]}
+    common = [*common, f"model.path={wide}"]
+    assert_one_curve("lora_finetune", common, variants, LAYOUTS, 4, tmp_path, names)
+    for name in variants:
+        for file in ("adapter/adapter_model.safetensors", *(["model/model.safetensors"] if name == "LoRA" else [])):
+            one, other = (load_file(tmp_path / run / file) for run in (f"{name}, pp x FSDP", f"alone/{name}"))
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-5)
+        settings = [
+            (tmp_path / run / "adapter/adapter_config.json").read_text()
+            for run in (f"{name}, pp x FSDP", f"alone/{name}")
+        ]
+        assert settings[0] == settings[1]
