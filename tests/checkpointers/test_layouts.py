@@ -45,6 +45,7 @@ def start(layout, lora, at):
     if lora:
         peft.initialize(model, seed=0)
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    optimizer.turns = distributed.Pipeline(model, world)
     parts = {"model": model, "optimizer": optimizer, "schedule": Nothing(), "data": Nothing()}
     return world, model, optimizer, Checkpointer(at, world, **parts, async_=False)
 
@@ -54,7 +55,7 @@ def step(world, model, optimizer):
     tokens, labels = torch.randint(0, 300, (2, 4, 20), generator=draw)
     mine = slice(world.data_rank, None, world.data_size)
     loss = model(Batch.of(tokens[mine], labels[mine]), LinearCrossEntropy()) / 80
-    for due, _ in distributed.Pipeline(model, world).due(loss, True):
+    for due, _ in optimizer.turns.due(loss, True):
         due.backward()
     optimizer.step()
     optimizer.zero_grad()

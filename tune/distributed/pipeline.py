@@ -80,12 +80,13 @@ def from_its_stage(model: Any, tensor: Tensor | None) -> Tensor:
     """The `tensor` of the first stage that has it, for the other stages, which give None. All processes take part."""
     if not hasattr(model, "stages"):
         return tensor  # type: ignore[return-value]
-    group, kinds = model.stages.get_group(), [None] * model.stages.size()
-    dist.all_gather_object(kinds, None if tensor is None else (tensor.shape, tensor.dtype), group=group)
-    source = next(stage for stage, kind in enumerate(kinds) if kind is not None)
-    if model.stages.get_local_rank() != source:
-        shape, dtype = kinds[source]
-        tensor = torch.empty(shape, dtype=dtype, device=next(model.parameters()).device)
+    group = model.stages.get_group()
+    kinds: list[Any] = [None] * model.stages.size()
+    mine = None if tensor is None else {"size": tensor.shape, "dtype": tensor.dtype, "device": tensor.device.type}
+    dist.all_gather_object(kinds, mine, group=group)
+    source, kind = next((stage, kind) for stage, kind in enumerate(kinds) if kind is not None)
+    if tensor is None or model.stages.get_local_rank() != source:
+        tensor = torch.empty(**kind)
     tensor = tensor.contiguous()
     dist.broadcast(tensor, group=group, group_src=source)
     return tensor

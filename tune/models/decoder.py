@@ -100,8 +100,10 @@ class Elsewhere(nn.Module):
         self.config = config
 
     def forward(self, hidden: Tensor, context: Context) -> tuple[Tensor, RoutingStats | None]:
-        has_router = self.training and isinstance(self.config.mlp, ExpertsConfig)
-        return hidden, RoutingStats.none(self.config.mlp.router, hidden.device) if has_router else None
+        mlp = self.config.mlp
+        if not (self.training and isinstance(mlp, ExpertsConfig)):
+            return hidden, None
+        return hidden, RoutingStats.none(mlp.router, hidden.device)
 
 
 class Decoder(nn.Module):
