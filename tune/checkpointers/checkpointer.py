@@ -245,11 +245,12 @@ class Checkpointer:
                 ) from error
             self._settled(step, best)
 
-        self.pending = self.background.submit(write)
+        if self.asynchronous:
+            self.pending = self.background.submit(write)
+        else:  # in this thread, whose device is that of the tensors
+            self._settle(write)
         if wait:
             self.wait()
-        elif not self.asynchronous:
-            self._collect()
 
     def wait(self) -> int:
         """Wait for the checkpoint that is being written, on all processes; return the step of the last complete one,
@@ -280,11 +281,14 @@ class Checkpointer:
         self.tell(f"the weights are those with the best {self.best}")
 
     def _collect(self) -> None:
-        """Wait for what is being written. If it could not be, that is told or raised."""
-        pending, self.pending = self.pending, None
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            self._settle(pending.result)
+
+    def _settle(self, result: Callable[[], None]) -> None:
+        """If the checkpoint could not be written, that is told or raised."""
         try:
-            if pending is not None:
-                pending.result()
+            result()
         except TuneError as error:
             if self.on_error == "stop":
                 raise

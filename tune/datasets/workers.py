@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import chain, islice
+from itertools import islice
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
@@ -61,15 +61,12 @@ def map_chunks(
 def _in_processes(
     function: Callable[[list[Any]], Result], chunks: Iterator[list[Any]], workers: int
 ) -> Iterator[Result]:
-    first = next(chunks, None)
-    if first is None:
-        return
     pending: deque[Any] = deque()
-    # The threads of the tokenizers library do not survive a fork, and would be too many in each process.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     pool = ProcessPoolExecutor(workers, get_context("fork"), _start, (function, os.getpid()))
     try:
-        for chunk in chain([first], chunks):
+        for chunk in chunks:
+            # The threads of the tokenizers library do not survive a fork, and would be too many in each process.
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
             pending.append(pool.submit(_call, chunk))
             if len(pending) > 4 * workers:
                 yield pending.popleft().result()

@@ -2,9 +2,9 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,6 @@ from tune.models.moe import Dispatch, ExpertLinear
 from tune.peft.dropout import THIRD, dropout, mix, prepare_dropout
 from tune.quantization import NF4Weight, Rounding
 from tune.types import Fraction, PositiveFloat, PositiveInt
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,12 @@ class LoRA:
     def at(self, *names: str) -> tuple[int, float]:
         """Rank and alpha of the layer of these names: of the first pattern that matches one, as in PEFT."""
 
-        def first(patterns: Mapping[str, T], default: T) -> T:
-            found = (value for key, value in patterns.items() if any(matches(key, name) for name in names))
-            return next(found, default)
+        def is_meant(item: tuple[str, float]) -> bool:
+            return any(matches(item[0], name) for name in names)
 
-        return first(self.rank_pattern, self.rank), first(self.alpha_pattern, self.alpha)
+        _, rank = next(filter(is_meant, self.rank_pattern.items()), ("", self.rank))
+        _, alpha = next(filter(is_meant, self.alpha_pattern.items()), ("", self.alpha))
+        return rank, alpha
 
     def scaling(self, rank: int, alpha: float) -> float:
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
