@@ -179,24 +179,22 @@ def _named(format: str | None, kind: Kind) -> Format | str | None:
     """The format of this name, or the dotted path of the user's function."""
     if format is None or "." in format:
         return format
-    for known in FORMATS[kind]:
-        if known.name == format:
-            return known
-    names = [known.name for known in FORMATS[kind]]
-    raise TuneError(
-        f"format={format} is no format of {kind} rows.{did_you_mean(format, names)} There are {', '.join(names)}, and "
-        "functions of your own: format=my_data.to_messages"
-    )
+    known = {each.name: each for each in FORMATS[kind]}
+    if format not in known:
+        raise TuneError(
+            f"format={format} is no format of {kind} rows.{did_you_mean(format, known)} There are {', '.join(known)}, "
+            "and functions of your own: format=my_data.to_messages"
+        )
+    return known[format]
 
 
 def _settings(reader: RowReader) -> dict[str, Any]:
     """All that decides what a row becomes, but for the tokenizer."""
     given = {each.name: getattr(reader, each.name) for each in fields(reader) if each.name != "tokenizer"}
-    functions = [
-        (name, asked) for name, asked in ((reader.filter, "filter"), (reader.format, "format")) if isinstance(name, str)
-    ]
-    name = reader.format.name if isinstance(reader.format, Format) else reader.format
-    return {**given, "format": name, "functions": [sources_of(*each) for each in functions]}
+    named = {"filter": reader.filter, "format": reader.format}
+    functions = [sources_of(path, setting) for setting, path in named.items() if isinstance(path, str)]
+    format = reader.format.name if isinstance(reader.format, Format) else reader.format
+    return {**given, "format": format, "functions": functions}
 
 
 def _content_of_rows(source: Source) -> str:

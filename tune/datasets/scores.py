@@ -50,7 +50,6 @@ def add_scores(
     and read again where they are there. All processes take part. Raises TuneError for a stream.
     """
     require_kept(dataset, name)
-    assert not isinstance(dataset, Stream)
 
     def values_of(part: Dataset) -> np.ndarray:
         values = torch.zeros(())  # on the host: those of a teacher are tens of GB
