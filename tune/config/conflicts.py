@@ -104,7 +104,8 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
     if value("evaluate.prompts") and value("model._component_") == "tune.models.hf":
         yield "evaluate.prompts", "models of tune.models.hf have no cache here to generate with. Leave it out."
     if value("evaluate.every") and not value("evaluate.prompts") and not value("evaluate.tasks"):
-        yield "evaluate.every", "there is nothing to evaluate on. Give evaluate.prompts or .tasks, or leave it out."
+        choices = "evaluate.prompts" + " or .tasks" * ("tasks" in cfg.evaluate)
+        yield "evaluate.every", f"there is nothing to evaluate on. Give {choices}, or leave it out."
     of_validation = ["checkpointer.keep_best"] if best.startswith("validation_") else []
     for key in ("validate_every", "validate_first", *of_validation):
         if value(key) and is_loaded and value("validation_dataset.path", default=True) is None:
