@@ -94,8 +94,8 @@ SETTINGS = [
     Rule("float8-on-an-old-gpu", ERROR, "quantization.float8", "pytorch/ao#2566", "torch 2.5",
          "this GPU does not multiply in {}: that needs compute capability 8.9, by rows 9.0. Leave it out",
          "the first product fails",
-         lambda run: run("quantization.float8") and (run.device == "mps" or run.device == "cuda"
-         and (run.capability or (9, 0)) < ((8, 9) if run("quantization.float8") == "tensorwise" else (9, 0)))),
+         lambda run: run("quantization.float8") and (run.device == "mps" or (run.device == "cuda"
+         and (run.capability or (9, 0)) < ((8, 9) if run("quantization.float8") == "tensorwise" else (9, 0))))),
     Rule("float8-by-rows-in-fp32", ERROR, "quantization.float8", "pytorch/ao#2566", "torch 2.5",
          "{} gives products in bf16 alone. Set dtype=bf16, and leave master_dtype",
          "the first product fails",
