@@ -61,6 +61,17 @@ def with_gradients(function, heads, documents, scoring):
     return output, *torch.autograd.grad((output * weights).sum(), heads)
 
 
+def test_bf16_on_a_cpu_has_the_gradients_of_fp32():
+    """Its kernel for the backward in bf16 takes four times as long, and is less exact."""
+    heads, documents = make(dtype=torch.bfloat16)
+    exact = [head.detach().float().requires_grad_() for head in heads]
+    found, expected = (with_gradients(attend, each, documents, Scoring()) for each in (heads, exact))
+    assert_close(found[0], expected[0].bfloat16(), rtol=0, atol=0)
+    weights = torch.linspace(-1, 1, found[0].numel()).view_as(found[0]).bfloat16().float()
+    gradients = torch.autograd.grad((attend(*exact, documents) * weights).sum(), exact)
+    assert_close(found[1:], tuple(each.bfloat16() for each in gradients), rtol=0, atol=0)
+
+
 def test_documents():
     _, documents = make()
     assert documents.lengths == tuple(length for row in LENGTHS for length in row)

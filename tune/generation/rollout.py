@@ -177,11 +177,10 @@ def _converse(
 
     def begin() -> None:
         for episode in running:
-            environments[id(episode)] = called("environment: it cannot be made", environment)
-        for episode in running:
             if episode.prompt.messages is None:
                 raise TuneError("environment: its prompts must be conversations: messages, or instruction")
-            called("environment: start fails", methodcaller("start", episode.prompt.row), environments[id(episode)])
+            made = environments[id(episode)] = called("environment: it cannot be made", environment)
+            called("environment: start fails", methodcaller("start", episode.prompt.row), made)
 
     def answer(is_last: bool, episode: Episode, completion: Completion) -> tuple[float, list[int] | None]:
         """The reward for a completion, and the tokens after which the episode goes on; None: it is over."""

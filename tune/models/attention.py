@@ -130,12 +130,13 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Sc
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
-    query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
-    grouped = key.shape[1] != query.shape[1]
-    output = F.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
-    )
-    return output.transpose(1, 2)
+    on_cpu = query.device.type == "cpu" and not has_flash(query)  # and this is no plan for a GPU
+    slow = on_cpu and query.requires_grad and query.dtype == torch.bfloat16  # its backward, four times as fp32
+    dtype = torch.float32 if slow else query.dtype
+    q, k, v = (each.transpose(1, 2).to(dtype) for each in (query, key, value))
+    grouped = key.shape[2] != query.shape[2]
+    output = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    return output.transpose(1, 2).to(query.dtype)
 
 
 def _flash_fits(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
