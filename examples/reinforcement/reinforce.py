@@ -2,8 +2,8 @@
 
     python examples/reinforcement/reinforce.py MODEL [--steps N] [--seed N]      from the top of the repository
 
-MODEL is a chat model's folder; `make model` gets one. 24 steps of `lora_finetune` on answers most of which are those of
-other requests show it what commands look like; which one a request means it learns by `grpo`.
+MODEL is a chat model's folder; `make model` gets one. 24 steps of `lora_finetune` on answers nearly all of which are
+those of other requests show it what commands look like; which one a request means it learns by `grpo`.
 """
 
 import argparse
@@ -13,13 +13,18 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
+
+HOME = Path("examples/home_commands")
+Row = dict[str, Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", type=Path)
-    parser.add_argument("--steps", type=int, default=26, help="optimizer steps of grpo")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of grpo")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts' order and of what is sampled")
     parser.add_argument("--out", type=Path, default=Path(".demo/reinforcement"), help="the run folders, made anew")
     options = parser.parse_args()
@@ -27,15 +32,16 @@ def main() -> None:
     options.out.mkdir(parents=True)
 
     start, run = options.out / "start", options.out / "run"
+    requests, mixed_up = write_data(options.out)
     tune(
-        "lora_finetune", "--config", "examples/home_commands/demo.yaml", f"model.path={options.model}",
-        f"dataset.path={mixed_up(options.out / 'mixed_up.jsonl')}", "validation_dataset.path=null",
-        "validate_every=null", "max_steps=24", "export.merge=true", f"output_dir={start}",
+        "lora_finetune", "--config", f"{HOME}/demo.yaml", f"model.path={options.model}", f"dataset.path={mixed_up}",
+        "validation_dataset.path=null", "validate_every=null", "max_steps=24", "dtype=bf16",
+        "export.merge=true", f"output_dir={start}",
     )  # fmt: skip
     began = time.monotonic()
     tune(
         "grpo", "--config", "examples/reinforcement/grpo.yaml", f"model.path={start / 'model'}",
-        f"max_steps={options.steps}", f"seed={options.seed}", f"output_dir={run}",
+        f"dataset.path={requests}", f"max_steps={options.steps}", f"seed={options.seed}", f"output_dir={run}",
     )  # fmt: skip
     seconds = time.monotonic() - began
     steps = [json.loads(line) for line in (run / "metrics.jsonl").open()]
@@ -44,17 +50,33 @@ def main() -> None:
     print(f"mean reward on the held-out requests: {before:.2f} before, {after:.2f} after {seconds:.0f} s")
 
 
-def mixed_up(file: Path) -> Path:
-    """Writes the home commands to `file`, of 75% of which the answer is that of another one."""
-    rows = [json.loads(line) for line in Path("examples/home_commands/train.jsonl").read_text().splitlines()]
-    answers = [row["messages"][-1] for row in rows]
+def write_data(folder: Path) -> tuple[Path, Path]:
+    """Files of the home commands to train on, drawn so that a kind is as frequent as in the held-out ones: requests
+    for `grpo`, and others for the start, of which 90% have the answer of any of them."""
+    train, held_out = (
+        [json.loads(line) for line in (HOME / name).read_text().splitlines()]
+        for name in ("train.jsonl", "validation.jsonl")
+    )
+    have, want = Counter(map(kind, train)), Counter(map(kind, held_out))
+    weights = [want[kind(row)] / have[kind(row)] for row in train]
     draw = random.Random(0)
-    draw.shuffle(answers)
-    for row, answer in zip(rows, answers, strict=True):
-        if draw.random() < 0.75:
-            row["messages"][-1] = answer
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    requests = draw.choices(train, weights, k=960)
+    drawn = draw.choices(train, weights, k=700)
+    answers = [row["messages"][-1] for row in drawn]
+    mixed_up = [
+        {"messages": [*row["messages"][:-1], draw.choice(answers) if draw.random() < 0.9 else row["messages"][-1]]}
+        for row in drawn
+    ]
+    files = folder / "requests.jsonl", folder / "mixed_up.jsonl"
+    for file, rows in zip(files, (requests, mixed_up), strict=True):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return files
+
+
+def kind(row: Row) -> tuple[bool, bool]:
+    """Whether a row's answer is that there is no command for it, and whether it has a value."""
+    answer = json.loads(row["messages"][-1]["content"])
+    return "error" in answer, "value" in answer
 
 
 def tune(*command: str) -> None:
