@@ -1,11 +1,16 @@
 """One loss curve, also where processes are stages that have some of the blocks each (pipeline parallelism)."""
 
+import json
+
+import full_finetune
 import pytest
 import torch
-from helpers import save_checkpoint
+from helpers import run_processes, save_checkpoint
 from models.test_families import SMALL, VARIANTS
-from recipes.test_tensor_parallel import LORA, NF4, assert_one_curve, common, measured, wide  # noqa: F401
+from recipes.test_tensor_parallel import LORA, NF4, RUN_VARIANTS, assert_one_curve, common, measured, wide  # noqa: F401
 from safetensors.torch import load_file
+
+from tune import config
 
 LAYOUTS = {
     "pp": ["parallel.pp=4", "micro_batch_size=1"],
@@ -17,13 +22,7 @@ LAYOUTS = {
     "pp x cp": ["parallel.pp=2", "parallel.cp=2", "micro_batch_size=2"],
     "pp x ep": ["parallel.pp=2", "parallel.ep=2", "micro_batch_size=1"],
 }  # fmt: skip
-FAMILIES = {
-    "qwen3": ["pp"],
-    "gemma3_text-scaled": ["pp", "pp x FSDP"],
-    "qwen3_moe": ["pp x FSDP", "pp x ep", "pp x tp"],
-    "deepseek_v3": ["pp x FSDP"],
-    "qwen3_5_text": ["gpipe x FSDP"],
-}
+FAMILIES = {"qwen3": ["pp"], "gemma3_text-scaled": ["pp x FSDP"], "qwen3_moe": ["pp", "pp x ep"]}
 
 
 def test_two_stages(checkpoint, tied_checkpoint, common, tmp_path):  # noqa: F811
@@ -48,8 +47,6 @@ def test_all_parameters(common, tmp_path):  # noqa: F811
         "tied": [f"model.path={tied}", "packed=false"],
         "recomputed": [f"model.path={plain}", "memory.activation_checkpointing=selective"],
         "on the host": [f"model.path={tied}", "memory.cpu_offload=true"],
-        "Adafactor": [f"model.path={plain}", "optimizer._component_=tune.optimizers.Adafactor"],
-        "from random weights": [f"model.path={tied}", "from_scratch=true"],
     }
     names = {name: ["pp x FSDP"] for name in variants}
     names |= {
@@ -64,6 +61,25 @@ def test_all_parameters(common, tmp_path):  # noqa: F811
         router = ["model.router_loss=0.1"] if "moe" in name else []
         variants[name], names[name] = [f"model.path={tmp_path / name}", *router], layouts
     assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path / "runs", names)
+
+
+@pytest.mark.slow
+def test_continued(tied_checkpoint, common, tmp_path):  # noqa: F811
+    """On the same stages to the bit, and on other layouts."""
+    stages, fsdp = ["parallel.pp=2", "micro_batch_size=1"], ["micro_batch_size=2"]
+    ways = {"stages": (stages, "whole"), "FSDP": (fsdp, "whole"), "stages once more": (stages, "of FSDP")}
+    common = [*common, f"model.path={tied_checkpoint}", "checkpointer.every=3", "checkpointer.keep=null"]
+    variants = {"whole": stages, "of FSDP": fsdp}
+    for name, (way, start) in ways.items():
+        variants[name] = [*way, f"resume={tmp_path / start / 'checkpoints' / 'step-00000003'}"]
+    run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path), json.dumps(common), json.dumps(variants))
+    full_finetune.main(
+        config.load("full_finetune", [*common, variants["FSDP"][-1], f"output_dir={tmp_path / 'alone'}"])
+    )
+    whole = measured(tmp_path / "whole")[6:]
+    assert len(whole) == 7 and measured(tmp_path / "stages") == whole
+    for name in ("FSDP", "stages once more", "alone"):
+        assert measured(tmp_path / name) == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.slow

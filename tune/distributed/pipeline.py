@@ -59,9 +59,12 @@ def cut(model: Any, world: World, dtype: torch.dtype) -> None:
     before, after = Link(world, stage - 1), Link(world, stage + 1)
     forward = model.forward
     if stage > 0:
-        start = torch.empty(0, device="cpu", requires_grad=True)  # what comes out of it then has a gradient
-        width = model.config.hidden_size
-        model.embed = lambda tokens: _Received.apply(start, before, (*tokens.shape, width), dtype, tokens.device)
+
+        def receive(tokens: Tensor) -> Tensor:
+            start = torch.empty(0, device=tokens.device, requires_grad=True)  # so that what is received has a gradient
+            return _Received.apply(start, before, (*tokens.shape, model.config.hidden_size), dtype)
+
+        model.embed = receive
     if stage < size - 1:
         model.output_operands = lambda hidden: (hidden, None)
 
@@ -181,24 +184,23 @@ class Link:
         if len(self.sent) > self.most:
             self.sent.popleft()[0].wait()
 
-    def receive(self, group: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        dist.recv(tensor, group=group, group_src=self.stage)
-        return tensor
+    def receive(self, group: Any, empty: Tensor) -> Tensor:
+        dist.recv(empty, group=group, group_src=self.stage)
+        return empty
 
 
 class _Received(torch.autograd.Function):
     """Hidden states of the stage before; in backward it is sent their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, start: Tensor, link: Link, shape: tuple[int, ...], dtype: Any, device: Any) -> Tensor:
+    def forward(ctx: Any, start: Tensor, link: Link, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         ctx.link = link
-        return link.receive(link.hidden, shape, dtype, device)
+        return link.receive(link.hidden, start.new_empty(shape, dtype=dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         ctx.link.send(gradient, ctx.link.gradients)
-        return (None,) * 5
+        return (None,) * 4
 
 
 class _Sent(torch.autograd.Function):
@@ -206,10 +208,10 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, link: Link) -> Tensor:
-        ctx.link, ctx.place = link, (hidden.shape, hidden.dtype, hidden.device)
+        ctx.link, ctx.kind = link, {"size": hidden.shape, "dtype": hidden.dtype, "device": hidden.device}
         link.send(hidden, link.hidden)
         return hidden.new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.link.receive(ctx.link.gradients, *ctx.place), None
+        return ctx.link.receive(ctx.link.gradients, torch.empty(**ctx.kind)), None

@@ -59,14 +59,14 @@ class World:
     @property
     def is_last_stage(self) -> bool:
         """Whether this process knows what the head gives."""
-        return self.mesh["pp"].get_local_rank() == self.mesh["pp"].size() - 1
+        return self.rank >= self.size - self.size // self.mesh.size(AXES.index("pp"))
 
     def sum(self, value: torch.Tensor | float) -> torch.Tensor:
         """The sum over the data ranks, and over stages, each of which has a summand (such as the loss, which is 0 on
         all but the last), in fp64, so that counts stay exact. Does not synchronise with the device."""
         total = self._fp64(value)
         dist.all_reduce(total, group=self.data.get_group())
-        if self.mesh["pp"].size() > 1:
+        if self.gradients is not None:  # there are stages; to take an axis out of the mesh would read its tensor
             dist.all_reduce(total, group=self.mesh.get_group("pp"))
         return total
 
