@@ -72,7 +72,7 @@ class Dataset:
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """The rows of an epoch in the order of training."""
-        return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(len(self))
+        return permuted(len(self), seed, epoch)
 
     def row(self, index: int) -> list[Sample]:
         """The documents of one row."""
@@ -132,6 +132,18 @@ class Dataset:
         if "group" in columns:  # numbered from 1 here: 0 is padding in a batch
             columns["group"] = int(np.searchsorted(self._unit_starts, index, side="right"))
         return Sample(self._samples.tokens[span], self._samples.labels[span], index, columns)
+
+
+def permuted(items: int | np.ndarray, *seeds: int) -> np.ndarray:
+    """The `items` (or the numbers below) in an order that is a function of the seeds alone."""
+    return np.random.Generator(np.random.PCG64([*seeds])).permutation(items)
+
+
+def drawn_places(size: int, start: int, stop: int, *seeds: int) -> np.ndarray:
+    """Places [start, stop) of one permutation of the numbers below `size` after the other."""
+    first = start // size
+    passes = [permuted(size, *seeds, each) for each in range(first, -(-stop // size))]
+    return np.concatenate([np.empty(0, np.int64), *passes])[start - first * size : stop - first * size]
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tune.collators import Sample
 from tune.datasets.accounting import Accounting
-from tune.datasets.dataset import Dataset, renumbered
+from tune.datasets.dataset import Dataset, drawn_places, permuted, renumbered
 from tune.datasets.formats.formats import Kind
 from tune.datasets.from_path import load
 from tune.errors import TuneError
@@ -112,8 +112,11 @@ class Mixture:
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """The rows of an epoch in the order of training."""
         sources = enumerate(zip(self._row_starts, self.parts.values(), self.drawn.tolist(), strict=False))
-        rows = [start + _drawn(len(part), drawn, epoch, [seed, index]) for index, (start, part, drawn) in sources]
-        return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(np.concatenate(rows))
+        rows = [
+            start + drawn_places(len(part), epoch * number, (epoch + 1) * number, seed, index)
+            for index, (start, part, number) in sources
+        ]
+        return permuted(np.concatenate(rows), seed, epoch)
 
     def row(self, index: int) -> list[Sample]:
         """The documents of one row."""
@@ -179,14 +182,6 @@ def _rows_of_an_epoch(shares: np.ndarray, sizes: np.ndarray, ends: EpochEnds) ->
     often = sizes / shares
     total = often.max() if ends == "all_exhausted" else often.min()
     return np.rint(total * shares).astype(np.int64)
-
-
-def _drawn(size: int, number: int, epoch: int, seed: list[int]) -> np.ndarray:
-    """Rows [epoch * number, (epoch + 1) * number) of one permutation of all rows after the other."""
-    start, end = epoch * number, (epoch + 1) * number
-    first, last = start // size, -(-end // size)
-    passes = [np.random.Generator(np.random.PCG64([*seed, each])).permutation(size) for each in range(first, last)]
-    return np.concatenate(passes)[start - first * size : end - first * size]
 
 
 def _check(sources: Mapping[str, Mapping[str, Any]]) -> None:

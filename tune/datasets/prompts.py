@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tune.datasets.cache import hash_of
+from tune.datasets.dataset import drawn_places
 from tune.datasets.formats.columns import QUESTIONS, require_meaning
 from tune.datasets.formats.content import Chat, Plain, Row, shown
 from tune.datasets.formats.messages import checked_tools, conversation, question_of
@@ -215,15 +214,9 @@ class PromptLoader:
 
     def draw(self, count: int) -> list[Prompt]:
         """The next prompts, in epoch after epoch."""
-        drawn, of_epoch, order = [], -1, np.empty(0, np.int64)
-        for position in range(self.position, self.position + count):
-            epoch, at = divmod(position, len(self.dataset))
-            if epoch != of_epoch:
-                of_epoch = epoch
-                order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(len(self.dataset))
-            drawn.append(replace(self.dataset.prompts[order[at]], position=position))
-        self.position += count
-        return drawn
+        start, self.position = self.position, self.position + count
+        indices = drawn_places(len(self.dataset), start, self.position, self.seed)
+        return [replace(self.dataset.prompts[index], position=at) for at, index in enumerate(indices.tolist(), start)]
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the step that was given last."""

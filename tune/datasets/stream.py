@@ -10,7 +10,7 @@ import numpy as np
 
 from tune.collators import Sample
 from tune.datasets.accounting import Accounting
-from tune.datasets.dataset import Dataset, renumbered
+from tune.datasets.dataset import Dataset, permuted, renumbered
 from tune.datasets.samples import Chunk, in_memory
 from tune.datasets.workers import CHUNK
 from tune.errors import TuneError
@@ -104,7 +104,7 @@ class Stream:
                         f"{self.name}: the checkpoint was made with other data: row {start.row:,} and those behind it "
                         "have changed. Restore them, or start anew with resume=never and another output_dir"
                     )
-            order = np.random.Generator(np.random.PCG64([seed, window.epoch, window.row])).permutation(len(data))
+            order = permuted(len(data), seed, window.epoch, window.row)
             for at, index in enumerate(order[drawn:].tolist(), drawn + 1):
                 documents = [renumbered(each, window.samples) for each in data.row(index)]
                 rows.append((documents, data.row_tokens[index], data.row_supervised[index], data.row_pairs[index]))
