@@ -6,6 +6,7 @@ import json
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from tune import config
 from tune.cli.prepare import recipe_of
@@ -36,7 +37,7 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         found = [Finding(Level.ERROR, "", str(error))]
     counts = {level: sum(finding.level == level for finding in found) for level in ("error", "heal", "warn")}
     if options.json:
-        print(json.dumps({**counts, "findings": [finding.as_dict() for finding in found]}, indent=2))
+        print(json.dumps({**counts, "findings": [asdict(finding) for finding in found]}, indent=2))
     else:
         for finding in found:
             print(

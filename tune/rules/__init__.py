@@ -4,9 +4,8 @@ A new rule is an entry of `SETTINGS` (what follows from the settings and the mac
 the model's files too), and a case in tests/rules. A run applies them when it begins, `tune validate` before.
 """
 
-from tune.rules.facts import Facts
 from tune.rules.models import MODELS
-from tune.rules.rule import Finding, Level, Rule
+from tune.rules.rule import Facts, Finding, Level, Rule
 from tune.rules.settings import SETTINGS
 
 __all__ = ["RULES", "Facts", "Finding", "Level", "Rule", "judge"]

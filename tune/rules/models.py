@@ -1,7 +1,6 @@
 """Rules that read the model's files too: config.json, the chat template."""
 
-from tune.rules.facts import GREAT, Facts
-from tune.rules.rule import Level, Rule
+from tune.rules.rule import GREAT, Facts, Level, Rule
 
 ERROR, HEAL, WARN = Level
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -1,7 +1,6 @@
 """Rules of the settings, and of the machine that they are for."""
 
-from tune.rules.facts import GREAT, Facts
-from tune.rules.rule import Level, Rule
+from tune.rules.rule import GREAT, Facts, Level, Rule
 
 ERROR, HEAL, WARN = Level
 
