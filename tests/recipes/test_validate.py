@@ -33,6 +33,12 @@ def test_settings_that_are_wrong_have_no_effects_that_are_told_too(inputs, told)
     assert [line.partition(":")[0] for line in found.splitlines()] == ["lrr", "optimizer._component_", "optimizer.lr"]
 
 
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
+def test_an_optimizer_that_cannot_take_a_step_with_these_groups(name, inputs, told):
+    found = told("full_finetune", inputs.settings(f"optimizer._component_=torch.optim.{name}"))
+    assert f"torch.optim.{name} does not" in found and len(found.splitlines()) == 1
+
+
 def validated(*arguments: str) -> list[str]:
     """The lines of a process of its own."""
     command = [sys.executable, "-m", "tune.cli", "validate", *arguments]

@@ -67,6 +67,11 @@ CASES = {
         ["checkpointer.keep_best=validation_loss", "validation_dataset.path=v"],
         ["checkpointer.keep_best=validation_loss", "validation_dataset.path=v", "validate_every=9"],
     ),
+    "best-of-nothing": (
+        FULL,
+        ["checkpointer.keep_best=validation_accuracy", "validation_dataset.path=v"],
+        ["checkpointer.keep_best=validation_token_accuracy", "validation_dataset.path=v", "loss.accuracy=true"],
+    ),
     "trace-of-no-step": (FULL, ["profiler.start=9", "max_steps=8"], ["profiler.start=8", "max_steps=8"]),
     "adapter-that-hardly-counts": (LORA, ["adapter.rank=256"], ["adapter.rank=128"]),
     "adapter-that-counts-too-much": (

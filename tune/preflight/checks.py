@@ -125,7 +125,7 @@ def _check(cfg: DictConfig, told: Told, world: World | None, rows: int | None) -
     if "logger" in cfg:
         told("logger", lambda: require_installed(cfg.logger.tensorboard, cfg.logger.wandb))
     told("output_dir", _require_folder, cfg)
-    model = _model(cfg, told, world)
+    model, groups = _model(cfg, told, world)
     tokenizer = None
     if "tokenizer" in cfg and (model or Path(str(Facts(cfg)("model.path"))).is_dir()):  # else it is told once
         tokenizer = told("tokenizer", lambda: instantiate(cfg.tokenizer))
@@ -139,12 +139,24 @@ def _check(cfg: DictConfig, told: Told, world: World | None, rows: int | None) -
     elif OmegaConf.select(cfg, "dataset._component_") in LOADED:
         told("dataset", lambda: open_source(cfg.dataset.path, cfg.dataset.get("split", "train")))
     _require_continuable(cfg, told, data)
-    if "optimizer" in cfg:
-        groups = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))], "in_blocks": True}]
-        optimizer = told("optimizer", lambda: instantiate(cfg.optimizer, groups))
+    groups = groups or [{"params": [torch.zeros(2, 2)], "in_blocks": True}]  # of a model that cannot be made
+    if "optimizer" in cfg and (optimizer := told("optimizer", _optimizer, cfg, groups)):
         steps = (len(data) if data else cfg.get("max_steps")) or 10**9
-        if optimizer:
-            told("schedule", lambda: instantiate(cfg.schedule, optimizer, total_steps=steps))
+        told("schedule", lambda: instantiate(cfg.schedule, optimizer, total_steps=steps))
+
+
+def _optimizer(cfg: DictConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """One for a small parameter of each group, after a step."""
+    small = [{**group, "params": [torch.nn.Parameter(torch.zeros((2,) * group["params"][0].ndim))]} for group in groups]
+    for group in small:
+        group["params"][0].grad = torch.zeros_like(group["params"][0])
+    optimizer = instantiate(cfg.optimizer, small)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            optimizer.step()
+    except (RuntimeError, TypeError) as error:
+        raise TuneError(f"optimizer._component_: {cfg.optimizer._component_} does not work here: {error}") from error
+    return optimizer
 
 
 def _require_versions(told: Told) -> None:
@@ -169,16 +181,17 @@ def _require_folder(cfg: DictConfig) -> None:
         raise TuneError(found)
 
 
-def _model(cfg: DictConfig, told: Told, world: World | None) -> Any:
-    """The model as the run trains it, on the meta device; None if it cannot be made."""
+def _model(cfg: DictConfig, told: Told, world: World | None) -> tuple[Any, Any]:
+    """The model as the run trains it, on the meta device, and its groups for the optimizer; None if they cannot be
+    made."""
     if cfg.model.get("_component_") is None:  # of `evaluate`: whatever is to be evaluated
         found = told("model.path", lambda: peft.resolve_model(cfg.model.path, cfg.adapters))
         opened = found and told("model.path", open_checkpoint, found.base)
-        return opened and opened[0]
+        return opened and opened[0], None
     with NONE:
         model = told("model", lambda: instantiate(cfg.model))
     if model is None:
-        return None
+        return None, None
     if not cfg.get("from_scratch"):
         told("model.path", lambda: checkpointers.Pretrained(cfg.model.path, model))
     if cfg.get("quantization", {}).get("weights"):
@@ -190,19 +203,19 @@ def _model(cfg: DictConfig, told: Told, world: World | None) -> Any:
     folder, keep = Path(cfg.get("output_dir") or "."), Facts(cfg)("checkpointer.keep")
     if note := told("output_dir", lambda: disk_note(folder, model, cfg.master_dtype, keep)):
         told.add(note, level=Level.WARN)
-    whole = model
+    whole, groups = model, None
     if "value" in cfg:
         with NONE:
             critic = told("value", lambda: instantiate(cfg.value))
         whole = critic and torch.nn.ModuleDict({"policy": model, "value": critic})
     if whole is not None:
-        groups = cfg.get("parameter_groups", {})
-        told("parameter_groups", lambda: optimizers.parameter_groups(whole, cfg.optimizer.lr, **groups))
+        settings = cfg.get("parameter_groups", {})
+        groups = told("parameter_groups", lambda: optimizers.parameter_groups(whole, cfg.optimizer.lr, **settings))
     if world:
         told("parallel", lambda: distributed.parallelize(
             model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, cpu_offload=cfg.memory.cpu_offload
         ))  # fmt: skip
-    return model
+    return model, groups
 
 
 def _adapt(cfg: DictConfig, model: Any) -> None:

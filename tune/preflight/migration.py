@@ -260,14 +260,13 @@ def _load(name: str) -> Fields:
 def look_up(peer: str, key: str) -> tuple[str, Any, Any]:
     """The part of the table that knows `key`, the match, and the line; or `unknown`, and what may be meant."""
     plain = re.sub(r"\[\d+\]", "[]", key)
-    patterns = {str(pattern): (part, line) for part in reversed(PARTS) for pattern, line in table(peer)[part].items()}
-    for part in PARTS:
-        for pattern, line in table(peer)[part].items():
-            if found := _pattern(str(pattern)).fullmatch(plain):
-                return part, found, line
-    if any(re.match(rf"(.*\|)?\(?{re.escape(plain)}\\?[.\[]", pattern) for pattern in patterns):
+    lines = [(part, str(pattern), line) for part in PARTS for pattern, line in table(peer)[part].items()]
+    for part, pattern, line in lines:
+        if found := _pattern(pattern).fullmatch(plain):
+            return part, found, line
+    if any(re.match(rf"(.*\|)?\(?{re.escape(plain)}\\?[.\[]", pattern) for _, pattern, _ in lines):
         return "always", None, "its keys say it"  # a group
-    return "unknown", None, did_you_mean(plain, [name for pattern in patterns for name in names(pattern)])
+    return "unknown", None, did_you_mean(plain, [name for _, pattern, _ in lines for name in names(pattern)])
 
 
 _pattern = functools.cache(re.compile)  # the tables have more of them than `re` keeps

@@ -158,6 +158,12 @@ SETTINGS = [
          "{} is measured after the last step only: give validate_every",
          "the best checkpoint is then always the last one, and patience never ends a run",
          lambda run: run.asks("checkpointer.keep_best", "validation_") and not run("validate_every")),
+    Rule("best-of-nothing", ERROR, "checkpointer.keep_best", "huggingface/transformers#31450", "always",
+         "a validation does not measure {}, but validation_loss, and validation_token_accuracy with loss.accuracy=true",
+         "the run would end at its first validation",
+         lambda run: run("loss.accuracy") is not None and run.asks("checkpointer.keep_best", "validation_")
+         and run("checkpointer.keep_best") != "validation_loss"
+         and not (run("loss.accuracy") and run("checkpointer.keep_best") == "validation_token_accuracy")),
     Rule("trace-of-no-step", WARN, "profiler.start", "pytorch/pytorch#91682", "always",
          "step {} comes after max_steps: no trace is written",
          "a run for its trace alone has to be repeated",
