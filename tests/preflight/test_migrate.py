@@ -241,6 +241,8 @@ TT = "checkpointer: {checkpoint_dir: '${base}/m'}\nbase: /tmp\ntokenizer: {_comp
         (TT + "dataset: [{source: c/d, train_on_input: true, column_map: {input: q}}]",
          {"dataset.train_on": "all", "dataset.columns": {"instruction": "q"}, "model.path": "/tmp/m"}),
         (TT + "dataset_val: {source: json, data_files: v.json}", {"validation_dataset.path": "v.json"}),
+        (TT + "enable_fp8_training: true\nfp8_recipe_name: tensorwise", {"quantization.float8": "tensorwise"}),
+        (TT + "enable_fp8_training: false\nfp8_recipe_name: rowwise", {"quantization.float8": None}),
         (TT + "ppo_epochs: 2\nvalue_checkpointer: {checkpoint_dir: rm}", {"value.path": "rm"}),
     ],
 )  # fmt: skip
