@@ -356,8 +356,9 @@ def test_back_to_the_last_checkpoint(tmp_path, async_):
     """Weights and the optimizer's states are those of the checkpoint; schedule and data go on."""
     told = []
     checkpointer = make(tmp_path, every=2, async_=async_, on_nan="rollback", tell=told.append)
-    with pytest.raises(TuneError, match="at step 1"):  # there is none yet
+    with pytest.raises(TuneError, match=r"at step 1, .* there is no checkpoint yet to go back to") as stopped:
         checkpointer.accepts(1, [0], loss=math.nan)
+    assert "on_nan" not in str(stopped.value)  # it is set already
     for step in (1, 2, 3):
         train(checkpointer, step)
         checkpointer.step(step)
@@ -382,5 +383,5 @@ def test_ten_steps_in_a_row_that_are_not_finite_stop_the_training(tmp_path):
     assert checkpointer.accepts(10, [0], loss=1.0)
     assert not any(checkpointer.accepts(step, [0], loss=math.inf) for step in range(11, 20))
     assert torch.equal(checkpointer.model.weight, before)
-    with pytest.raises(TuneError, match="loss is inf at step 20"):
+    with pytest.raises(TuneError, match=r"loss is inf at step 20, .* the tenth such step in a row"):
         checkpointer.accepts(20, [0], loss=math.inf)

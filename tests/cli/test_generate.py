@@ -178,6 +178,18 @@ def test_wrong_inputs(name, checkpoint, tmp_path, monkeypatch, capsys):
     assert "dataset." not in shown.err and "sampling" not in shown.err  # settings of recipes
 
 
+def test_a_model_without_a_cache_here(checkpoint, tmp_path, capsys):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = transformers.GPTNeoXConfig(vocab_size=len(transformers.AutoTokenizer.from_pretrained(checkpoint)), **sizes)
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(checkpoint / name, tmp_path)
+    for verb in (["generate", "--prompt", "a"], ["chat"]):
+        with pytest.raises(SystemExit) as ended:
+            main([verb[0], str(tmp_path), *verb[1:]])
+        assert ended.value.code == 2 and "has no cache here" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["too many tokens", "nothing to go on from"])
 def test_wrong_inputs_leave_what_was_written_before(name, checkpoint, tmp_path, capsys):
     (tmp_path / "out.jsonl").write_text("answers\n")

@@ -245,6 +245,13 @@ def test_template_that_refuses_a_row(folder, write):
         load(Tokenizer(str(folder)), write({"messages": CHAT}), max_seq_len=100)
 
 
+def test_template_that_does_not_know_tool_calls(folder, write):
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}")
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    with pytest.raises(TuneError, match=r"no attribute 'content'\. It may not know of tool calls"):
+        load(Tokenizer(str(folder)), write({"messages": [*CHAT, call]}), max_seq_len=100)
+
+
 def test_conversations_without_an_end_of_turn_are_counted(folder, write):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.end }}\n{% endfor %}"
     (folder / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}assistant: {% endif %}")

@@ -40,7 +40,8 @@ def warned(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("bad", "options", "warning"),
     [
-        (chat("a", ""), {}, r"{} are dropped, no message to learn: see dataset\.train_on$"),
+        (chat("a", ""), {}, r"{} are dropped, empty answer: fill them, or leave them out with dataset\.filter$"),
+        (chat("a", "b") | {"messages": [{"role": "user", "content": "a"}]}, {}, r".*no assistant message: .*train_on$"),
         ({"messages": []}, {}, r"{} are dropped, empty messages: fill them, or leave them out with dataset\.filter"),
         (chat("a", "b" * 90), {"too_long": "drop"}, r"{} are dropped, longer than max_seq_len: raise max_seq_len, or"),
         (chat("a" * 99, "b"), {}, r"{} are dropped, fully masked: .* is max_seq_len too short\?"),
@@ -60,7 +61,7 @@ def test_rows_that_are_left_out_on_purpose_are_no_warning(warned, tmp_path, monk
     rows = [*good(99), {**chat("8?", ""), "id": 1}]
     assert warned(good(99), filter="choice.even", validation_fraction=0.3) == []
     # and what is dropped is a share of those that were meant
-    assert re.match(r"1 of 5\d rows \(\d\.\d%\) are dropped, no message", warned(rows, filter="choice.even")[0])
+    assert re.match(r"1 of 5\d rows \(\d\.\d%\) are dropped, empty answer", warned(rows, filter="choice.even")[0])
 
 
 def test_rows_that_are_left_for_training_are_none_of_the_validation(tokenizer, tmp_path):

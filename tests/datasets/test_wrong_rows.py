@@ -256,8 +256,8 @@ def test_rows_of_no_use_are_counted(read):
         "empty messages": [chat(), chat() | {"messages": None}, chat() | {"messages": "[]"}],
         "empty conversations": [{"conversations": []}],
         "no assistant message": [chat(USER)],
-        "no message to learn": [
-            chat(USER, {**ASSISTANT, "train": False}),
+        "no message to learn": [chat(USER, {**ASSISTANT, "train": False})],
+        "empty answer": [
             chat(USER, {**ASSISTANT, "content": ""}),
             chat(USER, {**ASSISTANT, "content": "", "tool_calls": []}),
         ],

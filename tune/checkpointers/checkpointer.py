@@ -38,6 +38,8 @@ from tune.types import PositiveInt
 
 # Frozen parameters are not saved: they come from the checkpoint that the model was built from.
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+STOPPED = "stopped, nothing of this step is saved, checkpoints are intact"
+CAUSES = "Usual causes: a learning rate too high, damaged weights, dtype=bf16 with a model that overflows in it"
 
 
 class Checkpointer:
@@ -166,8 +168,11 @@ class Checkpointer:
         self.refused += 1
         goes_back = self.on_nan == "rollback"
         kept = self.wait() if goes_back else step - 1
-        if self.on_nan == "stop" or self.refused == 10 or (goes_back and not kept):
+        if self.on_nan == "stop":
             require_finite(step, rows, **values)
+        if self.refused == 10 or (goes_back and not kept):
+            why = "it is the tenth such step in a row" if kept else "there is no checkpoint yet to go back to"
+            raise TuneError(f"{found}: {STOPPED}, as {why}. {CAUSES}")
         if goes_back:
             reshard(self.model)
             path = self.resumed.get(kept, self.folder / f"step-{kept:08d}")
@@ -327,9 +332,7 @@ def require_finite(step: int, rows: list[int], **values: float) -> None:
     """
     if found := _not_finite(step, rows, values):
         raise TuneError(
-            f"{found}: stopped, nothing of this step is saved, checkpoints are intact. Usual causes: a learning rate "
-            "too high, damaged weights, dtype=bf16 with a model that overflows in it. checkpointer.on_nan=skip or "
-            "rollback goes on without such batches"
+            f"{found}: {STOPPED}. {CAUSES}. checkpointer.on_nan=skip or rollback goes on without such batches"
         )
 
 

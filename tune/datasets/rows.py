@@ -14,6 +14,7 @@ from tune.collators import IGNORE, Sample
 from tune.datasets.formats.columns import OtherMeaning, recognise, renamed, require_meaning
 from tune.datasets.formats.content import Answers, Chat, Content, Dropped, Plain, Row, shown
 from tune.datasets.formats.formats import FORMATS, Format, Kind
+from tune.datasets.formats.messages import is_empty_answer
 from tune.datasets.labels import Draft, TrainOn, flagged, labelled, rendered
 from tune.datasets.remarks import columns_left_out, remarks
 from tune.datasets.user_functions import applied
@@ -124,8 +125,9 @@ class RowReader:
         if isinstance(content, Chat):
             content = flagged(content, self.train_on)
             if not any(message["train"] for message in content.messages):
-                has_answer = any(message["role"] == "assistant" for message in content.messages)
-                raise Dropped("no message to learn" if has_answer else "no assistant message")
+                answers = [each for each in content.messages[content.prompt :] if each["role"] == "assistant"]
+                is_empty = "empty answer" if all(map(is_empty_answer, answers)) else "no message to learn"
+                raise Dropped(is_empty if answers else "no assistant message")
         draft = rendered(content, self.tokenizer, self.train_on)
         found = remarks(content, draft.text, self.tokenizer) if isinstance(content, Chat) else []
         return replace(draft, remarks=found + columns_left_out(row, format, used_or_ignored, draft.text))

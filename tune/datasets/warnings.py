@@ -20,6 +20,7 @@ ADVICE = {
     FULLY_MASKED: "nothing in them is learned: is max_seq_len too short?",
     TOO_LONG: "raise max_seq_len, or set dataset.too_long=truncate",
     CANNOT_BE_USED: "the first ones are shown above; dataset.on_bad_row=skip drops them",
+    "chosen equal to rejected": "leave them out with dataset.filter",
     **dict.fromkeys(("no message to learn", "no assistant message"), "see dataset.train_on"),
 }
 OTHERWISE = "fill them, or leave them out with dataset.filter"

@@ -72,7 +72,9 @@ class ChatTemplate:
                 documents=_plain(documents),
             )
         except jinja2.TemplateError as error:
-            raise TuneError(f"{self.origin} refuses the conversation: {error}") from error
+            calls = any(message.get("tool_calls") and not message.get("content") for message in messages)
+            hint = ". It may not know of tool calls, which a message has in place of text" if calls else ""
+            raise TuneError(f"{self.origin} refuses the conversation: {error}{hint}") from error
         except Exception as error:  # a template is a program: anything can go wrong in it
             raise TuneError(f"{self.origin} fails on the conversation: {type(error).__name__}: {error}") from error
         if not self.marks_generation:
