@@ -68,6 +68,11 @@ def show(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
+def as_given(value: Any) -> str:
+    """A value as it stands on the command line."""
+    return value if isinstance(value, str) else show(value)
+
+
 def _expressible(kinds: Iterable[Any]) -> list[Any]:
     """Those that YAML has values for."""
     known = (Any, Union, UnionType, Annotated, Literal, *LISTS, *GROUPS, *SCALARS)

@@ -8,7 +8,9 @@ from dataclasses import asdict
 import pytest
 
 from tune import config
+from tune.checkpointers import load_model
 from tune.cli import main
+from tune.loggers import flops_per_token
 from tune.preflight.devices import DEVICES
 
 
@@ -26,8 +28,18 @@ def test_what_it_says(tmp_path, checkpoint, capsys):
     assert found["tokens"] == 100 * 16 * 128 and found["fits"]
     assert found["cost"] == pytest.approx(found["hours"] * 2 * 8)
     assert found["step_seconds"] == pytest.approx(sum(found["seconds"].values()))
+    assert " minutes; a checkpoint" in plan(capsys, *run, "max_steps=1")
     text = plan(capsys, *run)
     assert "it fits: 8 x h100" in text and "a billion tokens" in text
+
+
+def test_utilisation_is_of_the_higher_peak(checkpoint, capsys):
+    """A CPU computes in fp32 faster than in bf16: of the peak in bf16 a share would be above 1."""
+    run = ["full_finetune", f"model.path={checkpoint}", "max_seq_len=128", "--device", "cpu", "dtype=fp32", "--json"]
+    found, device = json.loads(plan(capsys, *run)), DEVICES["cpu"]
+    flops = flops_per_token(load_model(str(checkpoint)), 128)
+    assert device.tflops_fp32 > device.tflops
+    assert found["mfu"] == pytest.approx(found["tokens_per_second"] * flops / (device.tflops_fp32 * 1e12))
 
 
 @pytest.mark.slow

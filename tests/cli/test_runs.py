@@ -89,6 +89,13 @@ def test_diff(make_run, capsys):
     assert [" ".join(row) for row in rows[1:]] == ["settings and data: no difference", "result: no difference"]
 
 
+def test_diff_writes_values_as_settings_have_them(make_run, capsys):
+    one, other = make_run("one"), make_run("two")
+    for run, value in ((one, "null"), (other, "true")):
+        (run / "config.yaml").write_text((run / "config.yaml").read_text() + f"\ncompile: {value}\n")
+    assert ["compile", "null", "true"] in shown(capsys, "diff", str(one), str(other))
+
+
 def test_diff_of_two_recipes(make_run, capsys):
     one, other = make_run("one"), make_run("two", steps=8, recipe="grpo")
     (other / "config.yaml").write_text((other / "config.yaml").read_text() + "\ngroup_size: 4\n")

@@ -60,13 +60,20 @@ TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
         ({"content": "Once", "title": "T"}, ["<s>Once</s>"]),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, [TURN.format("a", "b"), "<s>ab</s>"]),
         ({"prompt": "Hi", "chosen": TURNS, "rejected": TURNS[:1]}, [TURN.format("Hi", "Yo")]),
+        ({"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": TURNS[1:]}, [TURN.format("Hi", "Yo")]),
     ],
 )
 def test_advice_fits_the_row_and_works(read, row, texts):
     with pytest.raises(TuneError, match="none of the known formats") as error:
         read(row)
+    assert ("preference_finetune and reward_finetune learn from pairs" in str(error.value)) == ("rejected" in row)
     ways = str(error.value).split("Say which is which: ")[1].split(", or ")
     assert [read.text(row, **settings_of(way)) for way in ways] == texts
+
+
+def test_a_conversation_in_place_of_pairs(read):
+    with pytest.raises(TuneError, match="messages is a conversation, not a pair of answers: full_finetune and"):
+        read(CHAT, kind="preferences")
 
 
 def test_advice_for_a_format_that_is_named(read):

@@ -33,7 +33,7 @@ def test_settings_of_every_start_are_kept(tmp_path):
 
     assert start() == start("output_dir=x", "resume=x") == []
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
-    changes = ["optimizer.lr: 2e-05 -> 0.1", "parameter_groups.lr_ratios.norm: None -> 0.5"]
+    changes = ["optimizer.lr: 2e-05 -> 0.1", "parameter_groups.lr_ratios.norm: null -> 0.5"]
     assert sorted(start("optimizer.lr=0.1", "parameter_groups.lr_ratios={norm: 0.5}"))[:1] == changes[:1]
     assert start("optimizer.lr=0.1", "parameter_groups.lr_ratios={norm: 0.5}") == []
     assert start("optimizer.lr=0.2", "parameter_groups.lr_ratios={norm: 0.5}") == ["optimizer.lr: 0.1 -> 0.2"]

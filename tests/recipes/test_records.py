@@ -67,6 +67,14 @@ def test_a_run_that_is_given_as_the_model(made, inputs, run_recipe, capfd):
     assert ({"model": f"model.path={run}/model.", "adapter": f"adapter.path={run}/adapter"}.get(made) or "") in message
 
 
+def test_an_adapter_that_is_given_as_the_model(inputs, run_recipe, capfd):
+    (inputs.folder / "lora").mkdir()
+    (inputs.folder / "lora" / "adapter_config.json").write_text("{}")
+    assert run_recipe(inputs.settings(f"model.path={inputs.folder / 'lora'}")) == 2
+    message = capfd.readouterr().err
+    assert "lora is an adapter" in message and f"adapter.path={inputs.folder / 'lora'}" in message
+
+
 @pytest.mark.parametrize("setting", ["model.path=nowhere", "optimizer.lrr=1"])
 def test_a_wrong_start_leaves_the_record_of_an_earlier_run(setting, inputs, run_recipe):
     before = (inputs.run / "run.json").read_text(), (inputs.run / "report.html").stat().st_mtime_ns

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tune.cli.runs import print_table
 from tune.records import differences, number, read
+from tune.type_check import as_given
 
 
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
@@ -22,6 +23,6 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
             for pair in (inputs, results)
         )
     for title, values in {"settings and data": inputs, "result": results}.items():
-        found = [[f"  {key}", *map(str, pair)] for key, pair in differences(values)]
+        found = [[f"  {key}", *map(as_given, pair)] for key, pair in differences(values)]
         rows += [[title if found else f"{title}: no difference", "", ""], *found]
     print_table(rows)

@@ -26,7 +26,7 @@ LESS = (
 BOUNDS = {
     "products": (
         "matrix products",
-        "nothing need be; less recomputation (memory.activation_checkpointing) or more devices make it faster",
+        "nothing need be; more devices make it faster, and so does memory.activation_checkpointing=none, if it is not",
     ),
     "memory": (
         "memory bandwidth and small operations",
@@ -121,11 +121,12 @@ def show(found: dict[str, Any], plans: list[Any]) -> None:
     times.add_row("total", f"{best.step_seconds:,.4g}")
     what = f"the run ({found['steps']:,} steps)" if found["steps"] else "a billion tokens"
     cost = "" if found["cost"] is None else f", cost {found['cost']:,.2f}"
+    duration = f"{found['hours']:,.2f} hours" if found["hours"] >= 1 else f"{60 * found['hours']:,.2f} minutes"
     verdict = "fits" if best.fits else "DOES NOT FIT"
     console.print(sizes, times)
     console.print(f"it {verdict}: {found['devices']} x {found['device']}, {best.tokens:,} tokens a step")
     console.print(f"{found['tokens_per_second']:,.0f} tokens/s per device, MFU {found['mfu']:.1%}")
-    console.print(f"{what}: {found['hours']:,.2f} hours{cost}; a checkpoint {found['checkpoint_gib']:,.2f} GiB")
+    console.print(f"{what}: {duration}{cost}; a checkpoint {found['checkpoint_gib']:,.2f} GiB")
     console.print(f"bound by {BOUNDS[found['bottleneck']][0]}" if best.fits else "too little memory")
     console.print(f"to change: {found['change']}")
     if len(plans) > 1:

@@ -15,6 +15,7 @@ from tune.config.check import Values, combine, merge, walk
 from tune.config.paths import find_config
 from tune.errors import TuneError
 from tune.secrets import without_secrets
+from tune.type_check import as_given
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -71,7 +72,7 @@ def save(cfg: DictConfig, folder: Path) -> list[str]:
     if keys or not starts:
         name = f"config-{starts + 1}.yaml" if starts else "config.yaml"
         OmegaConf.save(OmegaConf.create(values), folder / name)
-    return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys]
+    return [f"{key}: {as_given(before.get(key))} -> {as_given(now.get(key))}" for key in keys]
 
 
 def saved(folder: Path) -> Values:

@@ -31,6 +31,11 @@ def read_json(file: Path, setting: str = "model.path") -> dict[str, Any]:
                 f"{setting}: {folder} is the folder of a run. {made}To continue the run itself, give the command that "
                 f"began it with output_dir={folder}"
             )
+        if (folder / "adapter_config.json").exists():
+            raise TuneError(
+                f"{setting}: {folder} is an adapter. Give the model that it was trained on, with "
+                f"adapter.path={folder} to train it on; or make one model of both: tune merge BASE {folder} OUT"
+            )
         found = ", ".join(sorted(child.name for child in file.parent.glob("*"))[:8]) or "nothing"
         raise TuneError(f"{setting}: {file.parent} has no {file.name}; found {found}")
     try:

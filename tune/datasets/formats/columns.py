@@ -107,9 +107,14 @@ def _advice(row: Row, columns: Mapping[str, str], formats: Iterable[Format]) -> 
     """What to do about a row that has none of the formats: of what is known to help, what can be read so."""
     chats_first = sorted(formats, key=lambda format: not format.is_chat)
     if ways := [way for format in chats_first if (way := _renaming(row, columns, format))]:
-        return f"Say which is which: {', or '.join(ways)}"
+        pairs = "preference_finetune and reward_finetune learn from pairs. " * ({"chosen", "rejected"} <= row.keys())
+        return f"{pairs}Say which is which: {', or '.join(ways)}"
     for name, value in row.items():
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            if "role" in value[0] and all("chosen" in format.columns for format in formats):
+                return (
+                    f"{name} is a conversation, not a pair of answers: full_finetune and lora_finetune learn from it"
+                )
             return f"{name} is a list of objects: if these are the rows, save this list alone as a .json file"
     return (
         "If a column only has another name, say so: 'dataset.columns={text: its_name}'. Otherwise give a function of "
@@ -126,10 +131,14 @@ def _renaming(row: Row, columns: Mapping[str, str], format: Format) -> str | Non
             continue
         theirs = next((names[name] for name in (column, *OTHER_NAMES.get(column, ())) if name in names), column)
         mapping |= {column: theirs} if theirs != column else {}
+    is_chat = format.is_chat
     try:
         read = renamed(row, format, mapping)
         content = format.read(read)
         content = content.contents[0] if isinstance(content, Answers) else content
+        is_chat = isinstance(content, Chat)
+        if isinstance(content, Chat) and content.messages[0]["role"] == "assistant":
+            return None  # an answer, whose question is in another column
         left = _other_meanings(read, content, format.columns)
     except Dropped:  # it is of no use, but can be read
         left = []
@@ -137,7 +146,7 @@ def _renaming(row: Row, columns: Mapping[str, str], format: Format) -> str | Non
         return None
     pairs = ", ".join(f"{ours}: {_yaml(theirs)}" for ours, theirs in mapping.items())
     ignored = f" '{_ignored(left)}'" if left else ""
-    return f"'dataset.columns={{{pairs}}}'{ignored} ({'a chat' if format.is_chat else 'plain text'})"
+    return f"'dataset.columns={{{pairs}}}'{ignored} ({'a chat' if is_chat else 'plain text'})"
 
 
 def _ignored(names: Iterable[str]) -> str:
