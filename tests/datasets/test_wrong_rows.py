@@ -95,6 +95,11 @@ FILES = {
         gzip.compress(b'{"text": "a"}\n' * 999)[:-9],
         "data.jsonl.gz cannot be read: .* ended before",
     ),
+    "gzip by another name": (
+        "data.jsonl",
+        gzip.compress(b"{}"),
+        "data.jsonl:1: not UTF-8 text but gzip: its name",
+    ),
     "not zst": ("data.jsonl.zst", b"hello", "data.jsonl.zst cannot be read: ZSTD"),
     "not xz": ("data.jsonl.xz", b"hello", "data.jsonl.xz cannot be read: Input format"),
     "left on a server": ("data.parquet", POINTER, "data.parquet is a pointer of Git LFS .* run git lfs pull"),

@@ -1,12 +1,14 @@
 """What config.json says is understood or refused, never ignored."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from tune.errors import TuneError
 from tune.models import build
+from tune.models.config_file import ConfigFile
 from tune.models.families import supported
 
 LLAMA = {
@@ -255,3 +257,18 @@ def test_published_files_are_read_in_full(tmp_path, name):
 def test_gemma3_scales_the_full_layers_only(tmp_path):
     ropes = [layer.attention.rope for layer in build_from(tmp_path, PUBLISHED["gemma-3-4b"]).config.layers]
     assert [(rope.kind, rope.theta) for rope in ropes] == [("default", 1e4)] * 5 + [("linear", 1e6)]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("owner/name", r"hub: `tune download owner/name`$"),
+        ("runs/mien", r"\*\.safetensors\. Did you mean 'mine'\?$"),  # its folder is here: nothing of the hub
+        ("runs/other", r"\*\.safetensors$"),
+    ],
+)
+def test_a_folder_that_is_not_there(name, hint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    with pytest.raises(TuneError, match=hint):
+        ConfigFile(Path(name))

@@ -10,6 +10,7 @@ from peer_configs import AXOLOTL, LLAMA_FACTORY, TORCHTUNE, TRL
 from tune import config
 from tune.cli import main
 from tune.cli import migrate as verb
+from tune.errors import TuneError
 from tune.preflight.migration import PEERS, STATUSES, Migration, NotConverted, leaves, migrate, peer_of, table
 
 FILES = {"axolotl": AXOLOTL, "llama_factory": LLAMA_FACTORY, "torchtune": TORCHTUNE, "trl": TRL}
@@ -124,6 +125,12 @@ def test_what_torchtune_says_of_the_optimizer_and_of_columns_is_kept(tmp_path):
     assert status(run)["tokenizer.max_seq_len"] == "differs"  # without a limit there
     usual = converted(text.replace("betas", "eps").replace("[0.8, 0.9]", "1.0e-8"), tmp_path)
     assert ours(usual)["optimizer.betas"] == [0.9, 0.999]
+
+
+def test_a_config_of_ours_is_not_converted():
+    file = config.find_config("full_finetune")
+    with pytest.raises(TuneError, match="is a config of tune already"):
+        peer_of(config.read_file(file), file)
 
 
 def test_a_command_line_of_trl(tmp_path):
@@ -321,7 +328,7 @@ def test_secrets_stay_out(tmp_path, capsys):
         ("- a\n- b\n", 2, "not a list"),
         ("a: [1\n", 2, "this is not YAML"),
         ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", 2, "it is no config of these"),
-        ("model: {_component_: tune.models.build, path: x}\nglobal_batch_size: 8\n", 2, "it is no config of these"),
+        ("model: {_component_: tune.models.build, path: x}\nseed: 8\n", 2, "it is a config of tune already"),
         (A + "rl: dpoo\n", 2, "rl: dpoo is no method. Did you mean 'dpo'?"),
         (L + "stage: sftt\n", 2, "stage: sftt is no method. Did you mean 'sft'?"),
         (A + "rl: gdpo\n", 3, "rl: gdpo is no method of a recipe here"),

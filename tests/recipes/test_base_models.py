@@ -150,7 +150,7 @@ def test_rows_that_were_never_trained_are_named(base, settings, tmp_path, quanti
         return (run / "log.txt").read_text()
 
     told = log("frozen")
-    assert f"the data have {reserved[0]} ({first})" in told and f"{reserved[-1]} ({last}), whose rows" in told
+    assert f"warning: the data have {reserved[0]} ({first})" in told and f"{reserved[-1]} ({last}), whose rows" in told
     assert f"adapter.trainable_tokens=[{first}, {last}]" in told
     assert "never trained" not in log("rows", f"adapter.trainable_tokens=[{first},{last}]")
     some = log("some", f"adapter.trainable_tokens=[{first}]")

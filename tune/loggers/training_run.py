@@ -170,7 +170,7 @@ class Run:
         known = getattr(model, "max_positions", None)
         if known and accounting.longest > known:
             limit = f"{known:,} (max_position_embeddings in its config.json): lower max_seq_len, or scale its rope"
-            self.info(f"there are rows of {accounting.longest:,} tokens, and the model was made for {limit}")
+            self.info(f"warning: there are rows of {accounting.longest:,} tokens, and the model was made for {limit}")
         (row,) = first_rows(data.dataset, tokenizer)
         self.first_row = "\n".join(map(marked, row))
         start = marked(row[0], short=True).rstrip()
@@ -179,9 +179,9 @@ class Run:
         if self.world.is_main and (untrained := untrained_tokens(model, self.settings.model.path, special)):
             names = ", ".join(f"{tokenizer.special_ids[each]} ({each})" for each in untrained)
             self.info(
-                f"the data have {names}, whose rows of the embedding or the head were never trained, and stay as they "
-                f"are: the model can hardly read or write them. Train them: adapter.trainable_tokens={untrained}, or "
-                "all parameters with full_finetune"
+                f"warning: the data have {names}, whose rows of the embedding or the head were never trained, and stay "
+                "as they are: the model can hardly read or write them. Train them: "
+                f"adapter.trainable_tokens={untrained}, or all parameters with full_finetune"
             )
         self._describe_steps(data, "optimizer steps")
         self.data = accounting.as_dict() | {"steps_per_epoch": data.steps_per_epoch}
@@ -206,7 +206,8 @@ class Run:
         an_epoch = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
         self.info(f"{len(data):,} {what}{an_epoch}")
         if (data.max_steps or 0) > len(data):
-            self.info(f"max_steps={data.max_steps:,} is not reached: epochs={data.epochs} ends before. Raise epochs")
+            reached = f"max_steps={data.max_steps:,} is not reached: epochs={data.epochs} ends before"
+            self.info(f"warning: {reached}. Raise epochs")
 
     def track(
         self, data: Iterable[T], start: int, total: int, until: Callable[[], bool] = lambda: False

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tune.errors import TuneError
+from tune.lookup import did_you_mean
 
 # Fields without effect on what the model computes in training.
 HARMLESS = {
@@ -58,8 +59,10 @@ class ConfigFile:
         self.path = folder / "config.json"
         if not folder.is_dir():
             what = "is a file" if folder.exists() else "does not exist"
-            is_of_the_hub = not folder.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder))
-            hint = f". To download it from the Hugging Face hub: `tune download {folder}`" if is_of_the_hub else ""
+            is_of_the_hub = not folder.parent.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder))
+            near = did_you_mean(folder.name, (each.name for each in folder.parent.glob("*/")))
+            to_download = f". To download it from the Hugging Face hub: `tune download {folder}`"
+            hint = to_download if is_of_the_hub else near and f".{near}"
             raise TuneError(f"{setting}: {folder} {what}; it must be a folder with config.json and *.safetensors{hint}")
         self.fields = read_json(self.path, setting)
         self._read: set[str] = set()

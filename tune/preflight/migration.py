@@ -227,6 +227,8 @@ def migrate(
 def peer_of(values: Fields, file: Path) -> str:
     """Whose config this file is, by its keys. Raises TuneError if they are nobody's."""
     text = " ".join(f"{key}={value}" for key, value in leaves(values))
+    if re.search(r"_component_=tune\.", text):
+        raise TuneError(f"{file}: it is a config of tune already: tune run RECIPE --config {file}")
     points = {peer: sum(bool(re.search(mark, text)) for mark in table(peer)["marks"]) for peer in PEERS}
     best = max(points, key=lambda peer: points[peer])
     if points[best] == 0:

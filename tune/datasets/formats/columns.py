@@ -112,9 +112,7 @@ def _advice(row: Row, columns: Mapping[str, str], formats: Iterable[Format]) -> 
     for name, value in row.items():
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             if "role" in value[0] and all("chosen" in format.columns for format in formats):
-                return (
-                    f"{name} is a conversation, not a pair of answers: full_finetune and lora_finetune learn from it"
-                )
+                return f"{name} is a conversation, not a pair of answers: full_finetune and lora_finetune learn from it"
             return f"{name} is a list of objects: if these are the rows, save this list alone as a .json file"
     return (
         "If a column only has another name, say so: 'dataset.columns={text: its_name}'. Otherwise give a function of "

@@ -167,6 +167,8 @@ def _text(file: File) -> PlacedRows:
 
 
 def _not_text(error: UnicodeDecodeError) -> str:
+    if error.object.startswith(b"\x1f\x8b"):
+        return "not UTF-8 text but gzip: its name must end with .gz"
     return f"not UTF-8 text: {error.reason} at byte {error.start}. Save the file as UTF-8"
 
 
