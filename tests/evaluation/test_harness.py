@@ -174,6 +174,19 @@ def test_nothing_to_predict_and_too_much(models, world):
         log_likelihoods(ours.model, [([5], [6]), ([], [6, 7])], world, 128)
 
 
+def test_what_choices_have_in_common_is_read_once(models, world, monkeypatch):
+    model, _ = open_model(models["llama"]["pretrained"])
+    long, other = [*range(5, 65)], [*range(40, 90)]
+    requests = [(long, [7, 8]), (other, [3]), (long, [9]), (long, [7, 5, 6]), (other, [4, 4, 2]), (long, [8, 8])]
+    alone = [log_likelihoods(model, [each], world, 128)[0] for each in requests]
+    read, embed = [], model.embed
+    monkeypatch.setattr(model, "embed", lambda tokens: read.append(tokens.numel()) or embed(tokens))
+    together = log_likelihoods(model, requests, world, 128)
+    assert sum(read) == 59 + 49 + 6 * 3
+    for found, expected in zip(together, alone, strict=True):
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
 def test_a_context_of_blanks_is_empty(models, world):
     """Where `HFLM` fails."""
     ours, _ = both(models["llama"], world)

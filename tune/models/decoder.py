@@ -174,7 +174,7 @@ class Decoder(nn.Module):
     ) -> Any:
         """For generation, a `cache` knows what comes: documents in one row, of which each gets the logits of its
         last token `[documents, 1, vocab]`, or more tokens for each row of the cache, at `positions` `[rows, seq]`, of
-        which the last get theirs.
+        which the last get theirs, or with a `head` all.
         """
         if isinstance(batch, Batch):
             tokens, positions, documents = batch.tokens, batch.positions, batch.documents
@@ -183,8 +183,10 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         hidden = self.run_blocks(self.embed(tokens), positions, documents, cache)
-        if cache is not None:
-            hidden = hidden[:, -1:] if documents is None else hidden[0][documents.boundaries[1:] - 1, None]
+        if cache is not None and documents is not None:
+            hidden = hidden[0][documents.boundaries[1:] - 1, None]
+        elif cache is not None and head is None:
+            hidden = hidden[:, -1:]
         hidden, weight = self.output_operands(hidden)
         softcap = self.config.logit_softcap
         function: Any = head or self.logits
