@@ -19,7 +19,7 @@ from tune.models.context import KeyValueCache
 BATCH_TOKENS = 8192  # of a forward
 
 Ids = Sequence[int]
-Group = tuple[Ids, list[Ids]]  # documents, and what all of them begin with
+Group = tuple[tuple[int, ...], list[tuple[int, ...]]]  # documents, and what all of them begin with
 
 
 @torch.no_grad()
@@ -43,8 +43,8 @@ def log_likelihoods(
         if continuation:
             inputs.setdefault((*context, *continuation)[-max_length - 1 : -1], []).append(index)
     alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # documents by what is before all that is predicted
-    for document, indices in inputs.items():
-        start = len(document) - max(len(requests[at][1]) for at in indices)
+    for document, those in inputs.items():
+        start = len(document) - max(len(requests[at][1]) for at in those)
         alike.setdefault(document[:start], []).append(document)
     groups = sorted(alike.items(), key=lambda group: -max(map(len, group[1])))[world.data_rank :: world.data_size]
     found: dict[int, tuple[float, bool]] = {}
