@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from tune import config
 from tune.rules import RULES, Facts, Level, judge
@@ -114,8 +115,9 @@ NEEDED = {
 
 
 @pytest.fixture
-def facts(tmp_path):
-    """What a rule reads of a recipe with settings."""
+def facts(tmp_path, monkeypatch):
+    """What a rule reads of a recipe with settings, on a machine whose CPU does not multiply in bf16."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
 
     def facts(recipe, settings, model=None, template=None, environ=None, **machine):
         folder = tmp_path / "model"
@@ -141,6 +143,17 @@ def test_a_rule_fires_where_it_should_and_not_beside(id, facts):
     if right is None:  # what it reads is all that is wrong
         right, reads = wrong, {"device": reads["device"]}
     assert BY_ID[id].judge(facts(recipe, right, **reads)) is None
+
+
+def test_bf16_is_as_good_on_a_cpu_that_multiplies_in_it(facts, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert BY_ID["bf16-on-a-cpu"].judge(facts(FULL, ["dtype=bf16"])) is None
+
+
+def test_the_rate_of_the_reinforcement_example_is_not_called_high(facts):
+    """Its reward rises at 5e-4; at 1e-3 the same model came to one answer."""
+    found = [facts(GRPO, [f"optimizer.lr={rate}", "adapter.rank=16"]) for rate in (5e-4, 1e-3)]
+    assert [bool(BY_ID["rate-of-a-policy"].judge(each)) for each in found] == [False, True]
 
 
 def test_every_rule_has_a_case_and_a_source():

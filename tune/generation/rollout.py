@@ -154,8 +154,6 @@ def rollout(
         for episode, value in zip(episodes, of_episodes, strict=True):
             episode.rewards[each.name] = value
             episode.reward += each.weight * value
-    for episode in episodes:
-        episode.reward += episode.rewards.get("environment", 0.0)
     return groups
 
 
@@ -226,6 +224,7 @@ def _converse(
             episode.finish = completion.finish
             episode.text += tokenizer.decode(completion.tokens, skip_special_tokens=True)
             episode.rewards["environment"] += reward
+            episode.reward += reward
             if suffix is not None:
                 episode.tokens += suffix
                 episode.log_probs += [None] * len(suffix)

@@ -132,8 +132,7 @@ def _sdpa(
 ) -> Tensor:
     on_cpu = query.device.type == "cpu" and not has_flash(query)  # and this is no plan for a GPU
     slow = on_cpu and query.requires_grad and query.dtype == torch.bfloat16  # its backward, four times as fp32
-    dtype = torch.float32 if slow else query.dtype
-    q, k, v = (each.transpose(1, 2).to(dtype) for each in (query, key, value))
+    q, k, v = (each.transpose(1, 2).to(torch.float32 if slow else each.dtype) for each in (query, key, value))
     grouped = key.shape[2] != query.shape[2]
     output = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     return output.transpose(1, 2).to(query.dtype)

@@ -1,5 +1,7 @@
 """All rules: what follows from the settings, the machine that they are for, and the model's files."""
 
+from torch import cpu
+
 from tune.rules.rule import GREAT, Facts, Level, Rule
 
 ERROR, HEAL, WARN = Level
@@ -44,7 +46,7 @@ RULES = [
     Rule("rate-of-a-policy", WARN, "optimizer.lr", "datawhalechina/hello-agents#770", "trl 0.14",
          "{} is high for reinforcement learning, which takes about 1e-6, with an adapter 1e-5",
          "the policy collapses: of 57% right answers 2% were left in that report",
-         lambda run: _samples(run) and run.lr > (3e-4 if run("adapter") else 3e-5)),
+         lambda run: _samples(run) and run.lr > (5e-4 if run("adapter") else 3e-5)),
     Rule("rate-of-zero", WARN, "optimizer.lr", "huggingface/transformers#5316", "always",
          "it is 0: nothing is learned",
          "the run ends as any other, with the model that it began with",
@@ -87,9 +89,9 @@ RULES = [
          "weights and optimizer states stay in fp32 all the same",
          lambda run: run.device == "cuda" and run("dtype") == "fp32" and (run.capability or (9, 0)) >= (8, 0)),
     Rule("bf16-on-a-cpu", WARN, "dtype", "pytorch/pytorch#146508", "always",
-         "{} is slow on most CPUs: dtype=fp32 is usually several times faster, and exact",
-         "without AMX each product is converted forth and back",
-         lambda run: run.device == "cpu" and run("dtype") == "bf16"),
+         "{} is slow on this CPU, which has no AVX512-BF16 or AMX: dtype=fp32 is several times faster, and exact",
+         "each product is converted forth and back",
+         lambda run: run.device == "cpu" and run("dtype") == "bf16" and not cpu._is_avx512_bf16_supported()),
     Rule("bf16-on-an-old-gpu", WARN, "dtype", "vllm-project/vllm#1157", "always",
          "{} is slow on this GPU, which has no units for it and no flash kernels: these need compute capability 8.0. "
          "Try dtype=fp32",
