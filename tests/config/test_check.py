@@ -211,11 +211,33 @@ def test_optimizers_can_be_exchanged_by_name(recipe: str, component: str, inheri
             ["memory.activation_offload=true", "memory.activation_checkpointing=selective"],
             "memory.activation_offload: what activation_checkpointing=selective keeps is offloaded only from compiled",
         ),
+        (
+            ["parallel.pp=2", "optimizer_in_backward=true", "max_grad_norm=null"],
+            "optimizer_in_backward: with parallel.pp=2 it leaves stages one micro-batch: set it to false",
+        ),
+        (
+            ["parallel.pp=2", "evaluate.tasks=[arc_easy]"],
+            "evaluate.tasks: with parallel.pp=2 it needs all blocks in one process",
+        ),
+        (
+            ["parallel.pp=2", "evaluate.prompts=questions.txt"],
+            "evaluate.prompts: with parallel.pp=2 it needs all blocks in one process",
+        ),
+        (["parallel.pp_schedule=interleaved"], "parallel.pp_schedule: 'interleaved' is not one of gpipe, 1f1b"),
     ],
 )
 def test_settings_that_do_not_go_together(arguments: list[str], finding: str) -> None:
     (found,) = full_finetune(*arguments)
     assert found.startswith(finding)
+
+
+def test_stages_of_other_recipes_and_dropout_that_is_recomputed() -> None:
+    paths = ["model.path=m", "dataset.path=d", "parallel.pp=2"]
+    found = findings(*paths, default="preference_finetune")
+    assert found == ["parallel.pp: is not a setting. It is one of full_finetune, lora_finetune: use that recipe."]
+    recomputed = ["adapter.dropout=0.1", "memory.activation_checkpointing=full"]
+    (found,) = findings(*paths, *recomputed, default="lora_finetune")
+    assert found.startswith("adapter.dropout: with parallel.pp=2 it is drawn anew with activation_checkpointing")
 
 
 def test_selective_checkpointing_is_offloaded_from_compiled_blocks() -> None:

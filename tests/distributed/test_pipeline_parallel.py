@@ -14,6 +14,7 @@ from torch import nn
 
 import tune
 from tune import distributed
+from tune.datasets.loader import require_batches
 from tune.distributed import pipeline
 from tune.distributed.pipeline import stages_of
 from tune.errors import TuneError
@@ -101,6 +102,12 @@ def test_what_cannot_be_cut(checkpoint, tmp_path):
         with pytest.raises(TuneError, match=message):
             pipeline.cut(model, world, torch.float32)
         assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_too_few_micro_batches():
+    require_batches(2, 16, 2, True, stages=4)
+    with pytest.raises(TuneError, match=r"parallel\.pp: 4 stages .* 2 micro-batches .* global_batch_size to 16 or more"):
+        require_batches(2, 8, 2, True, stages=4)
 
 
 def test_processes_that_are_no_pipeline():
