@@ -177,8 +177,8 @@ def counts(recipe):
     return ["prompts_per_step=4", "group_size=4"] if recipe is grpo else ["prompts_per_step=16"]
 
 
-# What functions do is known when they are called.
-NOT_BEFORE = {"raises", "NaN", "None", "too few scores", "no list of scores", "a judge that fails"}
+# What a judge or an environment does is known when it is called.
+NOT_BEFORE = {"too few scores", "no list of scores", "a judge that fails"}
 NOT_BEFORE |= {name for name in ENVIRONMENTS if name not in ("NoStep", "good")}
 
 

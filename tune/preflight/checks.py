@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import metadata
 from inspect import signature
 from pathlib import Path
@@ -32,6 +33,7 @@ from tune.datasets.warnings import warnings_about
 from tune.distributed.world import World, device_type
 from tune.errors import TuneError
 from tune.generation import FixedPrompts
+from tune.generation.rollout import Reward
 from tune.loggers import run_folder
 from tune.loggers.hardware import disk_note
 from tune.loggers.sinks import require_installed
@@ -129,13 +131,13 @@ def _check(cfg: DictConfig, told: Told, world: World | None, rows: int | None) -
     tokenizer = None
     if "tokenizer" in cfg and (model or Path(str(Facts(cfg)("model.path"))).is_dir()):  # else it is told once
         tokenizer = told("tokenizer", lambda: instantiate(cfg.tokenizer))
-    _others(cfg, told, tokenizer)
+    rewards = _others(cfg, told, tokenizer)
     if world and "global_batch_size" in cfg:
         sizes = cfg.global_batch_size, cfg.micro_batch_size, not cfg.get("optimizer_in_backward")
         told("global_batch_size", require_batches, world.data_size, *sizes, world.mesh["pp"].size())
     data = None
     if tokenizer:
-        data = _data(cfg, told, tokenizer, model, world, rows)
+        data = _data(cfg, told, tokenizer, model, world, rows, rewards)
     elif OmegaConf.select(cfg, "dataset._component_") in LOADED:
         told("dataset", lambda: open_source(cfg.dataset.path, cfg.dataset.get("split", "train")))
     _require_continuable(cfg, told, data)
@@ -227,8 +229,9 @@ def _adapt(cfg: DictConfig, model: Any) -> None:
         peft.load_adapter(model, cfg.adapter.path)
 
 
-def _others(cfg: DictConfig, told: Told, tokenizer: Tokenizer | None) -> None:
-    """The models beside the one that is trained, and what rewards it."""
+def _others(cfg: DictConfig, told: Told, tokenizer: Tokenizer | None) -> list[Any]:
+    """The models beside the one that is trained, and what rewards it, which it gives."""
+    rewards: list[Any] = []
     for key in ("value.path", "teacher.path", "reference"):
         path = Facts(cfg)(key)
         if path and (key != "reference" or Path(path).is_dir()):
@@ -237,13 +240,23 @@ def _others(cfg: DictConfig, told: Told, tokenizer: Tokenizer | None) -> None:
             if opened and tokenizer:
                 told(key, require_same_vocabulary, key, path, opened[0], tokenizer)
     for key in ("reward", "score"):
-        rewards = told(key, lambda key=key: instantiate_weighted(cfg[key], key)) if cfg.get(key) else None
-        for _, function, _ in rewards or ():
+        found = told(key, lambda key=key: instantiate_weighted(cfg[key], key)) if cfg.get(key) else None
+        rewards += found or []
+        for _, function, _ in found or ():
             if tokenizer and (path := getattr(function, "path", None)):
                 told(f"{key}.path", lambda path=path: tokenizer.require_same_ids(Tokenizer(path), "reward.path"))
+    return rewards
 
 
-def _data(cfg: DictConfig, told: Told, tokenizer: Tokenizer, model: Any, world: World | None, rows: int | None) -> Any:
+def _data(
+    cfg: DictConfig,
+    told: Told,
+    tokenizer: Tokenizer,
+    model: Any,
+    world: World | None,
+    rows: int | None,
+    rewards: list[Any],
+) -> Any:
     """What the steps of the run are drawn from, if all rows were read."""
     given, fraction = cfg.copy(), Facts(cfg).number("dataset.validation_fraction")
     is_limited = rows and cfg.dataset.get("_component_") in LOADED and (Facts(cfg)("dataset.take") or rows) >= rows
@@ -256,6 +269,10 @@ def _data(cfg: DictConfig, told: Told, tokenizer: Tokenizer, model: Any, world: 
         sampler = told("sampling", lambda: instantiate(cfg.sampling, **ends, seed=cfg.seed))
         if model and sampler and prompts:
             told("sampling", sampler.check, model, [each.tokens for each in prompts.prompts], range(len(prompts)))
+        for name, function, _ in rewards if prompts else ():
+            if isinstance(function, partial):  # not a judge, which may be elsewhere
+                first = prompts.prompts[0]
+                told("reward", Reward(name, function), first.row, tokenizer.decode(first.tokens))
         if prompts is None or (is_limited and len(prompts) + sum(prompts.dropped.values()) >= (rows or 0)):
             return None
         order = {"epochs": cfg.epochs, "max_steps": cfg.max_steps, "seed": cfg.seed}
