@@ -7,6 +7,7 @@ from helpers import HANGS
 from torch.distributed import run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
+from tune.cli.run import check
 from tune.launchers.torchrun import launch
 
 RECIPE = '''\
@@ -89,6 +90,13 @@ def test_wrong_arguments_of_components_are_told_once(recipe: Path) -> None:
     assert result.stderr.startswith("error: ")
     assert "Did you mean 'name'?" in result.stderr
     assert result.stderr.count("greeting.nam:") == 1  # not once a process
+
+
+def test_a_wrong_value_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        check("full_finetune", ["model.path=m", "dataset.path=d", "optimizer.lr=fast", "optimizer.bettas=1"])
+    told = capsys.readouterr().err
+    assert told.count("optimizer.lr:") == 1 and told.count("optimizer.bettas:") == 1
 
 
 def test_wrong_option_of_torchrun(recipe: Path) -> None:

@@ -347,7 +347,7 @@ def test_a_full_disk_while_an_adapter_is_written(checkpoint, tmp_path, monkeypat
     model, lora = load_model(str(checkpoint)), LoRA(rank=4)
     add_adapters(model, lora)
     monkeypatch.setattr(writing, "save_file", full)
-    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     with pytest.raises(TuneError, match=rf"the adapter could not be written to {tmp_path}: .*No space .* output_dir="):
         exported(model, lora, tmp_path / "adapter", checkpoint)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]

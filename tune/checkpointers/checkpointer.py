@@ -244,9 +244,9 @@ class Checkpointer:
             except (OSError, CheckpointException) as error:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 again = f"the same command with output_dir={self.folder.parent} continues after step {self.saved}"
+                kept = f"Earlier ones are intact: make room; {again}" if self.saved else "There is none yet: make room"
                 raise TuneError(
-                    f"the checkpoint of step {step} could not be written: {_cause(error)}. Earlier ones are intact: "
-                    f"make room; {again}."
+                    f"the checkpoint of step {step} could not be written: {_cause(error)}. {kept}."
                 ) from error
             self._settled(step, best)
 

@@ -192,8 +192,8 @@ def save_tensors(tensors: dict[str, Tensor], file: Path, what: str) -> None:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:
         run = file.parents[1]
-        is_run = (run / "checkpoints").is_dir()
-        again = f"with output_dir={run}, which continues after the last checkpoint" if is_run else "again"
+        is_kept = any((run / "checkpoints").glob("step-*"))
+        again = f"with output_dir={run}, which continues after the last checkpoint" if is_kept else "again"
         raise TuneError(
             f"the {what} could not be written to {run}: {error}. Make room and run the same command {again}"
         ) from error

@@ -66,9 +66,10 @@ def check(default: str, settings: list[str]) -> None:
     _, found = config.read(default, settings, imports=False)
     if found:
         print("\n  ".join(["error: in the configuration:", *found]), file=sys.stderr, flush=True)
+        told = {each.partition(": ")[0] for each in found}
         _, findings = config.read(default, settings)
         for each in findings:
-            if each not in found:
+            if each.partition(": ")[0] not in told:
                 print(f"  {each}", file=sys.stderr)
         sys.exit(2)
 

@@ -44,8 +44,8 @@ def disk_note(folder: Path, model: nn.Module, master_dtype: str, keep: int | Non
     if needed <= (free := shutil.disk_usage(there).free):
         return ""
     return (
-        f"output_dir: {there} has {free / 2**30:.1f} GiB left, and the checkpoints and the export take about "
-        f"{needed / 2**30:.1f}: give another folder, or lower checkpointer.keep"
+        f"output_dir: {there} has {free / 2**30:.2f} GiB left, and the checkpoints and the export take about "
+        f"{needed / 2**30:.2f}: give another folder, or lower checkpointer.keep"
     )
 
 
