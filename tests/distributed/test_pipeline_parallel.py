@@ -19,6 +19,7 @@ from tune.distributed import pipeline
 from tune.distributed.pipeline import stages_of
 from tune.errors import TuneError
 from tune.models import hf
+from tune.quantization import quantize_linears
 
 
 @pytest.mark.parametrize(
@@ -43,11 +44,20 @@ def test_the_most_expensive_stage_is_as_cheap_as_it_can_be(blocks, head, sizes):
     assert most([0, *itertools.accumulate(sizes[:-1])]) == most([stage.start for stage in stages])
 
 
-def test_the_head_and_the_chosen_experts_count(checkpoint, tmp_path):
-    *blocks, head = model_of(tmp_path, "qwen3_moe").costs()
-    dense = model_of(tmp_path, "llama", num_experts=None)
-    assert head == dense.costs()[-1] == 128 * 64
-    assert blocks[0] < sum(each.numel() for each in model_of(tmp_path, "qwen3_moe").blocks[0].parameters())
+def test_what_blocks_cost(tmp_path):
+    """The head counts, and of experts those that a token is sent to; weights in 4 bits count as others do."""
+    model = model_of(tmp_path / "experts", "qwen3_moe")
+    *blocks, head = model.costs()
+    mlp = model.blocks[0].mlp
+    whole, experts = (sum(each.numel() for each in part.parameters()) for part in (model.blocks[0], mlp.experts))
+    router = mlp.router.config
+    assert blocks[0] == pytest.approx(whole - experts * (1 - router.chosen / router.num_experts))
+    assert head == 128 * 64
+    dense = model_of(tmp_path / "dense", "llama", intermediate_size=128)
+    before = dense.costs()
+    with torch.device("meta"):
+        quantize_linears(dense)
+    assert dense.costs() == pytest.approx(before, rel=0.15)  # the scales
 
 
 @pytest.mark.parametrize(

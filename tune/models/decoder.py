@@ -143,9 +143,10 @@ class Decoder(nn.Module):
     def costs(self) -> list[float]:
         """How many weights a token is multiplied by in each block, then in the head."""
         head = self.embedding if self.head is None else self.head
+        in_a_byte = {torch.uint8: 2}  # of NF4
         return [
             sum(
-                parameter.numel() * getattr(module, "activated_share", 1.0)
+                parameter.numel() * in_a_byte.get(parameter.dtype, 1) * getattr(module, "activated_share", 1.0)
                 for module in part.modules()
                 for parameter in module.parameters(recurse=False)
             )
