@@ -105,7 +105,9 @@ def test_a_continued_run_is_bitwise_the_same(adapter, run, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("adapter", [[], ["adapter.rank=4", "export.merge=true"]])
+@pytest.mark.parametrize(
+    "adapter", [[], ["adapter.rank=4", "export.merge=true", "parameter_groups.lr_ratios={^value: 0.1}"]]
+)
 def test_the_policy_of_a_checkpoint_is_exported(adapter, run, tmp_path):
     run(*adapter, "checkpointer.every=1", "max_steps=1", "epochs=1")
     main(["export", str(tmp_path / "run"), "--to", "hf", "--step", "1", "--out", str(tmp_path / "out")])
