@@ -74,6 +74,11 @@ def test_checkpoints(make_run, capsys):
     ]
 
 
+def test_watch_ends_its_last_line_outside_of_a_terminal(make_run, capsys):
+    main(["watch", str(make_run("one"))])
+    assert capsys.readouterr().out.endswith("\n")
+
+
 def test_diff(make_run, capsys):
     one, other = make_run("one"), make_run("two", steps=8, lr=0.01)
     data = json.loads((other / "data.json").read_text())

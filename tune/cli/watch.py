@@ -32,6 +32,8 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
             if run.state != "running":
                 break
             time.sleep(max(1.0, 5 * (time.monotonic() - began)))  # a long run takes seconds to read
+    if not console.is_terminal:
+        console.line()  # there Live does
 
 
 def view(run: Record, width: int) -> Iterator[RenderableType]:
