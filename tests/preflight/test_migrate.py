@@ -190,6 +190,14 @@ def test_counts_of_an_epoch_are_not_those_of_steps(tmp_path):
     assert found["evals_per_epoch"] == found["saves_per_epoch"] == "differs"
 
 
+def test_conversations_beside_instructions_keep_their_template(tmp_path):
+    text = A + "datasets: [{path: one.jsonl, type: alpaca}, {path: two.jsonl, type: TYPE}]"
+    assert ours(converted(text.replace("TYPE", "alpaca"), tmp_path))["tokenizer.chat_template"] == "plain"
+    run = converted(text.replace("TYPE", "chat_template"), tmp_path)
+    assert "tokenizer.chat_template" not in ours(run)
+    assert "the checkpoint's own" in {entry.key: entry.note for entry in run.entries()}["datasets[0].type"]
+
+
 def test_several_sources_become_a_mixture(tmp_path):
     text = A + "train_on_inputs: true\ndatasets: [{path: c/one, split: 'train[:50]'}, {path: two.jsonl}]"
     run = converted(text, tmp_path)

@@ -160,6 +160,10 @@ def data(run: Migration) -> None:
     learned, take = run.pop("_train_on"), run.pop("_take")
     if learned.value and run.takes("dataset.train_on"):
         run.set("dataset.train_on", learned.value, *learned.sources)
+    template = run.settings.get("tokenizer.chat_template")
+    chats = [key for key, value in run.theirs.items() if key.endswith("].type") and value == "chat_template"]
+    if template and chats and all(key.endswith("].type") for key in template.sources):
+        run.refuse("tokenizer.chat_template", f"beside {chats[0]}=chat_template all have the checkpoint's own")
     sources, held_out = _items(run, "_data"), _items(run, "_val")
     if sources and held_out and _is_rest(sources[0], held_out[0]):
         done, rest = sources[0].pop("split"), held_out[0]
