@@ -103,7 +103,8 @@ class Elsewhere(nn.Module):
         mlp = self.config.mlp
         if not (self.training and isinstance(mlp, ExpertsConfig)):
             return hidden, None
-        return hidden, RoutingStats.none(mlp.router, hidden.device)
+        none = hidden.new_zeros((), dtype=torch.float32)
+        return hidden, RoutingStats(none.expand(mlp.router.num_experts), none, none)
 
 
 class Decoder(nn.Module):

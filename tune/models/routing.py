@@ -99,12 +99,6 @@ class RoutingStats(NamedTuple):
     balance: Tensor
 
     @classmethod
-    def none(cls, config: RouterConfig, device: torch.device) -> "RoutingStats":
-        """Of no tokens."""
-        zero = torch.zeros((), device=device)
-        return cls(zero.expand(config.num_experts), zero, zero)
-
-    @classmethod
     def of(cls, routing: Routing, documents: Documents) -> "RoutingStats":
         """The load-balancing loss of the Switch Transformer (Fedus et al., 2021), for each document:
         num_experts * sum over experts of (choices per token) * (mean probability).
