@@ -266,3 +266,4 @@ RULES = [
          lambda run: "reward" in run.cfg and "<think>" in run.template
          and run.number("sampling.max_new_tokens", GREAT) < 512),
 ]
+"""All of them, in the order of `docs/validate.md`."""
