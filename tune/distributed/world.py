@@ -190,7 +190,8 @@ def init(
     if dp_replicate * shards * cp * tp * pp != size:
         raise TuneError(
             f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} x cp={cp} x tp={tp} x pp={pp} does not make "
-            f"{size} processes. dp_replicate x cp x tp x pp must divide {size}; with dp_shard=auto the rest follows"
+            f"{size} processes. dp_replicate x cp x tp x pp must divide {size} (--nproc-per-node starts more); with "
+            "dp_shard=auto the rest follows"
         )
     if shards * cp % ep:
         good = " or ".join(str(each) for each in range(1, shards * cp + 1) if shards * cp % each == 0)
