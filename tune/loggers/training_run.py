@@ -255,7 +255,8 @@ class Run:
             self.info("; changed: ".join(filter(None, [beginning, ", ".join(changed)])))
         lost = [step for step, _ in logged_steps(self.path / "metrics.jsonl") if step > start]
         if lost:
-            self.info(f"steps {lost[0]} to {lost[-1]} were trained but not saved: they are trained again")
+            which = f"step {lost[0]} was" if len(lost) == 1 else f"steps {lost[0]} to {lost[-1]} were"
+            self.info(f"{which} trained but not saved, and will be trained again")
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
