@@ -123,7 +123,7 @@ def test_a_full_disk(tmp_path, monkeypatch, folder, advice):
         raise SafetensorError("No space left on device")
 
     monkeypatch.setattr(export_module, "save_file", full)
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
     with pytest.raises(TuneError) as error:
         write_tensors(tmp_path / folder, [("a", torch.zeros(1))])
     assert f"Make room and run the same command {advice.format(tmp_path)}" in str(error.value)
