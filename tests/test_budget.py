@@ -17,7 +17,7 @@ CEILINGS = {
     "evaluation": 423,
     "generation": 840,
     "launchers": 372,
-    "loggers": 975,
+    "loggers": 976,
     "losses": 895,
     "models": 3337,
     "optimizers": 346,
