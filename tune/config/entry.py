@@ -110,7 +110,7 @@ def _let_torchrun_end_this() -> None:
     """Wait: another process has ended with an error message, so torchrun ends this one, which has nothing to add."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         interrupt = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-        if getattr(interrupt, "signalled", False):  # it has told so already
+        if getattr(interrupt, "signalled", False):  # asked to end before: it has told so
             raise SystemExit(1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(PATIENCE)
