@@ -48,7 +48,10 @@ def test_one_process(recipe, common, run_recipe, tmp_path):
         run = found[way] = tmp_path / way
         assert run_recipe([*common, f"checkpointer.on_nan={way}", f"output_dir={run}"], recipe) == 0
         assert [value is None for value in losses(run)] == [False, False, False, True, False, False]
-        assert "loss is nan at step 4, of a batch of the dataset rows" in (run / "log.txt").read_text()
+        log = (run / "log.txt").read_text()
+        weights_now = {"skip": "stay as they are", "rollback": "are those after step 2"}
+        assert "loss is nan at step 4, of a batch of the dataset rows" in log
+        assert f"The weights {weights_now[way]}; training goes on" in log
         again = tmp_path / "again"  # continued before the bad step
         settings = [*common, f"checkpointer.on_nan={way}", f"output_dir={again / way}"]
         before = run / "checkpoints" / "step-00000002"

@@ -177,7 +177,8 @@ class Checkpointer:
             reshard(self.model)
             path = self.resumed.get(kept, self.folder / f"step-{kept:08d}")
             self._restore(path, json.loads((path / "state.json").read_text()), self._states()[1])
-        self.tell(f"warning: {found}. The weights are those after step {kept}; the next batch is the next step")
+        weights = f"are those after step {kept}" if goes_back else "stay as they are"  # a step may have several updates
+        self.tell(f"warning: {found}. The weights {weights}; training goes on")
         return False
 
     def _set_damaged_aside(self) -> None:
