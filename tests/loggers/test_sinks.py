@@ -3,7 +3,8 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from tune.loggers.sinks import Console, JsonLines, NonFatal, Sink, TensorBoard, WeightsAndBiases
+from tune import records
+from tune.loggers.sinks import Console, JsonLines, NonFatal, Sink, TensorBoard, WeightsAndBiases, lines_after
 
 VALUES = {"loss": 1 / 3, "lr": 1e-5, "grad_norm": 2.0, "tokens_per_second": 1234.5, "peak_memory_gib": 0.5}
 
@@ -108,3 +109,18 @@ def test_a_continued_file_keeps_whole_lines_with_any_text(tmp_path):
     sink.start(2, 5)
     sink.close()
     assert samples.read_text(encoding="utf-8") == "".join(whole)
+
+
+def test_a_long_file_is_continued_without_reading_all_of_it(tmp_path, monkeypatch):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1000)))
+    before = metrics.read_bytes()
+    read = []
+    json_object = records.json_object
+    monkeypatch.setattr(records, "json_object", lambda line: read.append(line) or json_object(line))
+    end, steps = lines_after(metrics, 996)
+    assert steps == [997, 998, 999] and len(read) == 4
+    assert json_object(before[:end].splitlines()[-1]) == {"step": 996}
+    assert lines_after(metrics, 999) == (len(before), [])
+    assert lines_after(metrics, 0) == (0, [*range(1000)])  # from the beginning: step 0 is logged again too
+    assert lines_after(tmp_path / "nowhere", 3) == (0, [])

@@ -30,11 +30,11 @@ def limited(settings, **limits):
 
 
 def explained(done):
-    """The one message of a process that knew what was wrong."""
+    """The one message of a process that knew what was wrong; on a busy machine lines on progress stand before it."""
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
-    return done.stderr
+    assert f"\n{done.stderr}".count("\nerror: ") == 1, done.stderr
+    return done.stderr[done.stderr.index("error: ") :]
 
 
 @pytest.fixture
@@ -220,5 +220,4 @@ def test_two_processes_say_it_once(override, says, inputs, contents):
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=HANGS
     )
     assert says in explained(done)
-    assert done.stderr.count("error: ") == 1
     assert before.items() <= contents(inputs.folder).items()

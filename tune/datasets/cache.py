@@ -133,10 +133,12 @@ def _read(folder: Path, accounting: Accounting) -> Samples | None:
 def _locked(file: Path, source: str) -> Iterator[None]:
     """Hold the lock. What its holder finds wrong is raised here too, where that was waited for."""
     with file.open("a+") as lock:
-        waited = False
+        waited = told = False
+        start = time.monotonic()
         while not _taken(lock):
-            if not waited and os.environ.get("RANK", "0") == "0":
+            if not told and time.monotonic() - start >= TELL and os.environ.get("RANK", "0") == "0":
                 print(f"waiting for another process to prepare {source}", file=sys.stderr, flush=True)
+                told = True
             waited = True
             time.sleep(POLL)
         lock.seek(0)

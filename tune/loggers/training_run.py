@@ -26,7 +26,7 @@ from tune.generation import Sampler
 from tune.loggers import run_folder
 from tune.loggers.flops import flops_per_token, peak_flops
 from tune.loggers.hardware import disk_note, peak_memory_gib, planned_memory, score_bytes
-from tune.loggers.sinks import WANDB_OFF, Console, Sink, WandbOptions, logged_steps, open_sinks, require_installed
+from tune.loggers.sinks import WANDB_OFF, Console, Sink, WandbOptions, lines_after, open_sinks, require_installed
 from tune.loggers.watchdog import Watchdog
 from tune.peft import untrained_tokens
 from tune.rules import Facts, Level, judge
@@ -253,8 +253,8 @@ class Run:
         if start or not is_first:
             beginning = f"continued after step {start}" if start else "started anew: no checkpoint was complete"
             self.info("; changed: ".join(filter(None, [beginning, ", ".join(changed)])))
-        lost = [step for step, _ in logged_steps(self.path / "metrics.jsonl") if step > start]
-        if lost:
+        _, after = lines_after(self.path / "metrics.jsonl", start)
+        if lost := [step for step in after if step]:
             which = f"step {lost[0]} was" if len(lost) == 1 else f"steps {lost[0]} to {lost[-1]} were"
             self.info(f"{which} trained but not saved, and will be trained again")
 

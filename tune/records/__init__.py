@@ -1,6 +1,6 @@
 """Run folders as they stand: what one says of its run, and the page that shows one or several."""
 
 from tune.records.page import write_report
-from tune.records.record import Record, differences, end, find, number, read, start
+from tune.records.record import Record, differences, end, find, json_object, number, read, start
 
-__all__ = ["Record", "differences", "end", "find", "number", "read", "start", "write_report"]
+__all__ = ["Record", "differences", "end", "find", "json_object", "number", "read", "start", "write_report"]
