@@ -107,6 +107,12 @@ def test_pairs_are_good_and_bad_answers_whose_mismatched_ones_are_of_other_promp
     assert [text[3:-4] for text in texts] == [
         "a: a1", "a: b1", "a: a2", "a: b1", "b: b1", "b: a1", "b: b2", "b: a1",
     ]  # fmt: skip
+    labelled = [
+        {"prompt": row["prompt"], "completion": row[answer], "label": answer == "chosen"}
+        for row in rows
+        for answer in ("chosen", "rejected")
+    ]
+    assert [text for text, _ in read.learned(*labelled, kind="labelled")] == texts
     with pytest.raises(TuneError, match="streaming"):
         read(*rows, kind="labelled", streaming=True)
 

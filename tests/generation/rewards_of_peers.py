@@ -1,4 +1,4 @@
-"""In each of two tensor-parallel processes: rewards and an environment that are random.
+"""In each of two tensor-parallel processes: samples, rewards and an environment that differ.
 Prints what the processes have, and what they raise."""
 
 import random
@@ -35,7 +35,7 @@ def main(folder):
     world, tokenizer = distributed.init("cpu", tp=2), Tokenizer(folder)
 
     def sampler(model, prompts, *, samples=1, step=0, indices=None):
-        tokens = tokenizer.encode("dog<|im_end|>")
+        tokens = tokenizer.encode(("dog", "cat")[world.rank] + "<|im_end|>")  # as two engines may
         return [[Completion(tokens, [-0.5] * len(tokens), "stop")] * samples for _ in prompts]
 
     text = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)

@@ -202,19 +202,21 @@ def renumbered(sample: Sample, first: int) -> Sample:
 
 
 def with_mismatched(dataset: Dataset, max_seq_len: int) -> Dataset:
-    """Each labelled answer in a group with another: its prompt with the answer of the next row, whose log-probs tell
-    how far the policy is from the reference (KTO). Of pairs, the chosen answer is good and the rejected one bad."""
+    """Each labelled answer in a group with another: its prompt with the answer of the next row that has another prompt,
+    whose log-probs tell how far the policy is from the reference (KTO). Of pairs, the chosen answer is good and the
+    rejected one bad."""
     samples, capacity = dataset.samples, dataset.accounting.row_capacity
-    groups = [sample.columns.get("group", index) for index, sample in enumerate(samples)]
+    prompts = [hash(sample.tokens[: _last_of_prompt(sample) + 1].tobytes()) for sample in samples]
+    others = [*range(len(samples))]
+    for index in [*reversed(others)] * 2:  # once around the end
+        following = (index + 1) % len(samples)
+        others[index] = others[following] if prompts[following] == prompts[index] else following
     outcomes = []
     for index, sample in enumerate(samples):
-        other = (index + 1) % len(samples)
-        while groups[other] == groups[index] and other != index:
-            other = (other + 1) % len(samples)
         label = int(sample.columns["label"] if "label" in sample.columns else sample.columns["answer"] == 0)
         pair = [
             replace(each, columns={"label": label, "answer": answer, "group": index})
-            for answer, each in enumerate((sample, _answering(sample, samples[other])))
+            for answer, each in enumerate((sample, _answering(sample, samples[others[index]])))
         ]
         room = capacity - len(sample.tokens) if capacity else max_seq_len
         outcomes += _together([fitted(pair[0], max_seq_len), fitted(pair[1], max(1, room))])
@@ -229,9 +231,13 @@ def with_mismatched(dataset: Dataset, max_seq_len: int) -> Dataset:
 
 def _answering(sample: Sample, other: Sample) -> Sample:
     """A sample's prompt with another's answer."""
-    first, others_first = (int(np.flatnonzero(each.labels != IGNORE)[0]) for each in (sample, other))
+    first, others_first = _last_of_prompt(sample), _last_of_prompt(other)
     tokens = np.concatenate([sample.tokens[: first + 1], other.tokens[others_first + 1 :]])
     return Sample(tokens, np.concatenate([sample.labels[:first], other.labels[others_first:]]))
+
+
+def _last_of_prompt(sample: Sample) -> int:
+    return int(np.flatnonzero(sample.labels != IGNORE)[0])
 
 
 def _together(outcomes: list[Outcome]) -> list[Outcome]:

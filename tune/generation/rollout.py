@@ -138,16 +138,21 @@ def rollout(
     """
     mine = prompts[world.data_rank :: world.data_size]
     groups = [[Episode(prompt, prompt.position * samples + at) for at in range(samples)] for prompt in mine]
+
+    def sample(prompts: Sequence[Sequence[int]], **given: Any) -> list[list[Completion]]:
+        """Processes that read the same have the completions of the first: an engine may give others to each."""
+        found = sampler(model, prompts, **given)
+        return world.of_peers(lambda: found)
+
     if environment is None:
-        found = sampler(
-            model, [each.tokens for each in mine], samples=samples, step=step, indices=[each.position for each in mine]
-        )
+        indices = [each.position for each in mine]
+        found = sample([each.tokens for each in mine], samples=samples, step=step, indices=indices)
         for episode, completion in zip(chain(*groups), chain(*found), strict=True):
             episode.tokens, episode.log_probs = completion.tokens, list(completion.log_probs)
             episode.finish = completion.finish
             episode.text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
     else:
-        _converse(model, sampler, tokenizer, groups, world, step, environment, max_turns)
+        _converse(sample, tokenizer, groups, world, step, environment, max_turns)
     episodes = [*chain(*groups)]
     values = world.of_peers(lambda: [each.of(episodes, tokenizer, world.device) for each in rewards])
     for each, of_episodes in zip(rewards, values, strict=True):
@@ -158,8 +163,7 @@ def rollout(
 
 
 def _converse(
-    model: nn.Module,
-    sampler: Sampler,
+    sample: Callable[..., list[list[Completion]]],
     tokenizer: Tokenizer,
     groups: list[list[Episode]],
     world: World,
@@ -208,8 +212,7 @@ def _converse(
     for turn in range(max_turns):
         if not world.fetch(any=world.any(bool(running)))["any"]:
             return
-        found = sampler(
-            model,
+        found = sample(
             [[*episode.prompt.tokens, *episode.tokens] for episode in running],
             step=step * max_turns + turn,
             indices=[episode.index for episode in running],

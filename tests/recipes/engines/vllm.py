@@ -1,0 +1,60 @@
+"""What stands in for vLLM in the tests: the interface that `tune` uses, over transformers, in fp32 on the host."""
+
+from types import SimpleNamespace
+
+import torch
+import transformers
+
+
+class SamplingParams(SimpleNamespace):
+    pass
+
+
+ENGINES = []
+
+
+class LLM:
+    def __init__(self, model, **settings):
+        self.settings, self.told, self.is_fresh = settings, [], False
+        config = transformers.AutoConfig.from_pretrained(model)
+        self.model = transformers.AutoModelForCausalLM.from_config(config).eval()  # load_format="dummy"
+        self.model.load_weights = self.load_weights
+        ENGINES.append(self)
+
+    def load_weights(self, tensors):
+        names = {name for name, tensor in tensors if self.take(name, tensor)}
+        assert {*dict(self.model.named_parameters())} == names  # tied weights come once
+        self.is_fresh = False
+        return names
+
+    @torch.no_grad()
+    def take(self, name, tensor):
+        self.model.get_parameter(name).copy_(tensor)
+        return True
+
+    def apply_model(self, function):
+        return [function(self.model)]
+
+    def reset_prefix_cache(self):
+        self.is_fresh = True
+
+    def generate(self, prompts, sampling_params, *, use_tqdm):
+        assert self.is_fresh and not use_tqdm
+        self.told.append(sampling_params)
+        return [self.complete(*each) for each in zip(prompts, sampling_params, strict=True)]
+
+    @torch.no_grad()
+    def complete(self, prompt, params):
+        draw = torch.Generator().manual_seed(params.seed)
+        ids, log_probs, finish = [*prompt["prompt_token_ids"]], [], "length"
+        for _ in range(params.max_tokens):
+            log_p = (self.model(torch.tensor([ids])).logits[0, -1] / (params.temperature or 1)).log_softmax(-1)
+            token = int(log_p.exp().multinomial(1, generator=draw) if params.temperature else log_p.argmax())
+            ids.append(token)
+            log_probs.append({token: SimpleNamespace(logprob=float(log_p[token]), rank=1)})
+            if token in params.stop_token_ids:
+                finish = "stop"
+                break
+        tokens = ids[-len(log_probs) :]
+        output = SimpleNamespace(token_ids=tokens, logprobs=log_probs, finish_reason=finish)
+        return SimpleNamespace(outputs=[output])

@@ -1,0 +1,88 @@
+"""vLLM as the engine of a rollout, with a stand-in of transformers for it: weights, samples and what is refused."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import grpo
+import pytest
+from recipes.test_grpo import requests, settings_of  # noqa: F401
+
+from tune import peft
+from tune.checkpointers import load_model
+from tune.errors import TuneError
+from tune.generation import VLLM, Sampler, vllm_engine
+
+PROMPTS = [[5, 6, 7], [9, 8]]
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).with_name("engines"))
+    import vllm
+
+    yield vllm
+    vllm_engine._engine.cache_clear()
+    del sys.modules["vllm"]
+
+
+def test_it_has_the_weights_of_the_moment_with_the_adapter_merged(vllm, checkpoint):
+    model = load_model(str(checkpoint))
+    lora = peft.LoRA(rank=4)
+    peft.add_adapters(model, lora)
+    peft.start(model, lora, 0)
+    common = {"max_new_tokens": 8, "stop_ids": [2]}
+    sampler, engine = Sampler(**common, temperature=0), VLLM(**common, path=str(checkpoint), dtype="fp32")
+    found = []
+    for _ in range(2):
+        (expected, other), (mine, another) = sampler(model, PROMPTS), replace(engine, temperature=0)(model, PROMPTS)
+        for ours, theirs in zip(expected + other, mine + another, strict=True):
+            assert (ours.tokens, ours.finish) == (theirs.tokens, theirs.finish)
+            assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-5)
+        found.append(expected[0].log_probs)
+        for name, parameter in model.named_parameters():
+            if "lora_b" in name:
+                parameter.data += 0.02
+    assert found[0] != pytest.approx(found[1], abs=1e-3)
+    (theirs,) = vllm.ENGINES  # one for all rollouts
+    assert theirs.settings["logprobs_mode"] == "processed_logprobs" and theirs.settings["dtype"] == "float32"
+
+
+def test_samples_do_not_depend_on_the_process(vllm, checkpoint):
+    model = load_model(str(checkpoint))
+    engine = VLLM(max_new_tokens=6, path=str(checkpoint), temperature=1.5)
+    both = engine(model, PROMPTS, samples=3, step=2)
+    assert engine(model, PROMPTS[1:], samples=3, step=2, indices=[1]) == both[1:]
+    assert engine(model, PROMPTS[1:], samples=3, step=3, indices=[1]) != both[1:]
+    assert len({tuple(each.tokens) for group in both for each in group}) == 6
+    assert engine(model, []) == []
+    told = vllm.ENGINES[0].told[0]
+    assert len({each.seed for each in told}) == 6 and all(each.ignore_eos and each.logprobs == 0 for each in told)
+
+
+@pytest.mark.parametrize("adapter", [[], ["adapter.rank=4"]])
+def test_a_training_on_its_samples(vllm, adapter, run_recipe, checkpoint, requests, tmp_path):  # noqa: F811
+    own = [f"output_dir={tmp_path / 'run'}", f"sampling.path={checkpoint}", "sampling._component_=tune.generation.VLLM"]
+    given = [*settings_of(checkpoint, requests), *own, *adapter, "sampling.dtype=fp32", "sampling.temperature=0.8"]
+    assert run_recipe([*given, f"validation_dataset.path={requests}", "validate_first=true"], grpo) == 0
+    first, *steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert "validation_reward" in first and len(steps) == 3
+    assert all(step["mismatch_kl"] < 1e-8 for step in steps)  # the weights that were sampled from are those of the step
+    assert len(vllm.ENGINES) == 1
+
+
+def test_a_process_of_several_has_its_own(vllm, checkpoint, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    VLLM(max_new_tokens=1, path=str(checkpoint))(load_model(str(checkpoint)), PROMPTS)
+    assert vllm.ENGINES[0].settings["distributed_executor_backend"] == "external_launcher"
+
+
+def test_without_vllm(checkpoint):
+    with pytest.raises(TuneError, match="vLLM is not installed: pip install vllm"):
+        VLLM(max_new_tokens=4, path=str(checkpoint))
+
+
+def test_what_it_says_another_thing_of(vllm, checkpoint):
+    with pytest.raises(TuneError, match="top_p: vLLM's log-probs are those of what it keeps"):
+        VLLM(max_new_tokens=4, path=str(checkpoint), top_p=0.9)
