@@ -175,6 +175,7 @@ def test_pairs_of_no_use_are_dropped_and_counted(read, row, reason):
         ({"question": "q", "chosen": "a", "rejected": "b"}, "columns={instruction: question}"),
         ({"chosen": "a", "rejected": "b"}, "there is no prompt"),
         ({"chosen": [user("a")], "rejected": [user("b")]}, "must end with an answer of the assistant"),
+        ({"chosen": [user("a"), said("b")], "rejected": [user("c"), said("d")]}, "answer different prompts"),
         ({"prompt": "p", "chosen": "a", "rejected": [said("b")]}, 'chosen is "a"'),
         ({"prompt": 1, "chosen": "a", "rejected": "b"}, "prompt is 1"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}, 'margin is "big"'),

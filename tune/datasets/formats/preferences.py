@@ -91,7 +91,10 @@ def _chats(row: Row, answers: list[list[Any]]) -> Answers:
     chats = [conversation({"messages": chat, "system": row.get("system")}, "messages") for chat in chats]
     tools = checked_tools(row.get("tools"))
     shared = common_prefix(*chats)
-    return _compared(row, [_answered(Chat(chat, tools, shared), "chosen and rejected") for chat in chats])
+    contents = [_answered(Chat(chat, tools, shared), "chosen and rejected") for chat in chats]
+    if all(message["role"] == "system" for message in chats[0][:shared]):
+        raise TuneError("chosen and rejected answer different prompts: they begin with no message in common")
+    return _compared(row, contents)
 
 
 def _answered(chat: Chat, place: str) -> Chat:
