@@ -1,10 +1,11 @@
 """Seconds for the requests of lm-evaluation-harness: `tune.evaluation`, and its own model class `HFLM`.
 
-    python benchmarks/evaluate.py MODEL [--questions 20 --rounds 1 --batch-size 16]
+    python benchmarks/evaluate.py MODEL [--questions 20 --rounds 1 --batch-size 16] [--exact]
 
 Questions are pieces of this repository's documentation, 16 to 192 tokens long, with four choices each: words that
 follow (2 to 16 tokens), or one letter. Whole texts have 100 to 600 tokens. The two run in turns, in one process with
-all cores; printed are the medians, and the largest difference of a log-likelihood.
+all cores; printed are the medians, and the largest difference of a log-likelihood; with `--exact` also how far each is
+from what transformers computes in fp64.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
@@ -29,6 +31,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=16, help="requests in a forward of HFLM")
     parser.add_argument("--cpu-time", action="store_true", help="of the process, on a busy machine")
+    parser.add_argument("--exact", action="store_true", help="compare both with transformers in fp64")
     args = parser.parse_args()
     clock = time.process_time if args.cpu_time else time.perf_counter
 
@@ -47,6 +50,16 @@ def main():
         start, length = draw.randrange(len(ids) - high), draw.randint(low, high)
         return tokenizer.decode(ids[start : start + length]).strip()
 
+    exact = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float64) if args.exact else None
+
+    @torch.no_grad()
+    def in_fp64(context, text=None):
+        """Of the text behind its context, or of a whole text."""
+        prefix = [models["tune"].prefix_token_id] if text is None else tokenizer.encode(context)
+        ids = [*prefix, *tokenizer.encode(context)] if text is None else tokenizer.encode(context + text)
+        found = exact(torch.tensor([ids])).logits[0].log_softmax(-1)
+        return sum(found[at - 1, ids[at]].item() for at in range(len(prefix), len(ids)))
+
     contexts = [piece(16, 192) for _ in range(args.questions)]
     tasks = {
         "four choices": [(context, f" {piece(2, 16)}") for context in contexts for _ in range(4)],
@@ -62,9 +75,14 @@ def main():
                 start = clock()
                 answers = getattr(lm, kind)(requests, disable_tqdm=True)
                 seconds[each].append(clock() - start)
-                found[each] = torch.tensor([answer[0] if isinstance(answer, tuple) else answer for answer in answers])
+                values = [answer[0] if isinstance(answer, tuple) else answer for answer in answers]
+                found[each] = torch.tensor(values, dtype=torch.float64)
         medians = {each: statistics.median(times) for each, times in seconds.items()}
         difference = (found["tune"] - found["HFLM"]).abs().max()
+        if exact is not None:
+            expected = torch.tensor([in_fp64(*each) for each in arguments], dtype=torch.float64)
+            apart = {each: f"{(answers - expected).abs().max():.1e}" for each, answers in found.items()}
+            print(f"{name}: from fp64 at most {apart}, of at most {expected.abs().max():.0f}")
         print(
             f"{name}: {len(requests)} requests, "
             + ", ".join(f"{each} {median:.2f} s" for each, median in medians.items())

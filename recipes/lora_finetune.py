@@ -44,16 +44,9 @@ def main(cfg):
     )  # fmt: skip
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
     data = datasets.DataLoader(
-        dataset,
-        world,
-        cfg.global_batch_size,
-        cfg.micro_batch_size,
-        epochs=cfg.epochs,
-        max_steps=cfg.max_steps,
-        seed=cfg.seed,
-        accumulate=not cfg.optimizer_in_backward,
-        pad_to=pad_to,
-    )
+        dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
+        seed=cfg.seed, accumulate=not cfg.optimizer_in_backward, pad_to=pad_to,
+    )  # fmt: skip
     samples = FixedPrompts(
         tokenizer, world, run.info, prompts=cfg.evaluate.prompts, every=cfg.evaluate.every,
         max_new_tokens=cfg.evaluate.max_new_tokens, temperature=cfg.evaluate.temperature,

@@ -22,6 +22,7 @@ import torch
 
 from tune import checkpointers, config, datasets, distributed, loggers, losses, optimizers, peft, quantization
 from tune.config import instantiate, instantiate_data
+from tune.generation import FixedPrompts
 from tune.models import balance_loss
 from tune.tokenizers import Tokenizer
 
@@ -49,16 +50,10 @@ def main(cfg):
     dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
     data = datasets.DataLoader(
-        dataset,
-        world,
-        cfg.global_batch_size,
-        cfg.micro_batch_size,
-        epochs=cfg.epochs,
-        max_steps=cfg.max_steps,
-        seed=cfg.seed,
-        accumulate=not cfg.optimizer_in_backward,
-        pad_to=pad_to,
-    )
+        dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
+        seed=cfg.seed, accumulate=not cfg.optimizer_in_backward, pad_to=pad_to,
+    )  # fmt: skip
+    samples = FixedPrompts(tokenizer, world, run.info, **cfg.evaluate)
     run.describe(model, data, tokenizer, validation)
     if adapted:
         run.info(adapted.table())
@@ -161,6 +156,9 @@ def main(cfg):
             if step == 1 and validation and cfg.validate_first:
                 with run.pause():
                     run.record(0, validate())
+            if step == 1 and samples.are_due(0):
+                with run.pause():
+                    run.append("samples.jsonl", samples(model, 0))
             kl = mean_ratio(batch.micro_batches)
             totals: dict[str, torch.Tensor] = {}
             for index, micro_batch in enumerate(batch.micro_batches, 1):
@@ -197,6 +195,9 @@ def main(cfg):
             if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
                 with run.pause():
                     metrics |= validate()
+            if samples.are_due(step, is_end) and not interrupted:
+                with run.pause():
+                    run.append("samples.jsonl", samples(model, step))
             run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **metrics)
             checkpointer.step(step, now=is_end, **metrics)
             if interrupted:

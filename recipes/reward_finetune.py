@@ -50,16 +50,9 @@ def main(cfg):
     dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
     data = datasets.DataLoader(
-        dataset,
-        world,
-        cfg.global_batch_size,
-        cfg.micro_batch_size,
-        epochs=cfg.epochs,
-        max_steps=cfg.max_steps,
-        seed=cfg.seed,
-        accumulate=not cfg.optimizer_in_backward,
-        pad_to=pad_to,
-    )
+        dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
+        seed=cfg.seed, accumulate=not cfg.optimizer_in_backward, pad_to=pad_to,
+    )  # fmt: skip
     run.describe(model, data, tokenizer, validation)
     if adapted:
         run.info(adapted.table())

@@ -178,16 +178,17 @@ def test_wrong_inputs(name, checkpoint, tmp_path, monkeypatch, capsys):
     assert "dataset." not in shown.err and "sampling" not in shown.err  # settings of recipes
 
 
-def test_a_model_without_a_cache_here(checkpoint, tmp_path, capsys):
+def test_a_family_of_transformers_alone(checkpoint, files, tmp_path, capsys):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    sizes["initializer_range"] = 0.5
     config = transformers.GPTNeoXConfig(vocab_size=len(transformers.AutoTokenizer.from_pretrained(checkpoint)), **sizes)
     transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(checkpoint / name, tmp_path)
-    for verb in (["generate", "--prompt", "a"], ["chat"]):
-        with pytest.raises(SystemExit) as ended:
-            main([verb[0], str(tmp_path), *verb[1:]])
-        assert ended.value.code == 2 and "has no cache here" in capsys.readouterr().err
+    expected = [theirs(tmp_path, CHAT.format(prompt), 20) for prompt in PROMPTS]
+    out, err = run(capsys, tmp_path, "--prompts", files / "prompts.txt", "--max-new-tokens", 20, "--batch-size", 2)
+    assert out == "".join(f"{answer}\n" for answer in expected) and "3 of 3 prompts" in err
+    assert len({*expected}) == 3
 
 
 @pytest.mark.parametrize("name", ["too many tokens", "nothing to go on from"])

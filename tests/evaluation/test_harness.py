@@ -54,6 +54,7 @@ def models(tmp_path_factory) -> dict[str, dict[str, str]]:
                 **short,
             )
         },
+        "of transformers alone": {"pretrained": save_checkpoint(home / "gpt_neox", "GPTNeoXConfig", **short)},
         "adapter": {"pretrained": llama, "peft": make_adapter(llama, home / "adapter")},
         "with BOS": {"pretrained": save_checkpoint(home / "bos", **short)},
     }
@@ -128,7 +129,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "adapter", "with BOS"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "of transformers alone", "adapter", "with BOS"])
 def test_requests(name, models, world):
     ours, theirs = both(models[name], world)
     assert ours.max_length == theirs.max_length == 128

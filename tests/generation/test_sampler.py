@@ -18,7 +18,7 @@ from tune.collators import Batch
 from tune.errors import TuneError
 from tune.generation import Completion, Sampler, choose
 from tune.generation.choose import uniforms
-from tune.models import build, hf
+from tune.models import build
 from tune.models.delta_net import DeltaNetConfig
 from tune.models.latent_attention import LatentAttentionConfig
 from tune.peft import LoRA, add_adapters, initialize
@@ -329,10 +329,8 @@ def test_wrong_prompts(message, prompts, settings, llama):
 def test_wrong_models(llama):
     sampler = Sampler(max_new_tokens=4)
     with pytest.raises(
-        TuneError, match=r"HuggingFaceModel has no cache here. Use model._component_=tune\.models\.build"
+        TuneError, match=r"a Linear has no cache: take a model of tune\.models\.build or tune\.models\.hf"
     ):
-        sampler(hf(str(llama[0].saved_in)), [[1]])
-    with pytest.raises(TuneError, match="Linear has no cache"):
         sampler(nn.Linear(2, 2), [[1]])
     broken = load_model(str(llama[0].saved_in)).train()
     broken.norm.weight.data[0] = math.nan

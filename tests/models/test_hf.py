@@ -16,6 +16,7 @@ from tune import distributed
 from tune.checkpointers import Pretrained, Random, export
 from tune.collators import Batch
 from tune.errors import TuneError
+from tune.generation import Continuation, Sampler
 from tune.losses import LinearCrossEntropy
 from tune.models import hf
 from tune.peft import LoRA, add_adapters, export_adapter, merge
@@ -39,6 +40,7 @@ VARIANTS = {
     "recurrent_gemma: logits bounded": (
         "RecurrentGemmaConfig", SHAPE | {"num_hidden_layers": 3, "lru_width": 32, "logits_soft_cap": 2.0}, False
     ),
+    "gpt: no cache": ("OpenAIGPTConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4}, False),
     "mamba": ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}, False),
     "mixtral: other names, joined experts": ("MixtralConfig", GROUPED | {"num_local_experts": 4}, True),
     "glm4_moe: a buffer that is a weight": ("Glm4MoeConfig", GROUPED | EXPERTS, True),
@@ -111,6 +113,23 @@ def test_documents_that_share_a_row_and_gradients(pair):
         assert (parameter.grad is None) == (reference is None)
         if reference is not None:
             assert (parameter.grad - reference).norm() <= 1e-5 * reference.norm() + 1e-5, name
+
+
+def test_what_is_generated_is_that_of_transformers(pair):
+    """Three rows at a time of texts of unequal length, one of them twice, and a conversation that goes on."""
+    _, ours, theirs, _ = pair
+    prompts = [document.tolist() for document in TOKENS.flatten().split(LENGTHS)]
+    settings = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None}
+    expected = [theirs.generate(torch.tensor([each]), **settings)[0, len(each) :].tolist() for each in prompts]
+    sampler = Sampler(max_new_tokens=64, temperature=0, max_rows=3)
+    found = sampler(ours, prompts, samples=2)
+    assert [[each.tokens for each in row] for row in found] == [[each] * 2 for each in expected]
+    turns, few = Continuation(ours.eval()), Sampler(max_new_tokens=8, temperature=0)
+    text = prompts[1]
+    for more in (prompts[0], prompts[3]):
+        answer = theirs.generate(torch.tensor([text]), **settings | {"max_new_tokens": 8})[0, len(text) :].tolist()
+        assert [*turns(few, text)] == answer
+        text = [*text, *answer, *more]
 
 
 def test_export(pair, tmp_path):
@@ -231,6 +250,7 @@ SHARDED = {  # rotary angles, of two bases with a scaled embedding too; alibi; n
     "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "stablelm": ("StableLmConfig", SHAPE | {"num_key_value_heads": 2}),
     "gemma3_text": ("Gemma3TextConfig", GROUPED | {"num_hidden_layers": 3, "sliding_window": 8}),
+    "gpt: no cache": ("OpenAIGPTConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4}, True),
     "mamba": ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
 }
 

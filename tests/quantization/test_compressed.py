@@ -55,28 +55,32 @@ def test_transformers_loads_them(kind: str, family: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
 def test_transformers_has_the_same_weights(kind: str, tmp_path: Path) -> None:
-    """In 4 bits it multiplies in bf16, or with a kernel of bitsandbytes, which has another layout from then on."""
-    bitsandbytes = pytest.importorskip("bitsandbytes") if kind == "nf4" else None
+    """In 4 bits it multiplies in bf16, on a CPU, and then in fp32 with the weights that it has unpacked."""
+    if kind == "nf4":
+        pytest.importorskip("bitsandbytes")
     folder = save_checkpoint(tmp_path / "model", tie_word_embeddings=False)
     main(["quantize", str(folder), "--to", kind, "--out", str(tmp_path / "out")])
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).eval()
+    dtype = torch.float32 if kind == "nf4" else torch.bfloat16
+    theirs, packed = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype).eval() for _ in range(2)
+    )
     tokens, plain = torch.arange(80).view(2, 40), load_model(str(folder))
     with torch.no_grad():
-        found = None if bitsandbytes else theirs(tokens).logits  # which unpacks them
+        in_four_bits = packed(tokens).logits.float()
+        theirs = theirs.dequantize() if kind == "nf4" else packed  # which has unpacked them for that
+        found = nn.Module.float(theirs)(tokens).logits
         before = plain(tokens)
         for name, layer in plain.named_modules():
             if isinstance(layer, nn.Linear) and "." in name:
-                weight = theirs.get_submodule(plain.names.module(name)).weight
-                if bitsandbytes:
-                    weight = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
-                    layer.weight.data = nf4.dequantize(*nf4.quantize(layer.weight), torch.float32)
-                else:
-                    layer.weight.data = dequantize(*quantize(layer.weight, kind, 32))
-                assert torch.equal(weight.float(), layer.weight), name
+                levels = nf4.dequantize(*nf4.quantize(layer.weight), torch.float32) if kind == "nf4" else None
+                layer.weight.data = dequantize(*quantize(layer.weight, kind, 32)) if levels is None else levels
+                assert torch.equal(theirs.get_submodule(plain.names.module(name)).weight, layer.weight), name
+        for parameter in plain.parameters():
+            parameter.data = parameter.to(dtype).float()
         expected = plain(tokens)
-        found = theirs(tokens).logits if found is None else found
     assert (expected - before).abs().max() > 0.3
-    assert_close(found.float(), expected, atol=0.1, rtol=0)
+    assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert_close(in_four_bits, expected, atol=0.1, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -103,6 +107,22 @@ def test_transformers_quantises_inputs_too(kind: str, checkpoint: Path, tmp_path
                 layer.register_forward_pre_hook(quantised)
         expected, found = plain(tokens), theirs(tokens).logits
     assert (expected - before).abs().max() > 1e-3
+    assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_torchao_takes_the_tensors(kind: str, checkpoint: Path, tmp_path: Path) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    make = {"int8": torchao.Int8Tensor, "fp8": torchao.Float8Tensor}[kind]
+    main(["quantize", str(checkpoint), "--to", kind, "--dynamic", "--out", str(tmp_path / "out")])
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    theirs, tokens = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval(), torch.arange(80).view(2, 40)
+    for name in [each.removesuffix("_scale") for each in stored if each.endswith("_scale")]:
+        codes, scales = stored[name], stored[f"{name}_scale"]
+        weight = make(codes, scales, block_size=[1, codes.shape[1]], dtype=torch.float32)
+        theirs.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(weight, requires_grad=False)
+    with torch.no_grad():
+        expected, found = rounded(load_model(str(checkpoint)), kind, None)(tokens), theirs(tokens).logits
     assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 

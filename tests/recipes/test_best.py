@@ -181,7 +181,6 @@ WRONG = {
     ),
     "no patience": (["checkpointer.patience=0", "checkpointer.keep_best=a/b"], "checkpointer.patience: 0 is not"),
     "no prompts": (["evaluate.every=2"], "evaluate.every: there is nothing to evaluate on"),
-    "no cache": (["evaluate.prompts=a.txt", "model._component_=tune.models.hf"], "evaluate.prompts: models of tune"),
     "no file": (["evaluate.prompts=none.txt"], "evaluate.prompts none.txt: there is no such file"),
     "no tokens": (["evaluate.max_new_tokens=0"], "evaluate.max_new_tokens: 0 is not a positive integer"),
 }

@@ -273,15 +273,11 @@ def test_it_is_wrong_before_weights_are_read(more, checkpoint, folder, prompts, 
     assert end.value.code == 2
 
 
-ANSWERS = GENERATES % "max_gen_toks: 4"
-
-
 @pytest.mark.parametrize(
     ("body", "setting", "says"),
     [
         (GENERATES % "repetition_penalty: 1.1", "seed=0", "generation_kwargs: repetition_penalty is not supported"),
         (GENERATES % "max_gen_toks: 512", "seed=0", "a task generates 512 tokens, and max_length=512"),
-        (ANSWERS, "model._component_=tune.models.hf", "a HuggingFaceModel has no cache"),
     ],
 )
 def test_it_is_wrong_before_the_training(body, setting, says, checkpoint, chats, tmp_path, run_recipe, capsys):

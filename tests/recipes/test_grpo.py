@@ -100,6 +100,14 @@ def test_the_reward_rises(run, requests, tmp_path):
     assert sum(of_step) / len(of_step) == pytest.approx(steps[3]["reward"])
 
 
+def test_a_model_of_transformers_samples_and_learns_the_same(run, tmp_path):
+    (ours,), (theirs,) = (
+        run("max_steps=1", f"model._component_=tune.models.{name}", folder=tmp_path / name) for name in ("build", "hf")
+    )
+    for name in ("loss", "reward", "grad_norm", "entropy", "completion_tokens"):
+        assert theirs[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-6), name
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -311,7 +319,6 @@ WRONG = {
         "there is nothing to validate on. Give validation_dataset.path, or",
     ),
     "columns": (["dataset.columns={instruction: question}"], "requests.jsonl:1"),
-    "transformers": (["model._component_=tune.models.hf"], "a HuggingFaceModel has no cache here"),
     "no environment": (["environment=recipes.test_grpo.Gues"], "has no 'Gues'. Did you mean 'Guess'?"),
     "positions": (["sampling.max_new_tokens=600"], "together more than the 512"),
 }

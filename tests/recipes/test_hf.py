@@ -99,6 +99,8 @@ def test_full_finetuning(architecture, common, chats, tmp_path):
     _, folder = architecture
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     expected = plain_loop(theirs, folder, chats)
+    (tmp_path / "prompts.txt").write_text("the cat\na very big dog and\nit was\n")
+    common += [f"evaluate.prompts={tmp_path}/prompts.txt", "evaluate.max_new_tokens=5"]
     variants = VARIANTS | {"recomputed": ["micro_batch_size=2", "memory.activation_checkpointing=full"]}
     for name, overrides in variants.items():
         train("full_finetune", *common, *overrides, f"output_dir={tmp_path / name}")
@@ -117,6 +119,8 @@ def test_full_finetuning(architecture, common, chats, tmp_path):
     for name in (*VARIANTS, "selective"):
         assert losses(tmp_path / "2" / name) == pytest.approx(expected, rel=1e-5), name
     assert losses(tmp_path / "2" / "packed") == pytest.approx(losses(tmp_path / "packed alone"), rel=1e-5)
+    first = [file.read_text().partition('{"step": 3')[0] for file in tmp_path.rglob("samples.jsonl")]
+    assert len(first) == 8 and len({*first}) == 1
 
 
 @pytest.mark.slow

@@ -12,6 +12,8 @@ from helpers import run_processes, save_checkpoint
 from safetensors.torch import load_file
 
 from tune.cli import main as tune
+from tune.generation import Sampler
+from tune.peft import open_model
 
 LOSSES = ["DPO", "IPO", "SimPO", "CPO", "ORPO", "KTO"]
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
@@ -57,6 +59,24 @@ LORA = ["adapter.rank=4", "adapter.dropout=0"]
 
 def losses(steps):
     return [step["loss"] for step in steps]
+
+
+@pytest.mark.parametrize("name", ["DPO", "KTO"])
+def test_answers_to_fixed_prompts(name, run, checkpoint, tmp_path):
+    """Before the first step, after every second one and the last; the training is that without them."""
+    (tmp_path / "prompts.txt").write_text("the cat\nit was\n")
+    asked = [f"evaluate.prompts={tmp_path}/prompts.txt", "evaluate.max_new_tokens=7", "evaluate.every=2"]
+    common = [f"loss._component_=tune.losses.{name}", *LORA, "max_steps=3", "optimizer.lr=0.05"]
+    assert losses(run(*common, *asked)) == losses(run(*common, folder=tmp_path / "plain"))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["index"]) for row in rows] == [(at, each) for at in (0, 2, 3) for each in range(2)]
+    for answers, adapter in ((rows[:2], []), (rows[4:], [tmp_path / "run" / "adapter"])):
+        model, tokenizer = open_model(checkpoint, adapters=adapter)
+        chats = [[{"role": "user", "content": row["prompt"]}] for row in answers]
+        prompts = [tokenizer.encode(tokenizer.apply_chat_template(each, add_generation_prompt=True)) for each in chats]
+        expected = Sampler(max_new_tokens=7, temperature=0, stop_ids=tokenizer.stop_ids)(model, prompts)
+        assert [row["tokens"] for row in answers] == [each.tokens for (each,) in expected]
+    assert [row["tokens"] for row in rows[:2]] != [row["tokens"] for row in rows[4:]]
 
 
 def references(folder):

@@ -101,8 +101,6 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
         yield "checkpointer.patience", "it counts values of a metric: name it, checkpointer.keep_best=validation_loss."
     if best and not best.startswith("validation_") and "/" not in best:
         yield "checkpointer.keep_best", f"{best} is that of a few rows. Take validation_loss, or another of validation."
-    if value("evaluate.prompts") and value("model._component_") == "tune.models.hf":
-        yield "evaluate.prompts", "models of tune.models.hf have no cache here to generate with. Leave it out."
     if value("evaluate.every") and not value("evaluate.prompts") and not value("evaluate.tasks"):
         choices = "evaluate.prompts" + " or .tasks" * ("tasks" in cfg.evaluate)
         yield "evaluate.every", f"there is nothing to evaluate on. Give {choices}, or leave it out."

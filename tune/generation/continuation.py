@@ -7,8 +7,7 @@ from torch import Tensor
 
 from tune.collators import Batch
 from tune.generation.choose import uniforms
-from tune.generation.sampler import Completion, Sampler
-from tune.models import Decoder
+from tune.generation.sampler import Completion, GenerativeModel, Sampler
 
 CHUNK = 512  # tokens that are read together behind what the cache has
 
@@ -17,7 +16,7 @@ class Continuation:
     """Completes one text after the other with what a `Sampler` gives, token by token. Of a text that begins as the last
     one, as a conversation does that goes on, only the rest is read."""
 
-    def __init__(self, model: Decoder):
+    def __init__(self, model: GenerativeModel):
         self.model, self.capacity = model, 0
         self.known: list[int] = []  # the text that the cache has
 
@@ -40,7 +39,7 @@ class Continuation:
 
     def _read(self, text: list[int]) -> Tensor:
         """The logits after `text`, `[1, vocab]`."""
-        device, known = self.model.embedding.weight.device, self.known
+        device, known = next(self.model.parameters()).device, self.known
         pairs = zip(known, text[:-1], strict=False)
         start = next((at for at, (old, new) in enumerate(pairs) if old != new), min(len(known), len(text) - 1))
         if start < len(known) and not self.cache.keeps_all(len(known)):

@@ -15,12 +15,13 @@ from tune.collators import Batch
 from tune.distributed import World, gathered
 from tune.errors import TuneError
 from tune.generation.choose import choose, uniforms
-from tune.models import Decoder
+from tune.models import Decoder, HuggingFaceModel
 from tune.tokenizers import Tokenizer
 from tune.type_check import mismatch
 from tune.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share, UnitInterval
 
 PREFILL_TOKENS = 8192  # prompts are read together up to so many tokens
+GenerativeModel = Decoder | HuggingFaceModel
 
 
 @dataclass
@@ -100,7 +101,7 @@ class Sampler:
         which the model is sharded call it at the same time; they may have different prompts, or none.
 
         Raises:
-            TuneError: the model is not a `tune.models.Decoder`, a prompt or a stop id does not fit it, or it gives NaN.
+            TuneError: the model has no cache, a prompt or a stop id does not fit it, or it gives NaN.
         """
         indices = range(len(prompts)) if indices is None else indices
         decoder = self.check(model, prompts, indices)
@@ -148,12 +149,11 @@ class Sampler:
     def is_complete(self, completion: Completion) -> bool:
         return completion.finish == "stop" or len(completion.tokens) == self.max_new_tokens
 
-    def check(self, model: nn.Module, prompts: Sequence[Sequence[int]], indices: Sequence[int]) -> Decoder:
+    def check(self, model: nn.Module, prompts: Sequence[Sequence[int]], indices: Sequence[int]) -> GenerativeModel:
         """Raises TuneError if the model or its settings cannot complete the `prompts`, whose numbers are `indices`."""
-        if not isinstance(model, Decoder):
+        if not isinstance(model, GenerativeModel):
             raise TuneError(
-                f"a {type(model).__name__} has no cache here. Use model._component_=tune.models.build if it "
-                "has the family, or load the export in transformers and call its generate"
+                f"a {type(model).__name__} has no cache: take a model of tune.models.build or tune.models.hf"
             )
         count, longest = model.config.vocab_size, model.max_generated
         named = {f"prompt {index}": prompt for index, prompt in zip(indices, prompts, strict=True)}
@@ -191,9 +191,9 @@ def answer(
 class _Rollout:
     """Completes the rows that wait. The cache has one row more, for a prompt some of whose samples still wait."""
 
-    def __init__(self, settings: "Sampler", model: Decoder, waiting: deque[_Row]):
+    def __init__(self, settings: "Sampler", model: GenerativeModel, waiting: deque[_Row]):
         self.settings, self.model, self.waiting = settings, model, waiting
-        self.device = model.embedding.weight.device
+        self.device = next(model.parameters()).device
         self.rows: dict[int, _Row] = {}  # by their row of the cache
         self.spare = min(settings.max_rows, len(waiting))
         self.spare_prompt: dict[tuple[int, ...], Tensor] = {}  # what the spare row has, and the logits after it

@@ -1,8 +1,10 @@
 """Any causal language model of transformers, wrapped for recipes: `model._component_: tune.models.hf`."""
 
+import copy
 import inspect
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from tune.models.names import Names, OnDisk
 # If padding all documents to the longest multiplies the tokens by at most this, each gets a row of its own: plainly
 # causal attention has faster kernels.
 MAX_PADDING = 1.25
+# How a forward calls what it keeps of a text.
+STATES = ("past_key_values", "cache_params", "state")
 
 
 def hf(path: str, trust_remote_code: bool = False) -> "HuggingFaceModel":
@@ -64,7 +68,7 @@ class HuggingFaceModel(nn.Module):
     """A causal language model of transformers, split into `body` and output `head` (None if tied to the embedding), so
     that head and loss are computed by chunks, where FSDP has the weight gathered.
 
-    Called as `tune.models.Decoder`, but without a cache: to generate, load the export in transformers.
+    Called as `tune.models.Decoder`.
     """
 
     def __init__(self, model: Any):
@@ -77,9 +81,11 @@ class HuggingFaceModel(nn.Module):
         self.config = model.config.get_text_config()
         self.routing = None
         self.body = model
-        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        arguments = inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in arguments
+        self.state = next((each for each in STATES if each in arguments), None)
         self.max_positions = getattr(self.config, "max_position_embeddings", None)
-        self.longest, self.beyond = _longest(model, self.config)
+        self.max_generated, self.beyond = _longest(model, self.config)  # nor can longer documents be trained on
         self.checks_logits = False
         self.separates_documents = False  # in one row, by their positions; `check` finds out
         self.scale, self.softcap = _logit_transform(self.config)
@@ -100,9 +106,19 @@ class HuggingFaceModel(nn.Module):
             elif isinstance(names, str):
                 self.names.copies[names] = ours[identity]
 
-    def forward(self, batch: Batch | Tensor, head: Head | None = None) -> Any:
+    def forward(
+        self,
+        batch: Batch | Tensor,
+        head: Head | None = None,
+        *,
+        positions: Tensor | None = None,
+        cache: "TransformersCache | None" = None,
+    ) -> Any:
         """As `tune.models.Decoder.forward`."""
-        hidden = self._run_documents(batch) if isinstance(batch, Batch) else self._run(batch)
+        if cache is not None:
+            hidden = self._go_on(batch, positions, cache)
+        else:
+            hidden = self._run_documents(batch) if isinstance(batch, Batch) else self._run(batch)
         if self.scale != 1:
             hidden = hidden * self.scale
         hidden, weight = head_operands(self.head_module, hidden)
@@ -115,13 +131,28 @@ class HuggingFaceModel(nn.Module):
             return head(hidden, weight, batch, **{"softcap": self.softcap} if self.softcap else {})
         return self._softcapped(F.linear(hidden, weight, None if bias is None else bias * self.scale))
 
-    def _run(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """The input of the head, `[batch, seq, hidden]`."""
+    def new_cache(self, rows: int, capacity: int) -> "TransformersCache":
+        """A cache for `rows` documents."""
+        return TransformersCache(rows)
+
+    def _run(
+        self, tokens: Tensor, positions: Tensor | None = None, cache: "TransformersCache | None" = None, row: int = 0
+    ) -> Tensor:
+        """The input of the head, `[batch, seq, hidden]`; with a `cache` behind what it keeps of `row`."""
+        arguments: dict[str, Any] = {}
+        if cache is not None:
+            state = cache.states[row]
+            if isinstance(state, Tensor):  # the tokens, which are read again
+                tokens, positions, state = torch.cat([state, tokens], dim=1), None, None
+            arguments = {self.state: state, "use_cache": True} if self.state else {}
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        arguments = {"position_ids": positions} if self.takes_positions else {}
-        logits = self.body(input_ids=tokens, return_dict=True, **arguments).logits
-        hidden = self.head_input.take()
+        if self.takes_positions:
+            arguments["position_ids"] = positions
+        output = self.body(input_ids=tokens, return_dict=True, **arguments)
+        if cache is not None:
+            cache.states[row] = output.get(self.state, tokens)
+        logits, hidden = output.logits, self.head_input.take()
         if self.checks_logits and not _close(logits, self._softcapped(hidden * self.scale), tolerance=1e-2):
             raise TuneError(f"model: {type(self.body).__name__} changes its logits: it cannot be trained here")
         return hidden
@@ -137,8 +168,8 @@ class HuggingFaceModel(nn.Module):
     def _run_documents(self, batch: Batch) -> Tensor:
         tokens, documents = batch.tokens, batch.documents
         longest = max(documents.lengths)
-        if self.longest and longest > self.longest:
-            raise TuneError(f"max_seq_len: {longest} exceeds {self.longest}, where this model {self.beyond}. Lower it")
+        if (most := self.max_generated) and longest > most:
+            raise TuneError(f"max_seq_len: {longest} exceeds {most}, where this model {self.beyond}. Lower it")
         if self.separates_documents and len(documents.lengths) * longest > MAX_PADDING * tokens.numel():
             return self._run(tokens, batch.positions)
         # One document per row. Tokens after its end do not affect it (attention is causal) and are dropped afterwards.
@@ -150,6 +181,17 @@ class HuggingFaceModel(nn.Module):
                 module.dropout_keys = keys.flatten()[index]
         hidden = self._run(tokens.flatten()[index])
         return hidden.flatten(0, 1)[documents.ids * longest + batch.positions]
+
+    def _go_on(self, batch: Batch | Tensor, positions: Tensor | None, cache: "TransformersCache") -> Tensor:
+        """The input of the head after the last token of each document or row, `[rows, 1, hidden]`."""
+        if isinstance(batch, Batch):
+            lengths = batch.documents.lengths
+            texts, places = batch.tokens[0].split(lengths), batch.positions[0].split(lengths)
+        else:
+            assert positions is not None, "tokens that follow others have positions"
+            texts, places = batch.unbind(), positions.unbind()
+        new = zip(cache.rows, texts, places, strict=True)
+        return torch.cat([self._run(text[None], place[None], cache, row)[:, -1:] for row, text, place in new])
 
     @torch.no_grad()
     def check(self) -> None:
@@ -179,6 +221,35 @@ class HuggingFaceModel(nn.Module):
             if isinstance(module, FSDPModule):  # gathered parameters are not those that an optimizer must get
                 module.reshard()
         self.train(training)
+
+
+class TransformersCache:
+    """What transformers keeps of each document, or the tokens of those whose models keep nothing, or keep it inside.
+    Each is read alone: not all models know padding, nor can all read several tokens behind others. Used as
+    `KeyValueCache`."""
+
+    def __init__(self, rows: int):
+        self.states: list[Any] = [None] * rows
+        self.rows: Sequence[int] = ()
+
+    def start(self, rows: list[int], batch: Batch, device: torch.device) -> None:
+        self.rows = rows
+        for row in rows:
+            self.states[row] = None
+
+    def extend(self, positions: list[int], device: torch.device, length: int = 1) -> Tensor:
+        self.rows = range(len(positions))
+        return torch.tensor(positions, device=device)[:, None] + torch.arange(length, device=device)
+
+    def together(self, start: int) -> int:
+        return 1
+
+    def keeps_all(self, length: int) -> bool:
+        return False
+
+    def copy(self, moves: Sequence[tuple[int, int]]) -> None:
+        for source, target in moves:
+            self.states[target] = copy.deepcopy(self.states[source])
 
 
 class _HeadInput(nn.Module):
