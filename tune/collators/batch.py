@@ -1,5 +1,6 @@
 """Rows of samples to a batch of tensors, with everything that can be computed on the host."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar
@@ -10,6 +11,8 @@ from torch import Tensor
 
 IGNORE = -100
 """The label of a position that is not supervised."""
+
+WORTH_SHARING = 1 / 8  # of the tokens of a batch, or of a document: for less, gathering keys costs what is saved
 
 T = TypeVar("T")
 
@@ -49,10 +52,17 @@ class Documents:
         """Those of the whole batch."""
         return self if self.part is None else self.part.whole
 
+    def sums(self, values: Tensor) -> Tensor:
+        """The sums over each document of the batch, `[documents, ...]`, of `values` `[tokens, ...]`."""
+        if self.part is not None:
+            return self.part.sums(values, self.ids)
+        return values.new_zeros(len(self.boundaries) - 1, *values.shape[1:]).index_add(0, self.ids.flatten(), values)
+
 
 class Part(Protocol):
-    """What a part of a batch has of the other parts, which other processes have. `ids`, `samples` and `num_supervised`
-    of its `Documents` are those of the whole ones; the rest is about its pieces: runs of tokens of one document.
+    """What a part of a batch has of the rest, which other processes have, or which repeats it. `ids`, `samples` and
+    `num_supervised` of its `Documents` are those of the whole ones; the rest is about its pieces: runs of tokens of one
+    document.
 
     Each piece attends to its document up to its own last token; `boundaries`, `lengths` and `longest` are those of the
     tokens that all pieces attend to, piece by piece.
@@ -66,8 +76,39 @@ class Part(Protocol):
     def attended(self, *tensors: Tensor) -> list[Tensor]:
         """What pieces attend to, `[1, sum of lengths, heads, size]`, of `[1, seq, heads, size]` of all parts."""
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the parts, in each of which the same is computed of it."""
+    def sums(self, values: Tensor, ids: Tensor) -> Tensor:
+        """Those of `Documents.sums`: of the part's `values`, whose documents are `ids`, and of the rest."""
+
+
+@dataclass(slots=True, eq=False)
+class Repeats:
+    """The `Part` without the tokens that documents begin with as others do: each piece is the end of a document."""
+
+    whole: Documents
+    boundaries: Tensor
+    lengths: tuple[int, ...]
+    longest: int
+    index: Tensor  # int64 [tokens of the batch]: which token of the part each of them is
+
+    def attended(self, *tensors: Tensor) -> list[Tensor]:
+        return [tensor.index_select(1, self.index) for tensor in tensors]
+
+    def sums(self, values: Tensor, ids: Tensor) -> Tensor:
+        return self.whole.sums(values.index_select(0, self.index))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """The tokens of a batch and their positions, `[1, seq]`, with what documents begin with alike once."""
+
+    tokens: Tensor
+    positions: Tensor
+    documents: Documents  # with `part`
+
+    def of_batch(self, values: Tensor) -> Tensor:
+        """`values` `[1, seq, ...]` for all tokens of the batch."""
+        assert self.documents.part is not None
+        return self.documents.part.attended(values)[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +125,7 @@ class Batch:
     pairs: Tensor  # int64 [2, pairs]: documents to compare, the first answer of each group with each of the others
     num_tokens: int  # without padding
     num_supervised: int
+    shared: Shared | None = None  # what a causal model needs to compute of it; None: all
 
     @classmethod
     def of(
@@ -144,8 +186,10 @@ def collate(
     """A batch `[len(rows), pad_to]`, or with `pad_to=None` all rows joined into one, `[1, total]`, without padding.
 
     A row is a list of documents. It may be empty, to fill up a batch. `columns` has an example of each column by name,
-    for batches without any document; by default, the columns are those of the first document.
+    for batches without any document; by default, the columns are those of the first document. In joined rows, documents
+    share what they begin with alike: compiled blocks want the shape that they are given.
     """
+    joined = pad_to is None
     present = [document for row in rows for document in row]
     if pad_to is None:
         rows, pad_to = [present], max(1, sum(len(document.tokens) for document in present))
@@ -171,7 +215,39 @@ def collate(
         together = np.concatenate(of_documents) if example.ndim else np.stack(of_documents)
         values[name] = together.reshape(*ids.shape, *example.shape[1:]) if example.ndim else together
     samples = [document.index for document in documents]
-    return Batch.of(tokens, labels, ids, samples, values, sum(len(document.tokens) for document in present))
+    batch = Batch.of(tokens, labels, ids, samples, values, sum(len(document.tokens) for document in present))
+    return replace(batch, shared=_shared(batch)) if joined else batch
+
+
+def _shared(batch: Batch) -> Shared | None:
+    """`batch` without the tokens before a document's first supervised one that are those of another document."""
+    documents, tokens, supervised = batch.documents, batch.tokens[0].numpy(), batch.supervised_on_host
+    bounds = documents.boundaries.numpy()
+    index, kept = np.arange(tokens.size), np.ones(tokens.size, dtype=bool)
+    known, before = np.arange(0), tokens[:0]  # where the document before in the order of their tokens is, and these
+    for start, end in sorted(itertools.pairwise(bounds.tolist()), key=lambda each: tokens[slice(*each)].tolist()):
+        first = supervised[np.searchsorted(supervised, start) :][:1].tolist()
+        most = min(len(before), min([end - 1, *first]) - start)
+        alike = tokens[start : start + most] == before[:most]
+        length = most if alike.all() else int(alike.argmin())
+        if length >= WORTH_SHARING * (end - start):
+            index[start : start + length] = known[:length]
+            kept[start : start + length] = False
+        known, before = index[start:end], tokens[start:end]
+    if kept.mean() > 1 - WORTH_SHARING:
+        return None
+    places = torch.from_numpy(np.flatnonzero(kept))
+    lengths = np.add.reduceat(kept, bounds[:-1], dtype=np.int64)
+    all_of = documents.boundaries, documents.lengths, documents.longest
+    part = replace(
+        documents,
+        ids=documents.ids[:, places],
+        boundaries=torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32)),
+        lengths=tuple(lengths.tolist()),
+        longest=1 << (int(lengths.max()) - 1).bit_length(),
+        part=Repeats(documents, *all_of, torch.from_numpy((kept.cumsum() - 1)[index])),
+    )
+    return Shared(batch.tokens[:, places], batch.positions[:, places], part)
 
 
 def _each_tensor(value: T, function: Callable[[Tensor], Tensor]) -> T:
@@ -179,7 +255,7 @@ def _each_tensor(value: T, function: Callable[[Tensor], Tensor]) -> T:
         return function(value)  # type: ignore[return-value]
     if isinstance(value, dict):
         return {name: _each_tensor(each, function) for name, each in value.items()}  # type: ignore[return-value]
-    if not isinstance(value, Batch | Documents):
+    if not isinstance(value, Batch | Documents | Shared | Repeats):
         return value
     changed: Any = {each.name: _each_tensor(getattr(value, each.name), function) for each in fields(value)}
     return replace(value, **changed)

@@ -46,7 +46,12 @@ class Pieces:
         return [*together.split([each.shape[-1] for each in tensors], dim=-1)]
 
     def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the parts, in each of which the same is computed of it."""
         return SummedOver.apply(tensor, self.group)
+
+    def sums(self, values: Tensor, ids: Tensor) -> Tensor:
+        zeros = values.new_zeros(len(self.whole.boundaries) - 1, *values.shape[1:])
+        return self.sum(zeros.index_add(0, ids.flatten(), values))
 
     def of_all(self, values: Tensor, places: Tensor, count: int) -> Tensor:
         """`values` of the part at their `places`, and those of the other parts at theirs: `[count, ...]`."""
@@ -188,6 +193,7 @@ def part_of(batch: Batch, mesh: DeviceMesh) -> Batch:
         supervised_on_host=supervised[of_part],
         columns={name: mine(each) if each.shape[:2] == per_token else each for name, each in batch.columns.items()},
         num_supervised=len(of_part),
+        shared=None,
     )
 
 

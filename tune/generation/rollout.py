@@ -237,9 +237,12 @@ def _converse(
 def micro_batches(
     samples: Sequence[Sample], micro_batch_size: int, world: World, pad_to: int | None = None
 ) -> list[Batch]:
-    """This process's `samples` in batches of `micro_batch_size`, the longest first; as many on every process, some of
-    them empty. All processes call it."""
-    rows = [[sample] for sample in sorted(samples, key=lambda sample: -len(sample.tokens))]
+    """This process's `samples` in batches of `micro_batch_size`, those of a prompt one after the other, the longest
+    first; as many on every process, some of them empty. All processes call it."""
+    prompts: dict[bytes, list[Sample]] = {}
+    for sample in sorted(samples, key=lambda sample: -len(sample.tokens)):
+        prompts.setdefault(sample.tokens[: (sample.labels != IGNORE).argmax() + 1].tobytes(), []).append(sample)
+    rows = [[sample] for sample in chain(*prompts.values())]
     most = max(world.all_gather(-(-len(rows) // micro_batch_size)))
     rows += [[]] * (most * micro_batch_size - len(rows))
     return [collate(rows[at : at + micro_batch_size], pad_to, EXAMPLES) for at in range(0, len(rows), micro_batch_size)]

@@ -123,6 +123,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.routing = RoutingSums() if any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers) else None
+        # A recurrent layer has one state for a row, which documents pass on.
+        self.shares_prefixes = all(layer.attention.pair_width for layer in config.layers)
         self.ropes = {rope: Rope(rope) for layer in config.layers if (rope := layer.attention.rope)}
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(layer, config.norm, config.hidden_size) for layer in config.layers)
@@ -178,8 +180,10 @@ class Decoder(nn.Module):
         last token `[documents, 1, vocab]`, or more tokens for each row of the cache, at `positions` `[rows, seq]`, of
         which the last get theirs, or with a `head` all.
         """
+        shared = batch.shared if isinstance(batch, Batch) and self._can_share(batch.documents) else None
         if isinstance(batch, Batch):
-            tokens, positions, documents = batch.tokens, batch.positions, batch.documents
+            computed = shared or batch
+            tokens, positions, documents = computed.tokens, computed.positions, computed.documents
         else:
             tokens, documents = batch, None
         if positions is None:
@@ -190,9 +194,15 @@ class Decoder(nn.Module):
         elif cache is not None and head is None:
             hidden = hidden[:, -1:]
         hidden, weight = self.output_operands(hidden)
+        if shared is not None:
+            hidden = shared.of_batch(hidden)
         softcap = self.config.logit_softcap
         function: Any = head or self.logits
         return function(hidden, weight, batch, **{"softcap": softcap} if softcap else {})
+
+    def _can_share(self, documents: Documents) -> bool:
+        """Whether a token of `documents` depends on nothing but the tokens before it, all of which are at hand."""
+        return self.shares_prefixes and max(documents.lengths) <= (self.max_generated or max(documents.lengths))
 
     @staticmethod
     def logits(hidden: Tensor, weight: Tensor, batch: Batch | Tensor, *, softcap: float | None = None) -> Tensor:

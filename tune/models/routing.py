@@ -108,16 +108,13 @@ class RoutingStats(NamedTuple):
         two are equal. Divide the sum by the supervised tokens of the step, as for the loss. Only the probabilities have
         gradients.
         """
-        ids, whole = documents.ids.flatten(), documents.whole
+        whole = documents.whole
         lengths, supervised = whole.boundaries.diff(), whole.num_supervised
         num_experts = routing.probabilities.shape[1]
         choices = torch.zeros_like(routing.probabilities).scatter(1, routing.experts, 1.0)
         entropy = torch.special.entr(routing.probabilities.detach()).sum(dim=1, keepdim=True)
         tokens = torch.cat([choices, routing.probabilities, entropy], dim=1)
-        sums = choices.new_zeros(len(lengths), tokens.shape[1]).index_add(0, ids, tokens)
-        if documents.part is not None:
-            sums = documents.part.sum(sums)
-        load, probability, entropies = sums.split([num_experts, num_experts, 1], dim=1)
+        load, probability, entropies = documents.sums(tokens).split([num_experts, num_experts, 1], dim=1)
         balance = num_experts * (load * probability).sum(dim=1) / lengths.float().square()
         trained = (supervised > 0).float()
         # Not `trained @ load`: it works in place, which selective checkpointing does not allow for a saved tensor.
