@@ -1,11 +1,17 @@
 """What many tests use: a tiny checkpoint folder as users have them, and processes that form a group."""
 
+import atexit
 import contextlib
+import functools
+import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from multiprocessing import connection
 from pathlib import Path
 
 import torch
@@ -108,25 +114,39 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
+@functools.cache
+def forking(rank: int) -> subprocess.Popen:
+    """A process whose forks run scripts, see forked.py: one for each rank, whose sets have an order of their own."""
+    command = [sys.executable, str(Path(__file__).with_name("forked.py"))]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+    atexit.register(process.wait)
+    atexit.register(process.kill)  # before
+    return process
+
+
 def run_processes(script: Path, count: int, *arguments: str) -> str:
     """Run `script` in `count` processes that find each other as under torchrun; returns rank 0's output."""
-    processes, port = [], free_port()
-    for rank in range(count):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        env = os.environ | {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-        command = [sys.executable, str(script), *arguments]
-        processes.append(
-            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    try:
-        outputs = []
-        for process in processes:
-            outputs.append(process.communicate(timeout=HANGS)[0])
-            if process.returncode:  # the others may wait for it
-                break
-    finally:
-        for process in processes:
-            process.kill()
-    failed = [output for process, output in zip(processes, outputs, strict=False) if process.returncode]
-    assert not failed, "\n".join(output[-3000:] for output in failed)
-    return outputs[0]
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, str(rank)) for rank in range(count)]
+        for rank, output in enumerate(outputs):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+            env = os.environ | {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+            job = {"script": str(script), "arguments": arguments, "output": str(output), "env": env, "cwd": os.getcwd()}
+            print(json.dumps(job), file=forking(rank).stdin, flush=True)
+        running, failed = {forking(rank).stdout: rank for rank in range(count)}, []
+        try:
+            while running and not failed:  # where one has failed, the others may wait for it
+                ended = connection.wait([*running], HANGS)
+                assert ended, f"{len(running)} of {count} processes hang"
+                failed = [rank for stream in ended if stream.readline() != "0\n" for rank in [running[stream]]]
+                running = {stream: rank for stream, rank in running.items() if stream not in ended}
+        finally:
+            if running:
+                for rank in range(count):
+                    os.killpg(forking(rank).pid, signal.SIGKILL)
+                forking.cache_clear()
+        texts = [output.read_text() for output in outputs]
+    assert not failed, "\n".join(texts[rank][-3000:] for rank in failed)
+    return texts[0]

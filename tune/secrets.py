@@ -31,7 +31,7 @@ def without_secrets(value: Any) -> Any:
         return value
     for pattern, instead in PATTERNS:
         value = pattern.sub(instead, value)
-    for name, secret in os.environ.items():
-        if len(secret) >= 8 and SECRET_NAME.fullmatch(name):
+    for name, secret in os.environ.items() if len(value) >= 8 else ():
+        if len(secret) >= 8 and secret in value and SECRET_NAME.fullmatch(name):
             value = value.replace(secret, "***")
     return value

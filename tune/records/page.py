@@ -20,6 +20,18 @@ from tune.secrets import without_secrets
 POINTS = 100_000  # of all curves of a page together
 SAMPLES = 4  # prompts shown of the first step and of the last one
 MARK = "<!-- written by tune report -->"
+TEMPLATES = Environment(
+    loader=PackageLoader("tune.records", "assets"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+    finalize=lambda value: without_secrets(value) if type(value) is str else value,
+)  # fmt: skip
+TEMPLATES.filters |= {
+    "number": number,
+    "date": lambda at: f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M}",
+    "duration": lambda seconds: str(timedelta(seconds=round(seconds))),
+    "setting": lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False),
+    "ending": lambda path: "/".join(Path(path).parts[-2:]),
+    "mean": lambda values: values.mean() if len(values) else math.nan,
+}
 
 
 def write_report(folders: Sequence[Path], out: Path) -> int:
@@ -31,20 +43,8 @@ def write_report(folders: Sequence[Path], out: Path) -> int:
     runs = [read(folder) for folder in folders]
     known = [run.path.resolve().name for run in runs]
     names = [name if known.count(name) == 1 else str(run.path) for name, run in zip(known, runs, strict=True)]
-    environment = Environment(
-        loader=PackageLoader("tune.records", "assets"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        finalize=lambda value: without_secrets(value) if type(value) is str else value,
-    )  # fmt: skip
-    environment.filters |= {
-        "number": number,
-        "date": lambda at: f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M}",
-        "duration": lambda seconds: str(timedelta(seconds=round(seconds))),
-        "setting": lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False),
-        "ending": lambda path: "/".join(Path(path).parts[-2:]),
-        "mean": lambda values: values.mean() if len(values) else math.nan,
-    }
     files = Path(__file__).with_name("assets").iterdir()
-    page = environment.get_template("report.html").render(
+    page = TEMPLATES.get_template("report.html").render(
         runs=[*zip(names, runs, strict=True)], mark=Markup(MARK),
         assets={file.name: Markup(file.read_text()) for file in files if file.suffix in (".js", ".css")},
         differences=differences([run.inputs for run in runs]), changed=changed, seconds=seconds, samples=samples,
