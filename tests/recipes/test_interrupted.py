@@ -91,8 +91,7 @@ def test_ctrl_c_saves_although_nobody_reads_the_output(inputs):
     settings = inputs.settings(f"output_dir={inputs.folder / 'new'}", "max_steps=null", "epochs=9999")
     command = [sys.executable, str(config.find_recipe("full_finetune")), *settings, "checkpointer.every=null"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        while not run.stdout.readline().startswith("step 2/"):
-            pass
+        assert any(line.startswith("step 2/") for line in run.stdout)
         run.stdout.close()
         run.send_signal(signal.SIGINT)
         errors = run.stderr.read()
