@@ -16,7 +16,6 @@ import os
 import pickle
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -179,9 +178,8 @@ class Launch:
     """A recipe with settings, in one or several processes that find each other as under torchrun, all in one group."""
 
     def __init__(self, settings: list[str], processes: int):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        port = random.SystemRandom().randrange(10_000, 32_000)  # not one of those that connections may get before
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         self.output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the processes
         self.processes: list[subprocess.Popen[bytes]] = []
         recipe, *settings = settings
