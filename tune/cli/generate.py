@@ -69,11 +69,9 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 def opened(options: Namespace, device: Any, tell: Any) -> tuple[Any, Any, dict[str, Any]]:
     """The model, its tokenizer, and the settings of a sampler but for `max_new_tokens`."""
-    from tune.generation import Sampler
     from tune.peft import open_model, resolve_model
 
     model, tokenizer = open_model(options.model, adapters=options.adapter, device=device, dtype=options.dtype)
-    Sampler(max_new_tokens=1).check(model, [], [])  # that it is a model with a cache
     given = {name: getattr(options, name) for name in SAMPLING}
     folders = tokenizer.path, resolve_model(options.model, options.adapter).base  # an adapter's may say nothing
     folder = next((each for each in folders if (each / "generation_config.json").exists()), tokenizer.path)
