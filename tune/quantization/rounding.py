@@ -71,8 +71,10 @@ def round_linears(model: nn.Module, kind: str, exported: Mapping[str, torch.dtyp
 
 
 def quantised_linears(model: Any) -> dict[str, nn.Linear]:
-    """The layers that are quantised, by name: those inside of blocks. Raises TuneError if there are experts."""
+    """The layers that are quantised, by name: those inside of blocks. Raises TuneError if there are experts, or for a
+    model of transformers."""
     linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) and "." in name}
-    if getattr(model, "routing", None) or not linears:
-        raise TuneError("a model with experts, which each reader stores otherwise: only dense models are quantised")
+    if getattr(model, "routing", None) or not hasattr(model, "blocks"):
+        why = "this one has experts, which each reader stores otherwise, or is of a family that only transformers has"
+        raise TuneError(f"only dense models are quantised: {why}")
     return linears
