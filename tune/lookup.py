@@ -3,6 +3,7 @@
 import difflib
 import importlib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'lr'?` for the known word nearest to `word`, or nothing if none is near."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f" Did you mean '{near[0]}'?" if near else ""
+
+
+def absent(path: Path) -> str:
+    """That nothing is at `path`, and from where a relative one was looked for."""
+    return "does not exist" if path.is_absolute() else f"does not exist in {Path.cwd()}"
 
 
 def locate(path: str) -> Callable[..., Any]:

@@ -275,6 +275,14 @@ def test_a_checkpoint_that_fails_is_told_in_the_next_step_and_tried_again(tmp_pa
     assert checkpointer.wait() == 6
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000006"]
 
+    train(checkpointer, 7)
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp, "save", full)
+        checkpointer.save(7, wait=True)
+        checkpointer.step(7, now=True)
+        checkpointer.wait()
+    assert len(told) == 2 and "of step 7 could not be written" in told[1]  # once
+
     stopping = make(tmp_path / "new", every=2, async_=async_, on_error="stop")
     train(stopping, 1)
     monkeypatch.setattr(dcp, "save", full)

@@ -111,6 +111,10 @@ def test_a_new_setting_of_a_copy_works_at_once(
     ("arguments", "explanation"),
     [
         (["cat", "ful_finetune"], "Did you mean 'full_finetune'?"),
+        (
+            ["cat", "nope"],
+            "reward_finetune. The configs are distill.yaml, evaluate.yaml, ",
+        ),
         (["cp", "full_finetune", "mine.yaml"], "full_finetune.py is copied to a .py file"),
         (["run", "full_fintune"], "Did you mean 'full_finetune'?"),
         (["run", "missing.py"], "missing.py"),

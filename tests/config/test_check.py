@@ -231,6 +231,26 @@ def test_settings_that_do_not_go_together(arguments: list[str], finding: str) ->
     assert found.startswith(finding)
 
 
+def test_settings_of_a_wrong_kind_have_no_say_in_what_goes_together() -> None:
+    counts = "parallel.pp", "parallel.tp", "max_grad_norm", "evaluate.every", "checkpointer.patience"
+    others = [
+        "optimizer_in_backward=true",
+        "quantization.float8=rowwise",
+        "evaluate.tasks=[]",
+        "loss._component_=no.no",
+    ]
+    found = full_finetune(*(f"{key}=two" for key in counts), *others)
+    assert sorted(each.partition(":")[0] for each in found) == sorted([*counts, "loss._component_"])
+    found = findings(
+        "model.path=m", "dataset.path=d", "loss._component_=no.no", "reference=adapter_off", default="grpo"
+    )
+    assert [each.partition(":")[0] for each in found] == ["reward", "loss._component_", "reference"]
+
+
+def test_a_wrong_setting_that_others_take_is_told_once() -> None:
+    assert findings("model.path=", "dataset.path=d", default="full_finetune") == ["model.path: null is not a string."]
+
+
 def test_stages_of_other_recipes_and_dropout_that_is_recomputed() -> None:
     paths = ["model.path=m", "dataset.path=d", "parallel.pp=2"]
     found = findings(*paths, default="preference_finetune")

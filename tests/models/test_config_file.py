@@ -117,8 +117,10 @@ def test_refused(tmp_path, fields, message):
 
 
 def test_no_folder_no_file_no_json(tmp_path):
-    with pytest.raises(TuneError, match="does not exist"):
+    with pytest.raises(TuneError, match="nowhere does not exist; it must be"):
         build(str(tmp_path / "nowhere"))
+    with pytest.raises(TuneError, match=f"nowhere does not exist in {Path.cwd()}; it must be"):
+        build("nowhere")
     (tmp_path / "notes.txt").touch()
     with pytest.raises(TuneError, match=r"has no config\.json; found notes\.txt"):
         build(str(tmp_path))

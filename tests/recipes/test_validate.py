@@ -18,6 +18,12 @@ def test_nothing_is_wrong_with_a_run_that_works(inputs, told):
         assert told("full_finetune", inputs.settings("resume=auto"), level) == ""
 
 
+def test_a_warning_about_training_and_validation_is_told_of_both(inputs, told):
+    found = told("full_finetune", inputs.settings(f"validation_dataset.path={inputs.rows}", "max_seq_len=32"), "warn")
+    cut_off = [line for line in found.splitlines() if "tokens" in line and "are cut off" in line]
+    assert [line.partition(":")[0] for line in cut_off] == ["training", "validation"]
+
+
 def test_all_is_found_in_one_pass_sorted_by_place(inputs, told):
     inputs.change_json("config.json", hidden_size="64")
     (inputs.model / "tokenizer.json").write_text("{}")

@@ -75,6 +75,7 @@ def test_adapter_of_another_base(adapter, inputs, run_recipe, capfd, told):
     assert run_recipe([*inputs.settings(), *settings], lora_finetune) == 2
     message = capfd.readouterr().err
     assert "is for another model" in message and "has shape [4, 128], this model needs [4, 160]" in message
+    assert "tokens per sample" not in capfd.readouterr().out  # before the data are prepared
 
 
 def test_adapter_with_a_damaged_file(adapter, inputs, run_recipe, capfd):
@@ -84,9 +85,15 @@ def test_adapter_with_a_damaged_file(adapter, inputs, run_recipe, capfd):
     assert "adapter_model.safetensors is damaged" in capfd.readouterr().err
 
 
-def test_adapter_in_the_folder_of_a_full_finetuning(inputs, run_recipe, capfd):
-    assert run_recipe(inputs.settings(), lora_finetune) == 2
-    assert "step-00000002 is of another recipe" in capfd.readouterr().err
+def test_continued_with_an_adapter_or_without_before_the_data_are_prepared(inputs, run_recipe, capfd, told):
+    says = "checkpoints/step-00000002 is of another training: it has no adapter, and this one trains one. Continue"
+    for settings in ([], [f"resume={inputs.run}", f"output_dir={inputs.folder / 'new'}"]):
+        assert says in told("lora_finetune", inputs.settings(*settings))
+        assert run_recipe(inputs.settings(*settings), lora_finetune) == 2
+        found = capfd.readouterr()
+        assert says in found.err and "tokens per sample" not in found.out
+    (inputs.run / "checkpoints/step-00000002/state.json").write_text("{")  # it is set aside, by the run that takes it
+    assert run_recipe(inputs.settings()) == 0
 
 
 CHANGED = {

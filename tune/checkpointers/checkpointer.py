@@ -99,6 +99,7 @@ class Checkpointer:
         self.group = _background_group(dist.group.WORLD, world.timeout)
         self.background = ThreadPoolExecutor(max_workers=1)
         self.pending: Future[None] | None = None
+        self.told = ""  # why the last checkpoint was not written
 
     def resume(self, resume: str) -> int:
         """Restore the newest complete checkpoint (`auto`), the one at a path, or none (`never`); return its step.
@@ -299,7 +300,9 @@ class Checkpointer:
             if self.on_error == "stop":
                 raise
             self.best.forget(self.writing)
-            self.tell(f"{error} The run goes on, and tries again at the next checkpoint.")
+            if str(error) != self.told:  # at the end a step is saved before what is measured then, and after it
+                self.tell(f"{error} The run goes on, and tries again at the next checkpoint.")
+            self.told = str(error)
 
     def _settled(self, step: int, best: tuple[float, int]) -> None:
         """The checkpoint of a step is complete: those that are not to be kept go."""
@@ -390,12 +393,13 @@ def _cause(error: BaseException) -> str:
     return "; ".join(sorted("No space left on device" if "unexpected pos" in cause else cause for cause in causes))
 
 
-def checkpoint_at(path: Path) -> Path:
-    """The checkpoint that `resume` names: itself, or the newest of a run. Raises TuneError if it is not complete."""
+def checkpoint_at(path: Path, intact: bool = True) -> Path:
+    """The checkpoint that `resume` names: itself, or the newest of a run. Raises TuneError if it is not complete, or
+    not `intact`, which takes reading all of it."""
     inside = sorted(path.glob("step-*")) or sorted(path.glob("checkpoints/step-*"))
     found = path if path.name.startswith("step-") else inside[-1] if inside else path
     if not (found / ".metadata").exists() or not (found / "state.json").exists():
         raise TuneError(f"resume: {path} is neither a complete checkpoint (step-*) nor a run folder that has one")
-    if damage := found_damage(found):
+    if intact and (damage := found_damage(found)):
         raise TuneError(f"resume: {found} is damaged: {damage}. Give the checkpoint before it")
     return found

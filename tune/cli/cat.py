@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tune import config
+from tune.errors import TuneError
 
 
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
@@ -16,4 +17,8 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 def find(name: str) -> Path:
     """The file of a recipe, or of a config: its name may lack .yaml where no recipe has that name."""
     is_config = name.endswith(".yaml") or name in {*config.list_configs()} - {*config.list_recipes()}
-    return config.find_config(name) if is_config else config.find_recipe(name)
+    try:
+        return config.find_config(name) if is_config else config.find_recipe(name)
+    except TuneError as error:
+        others = ", ".join(config.list_recipes() if is_config else [f"{each}.yaml" for each in config.list_configs()])
+        raise TuneError(f"{error} The {'recipes' if is_config else 'configs'} are {others}.") from error

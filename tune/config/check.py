@@ -59,7 +59,10 @@ def combine(layers: Sequence[tuple[Values, str]], imports: bool = True) -> tuple
     run.drop_inherited(values)
     cfg = OmegaConf.create(values)
     run.check(cfg, default)
-    for key, problem in conflicts(cfg, run.given_in) if imports else ():
+    sound = cfg.copy()
+    for key in run.wrong:  # has no say in what else is wrong
+        OmegaConf.update(sound, key, None)
+    for key, problem in conflicts(sound, run.given_in) if imports else ():
         run.report(key, problem)
     if not run.findings:
         OmegaConf.resolve(cfg)
@@ -89,6 +92,7 @@ class _Combination:
     findings: list[str] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)  # of each layer
     given_in: dict[str, int] = field(default_factory=dict)  # dotted key -> index of the last layer that has it
+    wrong: list[str] = field(default_factory=list)  # keys of settings that were reported
 
     def known_keys(self, values: Values, default: Values, origin: str, prefix: str = "") -> Values:
         """The part of a layer whose keys the default has too; the rest is reported."""
@@ -123,6 +127,8 @@ class _Combination:
             key = f"{prefix}{name}"
             try:
                 problem = self._problem(node, name, default, prefix)
+                if str(node._get_node(name)) in [f"${{{each}}}" for each in self.wrong]:
+                    continue  # what it is taken from was reported
             except MissingMandatoryValue:
                 is_inherited = self.given_in[key] < self.given_in.get(f"{prefix}{COMPONENT}", 0)
                 if is_inherited and not self.imports:
@@ -136,6 +142,7 @@ class _Combination:
                 self.report(key, problem)
 
     def report(self, key: str, problem: str) -> None:
+        self.wrong.append(key)
         self.findings.append(f"{key}: {problem}{self.origins[self.given_in[key]]}")
 
     def _problem(self, node: DictConfig, name: Any, default: Values, prefix: str) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from tune.errors import TuneError
 from tune.lookup import did_you_mean, locate
 
 # Unsupported components of torch and torchao, and what to use instead.
@@ -111,8 +110,5 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
             yield key, f"there is nothing to validate on. Give {choices}, or leave it out."
 
 
-def _needs_reference(loss: str) -> bool:
-    try:
-        return getattr(locate(loss), "needs_reference", True)
-    except TuneError:  # reported in its own place
-        return True
+def _needs_reference(loss: str | None) -> bool:
+    return loss is None or getattr(locate(loss), "needs_reference", True)

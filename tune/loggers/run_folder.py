@@ -2,12 +2,14 @@
 
 import contextlib
 import itertools
+import json
 import os
 import socket
 import time
 from datetime import datetime
 from pathlib import Path
 
+from tune.checkpointers import checkpoint_at
 from tune.distributed import World
 from tune.distributed.restarts import launcher_store
 from tune.errors import TuneError
@@ -33,14 +35,16 @@ def resumption(path: Path, resume: str) -> str:
     return "auto" if is_restart and any(path.glob("checkpoints/step-*")) else resume
 
 
-def refusal(path: Path, resume: str, mark: Path) -> str:
-    """Make the folder and the empty file `mark` in it; why the run cannot use it, or nothing."""
+def refusal(path: Path, resume: str, mark: Path, adapts: bool) -> str:
+    """Make the folder and the empty file `mark` in it; why the run, which trains an adapter if it `adapts`, cannot use
+    it or what it would continue, or nothing."""
     if resume == "never" and ((path / "config.yaml").exists() or (path / "checkpoints").exists()):
         return f"output_dir: {path} holds a run already, and resume=never. Give another output_dir, or resume=auto"
     try:
         path.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError), (path / "log.txt").open("r+", encoding="utf-8") as log:
             require_free(log)
+        _require_same_kind(path, resume, adapts)
         mark.touch()
     except OSError as error:
         where = "Give one in a folder that you may write to"
@@ -48,6 +52,18 @@ def refusal(path: Path, resume: str, mark: Path) -> str:
     except TuneError as error:
         return str(error)
     return ""
+
+
+def _require_same_kind(path: Path, resume: str, adapts: bool) -> None:
+    newest = max(path.glob("checkpoints/step-*"), default=None)
+    found = newest if resume in ("auto", "never") else checkpoint_at(Path(resume), intact=False)
+    with contextlib.suppress(OSError, ValueError):  # what is damaged is told when it is read
+        if found and resume != "never" and ("adapter" in json.loads((found / "state.json").read_text())) != adapts:
+            had, has = ("no adapter", "one") if adapts else ("an adapter", "none")
+            raise TuneError(
+                f"resume: {found} is of another training: it has {had}, and this one trains {has}. Continue with that "
+                "recipe and its settings, or give another output_dir"
+            )
 
 
 def require_shared(mark: Path, world: World) -> None:

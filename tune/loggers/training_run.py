@@ -68,7 +68,8 @@ class Run:
         self.again = f"the same command with output_dir={self.path}{'' if resume == 'auto' else ' resume=auto'}"
         self.resume = world.broadcast(run_folder.resumption(self.path, resume))
         mark = self.path / f".{world.broadcast(uuid.uuid4().hex)}"
-        if refusal := world.broadcast(run_folder.refusal(self.path, self.resume, mark) if world.is_main else ""):
+        known = self.path, self.resume, mark, bool(settings.get("adapter"))
+        if refusal := world.broadcast(run_folder.refusal(*known) if world.is_main else ""):
             raise TuneError(refusal)
         run_folder.require_shared(mark, world)
         self.sinks: list[Sink] = [Console(console_every)] if world.is_main else []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tune.errors import TuneError
-from tune.lookup import did_you_mean
+from tune.lookup import absent, did_you_mean
 
 # Fields without effect on what the model computes in training.
 HARMLESS = {
@@ -58,7 +58,7 @@ class ConfigFile:
     def __init__(self, folder: Path, setting: str = "model.path"):
         self.path = folder / "config.json"
         if not folder.is_dir():
-            what = "is a file" if folder.exists() else "does not exist"
+            what = "is a file" if folder.exists() else absent(folder)
             is_of_the_hub = not folder.parent.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder))
             near = did_you_mean(folder.name, (each.name for each in folder.parent.glob("*/")))
             to_download = f". To download it from the Hugging Face hub: `tune download {folder}`"

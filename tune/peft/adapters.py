@@ -92,6 +92,10 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
         module.requires_grad_(True)
     if not next(model.parameters()).is_meta:
         initialize(model, seed=0)
+    elif lora.path:
+        from tune.peft.files import load_adapter  # which needs this module
+
+        load_adapter(model, lora.path)  # its names and shapes alone
     parameters = list(model.parameters())
     trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     return Adapted(adapted_modules(model), whole, trainable, sum(parameter.numel() for parameter in parameters))

@@ -59,11 +59,11 @@ class Told:
             self.add(problem)
 
     def add(self, text: str, place: str = "", level: Level = Level.ERROR) -> None:
-        """A message, which may begin with its place; it is kept once. One about a setting that is wrong itself is an
-        effect of that."""
+        """A message, which may begin with its place; an error is kept once. One about a setting that is wrong itself is
+        an effect of that."""
         if match := PLACE.fullmatch(text):
             place, text = match.groups()
-        if any(each.message == text for each in self.findings):
+        if any(each.message == text and (level is Level.ERROR or each.place == place) for each in self.findings):
             return
         known = {each.place for each in self.findings if each.level is Level.ERROR}
         if level is Level.WARN or not any(f"{each}.".startswith(f"{place}.") for each in known if place):
@@ -174,7 +174,7 @@ def _require_folder(cfg: DictConfig) -> None:
     """What the run asks of its folder, of which nothing is left."""
     folder = Path(cfg.get("output_dir") or "runs")
     mark, made = folder / ".validate", [each for each in (folder, *folder.parents) if not each.exists()]
-    found = run_folder.refusal(folder, cfg.get("resume", "auto"), mark)
+    found = run_folder.refusal(folder, cfg.get("resume", "auto"), mark, bool(cfg.get("adapter")))
     with suppress(OSError):
         mark.unlink()
         for each in made:
@@ -225,8 +225,6 @@ def _adapt(cfg: DictConfig, model: Any) -> None:
     if getattr(model.config, "scores", False):
         lora = replace(lora, modules_to_save=sorted({*lora.modules_to_save, "score"}))
     peft.add_adapters(model, lora)
-    if cfg.adapter.get("path"):
-        peft.load_adapter(model, cfg.adapter.path)
 
 
 def _others(cfg: DictConfig, told: Told, tokenizer: Tokenizer | None) -> list[Any]:

@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from tune.errors import TuneError
+from tune.lookup import absent
 from tune.tokenizers import ranks, sentencepiece
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -73,7 +74,7 @@ def _source(folder: Path) -> Path:
     if not found:
         there = ", ".join(sorted(entry.name for entry in folder.iterdir())) or "nothing" if folder.is_dir() else None
         raise TuneError(
-            f"no tokenizer in {folder} ({f'found: {there}' if there else 'no such folder'}): it must have a "
+            f"no tokenizer in {folder} ({f'found: {there}' if there else absent(folder)}): it must have a "
             f"tokenizer.json, {', '.join(SOURCES)}, as it comes with the model's files"
         )
     return found[0]

@@ -17,7 +17,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from tune.errors import TuneError
-from tune.lookup import did_you_mean
+from tune.lookup import absent, did_you_mean
 
 KINDS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 SEEKABLE = (".parquet", ".arrow")  # they have a compression of their own
@@ -101,9 +101,9 @@ def is_on_the_hub(path: str) -> bool:
     is_path = local.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
     if is_path or _kind(path) or ("/" in path and local.parent.is_dir()):
         if not local.parent.is_dir():
-            raise TuneError(f"{local} does not exist (there is no folder {local.parent} either)")
+            raise TuneError(f"{local} {absent(local)} (there is no folder {local.parent} either)")
         siblings = [each.name for each in local.parent.iterdir()]
-        raise TuneError(f"{local} does not exist.{did_you_mean(local.name, siblings)}")
+        raise TuneError(f"{local} {absent(local)}.{did_you_mean(local.name, siblings)}")
     return True
 
 
