@@ -14,6 +14,7 @@ from tune import config
 
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 LORA = ["adapter.rank=4", "adapter.dropout=0.2", "adapter.target_modules=all-linear"]
+MEASURED = ("loss", "grad_norm", "expert_load", "router_entropy", "router_loss", "validation_loss")
 NF4 = ["quantization.weights=nf4"]
 FAMILIES = (
     "llama-tied", "llama-biases", "llama-multi-query", "qwen3", "gemma2", "gemma3_text-scaled", "phi3", "olmo2",
@@ -37,9 +38,9 @@ def common(chats):
 
 
 def measured(run):
-    """The losses and gradient norms of each step, and the losses on validation data."""
+    """The losses, gradient norms and what routers did in each step, and the losses on validation data."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines for name in ("loss", "grad_norm", "validation_loss") if name in line]
+    return [line[name] for line in lines for name in MEASURED if name in line]
 
 
 def assert_one_curve(recipe, common, variants, layouts, count, folder, names=None):
