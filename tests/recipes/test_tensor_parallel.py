@@ -32,7 +32,7 @@ def wide(tmp_path_factory):
 def common(chats):
     return [
         f"dataset.path={chats}", f"validation_dataset.path={chats}", "max_seq_len=128", "global_batch_size=8",
-        "micro_batch_size=8", "dtype=fp32", "device=cpu", "max_steps=6", "epochs=6", "checkpointer.every=null",
+        "micro_batch_size=8", "dtype=fp32", "device=cpu", "max_steps=4", "epochs=6", "checkpointer.every=null",
         "packed=true",
     ]  # fmt: skip
 
