@@ -1,6 +1,7 @@
 """Reward models end to end: their loss, what transformers and PEFT make of them, one curve in any layout."""
 
 import json
+import math
 import random
 import shutil
 from pathlib import Path
@@ -351,8 +352,9 @@ def test_wrong_settings(change, message, run_recipe, common, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"margin": "large"}, 'margin is "large"; it must be a number'),
-        ({"margin": True}, "margin is true; it must be a number"),
+        ({"margin": "large"}, 'margin is "large"; it must be a finite number'),
+        ({"margin": True}, "margin is true; it must be a finite number"),
+        ({"margin": math.nan}, "margin is NaN; it must be a finite number"),
     ],
 )
 def test_wrong_rows(change, message, rows, run_recipe, common, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """The formats of preference rows: better and worse answers to a prompt, or answers with a label."""
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -107,6 +108,7 @@ def _answered(chat: Chat, place: str) -> Chat:
 
 def _compared(row: Row, contents: list[Any]) -> Answers:
     margin = row.get("margin")
-    require(isinstance(margin, int | float | None) and not isinstance(margin, bool), "margin", margin, "a number")
+    is_number = isinstance(margin, int | float | None) and not isinstance(margin, bool)
+    require(is_number and math.isfinite(margin or 0), "margin", margin, "a finite number")
     columns = [{"answer": index, "margin": float(margin or 0)} for index in range(len(contents))]
     return Answers(contents, columns)
