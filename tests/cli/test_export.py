@@ -388,10 +388,10 @@ def test_a_real_model(tmp_path: Path) -> None:
     chats = [[{"role": "user", "content": question}] for question in questions]
     prompts = [tokenizer.encode(tokenizer.apply_chat_template(chat, add_generation_prompt=True)) for chat in chats]
     text = " ".join((Path(__file__).parents[2] / "LICENSE").read_text().split())
-    pieces = [tokenizer.encode(text[start : start + 1200])[:200] for start in (1000, 4000, 7000)]
+    pieces = [tokenizer.encode(text[start : start + 1200])[:200] for start in range(0, 10_000, 2000)]
 
     def loss(model: Decoder) -> float:
-        return sum(-sum(log_probs(model, piece)) / (len(piece) - 1) for piece in pieces) / 3
+        return sum(-sum(log_probs(model, piece)) / (len(piece) - 1) for piece in pieces) / len(pieces)
 
     plain = math.exp(loss(model))
     for kind in ("f16", "q8_0"):
@@ -403,9 +403,10 @@ def test_a_real_model(tmp_path: Path) -> None:
                     parameter.data = torch.from_numpy(gguf.quants.dequantize(rounded, gguf.GGMLQuantizationType.Q8_0))
         expected = loss(model)
         with LlamaCpp(file) as llama_cpp:
-            found = sum(map(llama_cpp.loss, pieces)) / 3
+            found = sum(map(llama_cpp.loss, pieces)) / len(pieces)
             print(f"perplexity as {kind}: {math.exp(found):.3f}, ours {math.exp(expected):.3f}, {plain:.3f} in fp32")
-            assert abs(math.exp(found - expected) - 1) < 0.005
+            # llama.cpp rounds the inputs of Q8_0's products too, each CPU in its own order.
+            assert abs(math.exp(found - expected) - 1) < {"f16": 0.005, "q8_0": 0.01}[kind]
             if kind == "f16":
                 answers = Sampler(max_new_tokens=64, temperature=0)(model, prompts)
                 for prompt, (answer,) in zip(prompts, answers, strict=True):
