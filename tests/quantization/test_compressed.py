@@ -162,7 +162,7 @@ WRONG = {
     "there already": (["MODEL", "--to", "int8", "--out", "MODEL"], "exists already"),
     "odd rows": (["ODD", "--to", "int4"], "are no groups of 128 or 64 or 32: take int8"),
     "experts": (["EXPERTS", "--to", "fp8"], "only dense models are quantised"),
-    "of transformers": (["NEOX", "--to", "int8"], "or is of a family that only transformers has"),
+    "of transformers": (["NEOX", "--to", "int8"], "is of a family that only transformers has"),
     "quantised already": (["AGAIN", "--to", "int8"], "the weights are quantised (compressed-tensors)"),
 }
 

@@ -499,7 +499,7 @@ def test_wrong_input(spoil, says, inputs, run_recipe, contents, capfd, told):
     before = contents(inputs.folder)
     if spoil not in NOT_BEFORE:
         found = told("full_finetune", settings)
-        assert [part for part in says if part not in found and "problems" not in part] == []
+        assert not [part for part in says if part not in found and "problems" not in part], found
         assert contents(inputs.folder) == before
     code = run_recipe(settings)
     message = capfd.readouterr().err

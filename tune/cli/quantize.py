@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tune.cli.convert import new_folder
+from tune.errors import TuneError
 
 
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
@@ -17,10 +18,15 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     with new_folder(options.out):
         from tune import checkpointers, distributed, peft
+        from tune.models import HuggingFaceModel
         from tune.quantization import Compressor, quantised_linears
 
         found = peft.resolve_model(options.model)
         model, base, tokenizer = peft.open_on_disk(found.base, *found.adapters)
+        if isinstance(model, HuggingFaceModel):
+            raise TuneError(
+                f"{found.base} is of a family that only transformers has: its layers are not quantised here"
+            )
         linears = quantised_linears(model)
         columns = {str(base.names[f"{name}.weight"]): each.in_features for name, each in linears.items()}
         card = f"---\nbase_model: {found.base.name}\ntags: [tune]\n---\n\n{found.title}, in {options.to}, by tune.\n"

@@ -50,7 +50,7 @@ def parallelize(
     for module in model.modules():  # first: setting `data` does not change the type of a DTensor's shard
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.to(stored_dtype(module, parameter, dtype, master_dtype))
-    if world.mesh["pp"].size() > 1:
+    if world.num_stages > 1:
         cut(model, world, DTYPES[dtype])
     blocks = repeated_blocks(model)
     units = units_of(model, blocks)
@@ -130,7 +130,7 @@ def _shard(
         sharded = fully_shard(
             unit,
             mesh=world.shards,
-            reshard_after_forward=unit is not model and world.mesh["pp"].size() == 1,
+            reshard_after_forward=unit is not model and world.num_stages == 1,
             shard_placement_fn=placements,
             mp_policy=MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32),
             offload_policy=offload,

@@ -35,7 +35,7 @@ def cut(model: Any, world: World, dtype: torch.dtype) -> None:
         TuneError: it has fewer blocks than there are stages, or does not say what they cost, or a stage has nothing to
             train.
     """
-    size, stage = world.mesh["pp"].size(), world.mesh["pp"].get_local_rank()
+    size, stage = world.num_stages, world.mesh["pp"].get_local_rank()
     if not hasattr(model, "keep_blocks"):
         raise TuneError(
             f"parallel.pp: {type(model).__name__} cannot be cut into stages; models of tune.models.build can. Set "
@@ -126,7 +126,7 @@ class Pipeline:
 
     def __init__(self, model: Any, world: World, schedule: Literal["gpipe", "1f1b"] = "1f1b"):
         self.model, self.group = model, world.mesh["pp"].get_group()
-        self.size, self.stage = world.mesh["pp"].size(), world.mesh["pp"].get_local_rank()
+        self.size, self.stage = world.num_stages, world.mesh["pp"].get_local_rank()
         behind = self.size - 1 - self.stage
         self.ahead: float = behind if schedule == "1f1b" or self.size == 1 else math.inf
         self.waiting: deque[Tensor] = deque()
@@ -174,7 +174,7 @@ class Link:
 
     def __init__(self, world: World, stage: int):
         self.stage, self.hidden, self.gradients = stage, world.mesh["pp"].get_group(), world.gradients
-        self.most = world.mesh["pp"].size()
+        self.most = world.num_stages
         self.sent: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, tensor: Tensor, group: Any) -> None:

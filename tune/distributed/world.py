@@ -57,9 +57,14 @@ class World:
         return self.data.size()
 
     @property
+    def num_stages(self) -> int:
+        """The parts of the model that `parallel.pp` makes."""
+        return self.mesh.size(AXES.index("pp"))  # `mesh["pp"]` computes on the mesh's tensor
+
+    @property
     def is_last_stage(self) -> bool:
         """Whether this process knows what the head gives."""
-        return self.rank >= self.size - self.size // self.mesh.size(AXES.index("pp"))
+        return self.rank >= self.size - self.size // self.num_stages
 
     def sum(self, value: torch.Tensor | float) -> torch.Tensor:
         """The sum over the data ranks, and over stages, each of which has a summand (such as the loss, which is 0 on

@@ -90,8 +90,9 @@ class Run:
             raise TuneError("\n  ".join(errors))
         if size := self.settings.get("global_batch_size"):
             accumulate = not self.settings.get("optimizer_in_backward")
-            stages = self.world.mesh["pp"].size()
-            require_batches(self.world.data_size, size, self.settings.micro_batch_size, accumulate, stages)
+            require_batches(
+                self.world.data_size, size, self.settings.micro_batch_size, accumulate, self.world.num_stages
+            )
         for finding in found:
             self.info(f"{'changed' if finding.level is Level.HEAL else 'warning'}: {finding}")
 
@@ -137,7 +138,7 @@ class Run:
         trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
         self.info(f"model: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable")
-        shards = self.world.shards.size(-1) * self.world.mesh["tp"].size() * self.world.mesh["pp"].size()
+        shards = self.world.shards.size(-1) * self.world.mesh["tp"].size() * self.world.num_stages
         planned = planned_memory(model, cfg.dtype, cfg.master_dtype, shards)
         held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
         self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")

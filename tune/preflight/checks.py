@@ -134,7 +134,7 @@ def _check(cfg: DictConfig, told: Told, world: World | None, rows: int | None) -
     rewards = _others(cfg, told, tokenizer)
     if world and "global_batch_size" in cfg:
         sizes = cfg.global_batch_size, cfg.micro_batch_size, not cfg.get("optimizer_in_backward")
-        told("global_batch_size", require_batches, world.data_size, *sizes, world.mesh["pp"].size())
+        told("global_batch_size", require_batches, world.data_size, *sizes, world.num_stages)
     data = None
     if tokenizer:
         data = _data(cfg, told, tokenizer, model, world, rows, rewards)

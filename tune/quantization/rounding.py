@@ -71,10 +71,10 @@ def round_linears(model: nn.Module, kind: str, exported: Mapping[str, torch.dtyp
 
 
 def quantised_linears(model: Any) -> dict[str, nn.Linear]:
-    """The layers that are quantised, by name: those inside of blocks. Raises TuneError if there are experts, or for a
-    model of transformers."""
+    """The layers that are quantised, by name: those in blocks. Raises TuneError if there are experts, or no layers."""
     linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) and "." in name}
-    if getattr(model, "routing", None) or not hasattr(model, "blocks"):
-        why = "this one has experts, which each reader stores otherwise, or is of a family that only transformers has"
-        raise TuneError(f"only dense models are quantised: {why}")
+    if getattr(model, "routing", None):
+        raise TuneError("only dense models are quantised: this one has experts, which each reader stores otherwise")
+    if not linears:
+        raise TuneError("only linear layers are quantised, and this model has none in its blocks")
     return linears
