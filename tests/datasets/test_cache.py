@@ -90,6 +90,8 @@ def test_content_decides_and_not_where_it_stands(folder, rows, cache, tmp_path):
     assert prepare() == 5
     (folder / "chat_template.jinja").write_text("changed")
     assert prepare() == 6
+    of_text = shutil.copy(rows, tmp_path / "rows.txt")
+    assert prepare(path=str(of_text)) == 7  # one text, which has the same bytes as the rows
 
 
 def test_edited_library_prepares_anew(monkeypatch, tmp_path):

@@ -55,9 +55,13 @@ def key_of(*contents: Any) -> str:
 
 
 def content_of(files: Iterable[File], folder: Path) -> list[str]:
-    """A hash of each file's bytes; `folder` remembers that of a large file until the file changes. For a remote file it
-    is a hash of the path, the size and the fields of `CHANGES`, if its file system has any."""
-    return [_digest(Path(file.path), folder / "files") if file.is_local else _elsewhere(file) for file in files]
+    """A hash of each file's bytes, behind how they are read; `folder` remembers that of a large file until the file
+    changes. For a remote file it is a hash of the path, the size and the fields of `CHANGES`, if its file system has
+    any."""
+    return [
+        f"{file.suffixes} {_digest(Path(file.path), folder / 'files') if file.is_local else _elsewhere(file)}"
+        for file in files
+    ]
 
 
 def prepared(chunks: Iterable[Chunk], key: str, accounting: Accounting, folder: Path) -> Samples:

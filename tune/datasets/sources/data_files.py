@@ -54,6 +54,11 @@ class File:
         return _kind(self.path)
 
     @property
+    def suffixes(self) -> str:
+        """Of the file type and the compression: the same bytes mean something else in a file of another type."""
+        return self.kind + os.path.splitext(self.path)[1]
+
+    @property
     def is_local(self) -> bool:
         return isinstance(self.filesystem, LocalFileSystem)
 
