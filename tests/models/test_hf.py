@@ -250,7 +250,6 @@ SHARDED = {  # rotary angles, of two bases with a scaled embedding too; alibi; n
     "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "stablelm": ("StableLmConfig", SHAPE | {"num_key_value_heads": 2}),
     "gemma3_text": ("Gemma3TextConfig", GROUPED | {"num_hidden_layers": 3, "sliding_window": 8}),
-    "gpt: no cache": ("OpenAIGPTConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4}, True),
     "mamba": ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
 }
 

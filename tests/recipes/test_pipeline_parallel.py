@@ -67,7 +67,7 @@ def test_continued(tied_checkpoint, common, tmp_path):  # noqa: F811
     """On the same stages to the bit, and on other layouts."""
     stages, fsdp = ["parallel.pp=2", "micro_batch_size=1"], ["micro_batch_size=2"]
     ways = {"stages": (stages, "whole"), "FSDP": (fsdp, "whole"), "stages once more": (stages, "of FSDP")}
-    common = [*common, f"model.path={tied_checkpoint}", "checkpointer.every=3", "checkpointer.keep=null"]
+    common = [*common, f"model.path={tied_checkpoint}", "max_steps=6", "checkpointer.every=3", "checkpointer.keep=null"]
     variants = {"whole": stages, "of FSDP": fsdp}
     for name, (way, start) in ways.items():
         variants[name] = [*way, f"resume={tmp_path / start / 'checkpoints' / 'step-00000003'}"]
