@@ -73,7 +73,7 @@ def test_schedules(schedule, stage, order):
     """Figures 3 and 4 of Narayanan et al., 2021, of one step."""
     mesh = SimpleNamespace(size=lambda: 3, get_local_rank=lambda: stage, get_group=lambda: None)
     model = SimpleNamespace(config=SimpleNamespace(tied_head=False))
-    turns = pipeline.Pipeline(model, SimpleNamespace(mesh={"pp": mesh}), schedule)
+    turns = pipeline.Pipeline(model, SimpleNamespace(mesh={"pp": mesh}, num_stages=3), schedule)
     done = []
     for index in range(5):
         done.append(f"F{index}")
@@ -98,7 +98,7 @@ class Unknown(nn.Module):
 
 def test_what_cannot_be_cut(checkpoint, tmp_path):
     pytest.importorskip("transformers")
-    world = SimpleNamespace(mesh={"pp": Mesh(4)})
+    world = SimpleNamespace(mesh={"pp": Mesh(4)}, num_stages=4)
     frozen = model_of(tmp_path, "llama", num_hidden_layers=4)
     frozen.blocks[:2].requires_grad_(False)
     refused = [

@@ -28,10 +28,11 @@ export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-${{SLURM_CPUS_PER_TASK:-1}}}}"
 srun --kill-on-bad-exit=1 \\
   {command} &
 step=$!
-trap 'time_is_over=1; kill -TERM "$step"' USR1
-trap 'kill -TERM "$step"' TERM
+told=
+trap 'time_is_over=1; told=1; kill -TERM "$step"' USR1
+trap 'told=1; kill -TERM "$step"' TERM
 wait "$step"; code=$?
-while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a signal ends a wait
+while [ -n "$told" ]; do told=; wait "$step"; code=$?; done  # a signal ends a wait, with a code of its own
 if [ -n "$time_is_over" ] && [ "$code" -ne 0 ]; then
   if [ "$(newest)" != "$before" ]; then
     echo "the time is over after $(newest): the job is queued again, and continues there"
