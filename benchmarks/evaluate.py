@@ -33,6 +33,8 @@ def main():
     parser.add_argument("--cpu-time", action="store_true", help="of the process, on a busy machine")
     parser.add_argument("--exact", action="store_true", help="compare both with transformers in fp64")
     args = parser.parse_args()
+    if args.questions < 4:
+        parser.error("--questions must be at least 4: there is a whole text for every four")
     clock = time.process_time if args.cpu_time else time.perf_counter
 
     world = distributed.init()
