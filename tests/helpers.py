@@ -11,9 +11,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from multiprocessing import connection
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -47,6 +49,12 @@ WORDS = [
     "quick",
     "slow",
 ]
+
+
+def slow_but(fast: Iterable, cases: Iterable) -> list:
+    """The cases as parameters of a test; those that are not in `fast` are slow: they show once more what those show."""
+    marks = {True: (), False: pytest.mark.slow}
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[case in fast]) for case in cases]
 
 
 def save_checkpoint(folder: Path, config_class: str = "LlamaConfig", **changes) -> Path:

@@ -40,7 +40,14 @@ NOT_RUN = {
 }
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in FOLLOWED_ELSEWHERE and "```" in PAGES[page]])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if page.startswith("examples/") else ())
+        for page in PAGES
+        if page not in FOLLOWED_ELSEWHERE and "```" in PAGES[page]
+    ],
+)
 def test_commands_and_scripts(page, checkpoint, chats, tmp_path):
     Reader(tmp_path, checkpoint, chats).follow(PAGES[page], NOT_RUN)
 

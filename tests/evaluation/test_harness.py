@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from evaluation.task_files import write_tasks
-from helpers import WORDS, run_processes, save_checkpoint
+from helpers import WORDS, run_processes, save_checkpoint, slow_but
 from tokenizers import Tokenizer, processors
 
 from tune import distributed
@@ -197,7 +197,7 @@ def test_a_context_of_blanks_is_empty(models, world):
 
 
 @pytest.mark.parametrize("chat", [{}, {"apply_chat_template": True, "num_fewshot": 2}], ids=["plain", "chat"])
-@pytest.mark.parametrize("name", ["llama", "adapter", "with BOS"])
+@pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "adapter", "with BOS"]))
 def test_whole_tasks(name, chat, models, folder, world):
     ours, lm = both(models[name], world)
     tasks = Tasks(NAMES, ours.tokenizer, str(folder), **chat)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import run_processes, save_checkpoint
+from helpers import run_processes, save_checkpoint, slow_but
 
 from tune import config
 from tune.checkpointers import load_model
@@ -66,7 +66,7 @@ FORMULAS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("name", slow_but(["mixed"], FORMULAS))
 def test_a_loop_of_transformers_has_these_losses(name, common, checkpoint, teacher, chats, tmp_path):
     settings, divergence, temperature, share = FORMULAS[name]
     ours = run(

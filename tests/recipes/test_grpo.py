@@ -7,7 +7,7 @@ from pathlib import Path
 import grpo
 import pytest
 import torch
-from helpers import WORDS, run_processes, save_checkpoint
+from helpers import WORDS, run_processes, save_checkpoint, slow_but
 from safetensors.torch import load_file
 
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
@@ -167,7 +167,7 @@ def alone(run_recipe, checkpoint, requests, tmp_path_factory):
     return folder, common
 
 
-@pytest.mark.parametrize("method", ["plain", "dynamic", "kl", "environment"])
+@pytest.mark.parametrize("method", slow_but(["plain", "environment"], ["plain", "dynamic", "kl", "environment"]))
 def test_samples_and_curve_do_not_depend_on_the_micro_batches(method, alone, run_recipe, tmp_path):
     folder, common = alone
     for way, settings in WAYS.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import HANGS, run_processes, save_checkpoint
+from helpers import HANGS, run_processes, save_checkpoint, slow_but
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tune import config
@@ -94,7 +94,7 @@ def state(checkpoint, folder):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", slow_but(["AdamW", "AdamW8bit"], OPTIMIZERS))
 def test_a_continued_run_is_that_without_interruption(name, recipe, common, tmp_path):
     settings = [*common, *RECIPES[recipe], *OPTIMIZERS[name][0]]
     whole = train(recipe, tmp_path / "whole", *settings)
@@ -130,7 +130,7 @@ def test_two_processes(recipe, common, tmp_path):
         assert losses(tmp_path / f"{name}, continued") == pytest.approx(losses(tmp_path / name)[2:], rel=tolerance)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", slow_but(["cosine", "WSD"], SCHEDULES))
 def test_schedules_continue_exactly(name, common, tmp_path):
     settings = [*common, *RECIPES["full_finetune"], "max_steps=6", *SCHEDULES[name]]
     whole = train("full_finetune", tmp_path / "whole", *settings)

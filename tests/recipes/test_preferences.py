@@ -8,7 +8,7 @@ from pathlib import Path
 import preference_finetune
 import pytest
 import torch
-from helpers import run_processes, save_checkpoint
+from helpers import run_processes, save_checkpoint, slow_but
 from safetensors.torch import load_file
 
 from tune.cli import main as tune
@@ -61,7 +61,7 @@ def losses(steps):
     return [step["loss"] for step in steps]
 
 
-@pytest.mark.parametrize("name", ["DPO", "KTO"])
+@pytest.mark.parametrize("name", slow_but(["DPO"], ["DPO", "KTO"]))
 def test_answers_to_fixed_prompts(name, run, checkpoint, tmp_path):
     """Before the first step, after every second one and the last; the training is that without them."""
     (tmp_path / "prompts.txt").write_text("the cat\nit was\n")
@@ -84,7 +84,7 @@ def references(folder):
     return {file: file.stat().st_mtime_ns for file in folder.glob("reference-*.npy")}
 
 
-@pytest.mark.parametrize("name", ["DPO", "KTO"])
+@pytest.mark.parametrize("name", slow_but(["DPO"], ["DPO", "KTO"]))
 def test_references_agree(name, run, checkpoint, tmp_path):
     curves = {
         reference: losses(
@@ -168,7 +168,7 @@ def assert_one_curve(steps, plain):
             assert one.get(name, 0) == pytest.approx(other.get(name, 0), rel=1e-4, abs=1e-5), name
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but(["DPO"], METHODS))
 def test_one_curve_whatever_the_micro_batches(method, run, tmp_path):
     curves = {way: run(*METHODS[method], *WAYS[way], folder=tmp_path / way) for way in WAYS}
     plain = curves["micro-batches of 1"]
@@ -214,7 +214,7 @@ def test_validation(run, pairs, tmp_path):
         assert last["validation_loss"] < before["validation_loss"]
 
 
-@pytest.mark.parametrize("method", ["DPO", "KTO"])
+@pytest.mark.parametrize("method", slow_but(["DPO"], ["DPO", "KTO"]))
 def test_rows_held_out_and_mixtures(method, run, pairs, tmp_path):
     steps = run(*METHODS[method], "dataset.validation_fraction=0.3", "epochs=1", "micro_batch_size=4")
     assert {"validation_loss", "validation_rewards/chosen", "validation_logps/chosen"} <= steps[-1].keys()
@@ -307,7 +307,7 @@ def by_hand(name, checkpoint, rows, steps=3):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["DPO", "KTO"])
+@pytest.mark.parametrize("name", slow_but(["DPO"], ["DPO", "KTO"]))
 def test_a_loop_of_transformers_gives_the_same(name, run, checkpoint, pairs):
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
     constant = "schedule._component_=tune.optimizers.constant"

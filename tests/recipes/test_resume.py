@@ -11,6 +11,7 @@ import grpo
 import preference_finetune
 import pytest
 import torch
+from helpers import slow_but
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -92,10 +93,13 @@ def stopped_after(step, uninterrupted, folder):
 
 @pytest.mark.parametrize(
     ("method", "saving", "step"),
-    [
-        *itertools.product(["full"], ["async", "sync"], [1, 3, 4]),
-        *itertools.product(["DPO", "KTO", "adapter", "GRPO"], ["async"], [4]),
-    ],
+    slow_but(
+        [("full", "async", 3), ("full", "sync", 3), ("adapter", "async", 4)],
+        [
+            *itertools.product(["full"], ["async", "sync"], [1, 3, 4]),
+            *itertools.product(["DPO", "KTO", "adapter", "GRPO"], ["async"], [4]),
+        ],
+    ),
     indirect=["method"],
     scope="module",
 )
