@@ -46,6 +46,12 @@ def test_a_mistake(folder: Path, node: dict[str, object], message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_the_key_of_a_component_that_lacks_an_argument(folder: Path) -> None:
+    cfg = OmegaConf.create({"optimizer": {"_component_": "parts.Steady"}})
+    with pytest.raises(TuneError, match=r"^optimizer: parts\.Steady cannot be called so: missing a required argument"):
+        instantiate(cfg.optimizer)
+
+
 def test_an_argument_that_the_recipe_gives_too(folder: Path) -> None:
     with pytest.raises(TuneError, match=r"parts\.Writer: folder is given by the recipe: remove it"):
         instantiate({"_component_": "parts.Writer", "folder": "x"}, folder="y")

@@ -25,19 +25,19 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
     if (path := values.pop(COMPONENT, None)) is None:
         raise TuneError(f"a component needs the key {COMPONENT}, the dotted path of a function or class: {values}")
     component = locate(path)
-    given = {f"{key}_" if keyword.iskeyword(key) else key: value for key, value in values.items()}
+    key = node._get_full_key(None) if isinstance(node, DictConfig) else ""
+    given = {f"{name}_" if keyword.iskeyword(name) else name: value for name, value in values.items()}
     twice = sorted(given.keys() & kwargs.keys())
     if twice:
         raise TuneError(f"{path}: {', '.join(twice)} is given by the recipe: remove it from the configuration")
     try:
         inspect.signature(component).bind(*args, **given, **kwargs)
     except TypeError as error:
-        raise TuneError(f"{path} cannot be called so: {error}") from error
+        raise TuneError(f"{key and f'{key}: '}{path} cannot be called so: {error}") from error
     try:
         return component(*args, **given, **kwargs)
     except TuneError as error:
-        key = node._get_full_key(None) if isinstance(node, DictConfig) else ""
-        if not key or str(error).startswith(key):
+        if str(error).startswith(key):
             raise
         raise TuneError(f"{key}: {error}") from error
     except (ValueError, AssertionError) as error:
