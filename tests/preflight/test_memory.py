@@ -1,8 +1,11 @@
 """Memory and speed that are planned, against torch's own accounts of real steps and closed formulas."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tune import config, peft
 from tune.collators import Batch
@@ -10,6 +13,7 @@ from tune.models import build
 from tune.preflight.devices import DEVICES
 from tune.preflight.memory import Layout, bytes_of_states
 from tune.preflight.planning import Job
+from tune.preflight.trace import Recorder
 
 ROWS, LENGTH = 2, 128
 
@@ -109,3 +113,18 @@ def test_the_search_is_the_best_of_all(checkpoint):
     assert fitting == sorted(fitting) and len(fitting) > 10
     assert {each.layout.size for each in found} == {3}
     assert found == planned.search(3)
+
+
+def test_time_is_that_of_operations_which_run():
+    """Autograd also asks each tensor for its device: that reads nothing and launches nothing."""
+    device, bytes_of = replace(DEVICES["h100"], launch=0.0), 64 * 64 * 4
+    recorder = Recorder(device, "fp32", 8, fused=False)
+    with FakeTensorMode(), recorder:
+        matrix = torch.empty(64, 64, requires_grad=True)
+        (matrix * 2).sum().backward()
+        computed = recorder.compute
+        torch.ops._c10d_functional.all_reduce(matrix.detach(), "sum", "0")
+    moved = 2 * bytes_of + (bytes_of + 4) + 2 * 4 + 2 * bytes_of  # product, sum, its gradient of one, and the product's
+    assert computed == pytest.approx(moved / (device.bandwidth * 1e9 * device.bandwidth_share))
+    ring = 2 * bytes_of * 7 / 8  # each process sends a share of an all-reduce so often
+    assert recorder.exchange == pytest.approx(ring / (device.link * 1e9 * device.link_share) + 2e-5)

@@ -5,6 +5,7 @@ dataset need not exist: all rows count as max_seq_len tokens long.
     tune plan full_finetune model.path=./Llama-3.1-8B --world-size 8 --device h100 --search
 """
 
+import gc
 import json
 import sys
 from argparse import ArgumentParser
@@ -61,9 +62,11 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     if not (options.recipe or options.calibrate):
         parser.error("RECIPE is missing")
 
+    gc.disable()  # what an import makes stays: to look for garbage in it takes a quarter of its time
     from tune.preflight import devices
     from tune.preflight.planning import Job, calibrate  # imports torch
 
+    gc.enable()
     device = devices.device(options.device)
     if options.calibrate:
         file, table = Path(options.calibrate) / "device.json", device

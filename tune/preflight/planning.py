@@ -147,7 +147,7 @@ class Job:
         require_batches(layout.data, rows, micro, accumulate=not layout.optimizer_in_backward)
         layout = replace(layout, micro_batches=rows // layout.data // micro)
         plain = layout.size == 1 and not self.casts and not layout.cpu_offload  # as `parallelize` has it
-        key = layout.tp, layout.activation_checkpointing, plain, layout.micro_batches > 1
+        key = layout.tp, layout.activation_checkpointing, plain, plain and layout.micro_batches > 1
         if line and micro > 2:
             found = self.trace(1, *key).scaled(self.trace(2, *key), micro)
         else:
@@ -232,6 +232,7 @@ def calibrate(run: Path, device: Device) -> Device:
     found = replace(
         device,
         product_share=device.product_share * speed,
+        attention_share=device.attention_share * speed,
         bandwidth_share=device.bandwidth_share * speed,
         launch=device.launch / speed,
         reserve=max(0.0, max(each["peak_memory_gib"] for each in steps) - (1 + device.reserve_share) * tensors),

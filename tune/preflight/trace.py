@@ -117,6 +117,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # its own operations come here one by one
+        if function is torch.ops.prim.device.default:  # autograd asks this of each tensor; nothing runs
+            return args[0].fake_device
         output = function(*args, **(kwargs or {}))
         outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
         for tensor in outputs:
@@ -139,20 +141,26 @@ class Recorder(TorchDispatchMode):
 
     def _cost(self, function: Any, name: str, args: Any, kwargs: Any, output: Any, outputs: list[Tensor]) -> None:
         inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        moved: float = sum(each.numel() * each.itemsize for each in (*inputs, *outputs))
+        sizes = [each.numel() * each.itemsize for each in (*inputs, *outputs)]
+        moved: float = sum(sizes)
         if name.startswith(("_c10d_functional::", "c10d::")):
-            if "wait" not in name:
-                self.exchange += self.device.transfer(moved / 2, self.group)
+            if "wait" not in name:  # to sum over all is to reduce and to gather
+                rounds = 2 if name.endswith(("all_reduce", "allreduce_")) else 1
+                self.exchange += self.device.transfer(rounds * max(sizes), self.group)
             return
-        flops = _flops(function, name, args, kwargs, output)
+        flops, attends = _flops(function, name, args, kwargs, output), _attends(name)
         if self.fused and not flops:
             moved /= 3  # a compiler reads and writes once what several operations in a row do
-        self.compute += self.device.seconds(flops, moved, self.dtype)
-        self.products += self.device.seconds(flops, 0, self.dtype) if flops else 0
+        self.compute += self.device.seconds(flops, moved, self.dtype, attends)
+        self.products += self.device.seconds(flops, 0, self.dtype, attends) if flops else 0
+
+
+def _attends(name: str) -> bool:
+    return "attention" in name or "varlen_attn" in name
 
 
 def _flops(function: Any, name: str, args: Any, kwargs: Any, output: Any) -> float:
-    if "attention" in name or "varlen_attn" in name:
+    if _attends(name):
         backward = "backward" in name
         query, key = args[1:3] if backward else args[:2]
         longest = key.shape[-2] if query.dim() == 4 else min(len(key), args[9 if backward else 6])
@@ -215,7 +223,7 @@ def trace(
     for tensor in (*model.parameters(), *model.buffers()):
         recorder.ignore(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
     with fake, _kernels(device), recorder:
-        for _ in range(1 + (plain and accumulates)):
+        for _ in range(1 + accumulates):
             marks = _step(model, blocks, batch, loss_fn, recorder)
     between = [Interval(b.live - a.live, b.extra - a.live, *b[2:]) for a, b in itertools.pairwise(marks)]
     last = len(blocks)
