@@ -85,6 +85,8 @@ def main(cfg):
         cpu_offload=cfg.memory.cpu_offload,
     )  # fmt: skip
     critic_weights.load(critic)
+    if critic_weights.new:
+        torch.nn.init.zeros_(critic.head.weight)  # random values would be noise in the first advantages
     both = torch.nn.ModuleDict({"policy": model, "value": critic})
     frozen = model
     if cfg.kl and cfg.reference != "adapter_off":

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import run_processes, save_checkpoint
 from recipes.test_grpo import requests  # noqa: F401
+from recipes.test_rewards import reward_model
 from safetensors.torch import load_file
 
 from tune.cli import main
@@ -50,6 +51,13 @@ def test_the_reward_rises_and_values_learn(run):
     steps = run("max_steps=30", "epochs=60", "samples_per_prompt=2", "kl=0.01")
     assert steps[-1]["reward"] > steps[0]["reward"] + 0.2
     assert abs(steps[-1]["value"] - steps[-1]["return"]) < 0.2
+
+
+def test_a_new_value_model_says_nothing_and_a_reward_model_what_it_has_learned(run, tmp_path):
+    assert run("max_steps=1", "updates=1")[0]["value"] == 0
+    reward_model(tmp_path / "scores")
+    values = f"value.path={tmp_path / 'scores'}"
+    assert abs(run("max_steps=1", "updates=1", values, folder=tmp_path / "learned")[0]["value"]) > 1e-3
 
 
 def test_advantages_are_those_of_the_formula():
