@@ -2,7 +2,8 @@
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def absent(path: Path) -> str:
     """That nothing is at `path`, and from where a relative one was looked for."""
     return "does not exist" if path.is_absolute() else f"does not exist in {Path.cwd()}"
+
+
+@contextmanager
+def needs(extra: str, what: str) -> Iterator[None]:
+    """Around imports of packages that come with an extra of this library. Raises TuneError, which says `what` needs
+    them, if they are not installed, or do not fit together."""
+    try:
+        yield
+    except (ImportError, RuntimeError) as error:  # protobuf's VersionError is a RuntimeError
+        raise TuneError(f"{what} needs the {extra} extra ({error}): pip install 'tune-recipes[{extra}]'") from error
 
 
 def locate(path: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tune.atomic import written_aside
 from tune.checkpointers.best import Best
 from tune.checkpointers.disk import found_damage, write_digests
-from tune.checkpointers.reading import Planner, Reader
+from tune.checkpointers.reading import Planner, Reader, cause_of, checkpoint_at
 from tune.distributed import World, reshard, uncut
 from tune.distributed.ray_train import is_ray_worker, report
 from tune.errors import TuneError
@@ -141,7 +141,7 @@ class Checkpointer:
             dcp.load(state, storage_reader=reader, planner=Planner())
         except CheckpointException as error:
             raise TuneError(
-                f"resume: {path} cannot be read into this model and optimizer: {_cause(error)}. Restore their "
+                f"resume: {path} cannot be read into this model and optimizer: {cause_of(error)}. Restore their "
                 "settings (and, where the states are low-bit, the number of processes); or, if the files are damaged, "
                 "remove that folder and continue from the checkpoint before it"
             ) from error
@@ -234,7 +234,7 @@ class Checkpointer:
         small = json.dumps({"step": step, "groups": self._changed(), "best": self.best.state_dict(), **parts})
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
         tensors = {"model": model, "optimizer": optimizer["state"], "extra": extra}
-        tensors = _on_host(tensors) if self.asynchronous else tensors
+        tensors = tree_map_only(Tensor, _on_host, tensors) if self.asynchronous else tensors
 
         def write() -> None:
             try:
@@ -248,7 +248,7 @@ class Checkpointer:
                 again = f"the same command with output_dir={self.folder.parent} continues after step {self.saved}"
                 kept = f"Earlier ones are intact: make room; {again}" if self.saved else "There is none yet: make room"
                 raise TuneError(
-                    f"the checkpoint of step {step} could not be written: {_cause(error)}. {kept}."
+                    f"the checkpoint of step {step} could not be written: {cause_of(error)}. {kept}."
                 ) from error
             self._settled(step, best)
 
@@ -353,21 +353,15 @@ def _background_group(world: dist.ProcessGroup, timeout: timedelta) -> dist.Proc
     return dist.new_group(backend="gloo", timeout=timeout)
 
 
-def _on_host(value: Any) -> Any:
-    """A copy of a state in host memory. Sharded and quantised tensors are copied part by part (dcp.async_save cannot
-    copy quantised ones)."""
-    if isinstance(value, dict):
-        return {key: _on_host(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_on_host(each) for each in value]
-    if not isinstance(value, torch.Tensor):
-        return value
-    if not hasattr(value, "__tensor_flatten__"):
-        return value.detach().to("cpu", copy=True)
-    names, context = value.__tensor_flatten__()
-    parts = {name: _on_host(getattr(value, name)) for name in names}
-    kind: Any = type(value)
-    return kind.__tensor_unflatten__(parts, context, value.size(), value.stride())
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory. Sharded and quantised tensors are copied part by part (dcp.async_save cannot copy
+    quantised ones)."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.detach().to("cpu", copy=True)
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: _on_host(getattr(tensor, name)) for name in names}
+    kind: Any = type(tensor)
+    return kind.__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
 
 
 def _require_same_names(path: Path, saved: Iterable[str], state: dict[str, Any], others: Iterable[str]) -> None:
@@ -383,23 +377,3 @@ def _require_same_names(path: Path, saved: Iterable[str], state: dict[str, Any],
                 f"resume: {path} is of another {'state' if kind == 'extra' else kind}, it has {names}. Restore the "
                 "settings of that run, or start anew with resume=never and another output_dir"
             )
-
-
-def _cause(error: BaseException) -> str:
-    if not isinstance(error, CheckpointException):
-        return str(error)
-    causes = {str(failure[0]).rstrip(".") or repr(failure[0]) for failure in error.failures.values()}
-    # torch's writer says "unexpected pos" when the disk is full.
-    return "; ".join(sorted("No space left on device" if "unexpected pos" in cause else cause for cause in causes))
-
-
-def checkpoint_at(path: Path, intact: bool = True) -> Path:
-    """The checkpoint that `resume` names: itself, or the newest of a run. Raises TuneError if it is not complete, or
-    not `intact`, which takes reading all of it."""
-    inside = sorted(path.glob("step-*")) or sorted(path.glob("checkpoints/step-*"))
-    found = path if path.name.startswith("step-") else inside[-1] if inside else path
-    if not (found / ".metadata").exists() or not (found / "state.json").exists():
-        raise TuneError(f"resume: {path} is neither a complete checkpoint (step-*) nor a run folder that has one")
-    if intact and (damage := found_damage(found)):
-        raise TuneError(f"resume: {found} is damaged: {damage}. Give the checkpoint before it")
-    return found

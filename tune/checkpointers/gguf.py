@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 from tune.atomic import written_aside
 from tune.errors import TuneError
+from tune.lookup import needs
 
 # transformers splits text into words as GPT-2 does unless it knows the vocabulary (`tokenizer.ggml.pre`). That is right
 # for the first set; the second also splits digits.
@@ -30,14 +31,12 @@ def import_gguf(file: Path, out: Path) -> list[str]:
         start = stream.read(4)
     if start != b"GGUF":
         raise TuneError(f"{file} is not a GGUF file: it starts with {start!r}, not b'GGUF'.")
-    try:
+    with needs("hf", "GGUF"):
         import accelerate  # noqa: F401  (transformers' reader asks for it only after the work has begun)
         import torch
         from gguf import GGUFReader
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
         from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
-    except ImportError as error:
-        raise TuneError(f"GGUF files need the hf extra ({error}): pip install 'tune-recipes[hf]'") from error
 
     try:
         fields = GGUFReader(file).fields

@@ -11,9 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.serialization import _get_layout
 
+from tune.checkpointers.disk import found_damage
 from tune.errors import TuneError
 
 
@@ -25,9 +27,29 @@ def read_trained(model: nn.Module, checkpoint: Path) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as no_dist asks for
             dcp.load({"model": tensors}, storage_reader=Reader(checkpoint), planner=Planner(), no_dist=True)
-    except dcp.api.CheckpointException as error:
-        causes = "; ".join(str(failure[0]) for failure in error.failures.values())
-        raise TuneError(f"{checkpoint} does not have this model: {causes}") from error
+    except CheckpointException as error:
+        raise TuneError(f"{checkpoint} does not have this model: {cause_of(error)}") from error
+
+
+def checkpoint_at(path: Path, intact: bool = True) -> Path:
+    """The checkpoint that `resume` names: itself, or the newest of a run. Raises TuneError if it is not complete, or
+    not `intact`, which takes reading all of it."""
+    inside = sorted(path.glob("step-*")) or sorted(path.glob("checkpoints/step-*"))
+    found = path if path.name.startswith("step-") else inside[-1] if inside else path
+    if not (found / ".metadata").exists() or not (found / "state.json").exists():
+        raise TuneError(f"resume: {path} is neither a complete checkpoint (step-*) nor a run folder that has one")
+    if intact and (damage := found_damage(found)):
+        raise TuneError(f"resume: {found} is damaged: {damage}. Give the checkpoint before it")
+    return found
+
+
+def cause_of(error: BaseException) -> str:
+    """What went wrong, of an error of DCP on whatever process."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    causes = {str(failure[0]).rstrip(".") or repr(failure[0]) for failure in error.failures.values()}
+    # torch's writer says "unexpected pos" when the disk is full.
+    return "; ".join(sorted("No space left on device" if "unexpected pos" in cause else cause for cause in causes))
 
 
 class Reader(dcp.FileSystemReader):

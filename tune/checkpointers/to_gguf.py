@@ -12,6 +12,7 @@ from torch import Tensor
 from tune.atomic import written_aside
 from tune.checkpointers.weights import Pretrained, full_tensors
 from tune.errors import TuneError
+from tune.lookup import needs
 from tune.models import Decoder
 from tune.models.moe import ExpertsConfig
 from tune.models.rope import SCALINGS, RopeConfig
@@ -106,10 +107,8 @@ def export_gguf(
         TuneError: llama.cpp has no such family, or computes something of this model otherwise; a weight that is not
             finite, or too large for fp16.
     """
-    try:
+    with needs("hf", "GGUF"):
         import gguf
-    except ImportError as error:
-        raise TuneError(f"GGUF files need the hf extra ({error}): pip install 'tune-recipes[hf]'") from error
     architecture = require_supported(model.config, model_type)
     kinds = gguf.GGMLQuantizationType
     rope, factors = _ropes(model.config)[0], {}

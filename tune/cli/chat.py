@@ -37,14 +37,11 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("--compare", metavar="BASE", help="have this model answer too")
     options = parser.parse_args(arguments)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-
-    def tell(message: str) -> None:
-        console.print(message, style="dim")
-
+    dialogue = Dialogue(console, options.max_new_tokens, options.system)
     world = distributed.init(options.device)
     if world.size > 1:
         raise TuneError("a chat is in one process: start it without torchrun")
-    model, tokenizer, settings = opened(options, world.device, tell)
+    model, tokenizer, settings = opened(options, world.device, dialogue.tell)
     tokenizer.require_chat_template()
     speakers = [Speaker(options.model, Continuation(model), tokenizer, settings)]
     if options.compare:
@@ -52,7 +49,7 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         its_own.require_chat_template()
         its_settings = settings | {"stop_ids": its_own.stop_ids}
         speakers.append(Speaker(options.compare, Continuation(base), its_own, its_settings))
-    Dialogue(console, speakers, options.max_new_tokens, options.system).run()
+    dialogue.run(speakers)
     world.finish()
 
 
@@ -70,10 +67,10 @@ class Speaker:
 class Dialogue:
     """Reads messages and commands until the end of the input."""
 
-    def __init__(self, console: Console, speakers: list[Speaker], max_new_tokens: int | None, system: str | None):
-        self.console, self.speakers, self.system = console, speakers, system
-        self.max_new_tokens, self.answers = max_new_tokens, 0
-        self.begin()
+    speakers: list[Speaker]
+
+    def __init__(self, console: Console, max_new_tokens: int | None, system: str | None):
+        self.console, self.max_new_tokens, self.system, self.answers = console, max_new_tokens, system, 0
 
     def begin(self) -> None:
         for speaker in self.speakers:
@@ -82,7 +79,9 @@ class Dialogue:
     def tell(self, message: str) -> None:
         self.console.print(message, style="dim")
 
-    def run(self) -> None:
+    def run(self, speakers: list[Speaker]) -> None:
+        self.speakers = speakers
+        self.begin()
         if sys.stdin.isatty():
             import readline  # noqa: F401  # lines can be edited
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
 from tune.errors import TuneError
+from tune.lookup import needs
 
 SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt", ".safetensors"}
 OLD_WEIGHTS = {".bin", ".pt", ".pth"}
@@ -23,11 +24,9 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 def download(hub_id: str, revision: str | None, out: Path) -> None:
     """Write the files of a model that training needs to `out`; complete files there are not fetched again."""
-    try:
+    with needs("hf", "`tune download`"):
         import huggingface_hub
         from huggingface_hub import errors
-    except ImportError as error:
-        raise TuneError("`tune download` needs the hf extra: pip install 'tune-recipes[hf]'") from error
     from tune.checkpointers.writing import HUB_ID
 
     login = "log in with `hf auth login` or set HF_TOKEN"

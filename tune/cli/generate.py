@@ -84,9 +84,9 @@ def opened(options: Namespace, device: Any, tell: Any) -> tuple[Any, Any, dict[s
 def sampling_settings(folder: Path, **given: float | None) -> tuple[dict[str, Any], str]:
     """The sampler's settings: those `given`, and for the others what generation_config.json in the `folder` says, which
     is the most likely token where it does not say do_sample. Also in words."""
-    from tune.tokenizers.folder import read_json
+    from tune.tokenizers.folder import mapping_in
 
-    file = read_json(folder / "generation_config.json")
+    file = mapping_in(folder / "generation_config.json")
     settings = {name: file.get(name) for name in SAMPLING} if file.get("do_sample") else {"temperature": 0.0}
     settings |= {name: value for name, value in given.items() if value is not None}
     settings = {name: value for name, value in settings.items() if value is not None and (name, value) != ("top_k", 0)}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tune.errors import TuneError
+from tune.lookup import needs
 from tune.secrets import without_secrets
 
 
@@ -20,11 +21,9 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 def push(source: Path, repo: str, private: bool = False, token_file: Path | None = None) -> str:
     """Upload the files at the top of a folder in one commit; returns the address. Raises TuneError."""
-    try:
+    with needs("hf", "`tune push`"):
         import huggingface_hub
         from huggingface_hub import errors
-    except ImportError as error:
-        raise TuneError("`tune push` needs the hf extra: pip install 'tune-recipes[hf]'") from error
     from tune.checkpointers.disk import has_weights
     from tune.models.config_file import read_json
     from tune.peft.files import CONFIG

@@ -15,7 +15,7 @@ from torch import nn
 from tune.checkpointers.gguf import without_bars
 from tune.distributed import World
 from tune.errors import TuneError
-from tune.lookup import did_you_mean
+from tune.lookup import did_you_mean, needs
 from tune.tokenizers import Tokenizer
 
 
@@ -62,11 +62,8 @@ class Tasks:
             return
         if apply_chat_template:
             tokenizer.require_chat_template()
-        try:
+        with needs("eval", "tasks"):
             from lm_eval.tasks import TaskManager
-        except ImportError as error:
-            message = "tasks: lm-evaluation-harness is not installed: pip install 'tune-recipes[eval]'"
-            raise TuneError(message) from error
         logging.getLogger("lm_eval").setLevel(os.environ.get("LMEVAL_LOG_LEVEL", "ERROR"))
         if include_path is not None and not Path(include_path).is_dir():
             raise TuneError(f"include_path: {include_path} is no folder; name the one with your task files")

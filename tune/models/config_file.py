@@ -1,7 +1,6 @@
 """A reader of config.json that refuses fields nobody has read."""
 
 import copy
-import json
 import re
 import warnings
 from collections.abc import Callable, Collection
@@ -10,6 +9,7 @@ from typing import Any
 
 from tune.errors import TuneError
 from tune.lookup import absent, did_you_mean
+from tune.tokenizers.folder import mapping_in
 
 # Fields without effect on what the model computes in training.
 HARMLESS = {
@@ -39,13 +39,7 @@ def read_json(file: Path, setting: str = "model.path") -> dict[str, Any]:
             )
         found = ", ".join(sorted(child.name for child in file.parent.glob("*"))[:8]) or "nothing"
         raise TuneError(f"{setting}: {file.parent} has no {file.name}; found {found}")
-    try:
-        fields = json.loads(file.read_text())
-    except ValueError as error:
-        raise TuneError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise TuneError(f"{file} must hold a mapping; found {type(fields).__name__}")
-    return fields
+    return mapping_in(file)
 
 
 def is_positive(value: Any) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tune.collators import Batch
 from tune.errors import TuneError
+from tune.lookup import needs
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import Head, head_operands
 from tune.models.names import Names, OnDisk
@@ -35,11 +36,9 @@ def hf(path: str, trust_remote_code: bool = False) -> "HuggingFaceModel":
         TuneError: transformers cannot build it as a causal language model, or it cannot be trained here.
     """
     file = ConfigFile(Path(path))
-    try:
+    with needs("hf", "tune.models.hf"):
         import accelerate
         import transformers
-    except ImportError as error:
-        raise TuneError("tune.models.hf needs the hf extra: pip install 'tune-recipes[hf]'") from error
     if quantization := file.fields.get("quantization_config"):
         raise TuneError(f"{file.path}: the weights are quantised ({quantization}); fine-tune the original checkpoint")
     try:

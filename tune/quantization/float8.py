@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tune.errors import TuneError
+from tune.lookup import needs
 
 MULTIPLE = 16  # of the sizes that GPUs multiply
 
@@ -18,10 +19,8 @@ def compute_in_float8(model: nn.Module, scaling: str, device: torch.device) -> N
     Raises:
         TuneError: torchao is not installed, a layer has a size that is no multiple of 16, or there are experts.
     """
-    try:
+    with needs("torchao", "quantization.float8"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise TuneError("quantization.float8 needs torchao: pip install 'tune-recipes[torchao]'") from error
     linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) and "." in name}
     for name, each in linears.items():
         if each.in_features % MULTIPLE or each.out_features % MULTIPLE:

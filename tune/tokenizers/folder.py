@@ -27,8 +27,8 @@ def read_vocabulary(folder: Path) -> tuple[Path, tokenizers.Tokenizer, SpecialTo
     tokenizer_config.json, special_tokens_map.json and added_tokens.json add special tokens. Raises TuneError where
     there is no such file, or it cannot be read, or the files contradict each other.
     """
-    config = read_json(folder / "tokenizer_config.json")
-    named = {**read_json(folder / "special_tokens_map.json"), **config}
+    config = mapping_in(folder / "tokenizer_config.json")
+    named = {**mapping_in(folder / "special_tokens_map.json"), **config}
     given = {name: _text(named[name]) for name in SPECIAL_TOKENS if named.get(name)}
     extra = named.get("extra_special_tokens") or []  # these have no name of `SPECIAL_TOKENS`
     others = [*(named.get("additional_special_tokens") or []), *(extra.values() if isinstance(extra, dict) else extra)]
@@ -49,8 +49,8 @@ def read_vocabulary(folder: Path) -> tuple[Path, tokenizers.Tokenizer, SpecialTo
     return file, tokenizer, names
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The file's object; empty if there is no such file."""
+def mapping_in(file: Path) -> dict[str, Any]:
+    """What a JSON file holds; empty if there is no such file. Raises TuneError if it is no mapping."""
     if not file.is_file():
         return {}
     try:
@@ -58,7 +58,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise TuneError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise TuneError(f"{file} is not valid: it holds a {type(content).__name__} where an object must be")
+        raise TuneError(f"{file} must hold a mapping; found {type(content).__name__}")
     return content
 
 
@@ -111,7 +111,7 @@ def _read_tokenizer_json(data: bytes) -> tokenizers.Tokenizer:
 def _configured(folder: Path, config: Mapping[str, Any], special: list[str]) -> dict[int, AddedToken]:
     """The added tokens that the config, or else added_tokens.json, gives ids to, in their order."""
     if "added_tokens_decoder" not in config:
-        listed = sorted((index, token) for token, index in read_json(folder / "added_tokens.json").items())
+        listed = sorted((index, token) for token, index in mapping_in(folder / "added_tokens.json").items())
         return {
             index: AddedToken(token, special=token in special, normalized=token not in special)
             for index, token in listed

@@ -11,7 +11,7 @@ from typing import TypeVar
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from tune.errors import TuneError
+from tune.lookup import needs
 
 Piece = TypeVar("Piece", str, bytes)
 
@@ -89,10 +89,8 @@ def merges(ranks: Mapping[Piece, float]) -> list[tuple[Piece, Piece]]:
 
 
 def _tiktoken(file: Path, size: int, whose: str) -> dict[bytes, int]:
-    try:
+    with needs("tiktoken", str(file)):
         from tiktoken.load import load_tiktoken_bpe
-    except ImportError as error:
-        raise TuneError(f"{file} needs the tiktoken extra ({error}): pip install 'tune-recipes[tiktoken]'") from error
     # The library keeps a copy of each file by its path: without the hash it would read that when the file has changed.
     ranks = load_tiktoken_bpe(str(file), hashlib.sha256(file.read_bytes()).hexdigest())
     if sorted(ranks.values()) != list(range(size)):

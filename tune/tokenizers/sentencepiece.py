@@ -6,7 +6,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from tune.errors import TuneError
+from tune.lookup import needs
 from tune.tokenizers.ranks import merges
 
 SPACE = "▁"
@@ -58,14 +58,9 @@ def convert(data: bytes, legacy: bool) -> tuple[tokenizers.Tokenizer, dict[str, 
 
 def _parse(data: bytes) -> Any:
     """The `ModelProto` of sentencepiece_model.proto."""
-    try:
+    with needs("sentencepiece", "a sentencepiece tokenizer.model"):
         from google.protobuf.message import DecodeError
         from sentencepiece import sentencepiece_model_pb2
-    except (ImportError, RuntimeError) as error:  # protobuf's VersionError is a RuntimeError
-        raise TuneError(
-            f"a sentencepiece tokenizer.model needs the sentencepiece extra ({error}): "
-            "pip install 'tune-recipes[sentencepiece]'"
-        ) from error
     model = sentencepiece_model_pb2.ModelProto()
     try:
         model.ParseFromString(data)

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 
 from tune.errors import TuneError
 from tune.tokenizers.chat_template import SHIPPED, ChatTemplate, Message, Span, chosen_template, markers
-from tune.tokenizers.folder import SOURCES, read_json, read_vocabulary
+from tune.tokenizers.folder import SOURCES, mapping_in, read_vocabulary
 from tune.tokenizers.supervision import end_of_turn, supervised_spans
 
 FILES = (
@@ -44,7 +44,7 @@ class Tokenizer:
         self.path = Path(path).expanduser()
         self._source, self._tokenizer, self.special_tokens = read_vocabulary(self.path)
         self._added: dict[int, AddedToken] = {}
-        configs = (read_json(self.path / name) for name in ("generation_config.json", "config.json"))
+        configs = (mapping_in(self.path / name) for name in ("generation_config.json", "config.json"))
         self._generation_eos = next(filter(None, (_listed(config.get("eos_token_id")) for config in configs)), [])
         if "eos_token" not in self.special_tokens and self._generation_eos:
             configured = self._tokenizer.id_to_token(self._generation_eos[0])
@@ -220,9 +220,9 @@ class Tokenizer:
         if self._added or self._source.name != "tokenizer.json":
             content = self.definition
             if self._source.name == "tokenizer.json":  # truncation and padding in it are off here
-                content = {**read_json(self._source), "added_tokens": content["added_tokens"]}
+                content = {**mapping_in(self._source), "added_tokens": content["added_tokens"]}
             _update(folder / "tokenizer.json", content)
-        config = read_json(folder / "tokenizer_config.json")
+        config = mapping_in(folder / "tokenizer_config.json")
         if self._source.name != "tokenizer.json":
             config |= {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
         if "added_tokens_decoder" in config:
@@ -234,17 +234,17 @@ class Tokenizer:
             (folder / "chat_template.jinja").write_text(chosen["chat_template"], encoding="utf-8")
         tokens = {name: token for name, token in chosen.items() if name != "chat_template"}
         config |= tokens
-        if tokens and (named := read_json(folder / "special_tokens_map.json")):
+        if tokens and (named := mapping_in(folder / "special_tokens_map.json")):
             _update(folder / "special_tokens_map.json", named | tokens)
         _update(folder / "tokenizer_config.json", config)
-        if listed := read_json(folder / "added_tokens.json"):
+        if listed := mapping_in(folder / "added_tokens.json"):
             _update(folder / "added_tokens.json", listed | {token.content: at for at, token in self._added.items()})
         for name in ("config.json", "generation_config.json"):
             if (folder / name).exists():
                 self._save_stop_ids(folder / name)
 
     def _save_stop_ids(self, file: Path) -> None:
-        config = read_json(file)
+        config = mapping_in(file)
         parts = [part for part in (config, config.get("text_config")) if part and "eos_token_id" in part] or [config]
         for part in parts:
             there = _listed(part.get("eos_token_id"))
@@ -323,7 +323,7 @@ class Tokenizer:
         try:
             if files:
                 return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-            configured = read_json(self.path / "tokenizer_config.json").get("chat_template") or []
+            configured = mapping_in(self.path / "tokenizer_config.json").get("chat_template") or []
             named = configured if isinstance(configured, list) else [{"name": "default", "template": configured}]
             templates = {entry["name"]: entry["template"] for entry in named}
             if not all(isinstance(template, str) for template in templates.values()):
@@ -369,5 +369,5 @@ def _listed(ids: int | list[int] | None) -> list[int]:
 
 def _update(file: Path, content: dict[str, Any]) -> None:
     """Write the file, unless it says this already: what was copied stays as it is, byte for byte."""
-    if content != read_json(file):
+    if content != mapping_in(file):
         file.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

@@ -37,7 +37,9 @@ def open_source(path: str, split: str = "train", subset: str | None = None, take
     """
     is_function = path.startswith(FUNCTION)
     if not is_function and is_on_the_hub(path):
-        return Source(path, lambda: _hub(path, subset, split), take)
+        asked = f"from the Hugging Face hub (subset={subset}, split={split})"
+        otherwise = f"is no file or folder here, and it cannot be loaded {asked}"
+        return Source(path, lambda: _by_datasets("load_dataset", otherwise, path, subset, split=split), take)
     if subset is not None:
         raise TuneError(f"{path} is no dataset of the hub, which alone has subsets; found subset={subset}: remove it")
     if is_function:
@@ -46,7 +48,8 @@ def open_source(path: str, split: str = "train", subset: str | None = None, take
         return Source(path, lambda: _generated(function, path), take)
     found = place_at(path)
     if (saved := found.saved_split(split)) is not None:
-        return Source(path, lambda: _saved(saved), take, place_at(saved).below())
+        otherwise = "cannot be read as a saved dataset"
+        return Source(path, lambda: _by_datasets("load_from_disk", otherwise, saved), take, place_at(saved).below())
     files, ignored = choose_files(found, split)
     return Source(path, lambda: (row for file in files for row in read(file)), take, files, ignored)
 
@@ -62,26 +65,13 @@ def _generated(function: Callable[[], Any], path: str) -> PlacedRows:
         raise TuneError(f"{path} fails behind row {number}: {type(error).__name__}: {error}") from error
 
 
-def _hub(name: str, subset: str | None, split: str) -> PlacedRows:
+def _by_datasets(function: str, otherwise: str, name: str, *arguments: Any, **options: Any) -> PlacedRows:
+    """Rows of what a function of Hugging Face's `datasets` opens: of the hub, or that `save_to_disk` wrote."""
     import datasets
 
     datasets.disable_progress_bars()
     try:
-        rows = datasets.load_dataset(name, subset, split=split)
+        rows = getattr(datasets, function)(name, *arguments, **options)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise TuneError(
-            f"{name} is no file or folder here, and it cannot be loaded from the Hugging Face hub "
-            f"(subset={subset}, split={split}): {error}"
-        ) from error
+        raise TuneError(f"{name} {otherwise}: {error}") from error
     yield from numbered(name, rows.with_format("arrow").iter(batch_size=1024))
-
-
-def _saved(path: str) -> PlacedRows:
-    """A folder that `datasets.Dataset.save_to_disk` wrote."""
-    import datasets
-
-    try:
-        rows = datasets.load_from_disk(path)
-    except (OSError, ValueError) as error:
-        raise TuneError(f"{path} cannot be read as a saved dataset: {error}") from error
-    yield from numbered(path, rows.with_format("arrow").iter(batch_size=1024))
