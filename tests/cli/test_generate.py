@@ -2,13 +2,18 @@
 
 import io
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import HANGS, free_port, make_adapter, save_checkpoint
+from pyarrow import parquet
 
 from tune.cli import main
 from tune.cli.generate import sampling_settings
@@ -125,6 +130,49 @@ def test_two_processes(checkpoint, files, tmp_path, capsys):
     assert (tmp_path / "two.jsonl").read_text() == (tmp_path / "one.jsonl").read_text()
 
 
+def actors_in(folder):
+    """The processes of Ray's actors that work there."""
+    processes = [each for each in Path("/proc").glob("[0-9]*") if os.access(each / "cwd", os.R_OK)]
+    return [
+        int(each.name)
+        for each in processes
+        if b"ray::_Actor" in (each / "cmdline").read_bytes() and (each / "cwd").readlink() == folder
+    ]
+
+
+@pytest.mark.slow
+def test_actors_of_ray_one_of_which_is_killed(checkpoint, tmp_path, capsys):
+    """Row for row what one process gives."""
+    asked = [{"messages": [{"role": "user", "content": f"the cat {number}"}]} for number in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    arguments = [checkpoint, "--prompts", tmp_path / "rows.jsonl", "--max-new-tokens", 9, "--temperature", 1]
+    arguments = [*map(str, arguments), "--samples", "2", "--batch-size", "2", "--device", "cpu"]
+    launcher = ["generate", "--launcher", "ray", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command = [sys.executable, "-m", "tune.cli", *launcher, *arguments, "--out", str(tmp_path / "ray.parquet")]
+    with (tmp_path / "out.txt").open("wb") as out, (tmp_path / "err.txt").open("wb") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err, cwd=tmp_path)
+    while not (tmp_path / "out.txt").stat().st_size and process.poll() is None:
+        time.sleep(0.05)
+    os.kill(actors_in(tmp_path)[0], signal.SIGKILL)
+    assert process.wait(HANGS) == 0, (tmp_path / "err.txt").read_text()[-3000:]
+    printed = (tmp_path / "out.txt").read_bytes().decode()
+    assert printed == run(capsys, *arguments, "--out", tmp_path / "one.jsonl")[0]
+    expected = [json.loads(line) for line in (tmp_path / "one.jsonl").read_text().splitlines()]
+    assert parquet.read_table(tmp_path / "ray.parquet").to_pylist() == expected
+
+
+def test_parquet_has_the_records_of_json(checkpoint, tmp_path, capsys):
+    rows = [{"prompt": "the", "system": None}, {"prompt": "a", "system": "be brief"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("out.jsonl", "out.parquet"):
+        asked = [checkpoint, "--prompts", tmp_path / "rows.jsonl", "--max-new-tokens", 2, "--batch-size", 1]
+        run(capsys, *asked, "--out", tmp_path / name)
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    table = parquet.read_table(tmp_path / "out.parquet")
+    assert table.column_names == ["index", "sample", "prompt", "system", "completion", "finish", "tokens"]
+    assert table.to_pylist() == [{"system": None} | record for record in records]
+
+
 WRONG = {
     "a run without a result": (["RUN", "--prompt", "a"], "this run has exported nothing yet"),
     "no model": (["not_there", "--prompt", "a"], "model.path: not_there does not exist"),
@@ -149,6 +197,11 @@ WRONG = {
     "nothing to go on from": (["MODEL", "--prompt", "", "--raw"], "prompt 0 is empty"),
     "over the prompts": (["MODEL", "--prompts", "chats.jsonl", "--out", "chats.jsonl"], "which would be lost"),
     "where to write": (["MODEL", "--prompt", "a", "--out", "none/out.jsonl"], "--out none/out.jsonl cannot be written"),
+    "where to write Parquet": (["MODEL", "--prompt", "a", "--out", "none/a.parquet"], "none/a.parquet cannot be"),
+    "mixed": (["MODEL", "--prompts", "mixed.jsonl", "--max-new-tokens", "2", "--out", "a.parquet"], "no common type"),
+    "launcher": (["MODEL", "--prompt", "a", "--launcher", "slurm"], "invalid choice: 'slurm'"),
+    "without a launcher": (["MODEL", "--prompt", "a", "--nproc-per-node", "2"], "unrecognized arguments: --nproc"),
+    "no actors": (["--launcher", "ray", "--nproc-per-node", "0", "MODEL", "--prompt", "a"], "'0' is not a number of"),
     "both": (["MODEL", "--prompt", "a", "--prompts", "long.txt"], "not allowed with argument --prompt"),
     "samples": (["MODEL", "--prompt", "a", "--samples", "0"], "--samples: 0 is not a positive integer"),
     "batch size": (["MODEL", "--prompt", "a", "--batch-size", "-1"], "--batch-size: -1 is not a positive integer"),
@@ -167,6 +220,7 @@ def test_wrong_inputs(name, checkpoint, tmp_path, monkeypatch, capsys):
     (tmp_path / "columns.jsonl").write_text('{"question": "a"}\n')
     (tmp_path / "answers.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n')
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    (tmp_path / "mixed.jsonl").write_text('{"prompt": "a"}\n{"prompt": [{"role": "user", "content": "a"}]}\n')
     (tmp_path / "long.txt").write_text("cat " * 600)
     (tmp_path / "RUN").mkdir()
     (tmp_path / "RUN" / "config.yaml").write_text("seed: 0")

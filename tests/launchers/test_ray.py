@@ -1,4 +1,5 @@
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from helpers import HANGS
 from tune.cli import main
 from tune.distributed import Interrupt
 from tune.errors import TuneError
-from tune.launchers import launcher
+from tune.launchers import launcher, ray
 
 
 def test_unknown_launcher() -> None:
@@ -30,6 +31,7 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [
         (["--nproc-per-node", "0"], "'0' is not a number of at least 1. --local runs without workers"),
         (["--nnodes", "2:1"], "--nnodes 2:1: the first number, the least, is more than the second"),
+        (["--gpus-per-worker=-1"], "'-1' is not a number of GPUs"),
         (["--cpus-per-worker=half"], "'half' is not a number of at least 1"),
     ],
 )
@@ -108,3 +110,38 @@ def test_curves_are_those_of_torchrun_and_of_one_process(start, tmp_path: Path) 
     reported = json.loads((tmp_path / "ray" / "checkpoint_manager_snapshot.json").read_text())
     names = [Path(each["checkpoint_dir_name"]).name for each in reported["checkpoint_results"]]
     assert names == ["step-00000004", "step-00000008", "step-00000012"]
+
+
+def actors(*options: str):
+    return ray.parser("tune generate").parse_args(["--nproc-per-node", "2", *options])
+
+
+@pytest.mark.slow
+def test_results_of_actors_are_in_order_and_one_that_dies_is_told(tmp_path: Path) -> None:
+    dead = tmp_path / "has_died"
+
+    def make():
+        def square(number: int) -> int:
+            if number == 3 and not dead.exists():
+                dead.touch()
+                os._exit(1)
+            if number > 9:
+                raise TuneError(f"{number} is too much")
+            return number * number
+
+        return square
+
+    with (
+        pytest.raises(TuneError, match=r"--launcher ray: .*died.* With --max-restarts N"),
+        ray.in_actors(actors(), make, range(6)) as found,
+    ):
+        assert next(found) == 0
+        list(found)
+    dead.unlink()
+    with (
+        pytest.raises(TuneError, match=r"^10 is too much$"),
+        ray.in_actors(actors("--max-restarts", "1"), make, range(11)) as found,
+    ):
+        assert [next(found) for _ in range(10)] == [number * number for number in range(10)]
+        next(found)
+    assert dead.exists()

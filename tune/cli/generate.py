@@ -1,9 +1,10 @@
 """Answer prompts with MODEL: a model folder, an adapter folder or a run. Answers go to standard output, all else to
-standard error; under torchrun the prompts are shared by its processes.
+standard error; under torchrun the prompts are shared by its processes, with Ray by its actors.
 
     tune generate runs/mine --prompt "Why is the sky blue?"
     tune generate ./model --adapter ./adapter --prompts questions.jsonl --out answers.jsonl
     torchrun --nproc-per-node 2 -m tune.cli generate ./model --prompts questions.txt --out answers.jsonl
+    tune generate --launcher ray --nproc-per-node 2 ./model --prompts questions.jsonl --out answers.parquet
 """
 
 import io
@@ -11,12 +12,16 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from tune.cli.run import parted
 from tune.errors import TuneError
+from tune.launchers import ray
 
 MAX_NEW_TOKENS = 512
 ASKED = ("prompt", "messages", "conversations", "instruction", "input", "system")  # columns that records have too
@@ -51,8 +56,13 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     prompts.add_argument("--prompts", metavar="FILE", help=file)
     parser.add_argument("--samples", metavar="N", type=int, default=1, help="answers to each prompt (default: 1)")
     parser.add_argument("--raw", action="store_true", help="go on from texts as they are, without a chat template")
-    parser.add_argument("--out", metavar="FILE.jsonl", type=Path, help="write prompts and answers there too")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="prompts and answers too, as .jsonl or .parquet")
     parser.add_argument("--batch-size", metavar="N", type=int, default=16, help="answers at a time (default: 16)")
+    parser.add_argument("--launcher", choices=["ray"], help="its options: tune generate --launcher ray --help")
+    launcher, others = parted(arguments, "")
+    actors = None
+    if launcher == "ray":
+        actors, arguments = ray.parser("tune generate --launcher ray").parse_known_args(others)
     options = parser.parse_args(arguments)
     for name in ("samples", "batch_size"):
         if getattr(options, name) < 1:
@@ -62,9 +72,8 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     from tune.datasets.prompts import placed_rows
 
     is_given = options.prompt is not None
-    generate(
-        options, [("--prompt", {"prompt": options.prompt})] if is_given else placed_rows(options.prompts, "--prompts")
-    )
+    rows = [("--prompt", {"prompt": options.prompt})] if is_given else placed_rows(options.prompts, "--prompts")
+    generate(options, rows, actors)
 
 
 def opened(options: Namespace, device: Any, tell: Any) -> tuple[Any, Any, dict[str, Any]]:
@@ -97,52 +106,115 @@ def sampling_settings(folder: Path, **given: float | None) -> tuple[dict[str, An
     return settings, (shown if temperature else "the most likely token") + notes
 
 
-def generate(options: Namespace, rows: list[tuple[str, Any]]) -> None:
-    """Print and write the answers to all rows, in their order, some batches at a time."""
-    from tune import distributed
-    from tune.datasets.prompts import open_prompts
-    from tune.generation import Sampler, answer
+class Answerer:
+    """Answers rows by their numbers. Opens the model, and finds at once what is wrong with it and with the rows."""
 
-    if options.out and options.prompts and options.out.exists() and options.out.samefile(options.prompts):
-        raise TuneError(f"--out {options.out} is the file of the prompts, which would be lost. Name another file")
-    world = distributed.init(options.device)
+    def __init__(self, options: Namespace, rows: list[tuple[str, Any]]):
+        from tune import distributed
+        from tune.datasets.prompts import open_prompts
+        from tune.generation import Sampler
 
-    def tell(message: str) -> None:
-        if world.is_main:
+        self.world, self.samples = distributed.init(options.device), options.samples
+        self.model, self.tokenizer, settings = opened(options, self.world.device, self.tell)
+        self.prompts = open_prompts(self.tokenizer, rows, system=options.system, raw=options.raw)
+        longest = max(len(prompt.tokens) for prompt in self.prompts)
+        room = max(1, min(MAX_NEW_TOKENS, (self.model.max_generated or sys.maxsize) - longest))
+        count = room if options.max_new_tokens is None else options.max_new_tokens
+        self.sampler = Sampler(max_new_tokens=count, max_rows=options.batch_size, **settings)
+        self.sampler.check(self.model, [each.tokens for each in self.prompts], range(len(rows)))
+
+    def __call__(self, numbers: range) -> list[list[Any]]:
+        from tune.generation import answer
+
+        asked = {number: self.prompts[number].tokens for number in numbers}
+        found = answer(self.model, self.sampler, self.tokenizer, asked, self.world, self.samples)
+        return [found[number] for number in numbers]
+
+    def tell(self, message: str) -> None:
+        if self.world.is_main:
             print(message, file=sys.stderr, flush=True)
 
-    model, tokenizer, settings = opened(options, world.device, tell)
-    prompts = open_prompts(tokenizer, rows, system=options.system, raw=options.raw)
-    longest = max(len(prompt.tokens) for prompt in prompts)
-    room = max(1, min(MAX_NEW_TOKENS, (model.max_generated or sys.maxsize) - longest))
-    count = room if options.max_new_tokens is None else options.max_new_tokens
-    sampler = Sampler(max_new_tokens=count, max_rows=options.batch_size, **settings)
-    sampler.check(model, [each.tokens for each in prompts], [each.index for each in prompts])  # before --out is emptied
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        file = options.out.open("w", encoding="utf-8") if options.out and world.is_main else nullcontext()
-    except OSError as error:
-        raise TuneError(f"--out {options.out} cannot be written: {error.strerror}") from error
-    begin, tokens, wave = time.perf_counter(), 0, 4 * options.batch_size * world.size
-    with file as out:
-        for start in range(0, len(prompts), wave):
-            some = {each.index: each for each in prompts[start : start + wave]}
-            asked = {index: each.tokens for index, each in some.items()}
-            found = answer(model, sampler, tokenizer, asked, world, options.samples)
-            for index in some if world.is_main else ():
-                for sample, completion in enumerate(found[index]):
-                    tokens += len(completion.tokens)
-                    print(completion.text, flush=True)
-                    if out:
-                        record = {
-                            "index": index, "sample": sample,
-                            **{name: value for name in ASKED if (value := some[index].row.get(name))},
-                            "completion": completion.text, "finish": completion.finish,
-                            "tokens": len(completion.tokens),
-                        }  # fmt: skip
-                        out.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+def generate(options: Namespace, rows: list[tuple[str, Any]], actors: Namespace | None = None) -> None:
+    """Print and write the answers to all rows, in their order, some batches at a time; `actors` are Ray's options."""
+    if options.out and options.prompts and options.out.exists() and options.out.samefile(options.prompts):
+        raise TuneError(f"--out {options.out} is the file of the prompts, which would be lost. Name another file")
+    size = 4 * options.batch_size
+    if actors and not actors.local:
+        share = -(-len(rows) // (actors.nnodes[1] * actors.nproc_per_node))
+        parts = shares(len(rows), min(size, share))
+        out = sys.stdout
+        with redirect_stdout(sys.stderr), ray.in_actors(actors, partial(Answerer, options, rows), parts) as found:
+            write(options, rows, parts, found, out)  # and not what Ray itself prints
+        return
+    answers = Answerer(options, rows)
+    parts = shares(len(rows), size * answers.world.size)
+    if answers.world.is_main:
+        write(options, rows, parts, map(answers, parts), sys.stdout)
+    else:
+        deque(map(answers, parts), maxlen=0)
+    answers.world.finish()
+
+
+def shares(count: int, size: int) -> list[range]:
+    """The numbers below `count`, so many at a time."""
+    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def write(
+    options: Namespace,
+    rows: list[tuple[str, Any]],
+    parts: list[range],
+    answers: Iterable[list[list[Any]]],
+    out: TextIO,
+) -> None:
+    """Print to `out`, and write, the `answers` to `parts` of the rows as they come."""
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(errors="backslashreplace")
+    begin, tokens = time.perf_counter(), 0
+    with nullcontext(lambda records: None) if options.out is None else records_file(options.out, rows) as put:
+        for numbers, found in zip(parts, answers, strict=True):
+            records = [
+                {
+                    "index": number, "sample": sample,
+                    **{name: value for name in ASKED if (value := rows[number][1].get(name))},
+                    "completion": completion.text, "finish": completion.finish, "tokens": len(completion.tokens),
+                }
+                for number, completions in zip(numbers, found, strict=True)
+                for sample, completion in enumerate(completions)
+            ]  # fmt: skip
+            for record in records:
+                print(record["completion"], file=out, flush=True)
+            put(records)
+            tokens += sum(record["tokens"] for record in records)
             rate = tokens / (time.perf_counter() - begin)
-            done = min(start + wave, len(prompts))
-            tell(f"{done:,} of {len(prompts):,} prompts, {tokens:,} tokens, {rate:.1f} tokens/s")
-    world.finish()
+            told = f"{numbers.stop:,} of {len(rows):,} prompts, {tokens:,} tokens, {rate:.1f} tokens/s"
+            print(told, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def records_file(path: Path, rows: list[tuple[str, Any]]) -> Iterator[Callable[[list[dict[str, Any]]], object]]:
+    """A function that writes records: as JSON lines, or as Parquet if that is the file's suffix, whose columns have the
+    types that they have in all `rows`. Raises TuneError if it cannot be written."""
+    import pyarrow
+    from pyarrow import parquet
+
+    file: Any
+    try:
+        if path.suffix == ".parquet":
+            given = {name: [row.get(name) or None for _, row in rows] for name in ASKED}
+            asked = {name: pyarrow.array(values).type for name, values in given.items() if any(values)}
+            ends = {"completion": pyarrow.string(), "finish": pyarrow.string(), "tokens": pyarrow.int64()}
+            schema = pyarrow.schema({"index": pyarrow.int64(), "sample": pyarrow.int64(), **asked, **ends})
+            file = parquet.ParquetWriter(path, schema)
+        else:
+            file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise TuneError(f"--out {path} cannot be written: {error.strerror or error}") from error
+    except pyarrow.ArrowException as error:
+        raise TuneError(f"--out {path}: what is asked has no common type ({error}). Write a .jsonl") from error
+    with file:
+        if path.suffix == ".parquet":
+            yield lambda records: file.write_table(pyarrow.Table.from_pylist(records, schema))
+        else:
+            yield lambda records: file.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in records)

@@ -74,10 +74,10 @@ def check(default: str, settings: list[str]) -> None:
         sys.exit(2)
 
 
-def parted(options: Sequence[str]) -> tuple[str, list[str]]:
+def parted(options: Sequence[str], default: str = "torchrun") -> tuple[str, list[str]]:
     """The launcher that `--launcher` names, and the other options, which are its own."""
     parser = ArgumentParser("tune run", add_help=False, allow_abbrev=False)
-    parser.add_argument("--launcher", default="torchrun")
+    parser.add_argument("--launcher", default=default)
     chosen, others = parser.parse_known_args(options)
     return chosen.launcher, others
 

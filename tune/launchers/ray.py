@@ -7,8 +7,9 @@ import signal
 import sys
 import uuid
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,23 +32,19 @@ class RecipeFailed(Exception):
 def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder: Path) -> None:
     """Run the recipe in workers of Ray Train. The run folder is its folder of results too, so that Ray's users find the
     checkpoints there. SIGINT and SIGTERM reach the workers, which save a checkpoint."""
-    chosen = _options(options)
+    chosen = parser("tune run --launcher ray").parse_args(options)
     least, most = (0, 0) if chosen.local else (nodes * chosen.nproc_per_node for nodes in chosen.nnodes)
-    ray, resources = connect(chosen.address, most * chosen.cpus_per_worker)
+    ray, needs, _ = _connected(chosen, least, most)
     from ray import train
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    gpus = int("GPU" in resources) if chosen.gpus_per_worker is None else chosen.gpus_per_worker
-    for name, wanted in (("CPU", least * chosen.cpus_per_worker), ("GPU", least * gpus)):
-        if (found := resources.get(name, 0)) < wanted:
-            print(f"waiting for {wanted} {name}s: the cluster has {found:.0f}", file=sys.stderr, flush=True)
     folder, stop = folder.absolute(), folder.absolute() / f".stop-{uuid.uuid4().hex[:8]}"
     place = {
         "folder": os.getcwd(),
         "recipe": str(recipe.absolute()),
         "settings": list(settings),
         "newest": _newest(folder),
-        "environment": {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+        "environment": _passed_on()
         | {"TUNE_STOP_FILE": str(stop), "TUNE_RUN_FOLDER": str(folder), "TUNE_RAY_WORKER": "1"},
     }
     # Ray refuses a folder whose list of checkpoints has some that are gone; which there are, the run finds out itself.
@@ -55,11 +52,11 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
     trainer = TorchTrainer(
         _work,
         train_loop_config=place,
-        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpus else "gloo"),
+        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if needs["GPU"] else "gloo"),
         scaling_config=train.ScalingConfig(
             num_workers=most if least == most else (least, most),
-            use_gpu=gpus > 0,
-            resources_per_worker={"CPU": chosen.cpus_per_worker} | ({"GPU": gpus} if gpus else {}),
+            use_gpu=needs["GPU"] > 0,
+            resources_per_worker={name: number for name, number in needs.items() if number},
         ),
         run_config=train.RunConfig(
             name=folder.name,
@@ -84,8 +81,72 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
     sys.exit(code)
 
 
-def _options(arguments: Sequence[str]) -> Any:
-    parser = ArgumentParser("tune run --launcher ray", allow_abbrev=False)
+@contextmanager
+def in_actors(chosen: Any, make: Callable[[], Callable[[Any], Any]], items: Sequence[Any]) -> Iterator[Iterator[Any]]:
+    """The results for `items`, in their order, of the function that `make` gives in each of several actors. It is made
+    in all of them before this is entered.
+
+    Raises:
+        TuneError: as `make` or its function does; or an actor dies more often than `--max-restarts` says.
+    """
+    least, most = (nodes * chosen.nproc_per_node for nodes in chosen.nnodes)
+    ray, needs, room = _connected(chosen, least, most)
+    kind = ray.remote(_Actor).options(
+        num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_restarts=chosen.max_restarts,
+        max_task_retries=chosen.max_restarts, runtime_env={"env_vars": _passed_on()},
+    )  # fmt: skip
+    try:
+        count = min(max(least, min(most, room)), len(items))
+        actors = [kind.remote(make, os.getcwd()) for _ in range(count)]
+        ray.get([actor.start.remote() for actor in actors])
+        yield _in_order(ray, actors, items)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, TuneError):
+            raise TuneError(str(error.cause)) from error
+        raise
+    except ray.exceptions.RayError as error:
+        why = " ".join(str(error).split())
+        raise TuneError(f"--launcher ray: {why} With --max-restarts N, actors that die are started again") from error
+    finally:
+        ray.shutdown()
+
+
+class _Actor:
+    """Calls, in a process of its own, what `make` gives; that is made again where Ray has started it again."""
+
+    def __init__(self, make: Callable[[], Callable[[Any], Any]], folder: str):
+        os.chdir(folder)
+        os.environ.pop("SLURM_PROCID", None)  # Ray's nodes may be tasks of a step, but its actors are not
+        self.make = make
+        self.function: Any = None
+
+    def start(self) -> None:
+        self.function = self.function or self.make()
+
+    def call(self, item: Any) -> Any:
+        self.start()
+        return self.function(item)
+
+
+def _in_order(ray: Any, actors: Sequence[Any], items: Sequence[Any]) -> Iterator[Any]:
+    idle, waiting = list(actors), list(enumerate(items))[::-1]
+    running: dict[Any, tuple[int, Any]] = {}
+    results: dict[int, Any] = {}
+    for position in range(len(items)):
+        while position not in results:
+            while idle and waiting:
+                (at, item), actor = waiting.pop(), idle.pop()
+                running[actor.call.remote(item)] = at, actor
+            (done,), _ = ray.wait([*running])
+            at, actor = running.pop(done)
+            results[at] = ray.get(done)
+            idle.append(actor)
+        yield results.pop(position)
+
+
+def parser(command: str) -> ArgumentParser:
+    """Of the options that choose a cluster and its workers."""
+    parser = ArgumentParser(command, allow_abbrev=False)
     parser.add_argument("--nproc-per-node", type=_count, default=1, help="workers of a node (default: 1)")
     parser.add_argument(
         "--nnodes", type=_range, default=(1, 1), help="nodes; MIN:MAX as many as there are (default: 1)"
@@ -93,14 +154,35 @@ def _options(arguments: Sequence[str]) -> Any:
     parser.add_argument("--address", help="of a cluster, or auto; default: RAY_ADDRESS, or a new one on this machine")
     parser.add_argument("--max-restarts", type=int, default=0, help="continue after so many failures (default: 0)")
     parser.add_argument("--cpus-per-worker", type=_count, default=1, help="default: 1")
-    parser.add_argument("--gpus-per-worker", type=int, help="default: 1 where the cluster has GPUs")
-    parser.add_argument("--local", action="store_true", help="in this process, without a cluster, to try a recipe")
-    return parser.parse_args(arguments)
+    parser.add_argument("--gpus-per-worker", type=_whole, help="default: 1 where the cluster has GPUs")
+    parser.add_argument("--local", action="store_true", help="in this process, without a cluster, to try it")
+    return parser
+
+
+def _connected(chosen: Any, least: int, most: int) -> tuple[Any, dict[str, int], int]:
+    """Ray's module, what each worker needs, and for how many of them the cluster has room; none is needed for 0."""
+    ray, resources = connect(chosen.address, most * chosen.cpus_per_worker)
+    gpus = int("GPU" in resources) if chosen.gpus_per_worker is None else chosen.gpus_per_worker
+    needs = {"CPU": chosen.cpus_per_worker, "GPU": gpus}
+    for name, number in needs.items():
+        if (found := resources.get(name, 0)) < least * number:
+            print(f"waiting for {least * number} {name}s: the cluster has {found:.0f}", file=sys.stderr, flush=True)
+    return ray, needs, int(min(resources.get(name, 0) / number for name, number in needs.items() if number))
+
+
+def _passed_on() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
 
 
 def _count(text: str) -> int:
     if not text.isdigit() or text == "0":
         raise TuneError(f"--launcher ray: '{text}' is not a number of at least 1. --local runs without workers")
+    return int(text)
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit():
+        raise TuneError(f"--launcher ray: '{text}' is not a number of GPUs")
     return int(text)
 
 
