@@ -359,7 +359,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.detach().to("cpu", copy=True)
     names, context = tensor.__tensor_flatten__()
-    parts = {name: _on_host(getattr(tensor, name)) for name in names}
+    parts = tree_map_only(Tensor, _on_host, {name: getattr(tensor, name) for name in names})  # a mesh stays as it is
     kind: Any = type(tensor)
     return kind.__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
 
