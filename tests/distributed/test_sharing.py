@@ -1,0 +1,45 @@
+"""What each of 4 and 8 processes holds of parameters, gradients and states, and that they train as one process does."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers import run_processes
+
+MEASURE = Path(__file__).with_name("measure_layouts.py")
+LLAMA = {
+    "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 32,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "max_position_embeddings": 512,
+}  # fmt: skip
+EXPERTS = LLAMA | {
+    "model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16,
+    "moe_intermediate_size": 64, "norm_topk_prob": True,
+}  # fmt: skip
+ALONE = [["llama", {}], ["moe", {}]]
+LAYOUTS = {
+    4: [["llama", {axis: 4}] for axis in ("dp_shard", "cp", "tp", "pp")] + [["moe", {"ep": 4}]],
+    8: [
+        ["llama", {"tp": 2, "pp": 2}],
+        ["llama", {"tp": 2, "dp_replicate": 2}],
+        ["moe", {"ep": 2, "pp": 2, "cp": 2}],
+    ],
+}
+
+
+@pytest.mark.slow
+def test_layouts_of_four_and_eight_processes(tmp_path):
+    models = {"llama": LLAMA, "moe": EXPERTS}
+    for name, config in models.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    folders = json.dumps({name: str(tmp_path / name) for name in models})
+    found = {
+        count: json.loads(run_processes(MEASURE, count, folders, json.dumps(layouts)))
+        for count, layouts in {1: ALONE, **LAYOUTS}.items()
+    }
+    alone = {name: each["measured"] for (name, _), each in zip(ALONE, found[1], strict=True)}
+    for count, layouts in LAYOUTS.items():
+        for (name, axes), each in zip(layouts, found[count], strict=True):
+            assert each["measured"] == pytest.approx(alone[name], rel=1e-5), (count, name, axes)
+            share = axes.get("dp_replicate", 1) / count
+            assert each["shares"] == pytest.approx([share] * 3, rel=0.02), (count, name, axes)
