@@ -32,7 +32,9 @@ def on_files(files: "Files", config: "MkDocsConfig") -> None:
     for name in undocumented():
         logging.getLogger("mkdocs.docstrings").warning("%s has no docstring", name)
     for name in packages():
-        files.append(File.generated(config, f"reference/{name}.md", content=f"# {name}\n\n::: {name}\n"))
+        members = ", ".join(public(ROOT.joinpath(*name.split("."), "__init__.py")))
+        content = f"# {name}\n\n::: {name}\n    options:\n      members: [{members}]\n"
+        files.append(File.generated(config, f"reference/{name}.md", content=content))
     pages = sorted((ROOT / "docs").rglob("*.md"))
     for page in pages:  # grows while it is read: linked pages have links too
         for target in filter(is_outside, linked(page)):
@@ -79,27 +81,37 @@ def uri(path: Path) -> str:
 
 
 def packages() -> list[str]:
-    """The packages of `tune` that say in `__all__` what is public."""
-    faces = [face for face in sorted((ROOT / "tune").rglob("__init__.py")) if "__all__" in face.read_text()]
-    return [".".join(face.parent.relative_to(ROOT).parts) for face in faces]
+    """The packages of `tune` that have something public."""
+    return [f"tune.{face.parent.name}" for face in sorted((ROOT / "tune").glob("*/__init__.py")) if public(face)]
+
+
+def public(face: Path) -> list[str]:
+    """What is public of a package: what its `__init__.py` imports from its own modules, or defines."""
+    names: list[str] = []
+    for statement in ast.parse(face.read_text(encoding="utf-8")).body:
+        match statement:
+            case ast.ImportFrom(module=str(module)) if f".{face.parent.name}." in f".{module}":
+                names += [alias.name for alias in statement.names]
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) if not name.startswith("_"):
+                names.append(name)
+    return sorted(names)
 
 
 def undocumented(package: Path = ROOT / "tune") -> Iterator[str]:
-    """The modules, and the names in each package's `__all__`, that have no docstring of their own. That of a constant
-    is the string behind its assignment."""
+    """The modules, and what is public of each package, that have no docstring of their own. That of a constant is the
+    string behind its assignment."""
     for file in sorted(package.rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         module = ".".join(file.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
         if tree.body and not ast.get_docstring(tree):
             yield module
-        for statement in tree.body:
-            match statement:
-                case ast.Assign(targets=[ast.Name(id="__all__")], value=names):
-                    yield from (f"{module}.{name}" for name in ast.literal_eval(names) if not documented(file, name))
+        if file.name == "__init__.py" and package in (file.parent, file.parent.parent):
+            root = package.parent
+            yield from (f"{module}.{name}" for name in public(file) if not documented(file, name, root))
 
 
-def documented(file: Path, name: str) -> bool:
-    """Whether what a file defines or imports as `name` has a docstring."""
+def documented(file: Path, name: str, root: Path) -> bool:
+    """Whether what a file below `root` defines or imports as `name` has a docstring."""
     body = ast.parse(file.read_text(encoding="utf-8")).body
     for statement, behind in zip(body, [*body[1:], None], strict=True):
         match statement:
@@ -108,6 +120,6 @@ def documented(file: Path, name: str) -> bool:
             case ast.Assign(targets=[ast.Name(id=defined)]) if defined == name:
                 return isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant)
             case ast.ImportFrom(module=str(module)) if name in {alias.name for alias in statement.names}:
-                origin = ROOT.joinpath(*module.split("."))
-                return documented(origin / "__init__.py" if origin.is_dir() else origin.with_suffix(".py"), name)
-    raise LookupError(f"{file}: __all__ has {name}, which is neither defined nor imported there")
+                origin = root.joinpath(*module.split("."))
+                return documented(origin / "__init__.py" if origin.is_dir() else origin.with_suffix(".py"), name, root)
+    raise LookupError(f"{file}: {name} is neither defined nor imported there")

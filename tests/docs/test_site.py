@@ -27,13 +27,15 @@ def test_public_names_and_modules_have_docstrings(hooks):
 
 
 def test_what_has_none_is_found(hooks, tmp_path):
-    (tmp_path / "thing.py").write_text("class Known:\n    '''.'''\n\nclass Bare: ...\n\ndef bare(): ...\n\nLIMIT = 1\n")
-    names = "from tune.losses import LinearCrossEntropy\n"
-    own = (tmp_path / "thing.py").read_text() + "KNOWN = 2\n'''.'''\n"
-    public = ["Known", "Bare", "bare", "LIMIT", "KNOWN", "LinearCrossEntropy"]
-    (tmp_path / "__init__.py").write_text(f"'''A package.'''\n{names}{own}__all__ = {public}\n")
+    def source(kind: str) -> str:
+        return f"class {kind}Known:\n    '.'\n\nclass {kind}Bare: ...\n\ndef {kind.lower()}_bare(): ...\n\n"
+
     here = tmp_path.name
-    assert set(hooks.undocumented(tmp_path)) == {f"{here}.{name}" for name in ("thing", "Bare", "bare", "LIMIT")}
+    (tmp_path / "thing.py").write_text(source("There") + "LIMIT = 1\nKNOWN = 2\n'.'\n")
+    names = f"from pathlib import Path\nfrom {here}.thing import KNOWN, LIMIT, ThereBare, ThereKnown, there_bare\n"
+    (tmp_path / "__init__.py").write_text(f"'A package.'\n{names}{source('Here')}def _private(): ...\n")
+    found = {"thing", "HereBare", "here_bare", "ThereBare", "there_bare", "LIMIT"}
+    assert set(hooks.undocumented(tmp_path)) == {f"{here}.{name}" for name in found}
 
 
 def build(out: Path, config: Path) -> subprocess.CompletedProcess[str]:

@@ -14,23 +14,3 @@ from tune.checkpointers.weights import (
     require_same_vocabulary,
 )
 from tune.checkpointers.writing import add_tokens, export, exported_types, model_card
-
-__all__ = [
-    "Checkpointer",
-    "Pretrained",
-    "Random",
-    "add_tokens",
-    "check",
-    "checkpoint_at",
-    "export",
-    "export_gguf",
-    "exported_types",
-    "hf_tensors",
-    "load_frozen",
-    "load_model",
-    "model_card",
-    "open_checkpoint",
-    "read_trained",
-    "require_finite",
-    "require_same_vocabulary",
-]

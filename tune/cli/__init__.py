@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from tune import __version__
 from tune.errors import TuneError
 
-__all__ = ["main"]
-
 VERBS = {
     "ls": "list the recipes and presets",
     "cp": "copy a recipe with its settings, or a config, to change it",

@@ -1,5 +1,3 @@
 """Rows of samples -> `Batch`: tensors, document boundaries, columns."""
 
 from tune.collators.batch import IGNORE, Batch, Documents, Part, Sample, collate
-
-__all__ = ["IGNORE", "Batch", "Documents", "Part", "Sample", "collate"]

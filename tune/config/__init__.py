@@ -4,21 +4,3 @@ from tune.config.entry import entrypoint
 from tune.config.instantiate import instantiate, instantiate_data, instantiate_weighted
 from tune.config.load import flat, load, read, read_file, save, saved
 from tune.config.paths import find_config, find_default, find_recipe, list_configs, list_recipes
-
-__all__ = [
-    "entrypoint",
-    "find_config",
-    "find_default",
-    "find_recipe",
-    "flat",
-    "instantiate",
-    "instantiate_data",
-    "instantiate_weighted",
-    "list_configs",
-    "list_recipes",
-    "load",
-    "read",
-    "read_file",
-    "save",
-    "saved",
-]

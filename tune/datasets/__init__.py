@@ -27,22 +27,3 @@ from tune.datasets.prompts import Prompt, PromptLoader, Prompts, load_prompts
 from tune.datasets.rows import RowReader
 from tune.datasets.scores import add_scores
 from tune.datasets.stream import Stream
-
-__all__ = [
-    "DataLoader",
-    "Dataset",
-    "GlobalBatch",
-    "Mixture",
-    "Prompt",
-    "PromptLoader",
-    "Prompts",
-    "RowReader",
-    "Stream",
-    "add_scores",
-    "cache_folder",
-    "load",
-    "load_prompts",
-    "mix",
-    "pack",
-    "validation_batches",
-]

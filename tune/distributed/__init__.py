@@ -17,26 +17,3 @@ from tune.distributed.pipeline import Pipeline, from_its_stage, uncut
 from tune.distributed.shards import full_tensor, local_shard
 from tune.distributed.tensor_parallel import share, summed
 from tune.distributed.world import World, init
-
-__all__ = [
-    "DTYPES",
-    "Interrupt",
-    "Pipeline",
-    "World",
-    "clip_grad_norm_",
-    "from_its_stage",
-    "full_tensor",
-    "gathered",
-    "init",
-    "local_shard",
-    "parallelize",
-    "repeated_blocks",
-    "reshard",
-    "set_gradient_sync",
-    "share",
-    "stored_dtype",
-    "summed",
-    "uncut",
-    "units_of",
-    "wrap_forward",
-]

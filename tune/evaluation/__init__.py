@@ -3,5 +3,3 @@ file that needs that library), and `log_likelihoods`."""
 
 from tune.evaluation.likelihoods import log_likelihoods
 from tune.evaluation.tasks import Tasks, exact_match, metrics
-
-__all__ = ["Tasks", "exact_match", "log_likelihoods", "metrics"]

@@ -10,22 +10,3 @@ from tune.generation.reward_model import RewardModel
 from tune.generation.rollout import Environment, Episode, Reward, is_live, micro_batches, rollout, statistics
 from tune.generation.sampler import Completion, Sampler, answer
 from tune.generation.vllm_engine import VLLM
-
-__all__ = [
-    "VLLM",
-    "Completion",
-    "Continuation",
-    "Environment",
-    "Episode",
-    "FixedPrompts",
-    "Reward",
-    "RewardModel",
-    "Sampler",
-    "answer",
-    "choose",
-    "is_live",
-    "micro_batches",
-    "own_answers",
-    "rollout",
-    "statistics",
-]

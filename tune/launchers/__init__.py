@@ -13,8 +13,6 @@ from pathlib import Path
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
 
-__all__ = ["launcher"]
-
 Launch = Callable[[Sequence[str], Path, Sequence[str], Path], None]
 
 

@@ -5,16 +5,3 @@ from tune.loggers.model_metrics import accuracy, add, evaluate, means, routing, 
 from tune.loggers.profiler import profile
 from tune.loggers.sinks import Sink
 from tune.loggers.training_run import Run
-
-__all__ = [
-    "Run",
-    "Sink",
-    "accuracy",
-    "add",
-    "evaluate",
-    "flops_per_token",
-    "means",
-    "profile",
-    "routing",
-    "validate",
-]

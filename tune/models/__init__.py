@@ -8,16 +8,3 @@ from tune.models.hf import HuggingFaceModel, hf
 from tune.models.names import Names
 from tune.models.routing import balance_loss
 from tune.models.trainable import TrainableModel
-
-__all__ = [
-    "Decoder",
-    "DecoderConfig",
-    "HuggingFaceModel",
-    "KeyValueCache",
-    "Names",
-    "TrainableModel",
-    "balance_loss",
-    "build",
-    "hf",
-    "prepare_scores",
-]

@@ -8,16 +8,3 @@ from tune.optimizers.groups import learning_rates, parameter_groups
 from tune.optimizers.in_backward import InBackward
 from tune.optimizers.muon import Muon
 from tune.optimizers.schedules import constant, cosine, inverse_square_root, linear, warmup_stable_decay
-
-__all__ = [
-    "Adafactor",
-    "InBackward",
-    "Muon",
-    "constant",
-    "cosine",
-    "inverse_square_root",
-    "learning_rates",
-    "linear",
-    "parameter_groups",
-    "warmup_stable_decay",
-]

@@ -11,26 +11,3 @@ from tune.peft.lora import LoRA
 from tune.peft.merging import export_gguf_lora, give_memory, merge, open_on_disk
 from tune.peft.named import open_model, resolve_model
 from tune.peft.tokens import untrained_tokens
-
-__all__ = [
-    "LoRA",
-    "adapted_modules",
-    "adapter",
-    "add_adapters",
-    "digest",
-    "export_adapter",
-    "export_gguf_lora",
-    "export_trained",
-    "give_memory",
-    "initialize",
-    "load_adapter",
-    "merge",
-    "open_model",
-    "open_on_disk",
-    "read_adapter",
-    "resolve_model",
-    "set_dropout_keys",
-    "start",
-    "switched_off",
-    "untrained_tokens",
-]

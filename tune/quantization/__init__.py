@@ -5,15 +5,3 @@ from tune.quantization.compressed import Compressor
 from tune.quantization.float8 import compute_in_float8
 from tune.quantization.nf4 import NF4Weight, dequantize, quantize, quantize_linears
 from tune.quantization.rounding import Rounding, quantised_linears, round_linears
-
-__all__ = [
-    "Compressor",
-    "NF4Weight",
-    "Rounding",
-    "compute_in_float8",
-    "dequantize",
-    "quantised_linears",
-    "quantize",
-    "quantize_linears",
-    "round_linears",
-]

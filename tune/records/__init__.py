@@ -2,5 +2,3 @@
 
 from tune.records.page import write_report
 from tune.records.record import Record, differences, end, find, json_object, number, read, start
-
-__all__ = ["Record", "differences", "end", "find", "json_object", "number", "read", "start", "write_report"]

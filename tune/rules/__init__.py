@@ -6,8 +6,6 @@ A new rule is an entry of `RULES`, and a case in tests/rules. A run applies them
 from tune.rules.rule import Facts, Finding, Level, Rule
 from tune.rules.table import RULES
 
-__all__ = ["RULES", "Facts", "Finding", "Level", "Rule", "judge"]
-
 
 def judge(facts: Facts, strict: bool = False) -> list[Finding]:
     """What the rules find; settings that a rule heals are changed in `facts.cfg`, unless `strict`, which makes each of

@@ -3,5 +3,3 @@
 from tune.tokenizers.chat_template import ChatTemplate, Message, Span
 from tune.tokenizers.supervision import supervised_spans
 from tune.tokenizers.tokenizer import Tokenizer
-
-__all__ = ["ChatTemplate", "Message", "Span", "Tokenizer", "supervised_spans"]
