@@ -108,7 +108,7 @@ def test_letters_that_the_terminal_does_not_know(arguments, chats, first, monkey
 
 def test_wrong_arguments(error, tmp_path):
     assert "argument --rows: 0 is not a positive integer" in error("--rows", "0")
-    assert "argument --rows: invalid int value" in error("--rows", "two")
+    assert "argument --rows: two is not a positive integer" in error("--rows", "two")
     assert "--row: is not an option" in error("--row", "1")
     assert "/no/folder.html cannot be written: No such file" in error("--html", "/no/folder.html")
     assert f"tokenizer: no tokenizer in {tmp_path / 'none'}" in error(f"model.path={tmp_path / 'none'}")

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from tune.cli.run import parted
+from tune.cli.run import parted, positive
 from tune.errors import TuneError
 from tune.launchers import ray
 
@@ -54,19 +54,16 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     prompts.add_argument("--prompt", metavar="TEXT", help="without this and --prompts: standard input, as FILE")
     file = "a prompt a line (.txt), or rows with prompt or messages (.jsonl, .csv, .parquet)"
     prompts.add_argument("--prompts", metavar="FILE", help=file)
-    parser.add_argument("--samples", metavar="N", type=int, default=1, help="answers to each prompt (default: 1)")
+    parser.add_argument("--samples", metavar="N", type=positive, default=1, help="answers to each prompt (default: 1)")
     parser.add_argument("--raw", action="store_true", help="go on from texts as they are, without a chat template")
     parser.add_argument("--out", metavar="FILE", type=Path, help="prompts and answers too, as .jsonl or .parquet")
-    parser.add_argument("--batch-size", metavar="N", type=int, default=16, help="answers at a time (default: 16)")
+    parser.add_argument("--batch-size", metavar="N", type=positive, default=16, help="answers at a time (default: 16)")
     parser.add_argument("--launcher", choices=["ray"], help="its options: tune generate --launcher ray --help")
     launcher, others = parted(arguments, "")
     actors = None
     if launcher == "ray":
         actors, arguments = ray.parser("tune generate --launcher ray").parse_known_args(others)
     options = parser.parse_args(arguments)
-    for name in ("samples", "batch_size"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: {getattr(options, name)} is not a positive integer")
     if options.prompt is None and options.prompts is None and sys.stdin.isatty():
         parser.error("give --prompt TEXT, --prompts FILE, or prompts on standard input")
     from tune.datasets.prompts import placed_rows

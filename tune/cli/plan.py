@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tune.cli.prepare import settings
+from tune.cli.run import positive
 from tune.errors import TuneError
 
 LESS = (
@@ -49,7 +50,7 @@ BOUNDS = {
 
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.usage = "tune plan RECIPE [--config FILE_OR_NAME] [key=value ...] --world-size N --device NAME [OPTIONS]"
-    parser.add_argument("--world-size", metavar="N", type=int, default=1, help="processes (default: 1)")
+    parser.add_argument("--world-size", metavar="N", type=positive, default=1, help="processes (default: 1)")
     parser.add_argument("--device", metavar="NAME", required=True, help="h100, h200, a100, b200, mi300x, cpu or a FILE")
     parser.add_argument("--search", action="store_true", help="find the fastest layout that fits")
     parser.add_argument("--price", metavar="X", type=float, help="of a device for an hour")
@@ -57,8 +58,6 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("--calibrate", metavar="RUN", help="learn from a run on such a device: RUN/device.json")
     parser.add_argument("recipe", metavar="RECIPE", nargs="?")
     options, rest = parser.parse_known_args(arguments)
-    if options.world_size < 1:
-        parser.error(f"argument --world-size: {options.world_size} is not a positive integer")
     if not (options.recipe or options.calibrate):
         parser.error("RECIPE is missing")
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tune.cli.prepare import prompts_of, settings
+from tune.cli.run import positive
 from tune.collators import IGNORE
 from tune.config import instantiate, instantiate_data
 from tune.datasets.display import MARKS, Document, first_rows, histogram, marked, parts_of
@@ -37,13 +38,11 @@ pre {{ font-family: monospace; white-space: pre-wrap; overflow-wrap: anywhere; m
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     run = "RECIPE [--config FILE_OR_NAME] [key=value ...]"
     parser.usage = f"tune preview {run} [--rows N] [--source NAME] [--html FILE]"
-    parser.add_argument("--rows", metavar="N", type=int, default=3, help="show the first N rows (default: 3)")
+    parser.add_argument("--rows", metavar="N", type=positive, default=3, help="show the first N rows (default: 3)")
     parser.add_argument("--source", metavar="NAME", help="only this: training, validation, or a source of a mixture")
     parser.add_argument("--html", metavar="FILE", help="write a page instead")
     parser.add_argument("recipe", metavar="RECIPE")
     options, rest = parser.parse_known_args(arguments)
-    if options.rows < 1:
-        parser.error(f"argument --rows: {options.rows} is not a positive integer")
     cfg = settings(options.recipe, rest)
 
     tokenizer = instantiate(cfg.tokenizer)

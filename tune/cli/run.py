@@ -14,7 +14,7 @@ import ast
 import re
 import runpy
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -80,6 +80,13 @@ def parted(options: Sequence[str], default: str = "torchrun") -> tuple[str, list
     parser.add_argument("--launcher", default=default)
     chosen, others = parser.parse_known_args(options)
     return chosen.launcher, others
+
+
+def positive(text: str) -> int:
+    """The type of an option that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text} is not a positive integer")
+    return int(text)
 
 
 def with_folder(default: str | None, recipe: Path, settings: list[str]) -> tuple[list[str], Path]:

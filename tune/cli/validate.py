@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 from tune import config
 from tune.cli.prepare import recipe_of
+from tune.cli.run import positive
 from tune.errors import TuneError
 
 ROWS = 1000
@@ -19,7 +20,7 @@ ROWS = 1000
 def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     run = "RECIPE [--config FILE_OR_NAME] [key=value ...]"
     parser.usage = f"tune validate {run} [--world-size N] [--device NAME] [--all] [--strict] [--json]"
-    parser.add_argument("--world-size", metavar="N", type=int, default=1, help="so many processes (default: 1)")
+    parser.add_argument("--world-size", metavar="N", type=positive, default=1, help="so many processes (default: 1)")
     parser.add_argument("--device", metavar="NAME", help="cpu, mps, or a GPU: cuda, h100 (default: what is here)")
     parser.add_argument("--all", action="store_true", help=f"read all rows of the data, not only the first {ROWS:,}")
     parser.add_argument("--strict", action="store_true", help="a setting that a run would change is an error")

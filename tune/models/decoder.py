@@ -63,6 +63,27 @@ class Head(Protocol):
     def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Any: ...
 
 
+class TrainableModel(Protocol):
+    """The interface of models for recipes, checkpointers, adapters and exporters: `Decoder` and `HuggingFaceModel`
+    implement all of it.
+
+    A module of your own needs `config.vocab_size`, `__call__` and an `nn.ModuleList` of blocks. Without `names`, names
+    on disk are those of `state_dict()`; without `max_positions`, documents may have any length; without `routing`, no
+    statistics of experts are logged.
+    """
+
+    config: Any
+    names: Names
+    routing: RoutingSums | None
+
+    @property
+    def max_positions(self) -> int | None:
+        """The length of documents that the model was trained for."""
+
+    def __call__(self, batch: Batch | Tensor, head: Head | None = None) -> Any:
+        """Returns `head(hidden, weight, batch)`, or without a head logits `[rows, seq, vocab]`."""
+
+
 class Block(nn.Module):
     def __init__(self, config: LayerConfig, norm: NormConfig, hidden_size: int):
         super().__init__()

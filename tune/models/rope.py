@@ -166,7 +166,7 @@ def _longrope(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 # `dynamic` NTK scaling equals `default` up to the trained length. Beyond it angles depend on the longest document in
-# the batch: `_check_length` refuses it.
+# the batch: `Rope` refuses it.
 SCALINGS: dict[str, Callable[[RopeConfig], tuple[Tensor, float]]] = {
     "default": lambda config: (_plain(config), 1.0),
     "linear": lambda config: (_plain(config) / config.scaling["factor"], 1.0),
