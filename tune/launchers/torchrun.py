@@ -22,7 +22,11 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
     try:
-        torchrun.run(torchrun.parse_args([*options, str(recipe), *settings]))
+        chosen = torchrun.parse_args([*options, str(recipe), *settings])
+        if ":" in chosen.nnodes:  # elastic
+            # An agent that shares its store (torch 2.13) tells its address once, not those that join later, which fail.
+            os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        torchrun.run(chosen)
     except ValueError as error:  # of an option
         raise TuneError(f"torchrun: {error}") from error
     except SignalException:  # passed on to the processes, which have saved a checkpoint

@@ -1,0 +1,51 @@
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import HANGS, free_port
+
+RECIPE = """\
+import sys, time
+from pathlib import Path
+
+from tune import distributed
+
+world, folder = distributed.init("cpu"), Path(sys.argv[1])
+(folder / f"rank {world.rank} of {world.size}").touch()
+while not (folder / "enough").exists():
+    time.sleep(0.1)
+world.finish()
+"""
+
+
+@pytest.mark.slow
+def test_a_node_joins_a_run_that_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(RECIPE)
+    endpoint, agents = f"127.0.0.1:{free_port()}", list[subprocess.Popen[bytes]]()
+
+    def start(is_host: int) -> None:
+        options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
+        options += ["--rdzv-endpoint", endpoint, "--rdzv-conf", f"is_host={is_host},last_call_timeout=1"]
+        command = [sys.executable, "-m", "tune.cli", "run", *options, str(tmp_path / "mine.py"), str(tmp_path)]
+        agents.append(subprocess.Popen(command))
+
+    def wait_for(name: str) -> None:
+        deadline = time.monotonic() + HANGS
+        while not (tmp_path / name).exists():
+            assert not any(agent.poll() for agent in agents) and time.monotonic() < deadline
+            time.sleep(0.1)
+
+    try:
+        start(is_host=1)
+        wait_for("rank 0 of 1")
+        start(is_host=0)
+        wait_for("rank 0 of 2")
+        wait_for("rank 1 of 2")
+        (tmp_path / "enough").touch()
+        assert [agent.wait(HANGS) for agent in agents] == [0, 0]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
