@@ -1,10 +1,9 @@
 """`tune plan` against runs on this machine: peak memory (resident set) and seconds of a step, predicted and measured.
 
-    python benchmarks/planning.py memory WORK --model FOLDER
-    python benchmarks/planning.py time WORK
+    python benchmarks/planning.py WORK
 
-Each configuration is a run of its own; WORK keeps the runs, and what is there is not run again. The
-machine is calibrated on the first one. `time` needs a machine that does nothing else.
+Each configuration is a run of its own, of a model whose layers are as wide as memory needs to be told from the
+interpreter's. WORK keeps the runs, and what is there is not run again. Seconds need a machine that does nothing else.
 malloc is told to give freed memory back, which as a rule it keeps: what it keeps is not predicted.
 """
 
@@ -19,83 +18,83 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 WORDS = [f"word{number}" for number in range(22)]
-STEPS = 4
+STEPS = int(os.environ.get("STEPS", "4"))  # memory is at its peak in the second; seconds want more
 
-# name: (model, processes, recipe, settings)
 FULL, LORA, QLORA = "full_finetune", "lora_finetune", "lora_finetune --config qlora"
-MEMORY = {
-    "full, 256": ("given", 1, FULL, "max_seq_len=256"),
-    "full, 512": ("given", 1, FULL, "max_seq_len=512"),
-    "full, 512, selective": ("given", 1, FULL, "max_seq_len=512 memory.activation_checkpointing=selective"),
-    "full, 1024, full": ("given", 1, FULL, "max_seq_len=1024 memory.activation_checkpointing=full"),
-    "full, 4 x 256": ("given", 1, FULL, "max_seq_len=256 micro_batch_size=4 global_batch_size=4"),
-    "full, 2 x 2 x 256": ("given", 1, FULL, "max_seq_len=256 micro_batch_size=2 global_batch_size=4"),
-    "full, 256, bf16 states": ("given", 1, FULL, "max_seq_len=256 dtype=bf16 master_dtype=bf16"),
-    "lora, 512": ("given", 1, LORA, "max_seq_len=512"),
-    "lora, 1024, full": ("given", 1, LORA, "max_seq_len=1024 memory.activation_checkpointing=full"),
-    "lora, 1024, selective": ("given", 1, LORA, "max_seq_len=1024 memory.activation_checkpointing=selective"),
-    "qlora, 512": ("given", 1, QLORA, "max_seq_len=512"),
-    "qlora, 2 x 512": ("given", 1, QLORA, "max_seq_len=512 micro_batch_size=2 global_batch_size=2"),
-    "full, 256, 2 processes": ("given", 2, FULL, "max_seq_len=256 global_batch_size=2"),
-    "full, 512, full, 2 processes": (
-        "given", 2, FULL, "max_seq_len=512 global_batch_size=2 memory.activation_checkpointing=full"),
-    "full, 256, tp 2": ("given", 2, FULL, "max_seq_len=256 parallel.tp=2"),
-    "lora, 512, 2 processes": ("given", 2, LORA, "max_seq_len=512 global_batch_size=2"),
-    "wide qwen3, full, 512": ("Qwen3Config", 1, FULL, "max_seq_len=512"),
-    "wide qwen3, lora, 2048": ("Qwen3Config", 1, LORA, "max_seq_len=2048"),
-    "mixtral, full, 512": ("MixtralConfig", 1, FULL, "max_seq_len=512"),
-    "mixtral, lora, 2 x 512": ("MixtralConfig", 1, LORA, "max_seq_len=512 micro_batch_size=2 global_batch_size=2"),
-}  # fmt: skip
-SMALL = "LlamaConfig"
-TIME = {
-    "full, 2 x 512": (SMALL, 1, FULL, "max_seq_len=512 micro_batch_size=2 global_batch_size=2"),
-    "full, 512": (SMALL, 1, FULL, "max_seq_len=512"),
-    "full, 4 x 256": (SMALL, 1, FULL, "max_seq_len=256 micro_batch_size=4 global_batch_size=4"),
-    "full, 1024, full": (SMALL, 1, FULL, "max_seq_len=1024 memory.activation_checkpointing=full"),
-    "full, 2 of 512": (SMALL, 1, FULL, "max_seq_len=512 global_batch_size=2"),
-    "lora, 1024": (SMALL, 1, LORA, "max_seq_len=1024"),
-    "lora, 1024, selective": (SMALL, 1, LORA, "max_seq_len=1024 memory.activation_checkpointing=selective"),
-    "qlora, 512": (SMALL, 1, QLORA, "max_seq_len=512"),
-    "full, 2048": (SMALL, 1, FULL, "max_seq_len=2048"),
-}
+SELECTIVE, ALL = "memory.activation_checkpointing=selective", "memory.activation_checkpointing=full"
+# (model, processes, recipe, rows of a micro-batch, length, other settings). The machine is calibrated on the first.
+CASES = [
+    ("llama", 1, FULL, 1, 1024, ""),
+    ("llama", 1, FULL, 8, 256, ""),
+    ("llama", 1, FULL, 2, 1024, SELECTIVE),
+    ("llama", 1, FULL, 1, 4096, ALL),
+    ("llama", 1, FULL, 2, 512, "global_batch_size=4"),
+    ("llama", 1, FULL, 4, 250, "packed=false"),
+    ("llama", 1, FULL, 4, 512, "master_dtype=fp32 dtype=fp32 optimizer_in_backward=true"),
+    ("llama", 1, LORA, 1, 2048, ""),
+    ("llama", 1, LORA, 8, 250, "packed=false"),
+    ("llama", 1, LORA, 2, 2048, ALL),
+    ("llama", 1, QLORA, 4, 512, ""),
+    ("llama", 2, FULL, 1, 1024, "global_batch_size=2"),
+    ("llama", 2, FULL, 2, 1024, f"global_batch_size=4 {ALL}"),
+    ("llama", 2, LORA, 2, 1024, "global_batch_size=4"),
+    ("llama", 2, FULL, 2, 512, "parallel.tp=2"),
+    ("qwen3", 1, FULL, 1, 512, ""),
+    ("qwen3", 1, FULL, 4, 256, SELECTIVE),
+    ("qwen3", 1, FULL, 1, 2048, ALL),
+    ("qwen3", 1, LORA, 4, 512, ""),
+    ("qwen3", 1, LORA, 1, 2048, SELECTIVE),
+    ("qwen3", 1, QLORA, 2, 512, ""),
+    ("qwen3", 1, QLORA, 1, 2048, ALL),
+    ("qwen3", 2, FULL, 2, 512, "global_batch_size=4"),
+    ("qwen3", 2, LORA, 1, 1024, "global_batch_size=2"),
+    ("mixtral", 1, FULL, 2, 512, ""),
+    ("mixtral", 1, FULL, 1, 1024, ALL),
+    ("mixtral", 1, FULL, 4, 250, "packed=false"),
+    ("mixtral", 1, LORA, 2, 512, ""),
+    ("mixtral", 1, LORA, 8, 256, SELECTIVE),
+    ("mixtral", 1, QLORA, 2, 1024, ""),
+    ("mixtral", 2, FULL, 1, 512, "global_batch_size=2"),
+    ("mixtral", 2, LORA, 2, 512, "global_batch_size=4"),
+]
 SHAPES = {
-    "Qwen3Config": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6, "num_attention_heads": 16,
-                    "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": False, "vocab_size": 32768},
-    "MixtralConfig": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8,
-                      "num_key_value_heads": 4, "num_local_experts": 8, "vocab_size": 16384},
-    "LlamaConfig": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4,
-                    "num_key_value_heads": 2, "vocab_size": 4096},
+    "llama": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
+              "num_key_value_heads": 4, "vocab_size": 8192},
+    "qwen3": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12,
+              "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True, "vocab_size": 32768},
+    "mixtral": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 5, "num_attention_heads": 8,
+                "num_key_value_heads": 4, "num_local_experts": 8, "vocab_size": 8192},
 }  # fmt: skip
+CLASSES = {"llama": "LlamaConfig", "qwen3": "Qwen3Config", "mixtral": "MixtralConfig"}
 
 
 def text(folder: Path) -> Path:
+    """Documents that are longer than a row that is not packed."""
     file = folder / "text.txt"
     if not file.exists():
         draw = random.Random(0)
-        file.write_text("\n".join(" ".join(draw.choices(WORDS, k=200)) for _ in range(400)))
+        file.write_text("\n".join(" ".join(draw.choices(WORDS, k=400)) for _ in range(400)))
     return file
 
 
-def model(kind: str, folder: Path, given: str) -> str:
-    if kind == "given":
-        return given
+def model(kind: str, folder: Path) -> str:
     if not (folder / kind).exists():
         sys.path.insert(0, str(ROOT / "tests"))
         from helpers import save_checkpoint
 
-        save_checkpoint(folder / kind, kind, max_position_embeddings=8192, **SHAPES[kind])
+        save_checkpoint(folder / kind, CLASSES[kind], max_position_embeddings=8192, **SHAPES[kind])
     return str(folder / kind)
 
 
-def arguments(recipe: str, path: str, settings: str) -> list[str]:
-    fixed = "dtype=fp32 packed=true dataset.train_on=all device=cpu global_batch_size=1 micro_batch_size=1"
-    return [*recipe.split(), f"model.path={path}", *fixed.split(), *settings.split()]
-
-
-def measured(name: str, case: tuple, folder: Path, given: str) -> tuple[list[str], list[dict], Path]:
-    kind, processes, recipe, settings = case
+def measured(case: tuple, folder: Path) -> tuple[str, list[str], list[dict], Path]:
+    """The name of a configuration, its command line, the metrics of its steps, and its folder."""
+    kind, processes, recipe, rows, length, others = case
+    name = f"{kind} {recipe.split()[-1].removesuffix('_finetune')} {rows} x {length} on {processes} {others}".strip()
     run = folder / "runs" / re.sub(r"\W+", "-", name)
-    command = arguments(recipe, model(kind, folder, given), settings)
+    sizes = f"micro_batch_size={rows} max_seq_len={length}"
+    sizes += "" if "global_batch_size" in others else f" global_batch_size={rows}"
+    fixed = "dtype=fp32 dataset.train_on=all device=cpu" + ("" if "packed" in others else " packed=true")
+    command = [*recipe.split(), f"model.path={model(kind, folder)}", *fixed.split(), *sizes.split(), *others.split()]
     file = run / "metrics.jsonl"
     if not file.exists() or len(file.read_text().splitlines()) < STEPS:
         launcher = [f"--nproc-per-node={processes}", "--master-port=0"] if processes > 1 else []
@@ -109,7 +108,7 @@ def measured(name: str, case: tuple, folder: Path, given: str) -> tuple[list[str
         done = subprocess.run(run_, env=environment, capture_output=True, text=True)
         if done.returncode:
             print(name, done.stdout[-500:], done.stderr[-1500:])
-    return command, [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [], run
+    return name, command, [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [], run
 
 
 def tune(*arguments: str) -> str:
@@ -120,27 +119,25 @@ def tune(*arguments: str) -> str:
 
 
 def main() -> None:
-    if len(sys.argv) < 3 or "--help" in sys.argv:
+    if len(sys.argv) < 2 or "--help" in sys.argv:
         sys.exit(__doc__)
-    kind, folder = sys.argv[1], Path(sys.argv[2])
+    folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    given = sys.argv[sys.argv.index("--model") + 1] if "--model" in sys.argv else ""
-    cases = MEMORY if kind == "memory" else TIME
-    runs = {name: measured(name, case, folder, given) for name, case in cases.items()}
     device, errors = "cpu", {"GiB": [], "s": []}
-    for name, (command, metrics, run) in runs.items():
+    for case in CASES:
+        name, command, metrics, run = measured(case, folder)
         if not metrics:
             continue
         if device == "cpu":
             device = str(run / "device.json")
             tune("plan", "--calibrate", str(run), "--device", "cpu")
-        plan = json.loads(tune("plan", *command, "--world-size", str(cases[name][1]), "--device", device, "--json"))
+        plan = json.loads(tune("plan", *command, "--world-size", str(case[1]), "--device", device, "--json"))
         seconds = statistics.median(each["step_seconds"] - each["data_seconds"] for each in metrics[1:])
         pairs = {
             "GiB": (plan["memory_gib"]["total"], metrics[-1]["peak_memory_gib"]),
             "s": (plan["step_seconds"], seconds),
         }
-        line = f"{name:<32}"
+        line = f"{name:<80}"
         for unit, (before, found) in pairs.items():
             errors[unit].append(abs(before / found - 1))
             line += f" {before:6.2f} {unit} planned, {found:6.2f} measured ({before / found - 1:+.1%});"

@@ -1,5 +1,7 @@
 """Memory and speed that are planned, against torch's own accounts of real steps and closed formulas."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -128,3 +130,19 @@ def test_time_is_that_of_operations_which_run():
     assert computed == pytest.approx(moved / (device.bandwidth * 1e9 * device.bandwidth_share))
     ring = 2 * bytes_of * 7 / 8  # each process sends a share of an all-reduce so often
     assert recorder.exchange == pytest.approx(ring / (device.link * 1e9 * device.link_share) + 2e-5)
+
+
+TRACKED = """
+import sys
+sys.path.insert(0, "benchmarks")
+from planned_memory import compare
+for case in (4, 1, 64, "none"), (4, 1, 512, "none"), (8, 4, 128, "full"):
+    found, planned, moment = compare(sys.argv[1], *case)
+    assert abs(planned / found - 1) < 0.01, (case, moment, planned / found)
+"""
+
+
+@pytest.mark.slow
+def test_moments_of_fsdp_against_the_tracker_of_torch(checkpoint):
+    """In a process of its own: it is the first of several that are not there."""
+    subprocess.run([sys.executable, "-c", TRACKED, str(checkpoint)], check=True)

@@ -73,6 +73,7 @@ def _moments(trace: Trace, layout: Layout, plain: bool) -> Iterator[tuple[str, f
     adds = layout.micro_batches == 1 and not layout.cpu_offload and not layout.optimizer_in_backward
     embedded, tail = trace.embed.live, trace.loss.live
     everything = embedded + (0.0 if layout.activation_offload else trace.saved)
+    last_gathered = max(kind.unit.gathered for kind in trace.blocks) if shards > 1 else 0.0  # until forward ends
     of_blocks = adds * sum(kind.number * kind.unit.master for kind in trace.blocks) / shards
 
     def reducing(unit: Unit) -> float:  # gradients in fp32, and the result
@@ -82,15 +83,17 @@ def _moments(trace: Trace, layout: Layout, plain: bool) -> Iterator[tuple[str, f
     for _, unit, forward, backward in trace.blocks:
         saved = 0.0 if layout.activation_offload else forward.live
         gathered = root.gathered + unit.gathered * (2 if shards > 1 else 1)  # the next block beside this one
-        above = max(0.0, of_blocks - adds * unit.master / shards)
+        one = adds * unit.master / shards
+        above = max(0.0, of_blocks - one)
         yield "forward of the last block", everything - saved + forward.extra, 0.0, gathered, 0.0
         yield "backward of the last block", everything + backward.extra, tail, gathered, 0.0
-        waiting = gathered + (max(0.0, beside - unit.gathered) if shards > 1 else 0.0)  # the embedding is the next one
-        waiting += 0.0 if plain else REDUCED * unit.trained  # until the block above is reduced
+        waiting = gathered + (0.0 if plain else REDUCED * unit.trained)  # until the block above is reduced
+        yield "backward of the block before the last", everything - saved + backward.extra, tail, waiting, one
+        waiting += max(0.0, beside - unit.gathered) if shards > 1 else 0.0  # the embedding is the next one
         yield "backward of the first block", embedded + forward.live + backward.extra, tail, waiting, above
         reduced = root.gathered + unit.gradients + reducing(unit)
         yield "reduction of the first block", embedded, tail, 0.0 if plain else reduced, above
-    yield "head and loss", everything, trace.loss.extra, root.gathered, 0.0
+    yield "head and loss", everything, trace.loss.extra, root.gathered + last_gathered, 0.0
     yield "backward of the embedding", embedded + trace.rest.extra, tail, root.gathered + beside, of_blocks
     last = max(trace.others, key=lambda each: each.trained)
     reduced = 0.0 if plain else root.gathered + last.gradients + reducing(last)

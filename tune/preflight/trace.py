@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
@@ -256,7 +257,7 @@ def _kernels(device: Device) -> Iterator[None]:
 def _step(model: nn.Module, blocks: list[nn.Module], batch: Batch, loss_fn: Any, recorder: Recorder) -> list[Any]:
     """The marks of a forward and a backward: at the beginning of each block, before the loss, and back again."""
     marks = [recorder.mark()]
-    handles = []
+    handles, ended = [], []
 
     def at(hidden: Any) -> None:
         marks.append(recorder.mark())
@@ -268,7 +269,9 @@ def _step(model: nn.Module, blocks: list[nn.Module], batch: Batch, loss_fn: Any,
         handles.append(
             block.register_forward_pre_hook(lambda module, args, kwargs: at((args, kwargs)), with_kwargs=True)
         )
-    handles.append(blocks[-1].register_forward_hook(lambda module, args, output: at(output)))
+    # The last block ends where another module begins: until it has returned, its input is held by who called it.
+    handles.append(blocks[-1].register_forward_hook(lambda *_: ended.append(True)))
+    handles.append(register_module_forward_pre_hook(lambda module, args: at(args) if ended and ended.pop() else None))
     try:
         loss = model(batch, loss_fn) + balance_loss(model)
         loss.backward()
