@@ -17,6 +17,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from helpers import free_port, save_checkpoint  # noqa: E402
+
 WORDS = [f"word{number}" for number in range(22)]
 STEPS = int(os.environ.get("STEPS", "4"))  # memory is at its peak in the second; seconds want more
 
@@ -79,9 +82,6 @@ def text(folder: Path) -> Path:
 
 def model(kind: str, folder: Path) -> str:
     if not (folder / kind).exists():
-        sys.path.insert(0, str(ROOT / "tests"))
-        from helpers import save_checkpoint
-
         save_checkpoint(folder / kind, CLASSES[kind], max_position_embeddings=8192, **SHAPES[kind])
     return str(folder / kind)
 
@@ -97,7 +97,7 @@ def measured(case: tuple, folder: Path) -> tuple[str, list[str], list[dict], Pat
     command = [*recipe.split(), f"model.path={model(kind, folder)}", *fixed.split(), *sizes.split(), *others.split()]
     file = run / "metrics.jsonl"
     if not file.exists() or len(file.read_text().splitlines()) < STEPS:
-        launcher = [f"--nproc-per-node={processes}", "--master-port=0"] if processes > 1 else []
+        launcher = [f"--nproc-per-node={processes}", f"--master-port={free_port()}"] if processes > 1 else []
         ends = [f"dataset.path={text(folder)}", f"max_steps={STEPS}", f"output_dir={run}", "checkpointer.every=null"]
         environment = os.environ | {
             "PYTHONPATH": str(ROOT),
