@@ -66,6 +66,7 @@ def main(cfg):
         quantization.quantize_linears(model, double=cfg.quantization.double)
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None
+    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
 
     tokenizer = instantiate(cfg.tokenizer)
     tokenizer.require_same_ids(Tokenizer(cfg.teacher.path), "teacher.path")

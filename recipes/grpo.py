@@ -56,6 +56,7 @@ def main(cfg):
     rewards = [generation.Reward(*each) for each in instantiate_weighted(cfg.reward)]
     loss_fn = instantiate(cfg.loss)
     log_probs = losses.LogProbs(cfg.memory.loss_chunk_tokens, cfg.sampling.temperature)
+    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
 
     tokenizer = instantiate(cfg.tokenizer)
     sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)

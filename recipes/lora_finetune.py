@@ -35,6 +35,7 @@ def main(cfg):
     if cfg.quantization.qat:
         types = checkpointers.exported_types(model, cfg.model.path)
         quantization.round_linears(model, cfg.quantization.qat, types, cfg.dtype)
+    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
 
     tokenizer = instantiate(cfg.tokenizer)
     dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)

@@ -55,6 +55,7 @@ def main(cfg):
     rewards = [generation.Reward(*each) for each in instantiate_weighted(cfg.reward)]
     loss_fn = instantiate(cfg.loss)
     log_probs = losses.LogProbs(cfg.memory.loss_chunk_tokens, cfg.sampling.temperature)
+    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
 
     tokenizer = instantiate(cfg.tokenizer)
     checkpointers.require_same_vocabulary("value.path", cfg.value.path, critic, tokenizer)

@@ -42,6 +42,7 @@ def main(cfg):
     adapted = peft.add_adapters(model, lora) if lora else None
     loss_fn = instantiate(cfg.loss)
     log_probs = losses.LogProbs(cfg.memory.loss_chunk_tokens)
+    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
 
     tokenizer = instantiate(cfg.tokenizer)
     has_own_reference = loss_fn.needs_reference and cfg.reference not in ("precomputed", "adapter_off")

@@ -44,6 +44,7 @@ def main(cfg):
         lora = replace(lora, modules_to_save=sorted({*lora.modules_to_save, "score"}))
     adapted = peft.add_adapters(model, lora) if lora else None
     loss_fn = instantiate(cfg.loss)
+    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
 
     tokenizer = instantiate(cfg.tokenizer)
     prepare_scores(model, tokenizer)

@@ -8,6 +8,7 @@ from tune.distributed.parallelize import (
     gathered,
     parallelize,
     repeated_blocks,
+    require_layout,
     reshard,
     set_gradient_sync,
     stored_dtype,

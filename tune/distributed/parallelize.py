@@ -1,9 +1,11 @@
 """From a model on the meta device to shards: stages -> activation checkpointing -> compile -> FSDP2 -> memory."""
 
+import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -72,6 +74,15 @@ def parallelize(
     if world.size > 1 or needs_cast or cpu_offload:
         _shard(model, units, world, DTYPES[dtype], needs_cast, cpu_offload)
     allocate(model, torch.device("cpu") if cpu_offload else world.device, world.device)
+
+
+def require_layout(
+    model: nn.Module, world: World, dtype: Literal["bf16", "fp32"], master_dtype: Literal["bf16", "fp32"]
+) -> None:
+    """Raise the TuneError with which `parallelize` would refuse `model`, on the meta device, which stays as it is."""
+    if world.size > 1:
+        nowhere = replace(world, device=torch.device("meta"))
+        parallelize(copy.deepcopy(model), nowhere, dtype=dtype, master_dtype=master_dtype)
 
 
 def allocate(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:

@@ -1,0 +1,45 @@
+"""A layout that the model does not fit is refused before the data are read, in every recipe."""
+
+import json
+from pathlib import Path
+
+import full_finetune
+import pytest
+from helpers import run_processes
+
+TRIED = """
+import importlib
+import json
+import sys
+
+from tune import config
+from tune.errors import TuneError
+
+for recipe, settings in json.loads(sys.argv[1]):
+    sys.path.insert(0, str(config.find_recipe(recipe).parent))
+    try:
+        importlib.import_module(recipe).main(config.load(recipe, settings))
+    except TuneError as error:
+        print(error)
+"""
+WRONG = [
+    ("full_finetune", "parallel.ep=2"),
+    ("lora_finetune", "model._component_=tune.models.hf", "parallel.pp=2"),
+    ("preference_finetune", "parallel.ep=2"),
+]
+
+
+@pytest.mark.slow
+def test_before_the_data_are_read(checkpoint, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "tried.py").write_text(TRIED)
+    common = f"model.path={checkpoint}", "dataset.path=nowhere.jsonl", "device=cpu", f"output_dir={tmp_path / 'run'}"
+    runs = json.dumps([(recipe, [*common, *settings]) for recipe, *settings in WRONG])
+    found = [line for line in run_processes(tmp_path / "tried.py", 2, runs).splitlines() if "parallel." in line]
+    assert [line.split(":")[0] for line in found] == ["parallel.ep", "parallel.pp", "parallel.ep"]
+
+
+def test_in_all_recipes():
+    recipes = [path.read_text() for path in Path(full_finetune.__file__).parent.glob("*.py")]
+    placed = [text.index("require_layout(") - text.index("tokenizer = inst") for text in recipes if "backward" in text]
+    assert len(placed) == 7 and max(placed) < 0
