@@ -13,8 +13,8 @@ with 1 if one is not as wanted.
     sigterm     SIGTERM to it: a checkpoint is saved at once; then the same command again
     truncated   SIGKILL of it, then the newest checkpoint is cut short: the one before is taken
     hanging     SIGSTOP of a worker: it is named; killed by hand, the launcher starts the processes again
-    elastic     two agents of torchrun, as of two nodes: SIGKILL of one, after which the other goes on alone; then it
-                joins again. The losses are within 1e-5 of those of an undisturbed run, as on other numbers of processes
+    elastic     two agents of torchrun, or nodes of Ray, as of two machines: one is killed, and the other goes on
+                alone; then one joins. Losses within 1e-5 of an undisturbed run's, as on other numbers of processes
 """
 
 import argparse
@@ -33,6 +33,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
+
+from tune.launchers.ray import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 DRILLS = ("worker", "driver", "sigterm", "truncated", "hanging", "elastic")
@@ -100,19 +102,65 @@ def processes(folder: Path, kind: str = "") -> list[int]:
     return found
 
 
-def elastic(settings: list[str], folder: Path) -> Outcome:
-    """2 -> 1 -> 2 nodes, each an agent of torchrun; the first has the store. Compares what an undisturbed run has up to
-    the step at which this one is ended."""
-    many = ["max_steps=5000", "epochs=10000", "global_batch_size=32", "micro_batch_size=4", "optimizer.lr=1e-4"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+class Agents:
+    """Two nodes on this machine, each an agent of torchrun; the first has the store."""
 
-    def agent(is_host: int) -> Launch:
+    def __init__(self, settings: list[str], folder: Path):
+        self.settings, self.folder = settings, folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        self.first, self.second = self.agent(1), self.agent(0)
+
+    def agent(self, is_host: int) -> Launch:
         store = f"is_host={is_host},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
         options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
-        options += ["--rdzv-id", "drill", "--rdzv-endpoint", endpoint, "--rdzv-conf", store]
-        return Launch("torchrun", [*settings, *many], folder, options)
+        options += ["--rdzv-id", "drill", "--rdzv-endpoint", self.endpoint, "--rdzv-conf", store]
+        return Launch("torchrun", self.settings, self.folder, options)
+
+    def lose_one(self) -> None:
+        self.second.process.kill()
+        self.second.process.wait()
+
+    def add_one(self) -> None:
+        self.second = self.agent(0)
+
+    def end(self) -> None:
+        for each in (self.first, self.second):
+            each.process.terminate()
+        for each in (self.first, self.second):
+            each.process.wait()
+
+
+class Raylets:
+    """Two nodes of Ray on this machine, with room for a worker each; the first has the cluster's tables."""
+
+    def __init__(self, settings: list[str], folder: Path):
+        os.environ.update(VARIABLES)  # which Ray reads when it is imported
+        from ray.cluster_utils import Cluster
+
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        self.add_one()
+        options = ["--launcher", "ray", "--address", self.cluster.address, "--nnodes", "1:2", "--max-restarts", "3"]
+        self.first = Launch("ray", settings, folder, options)
+
+    def lose_one(self) -> None:
+        self.cluster.remove_node(self.second, allow_graceful=False)
+
+    def add_one(self) -> None:
+        self.second = self.cluster.add_node(num_cpus=1)
+
+    def end(self) -> None:
+        self.first.process.terminate()
+        self.first.process.wait()
+        self.cluster.shutdown()
+
+
+def elastic(launcher: str, settings: list[str], folder: Path) -> Outcome:
+    """2 -> 1 -> 2 nodes. Compares what an undisturbed run has up to the step at which this one is ended."""
+    many = ["max_steps=5000", "epochs=10000", "global_batch_size=32", "micro_batch_size=4", "optimizer.lr=1e-4"]
+    nodes = (Raylets if launcher == "ray" else Agents)([*settings, *many], folder)
+    stays = nodes.first
 
     def continued() -> list[int]:
         lines = (folder / "log.txt").read_text().splitlines()
@@ -126,17 +174,13 @@ def elastic(settings: list[str], folder: Path) -> Outcome:
             time.sleep(0.1)
         return time.monotonic() - began
 
-    stays, leaves = agent(1), agent(0)
     stays.wait_for(EVERY * 2 + 3)
     reached = max(losses(folder))
-    leaves.process.kill()
+    nodes.lose_one()
     alone = seconds_to_go_on(1)
-    joins = agent(0)
+    nodes.add_one()
     together = seconds_to_go_on(2)
-    for each in (stays, joins):
-        each.process.terminate()
-    for each in (stays, joins, leaves):
-        each.process.wait()
+    nodes.end()
     undisturbed = Launch("torchrun", [*settings, *many], folder.with_name("undisturbed-elastic"))
     last = max(losses(folder))
     undisturbed.wait_for(last)
@@ -148,7 +192,7 @@ def elastic(settings: list[str], folder: Path) -> Outcome:
     left, again = processes(folder), max(0, reached - continued()[0])  # it may still save one
     good = difference <= 1e-5 and numbers == ["2", "1", "2"] and not left and again <= 2 * EVERY
     print(
-        f"| elastic | torchrun | {again} | {alone:.0f} | {difference:.0e} | {len(left) or 'none'} | "
+        f"| elastic | {launcher} | {again} | {alone:.0f} | {difference:.0e} | {len(left) or 'none'} | "
         f"{'as wanted' if good else 'WRONG'}: {' -> '.join(numbers)} nodes, two again after {together:.0f} s |",
         flush=True,
     )
@@ -157,7 +201,7 @@ def elastic(settings: list[str], folder: Path) -> Outcome:
 
 def drill(name: str, launcher: str, settings: list[str], folder: Path, expected: dict[int, float]) -> Outcome:
     if name == "elastic":
-        return elastic(settings, folder)
+        return elastic(launcher, settings, folder)
     launch = Launch(launcher, settings, folder)
     launch.wait_for(EVERY * 2 + 3)
     began, victim = time.monotonic(), launch.process.pid
@@ -215,9 +259,8 @@ def main() -> None:
         results: dict[tuple[str, str], list[Outcome]] = {}
         for time_ in range(options.times):
             for launcher, each in itertools.product(options.launchers, options.drills):
-                if (launcher, each) != ("ray", "elastic"):
-                    run = folder / f"{launcher}-{each}-{time_}"
-                    results.setdefault((each, launcher), []).append(drill(each, launcher, settings, run, expected))
+                run = folder / f"{launcher}-{each}-{time_}"
+                results.setdefault((each, launcher), []).append(drill(each, launcher, settings, run, expected))
     if options.times > 1:
         print("\n| drill | launcher | as wanted | steps again, at most | seconds: median, most |\n|" + "---|" * 5)
     for (each, launcher), found in results.items() if options.times > 1 else ():
