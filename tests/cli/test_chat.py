@@ -34,12 +34,12 @@ class Terminal:
     def wait_for(self, pattern, again=""):
         """What is shown up to the end of the pattern, which has not been given yet.
 
-        `again` is typed after every ten seconds in which nothing is shown.
+        `again` is typed after every two seconds in which nothing is shown.
         """
         deadline = time.monotonic() + HANGS
         while not (found := re.search(pattern, self.seen)):
             left = max(0, deadline - time.monotonic())
-            ready, _, _ = select.select([self.screen], [], [], min(10, left) if again else left)
+            ready, _, _ = select.select([self.screen], [], [], min(2, left) if again else left)
             if not ready and again and left:
                 self.type(again)
                 continue

@@ -7,7 +7,7 @@ import lora_finetune
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import run_processes
+from helpers import run_processes, slow_but
 from safetensors.torch import load_file
 
 from tune import config
@@ -64,7 +64,7 @@ def common(checkpoint, chats):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(["lora"], KINDS))
 def test_the_curve_is_that_of_peft(kind, checkpoint, chats, common, tmp_path):
     """20 steps from one adapter, against a loop written with peft and transformers."""
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)

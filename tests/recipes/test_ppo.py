@@ -7,7 +7,7 @@ import numpy as np
 import ppo_finetune
 import pytest
 import torch
-from helpers import run_processes, save_checkpoint
+from helpers import run_processes, save_checkpoint, slow_but
 from recipes.test_grpo import requests  # noqa: F401
 from recipes.test_rewards import reward_model
 from safetensors.torch import load_file
@@ -22,6 +22,8 @@ WAYS = {
     "micro-batches of 3": ["micro_batch_size=3"],
     "few rows at a time": ["sampling.max_rows=5", "memory.activation_checkpointing=full"],
 }
+
+WITH_ADAPTER = ["adapter.rank=4", "reference=adapter_off"]
 
 
 def logged(folder):
@@ -102,7 +104,7 @@ def test_one_curve_on_one_and_two_processes(run, common, tmp_path):
         same(logged(tmp_path / "two" / way), alone)
 
 
-@pytest.mark.parametrize("adapter", [[], ["adapter.rank=4", "reference=adapter_off"]])
+@pytest.mark.parametrize("adapter", slow_but([WITH_ADAPTER], [[], WITH_ADAPTER]))
 def test_a_continued_run_is_bitwise_the_same(adapter, run, tmp_path):
     whole = run(*adapter, "checkpointer.every=1", "checkpointer.keep=null", folder=tmp_path / "whole")
     resume = f"resume={tmp_path / 'whole' / 'checkpoints' / 'step-00000001'}"
