@@ -105,6 +105,11 @@ def test_wrong_option_of_torchrun(recipe: Path) -> None:
     assert result.stderr.splitlines()[-1] == "error: torchrun: Unsupported nproc_per_node value: two"
 
 
+def test_port_0_is_no_port(recipe: Path) -> None:
+    result = run("--nproc-per-node", "2", "--master-port", "0", recipe, "greeting.name=x")
+    assert result.returncode == 2 and "Leave --master-port out: a free one is taken" in result.stderr
+
+
 def test_help_of_a_recipe_needs_no_torchrun(recipe: Path) -> None:
     result = run("--nproc-per-node", "2", recipe, "--help")
     assert result.stdout.splitlines()[0] == "A recipe of one's own."

@@ -23,6 +23,8 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
     try:
         chosen = torchrun.parse_args([*options, str(recipe), *settings])
+        if chosen.master_port == 0:
+            raise TuneError("torchrun: no process finds port 0. Leave --master-port out: a free one is taken")
         if ":" in chosen.nnodes:  # elastic
             # An agent that shares its store (torch 2.13) tells its address once, not those that join later, which fail.
             os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
