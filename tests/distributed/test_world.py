@@ -139,10 +139,8 @@ def test_tasks_of_srun_and_who_leaves_in_order(tmp_path):
         command = [sys.executable, str(tmp_path / "leaving.py")]
         tasks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     outputs = [task.communicate(timeout=HANGS)[0].splitlines() for task in tasks]
-    assert outputs == [
-        ["[0, 1] {'sum': 2.0}", "destroy_process_group", "0 threads"],
-        ["[0, 1] {'sum': 2.0}", "_abort_process_group", outputs[1][-1]],
-    ]
+    assert outputs[0] == ["[0, 1] {'sum': 2.0}", "destroy_process_group", "0 threads"]
+    assert outputs[1][:2] == ["[0, 1] {'sum': 2.0}", "_abort_process_group"]  # its threads may wait for the other
     assert [task.returncode for task in tasks] == [0, 1]
 
 
