@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # what collectives give, without numbers
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tune import distributed
@@ -32,6 +32,7 @@ from tune.distributed import local_shard
 from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy, chunks
 from tune.models import balance_loss, build, moe
+from tune.preflight.trace import in_equal_shares
 
 MODELS = {
     "llama-405b": {
@@ -92,9 +93,10 @@ def step(folder, processes, rank, axes, tokens):
     numbers = np.arange(tokens)[None] % model.config.vocab_size
     batch = Batch.of(numbers, numbers)
     with fake, mock.patch.object(chunks, "local_shard", place), mock.patch.object(moe, "on_processes", in_equal_shares):
-        loss = model(batch, LinearCrossEntropy()) + balance_loss(model)
-        for due, _ in pipeline.due(loss, True):
-            due.backward()
+        for each in pipeline.turns([batch]):
+            loss = model(each, LinearCrossEntropy()) + balance_loss(model)
+            for due, _ in pipeline.due(loss):
+                due.backward()
     world.finish()
     return {
         "whole": whole,
@@ -104,13 +106,6 @@ def step(folder, processes, rank, axes, tokens):
         "seconds": time.perf_counter() - begin,
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
-
-
-def in_equal_shares(mesh, experts, rows, plan, on_processes=moe.on_processes):
-    """How many rows are sent to each process and received, which a forward asks for, no number says here."""
-    counts = [[len(rows) // mesh.size()] * mesh.size()] * 2
-    with mock.patch.object(FakeTensor, "tolist", lambda _: counts):
-        return on_processes(mesh, experts, rows, plan)
 
 
 def axis(text):

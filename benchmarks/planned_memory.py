@@ -15,20 +15,25 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tune import config, distributed
 from tune.collators import Batch
-from tune.preflight.devices import DEVICES
+from tune.devices import DEVICES
+from tune.distributed import pipeline as pipeline_parallel
+from tune.losses import chunks
+from tune.models import balance_loss
 from tune.preflight.memory import GIB, Layout
-from tune.preflight.planning import Job
-from tune.preflight.trace import _kernels
+from tune.preflight.planning import Job, _meshes
+from tune.preflight.trace import Recorder, _kernels
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "rms_norm_eps": 1e-5,
@@ -49,8 +54,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001,
     },
 }  # fmt: skip
-# (model, processes, rows, tokens of a row, activation checkpointing)
-CASES = [
+# (model, processes, rows, tokens of a row, activation checkpointing, axes); of stages the one with the most, and of
+# these so many micro-batches as it takes at one time and one more
+CASES: list[tuple] = [
     ("Llama-3.1-8B", 8, 1, 4096, "none"),
     ("Llama-3.1-8B", 8, 1, 4096, "selective"),
     ("Llama-3.1-8B", 8, 2, 8192, "full"),
@@ -61,37 +67,109 @@ CASES = [
     ("Llama-3.1-405B", 512, 1, 8192, "full"),
     ("Qwen3-30B-A3B", 64, 1, 1024, "full"),
     ("Qwen3-30B-A3B", 32, 1, 4096, "none"),
+    ("Llama-3.1-8B", 8, 1, 4096, "none", {"tp": 2}),
+    ("Llama-3.1-8B", 8, 1, 32768, "full", {"cp": 8}),
+    ("Llama-3.1-8B", 16, 1, 8192, "selective", {"cp": 4, "tp": 2}),
+    ("Llama-3.1-8B", 8, 1, 2048, "full", {"pp": 2}),
+    ("Llama-3.1-70B", 64, 1, 4096, "full", {"pp": 4}),
+    ("Llama-3.1-70B", 64, 1, 2048, "none", {"pp": 8, "tp": 4}),
+    ("Llama-3.1-405B", 512, 1, 8192, "full", {"pp": 8, "tp": 8}),
+    ("Qwen3-30B-A3B", 64, 1, 1024, "full", {"ep": 8}),
+    ("Qwen3-30B-A3B", 32, 1, 4096, "none", {"ep": 32}),
+    ("Qwen3-30B-A3B", 64, 1, 4096, "full", {"ep": 8, "cp": 2, "pp": 2}),
 ]
 
 
-def tracked(cfg: Any, processes: int, rows: int, checkpointing: Any) -> float:
-    """Bytes of a process at the peak of a forward and a backward, as the tracker counts them."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
-    world = distributed.init("cpu")
+def tracked(cfg: Any, processes: int, rows: int, checkpointing: Any, axes: dict[str, int], stage: int = 0) -> float:
+    """Bytes of a process at the peak of its forwards and backwards, as the tracker counts them."""
+    stages = axes.get("pp", 1)
+    dist.init_process_group("fake", store=FakeStore(), rank=stage * (processes // stages), world_size=processes)
+    world = distributed.init("cpu", **axes, reduce_every_micro_batch=True)
     with torch.device("meta"):
         model = config.instantiate(cfg.model)
     loss_fn = config.instantiate(cfg.loss)
     ones = np.ones((1, rows * cfg.max_seq_len), dtype=np.int64)
     batch = Batch.of(ones, labels=ones, documents=np.arange(rows).repeat(cfg.max_seq_len)[None])
     distributed.parallelize(model, replace(world, device=torch.device("meta")), activation_checkpointing=checkpointing)
-    with FakeTensorMode(allow_non_fake_inputs=True), _kernels(DEVICES["h100"]):
+    pipeline, times = distributed.Pipeline(model, world), cfg.global_batch_size // world.data_size // rows
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _kernels(DEVICES["h100"]),
+        mock.patch.object(pipeline_parallel, "local_shard", lambda tensor: chunks.local_shard(tensor)),
+    ):
         model.to_empty(device="cpu")
-        tracker = FSDPMemTracker(model)
+        tracker: Any = Counter(model) if {"ep", "pp"} & set(axes) else FSDPMemTracker(model)
         with tracker:
-            model(batch, loss_fn).backward()
-    (found,) = tracker.get_tracker_snapshot("peak").values()
+            for turn in pipeline.turns([batch] * times):
+                loss = model(turn, loss_fn) + balance_loss(model)
+                for due, is_last in pipeline.due(loss):
+                    distributed.set_gradient_sync(model, is_last)
+                    due.backward()
+                loss = due = None
     dist.destroy_process_group()
+    if isinstance(tracker, Counter):
+        return tracker.peak
+    (found,) = tracker.get_tracker_snapshot("peak").values()
     return found["Total"]
 
 
-def compare(folder: str, processes: int, rows: int, length: int, checkpointing: Any) -> tuple[float, float, str]:
+class Counter(Recorder):
+    """The bytes of all storages that are alive, also where FSDP resizes one: for several forwards in turn, and for
+    parameters that FSDP shards over several meshes, which torch's tracker refuses."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__(DEVICES["h100"], "bf16", False)
+        for parameter in model.parameters():
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            self.live += own.nbytes
+            self.ignore(own)
+        self.peak, self.sizes = self.live, {}
+
+    def __enter__(self) -> Any:
+        self.resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            self.live += size - storage.nbytes()
+            self.sizes[storage._cdata] = size
+            self.peak = max(self.peak, self.live)
+            return self.resize(storage, size)
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def _free(self, key: int, size: int) -> Any:
+        def free(_: Any) -> None:
+            self.live -= self.sizes.pop(key, size)
+            del self.storages[key]
+
+        return free
+
+    def _cost(self, *_: Any) -> None:
+        pass
+
+
+def compare(
+    folder: str, processes: int, rows: int, length: int, checkpointing: Any, axes: dict[str, int] | None = None
+) -> tuple[float, float, str]:
     """Bytes at the peak as tracked and as planned, and the moment of the latter."""
-    sizes = [f"max_seq_len={length}", f"global_batch_size={rows * processes}", f"micro_batch_size={rows}"]
+    axes = axes or {}
+    split = {name: axes.get(name, 1) for name in ("cp", "tp", "ep", "pp")}
+    data = processes // (split["cp"] * split["tp"] * split["pp"])
+    micro_batches = split["pp"] + (split["pp"] > 1)
+    sizes = [f"max_seq_len={length}", f"global_batch_size={rows * data * micro_batches}", f"micro_batch_size={rows}"]
     cfg = config.load("full_finetune", [f"model.path={folder}", "dataset.path=none", *sizes])
     job = Job(cfg, DEVICES["h100"])  # which also says how many tokens the loss takes at a time
-    plan = job.plan(Layout(1, processes, 1, rows, checkpointing))
+    plan = job.plan(Layout(1, data, micro_batch_size=rows, activation_checkpointing=checkpointing, **split))
     planned = plan.peak - plan.memory["optimizer"] - plan.memory["reserve"]
-    return tracked(cfg, processes, rows, checkpointing), planned, plan.moment
+    if dist.is_initialized():  # that of the plan
+        _meshes.cache_clear()
+        dist.destroy_process_group()
+    found = [tracked(cfg, processes, rows, checkpointing, axes, stage) for stage in sorted({0, split["pp"] - 1})]
+    return max(found), planned, plan.moment
 
 
 def main() -> None:
@@ -105,10 +183,12 @@ def main() -> None:
             Path(folder, "config.json").write_text(json.dumps(described))
             found, planned, moment = compare(folder, *case)
         errors.append(abs(planned / found - 1))
-        processes, rows, length, checkpointing = case
+        processes, rows, length, checkpointing, *axes = case
+        layout = "".join(f", {axis}={size}" for each in axes for axis, size in each.items())
         print(
-            f"| {name}, {processes}, {rows} x {length:,}, {checkpointing} | {found / GIB:.2f} | {planned / GIB:.2f} | "
-            f"{planned / found - 1:+.1%} | {moment}, {time.process_time() - started:.0f} s of CPU",
+            f"| {name}, {processes}, {rows} x {length:,}, {checkpointing}{layout} | {found / GIB:.2f} | "
+            f"{planned / GIB:.2f} | {planned / found - 1:+.1%} | {moment}",
+            f"({time.process_time() - started:.0f} s of CPU)",
             flush=True,
         )
     print(f"median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")

@@ -59,6 +59,11 @@ CASES = [
     ("mixtral", 1, QLORA, 2, 1024, ""),
     ("mixtral", 2, FULL, 1, 512, "global_batch_size=2"),
     ("mixtral", 2, LORA, 2, 512, "global_batch_size=4"),
+    ("smollm2", 1, FULL, 1, 512, ""),
+    ("smollm2", 1, FULL, 4, 512, ALL),
+    ("gemma3", 1, FULL, 1, 512, ""),
+    ("gemma3", 1, FULL, 2, 512, "global_batch_size=4"),
+    ("gemma3", 1, LORA, 2, 512, ""),
 ]
 SHAPES = {
     "llama": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -67,8 +72,15 @@ SHAPES = {
               "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True, "vocab_size": 32768},
     "mixtral": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 5, "num_attention_heads": 8,
                 "num_key_value_heads": 4, "num_local_experts": 8, "vocab_size": 8192},
+    "smollm2": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 9,
+                "num_key_value_heads": 3, "tie_word_embeddings": True, "vocab_size": 49152},
+    "gemma3": {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 4,
+               "num_key_value_heads": 1, "head_dim": 128, "tie_word_embeddings": True, "vocab_size": 98304},
 }  # fmt: skip
-CLASSES = {"llama": "LlamaConfig", "qwen3": "Qwen3Config", "mixtral": "MixtralConfig"}
+CLASSES = {
+    "llama": "LlamaConfig", "qwen3": "Qwen3Config", "mixtral": "MixtralConfig", "smollm2": "LlamaConfig",
+    "gemma3": "Gemma3TextConfig",
+}  # fmt: skip
 
 
 def text(folder: Path) -> Path:
@@ -94,17 +106,18 @@ def measured(case: tuple, folder: Path) -> tuple[str, list[str], list[dict], Pat
     sizes = f"micro_batch_size={rows} max_seq_len={length}"
     sizes += "" if "global_batch_size" in others else f" global_batch_size={rows}"
     fixed = "dtype=fp32 dataset.train_on=all device=cpu" + ("" if "packed" in others else " packed=true")
-    command = [*recipe.split(), f"model.path={model(kind, folder)}", *fixed.split(), *sizes.split(), *others.split()]
+    ends = f"max_steps={STEPS} checkpointer.every=null"  # a checkpoint at the end
+    command = [*recipe.split(), f"model.path={model(kind, folder)}", *f"{fixed} {sizes} {others} {ends}".split()]
     file = run / "metrics.jsonl"
     if not file.exists() or len(file.read_text().splitlines()) < STEPS:
         launcher = [f"--nproc-per-node={processes}", f"--master-port={free_port()}"] if processes > 1 else []
-        ends = [f"dataset.path={text(folder)}", f"max_steps={STEPS}", f"output_dir={run}", "checkpointer.every=null"]
+        places = [f"dataset.path={text(folder)}", f"output_dir={run}"]
         environment = os.environ | {
             "PYTHONPATH": str(ROOT),
             "TUNE_CACHE": str(folder / "cache"),
             "MALLOC_MMAP_THRESHOLD_": "65536",
         }
-        run_ = [sys.executable, "-m", "tune.cli", "run", *launcher, *command, *ends]
+        run_ = [sys.executable, "-m", "tune.cli", "run", *launcher, *command, *places]
         done = subprocess.run(run_, env=environment, capture_output=True, text=True)
         if done.returncode:
             print(name, done.stdout[-500:], done.stderr[-1500:])

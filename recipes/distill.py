@@ -23,10 +23,22 @@ import sys
 
 import torch
 
-from tune import checkpointers, config, datasets, distributed, loggers, losses, optimizers, peft, quantization
+from tune import (
+    checkpointers,
+    config,
+    datasets,
+    distributed,
+    evaluation,
+    loggers,
+    losses,
+    optimizers,
+    peft,
+    quantization,
+)
 from tune.config import instantiate, instantiate_data
-from tune.generation import FixedPrompts, Sampler, own_answers
+from tune.generation import Sampler, own_answers
 from tune.models import balance_loss
+from tune.preflight import layout_of
 from tune.tokenizers import Tokenizer
 
 
@@ -55,8 +67,7 @@ def store_predictions(cfg, world, tokenizer, *parts):
 
 @config.entrypoint("distill")
 def main(cfg):
-    axes = cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.cp, cfg.parallel.tp, cfg.parallel.ep
-    world = distributed.init(cfg.device, *axes, timeout=cfg.parallel.timeout)
+    world = distributed.init(cfg.device, **layout_of(cfg))
     run = loggers.Run("distill", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
@@ -76,7 +87,7 @@ def main(cfg):
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
         seed=cfg.seed, accumulate=not cfg.optimizer_in_backward, pad_to=pad_to,
     )  # fmt: skip
-    samples = FixedPrompts(tokenizer, world, run.info, **cfg.evaluate)
+    evaluations = evaluation.InTraining(tokenizer, model, world, run.info, **cfg.evaluate)
     run.describe(model, data, tokenizer, validation)
     if adapted:
         run.info(adapted.table())
@@ -112,17 +123,9 @@ def main(cfg):
     in_backward = optimizers.InBackward(optimizer, world) if cfg.optimizer_in_backward else None
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
     checkpointer = instantiate(
-        cfg.checkpointer,
-        run.path / "checkpoints",
-        world,
-        model=model,
-        optimizer=optimizer,
-        schedule=schedule,
-        data=data,
-        tell=run.info,
-        base=weights if lora else None,
-        adapter=lora,
-    )
+        cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
+        data=data, tell=run.info, base=weights if lora else None, adapter=lora,
+    )  # fmt: skip
     start = checkpointer.resume(run.resume)
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
@@ -133,9 +136,9 @@ def main(cfg):
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
                     run.record(0, loggers.evaluate(model, batches, loss_fn, world))
-            if step == 1 and samples.are_due(0):
+            if step == 1 and evaluations.are_due(0):
                 with run.pause():
-                    run.append("samples.jsonl", samples(model, 0))
+                    run.append("samples.jsonl", evaluations.samples(model, 0))
             if cfg.on_policy.share:
                 batch = own_answers(
                     batch, model, sampler, world, step=step, share=cfg.on_policy.share,
@@ -146,7 +149,7 @@ def main(cfg):
                 micro_batch = micro_batch.to(world.device)
                 is_last = index == len(batch.micro_batches)
                 peft.set_dropout_keys(model, cfg.seed, step, micro_batch)
-                distributed.set_gradient_sync(model, is_last or cfg.parallel.reduce_every_micro_batch)
+                distributed.set_gradient_sync(model, is_last)
                 loss = model(micro_batch, loss_fn) + balance_loss(model)
                 loss = loss / max(1, batch.num_supervised)
                 if in_backward:  # the last moment before weights change
@@ -178,9 +181,10 @@ def main(cfg):
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
                     metrics |= loggers.evaluate(model, batches, loss_fn, world)
-            if samples.are_due(step, is_end) and not interrupted:
+            if evaluations.are_due(step, is_end) and not interrupted:
                 with run.pause():
-                    run.append("samples.jsonl", samples(model, step))
+                    metrics |= evaluations.metrics(model)
+                    run.append("samples.jsonl", evaluations.samples(model, step))
             run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **metrics)
             checkpointer.step(step, now=is_end, **metrics)
             if interrupted:

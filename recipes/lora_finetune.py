@@ -13,14 +13,13 @@ import torch
 
 from tune import checkpointers, config, datasets, distributed, evaluation, loggers, optimizers, peft, quantization
 from tune.config import instantiate, instantiate_data
-from tune.generation import FixedPrompts
 from tune.models import balance_loss
+from tune.preflight import layout_of
 
 
 @config.entrypoint("lora_finetune")
 def main(cfg):
-    axes = cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.cp, cfg.parallel.tp, cfg.parallel.ep
-    world = distributed.init(cfg.device, *axes, cfg.parallel.pp, timeout=cfg.parallel.timeout)
+    world = distributed.init(cfg.device, **layout_of(cfg))
     run = loggers.Run("lora_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
@@ -39,19 +38,12 @@ def main(cfg):
 
     tokenizer = instantiate(cfg.tokenizer)
     dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)
-    tasks = evaluation.Tasks(
-        cfg.evaluate.tasks, tokenizer, cfg.evaluate.include_path, limit=cfg.evaluate.limit,
-        num_fewshot=cfg.evaluate.num_fewshot, apply_chat_template=cfg.evaluate.apply_chat_template, model=model,
-    )  # fmt: skip
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
     data = datasets.DataLoader(
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
         seed=cfg.seed, accumulate=not cfg.optimizer_in_backward, pad_to=pad_to,
     )  # fmt: skip
-    samples = FixedPrompts(
-        tokenizer, world, run.info, prompts=cfg.evaluate.prompts, every=cfg.evaluate.every,
-        max_new_tokens=cfg.evaluate.max_new_tokens, temperature=cfg.evaluate.temperature,
-    )  # fmt: skip
+    evaluations = evaluation.InTraining(tokenizer, model, world, run.info, **cfg.evaluate)
     run.describe(model, data, tokenizer, validation)
     run.info(adapted.table())
 
@@ -68,24 +60,16 @@ def main(cfg):
         peft.initialize(model, cfg.seed)
     checkpointers.check(model)
 
-    pipeline = distributed.Pipeline(model, world, cfg.parallel.pp_schedule)
+    pipeline = distributed.Pipeline(model, world)
     loss_fn = instantiate(cfg.loss)
     groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
     optimizer = instantiate(cfg.optimizer, groups)
     in_backward = optimizers.InBackward(optimizer, world) if cfg.optimizer_in_backward else None
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
     checkpointer = instantiate(
-        cfg.checkpointer,
-        run.path / "checkpoints",
-        world,
-        model=model,
-        optimizer=optimizer,
-        schedule=schedule,
-        data=data,
-        tell=run.info,
-        base=weights,
-        adapter=lora,
-    )
+        cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
+        data=data, tell=run.info, base=weights, adapter=lora,
+    )  # fmt: skip
     start = checkpointer.resume(run.resume)
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
@@ -96,11 +80,11 @@ def main(cfg):
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
                     run.record(0, loggers.evaluate(model, batches, loss_fn, world))
-            if step == 1 and samples.are_due(0):
+            if step == 1 and evaluations.are_due(0):
                 with run.pause():
-                    run.append("samples.jsonl", samples(model, 0))
+                    run.append("samples.jsonl", evaluations.samples(model, 0))
             total_loss = torch.zeros((), device=world.device)
-            for index, micro_batch in enumerate(batch.micro_batches, 1):
+            for micro_batch in pipeline.turns(batch.micro_batches):
                 micro_batch = micro_batch.to(world.device)
                 peft.set_dropout_keys(model, cfg.seed, step, micro_batch)
                 loss = model(micro_batch, loss_fn) + balance_loss(model)
@@ -109,8 +93,8 @@ def main(cfg):
                     checkpointers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
                 total_loss += loss.detach()
                 # The backward of this loss; with stages that take turns, of none, an earlier one, or all that are left.
-                for due, is_last in pipeline.due(loss, index == len(batch.micro_batches)):
-                    distributed.set_gradient_sync(model, is_last or cfg.parallel.reduce_every_micro_batch)
+                for due, is_last in pipeline.due(loss):
+                    distributed.set_gradient_sync(model, is_last)
                     due.backward()
 
             if in_backward:
@@ -138,12 +122,10 @@ def main(cfg):
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
                     metrics |= loggers.evaluate(model, batches, loss_fn, world)
-            if tasks and not interrupted and (is_end or (cfg.evaluate.every and step % cfg.evaluate.every == 0)):
+            if evaluations.are_due(step, is_end) and not interrupted:
                 with run.pause():
-                    metrics |= evaluation.metrics(tasks(model, world, bootstrap_iters=0), world)
-            if samples.are_due(step, is_end) and not interrupted:
-                with run.pause():
-                    run.append("samples.jsonl", samples(model, step))
+                    metrics |= evaluations.metrics(model)
+                    run.append("samples.jsonl", evaluations.samples(model, step))
             run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **metrics)
             checkpointer.step(step, now=is_end, **metrics)
             if interrupted:

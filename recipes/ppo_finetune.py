@@ -26,6 +26,7 @@ from tune import (
     config,
     datasets,
     distributed,
+    evaluation,
     generation,
     loggers,
     losses,
@@ -35,12 +36,12 @@ from tune import (
 )
 from tune.config import instantiate, instantiate_weighted
 from tune.models import balance_loss
+from tune.preflight import layout_of
 
 
 @config.entrypoint("ppo_finetune")
 def main(cfg):
-    axes = cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.cp, cfg.parallel.tp, cfg.parallel.ep
-    world = distributed.init(cfg.device, *axes, timeout=cfg.parallel.timeout)
+    world = distributed.init(cfg.device, **layout_of(cfg))
     run = loggers.Run("ppo_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
@@ -67,6 +68,7 @@ def main(cfg):
     data = datasets.PromptLoader(dataset, cfg.prompts_per_step, cfg.epochs, max_steps=cfg.max_steps, seed=cfg.seed)
     longest = cfg.max_prompt_len + sampler.max_new_tokens
     pad_to = longest if cfg.compile else None  # batches of one shape
+    evaluations = evaluation.InTraining(tokenizer, model, world, run.info, **cfg.evaluate)
     run.describe_prompts(model, data, sampler, longest)
     if adapted:
         run.info(adapted.table())
@@ -79,6 +81,7 @@ def main(cfg):
     )  # fmt: skip
     weights.load(model)
     peft.start(model, lora, cfg.seed)
+    checkpointers.check(model)
     distributed.parallelize(
         critic, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
         activation_checkpointing=cfg.memory.activation_checkpointing,
@@ -133,17 +136,9 @@ def main(cfg):
     optimizer = instantiate(cfg.optimizer, groups)
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data) * cfg.updates)
     checkpointer = instantiate(
-        cfg.checkpointer,
-        run.path / "checkpoints",
-        world,
-        model=both,
-        optimizer=optimizer,
-        schedule=schedule,
-        data=data,
-        tell=run.info,
-        base=weights if lora else None,
-        adapter=lora,
-    )
+        cfg.checkpointer, run.path / "checkpoints", world, model=both, optimizer=optimizer, schedule=schedule,
+        data=data, tell=run.info, base=weights if lora else None, adapter=lora,
+    )  # fmt: skip
     start = checkpointer.resume(run.resume)
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
@@ -153,6 +148,9 @@ def main(cfg):
             if step == 1 and validation and cfg.validate_first:
                 with run.pause():
                     run.record(0, validate())
+            if step == 1 and evaluations.are_due(0):
+                with run.pause():
+                    run.append("samples.jsonl", evaluations.samples(model, 0))
             rollout = sample(prompts, step)
             samples = [episode.sample() for group in rollout for episode in group]
             micro_batches = generation.micro_batches(samples, cfg.micro_batch_size, world, pad_to)
@@ -177,7 +175,7 @@ def main(cfg):
                     is_last = index == len(micro_batches)
                     peft.set_dropout_keys(model, cfg.seed, step, micro_batch)
                     for each in both.values():
-                        distributed.set_gradient_sync(each, is_last or cfg.parallel.reduce_every_micro_batch)
+                        distributed.set_gradient_sync(each, is_last)
                     measured = measure(micro_batch, judgement, mean, deviation)
                     loss = (measured["loss"][0] + balance_loss(model)) / metrics["supervised_tokens"]
                     loss.backward()
@@ -198,6 +196,10 @@ def main(cfg):
             if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
                 with run.pause():
                     metrics |= validate()
+            if evaluations.are_due(step, is_end) and not interrupted:
+                with run.pause():
+                    metrics |= evaluations.metrics(model)
+                    run.append("samples.jsonl", evaluations.samples(model, step))
             run.append("samples.jsonl", [episode.record(step) for group in rollout for episode in group])
             run.log(step, **metrics)  # type: ignore[arg-type]
             checkpointer.step(step, now=is_end, **metrics)

@@ -20,17 +20,27 @@ import sys
 
 import torch
 
-from tune import checkpointers, config, datasets, distributed, loggers, losses, optimizers, peft, quantization
+from tune import (
+    checkpointers,
+    config,
+    datasets,
+    distributed,
+    evaluation,
+    loggers,
+    losses,
+    optimizers,
+    peft,
+    quantization,
+)
 from tune.config import instantiate, instantiate_data
-from tune.generation import FixedPrompts
 from tune.models import balance_loss
+from tune.preflight import layout_of
 from tune.tokenizers import Tokenizer
 
 
 @config.entrypoint("preference_finetune")
 def main(cfg):
-    axes = cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.cp, cfg.parallel.tp, cfg.parallel.ep
-    world = distributed.init(cfg.device, *axes, timeout=cfg.parallel.timeout)
+    world = distributed.init(cfg.device, **layout_of(cfg))
     run = loggers.Run("preference_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
@@ -54,7 +64,7 @@ def main(cfg):
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
         seed=cfg.seed, accumulate=not cfg.optimizer_in_backward, pad_to=pad_to,
     )  # fmt: skip
-    samples = FixedPrompts(tokenizer, world, run.info, **cfg.evaluate)
+    evaluations = evaluation.InTraining(tokenizer, model, world, run.info, **cfg.evaluate)
     run.describe(model, data, tokenizer, validation)
     if adapted:
         run.info(adapted.table())
@@ -106,8 +116,7 @@ def main(cfg):
         answers, entropies = score(batch)
         if kl is None:
             chosen, rejected = answers.at(first), answers.at(others)
-            measured = losses.of_pairs(loss_fn, chosen, rejected)
-            loss = loss_fn(chosen, rejected)
+            loss, measured = loss_fn(chosen, rejected), losses.of_pairs(loss_fn, chosen, rejected)
         else:
             labelled, is_good = answers.at(first), batch.columns["label"][first] == 1
             measured = {"kl": losses.sum_and_count(kl[None]), **losses.of_labelled(loss_fn, labelled, is_good)}
@@ -137,17 +146,9 @@ def main(cfg):
         return world.fetch(**loggers.means(totals, world))
 
     checkpointer = instantiate(
-        cfg.checkpointer,
-        run.path / "checkpoints",
-        world,
-        model=model,
-        optimizer=optimizer,
-        schedule=schedule,
-        data=data,
-        tell=run.info,
-        base=weights if lora else None,
-        adapter=lora,
-    )
+        cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
+        data=data, tell=run.info, base=weights if lora else None, adapter=lora,
+    )  # fmt: skip
     start = checkpointer.resume(run.resume)
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
@@ -157,15 +158,15 @@ def main(cfg):
             if step == 1 and validation and cfg.validate_first:
                 with run.pause():
                     run.record(0, validate())
-            if step == 1 and samples.are_due(0):
+            if step == 1 and evaluations.are_due(0):
                 with run.pause():
-                    run.append("samples.jsonl", samples(model, 0))
+                    run.append("samples.jsonl", evaluations.samples(model, 0))
             kl = mean_ratio(batch.micro_batches)
             totals: dict[str, torch.Tensor] = {}
             for index, micro_batch in enumerate(batch.micro_batches, 1):
                 is_last = index == len(batch.micro_batches)
                 peft.set_dropout_keys(model, cfg.seed, step, micro_batch.to(world.device))
-                distributed.set_gradient_sync(model, is_last or cfg.parallel.reduce_every_micro_batch)
+                distributed.set_gradient_sync(model, is_last)
                 measured = measure(micro_batch, kl)
                 loss = measured["loss"][0] / batch.num_pairs + balance_loss(model) / batch.num_supervised
                 if in_backward:  # the last moment before weights change
@@ -196,9 +197,10 @@ def main(cfg):
             if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
                 with run.pause():
                     metrics |= validate()
-            if samples.are_due(step, is_end) and not interrupted:
+            if evaluations.are_due(step, is_end) and not interrupted:
                 with run.pause():
-                    run.append("samples.jsonl", samples(model, step))
+                    metrics |= evaluations.metrics(model)
+                    run.append("samples.jsonl", evaluations.samples(model, step))
             run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **metrics)
             checkpointer.step(step, now=is_end, **metrics)
             if interrupted:

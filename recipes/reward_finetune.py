@@ -26,12 +26,12 @@ import torch
 from tune import checkpointers, config, datasets, distributed, loggers, losses, optimizers, peft, quantization
 from tune.config import instantiate, instantiate_data
 from tune.models import balance_loss, prepare_scores
+from tune.preflight import layout_of
 
 
 @config.entrypoint("reward_finetune")
 def main(cfg):
-    axes = cfg.parallel.dp_replicate, cfg.parallel.dp_shard, cfg.parallel.cp, cfg.parallel.tp, cfg.parallel.ep
-    world = distributed.init(cfg.device, *axes, timeout=cfg.parallel.timeout)
+    world = distributed.init(cfg.device, **layout_of(cfg))
     run = loggers.Run("reward_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
@@ -85,17 +85,9 @@ def main(cfg):
     in_backward = optimizers.InBackward(optimizer, world) if cfg.optimizer_in_backward else None
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
     checkpointer = instantiate(
-        cfg.checkpointer,
-        run.path / "checkpoints",
-        world,
-        model=model,
-        optimizer=optimizer,
-        schedule=schedule,
-        data=data,
-        tell=run.info,
-        base=weights if lora else None,
-        adapter=lora,
-    )
+        cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
+        data=data, tell=run.info, base=weights if lora else None, adapter=lora,
+    )  # fmt: skip
     start = checkpointer.resume(run.resume)
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
@@ -109,7 +101,7 @@ def main(cfg):
             for index, micro_batch in enumerate(batch.micro_batches, 1):
                 is_last = index == len(batch.micro_batches)
                 peft.set_dropout_keys(model, cfg.seed, step, micro_batch.to(world.device))
-                distributed.set_gradient_sync(model, is_last or cfg.parallel.reduce_every_micro_batch)
+                distributed.set_gradient_sync(model, is_last)
                 measured = measure(micro_batch)
                 loss = measured["loss"][0] / batch.num_pairs + balance_loss(model) / batch.num_supervised
                 if in_backward:  # the last moment before weights change

@@ -143,7 +143,10 @@ class Reader:
     def torchrun(self, arguments: list[str], line: str) -> None:
         from torch.distributed.run import main
 
-        main(self.completed(arguments))
+        if measured := [at for at, each in enumerate(arguments) if each.startswith("benchmarks/")]:
+            self.read_arguments(arguments[measured[0] :])
+        else:
+            main(self.completed(arguments))
 
     def python(self, arguments: list[str], line: str) -> None:
         if arguments[0].startswith("benchmarks/"):  # they measure for minutes: only their arguments are read

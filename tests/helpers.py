@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from multiprocessing import connection
 from pathlib import Path
 
@@ -55,6 +55,11 @@ def slow_but(fast: Iterable, cases: Iterable) -> list:
     """The cases as parameters of a test; those that are not in `fast` are slow: they show once more what those show."""
     marks = {True: (), False: pytest.mark.slow}
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[case in fast]) for case in cases]
+
+
+def of_training(metrics: Mapping[str, float]) -> set[str]:
+    """The names of a step's `metrics`, without what depends on the speed of the processes."""
+    return {name for name in metrics if not name.startswith("slowest_")}
 
 
 def save_checkpoint(folder: Path, config_class: str = "LlamaConfig", **changes) -> Path:

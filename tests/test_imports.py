@@ -18,7 +18,8 @@ ORDER = [
     *("datasets", "models", "optimizers"),
     *("tokenizers", "losses", "quantization", "distributed"),
     *("collators", "config", "rules"),
-    *("atomic", "type_check", "types", "lookup", "errors", "secrets", "__version__"),  # files beside the packages
+    # Files beside the packages.
+    *("ray_cluster", "atomic", "type_check", "types", "devices", "lookup", "errors", "secrets", "__version__"),
 ]
 ALLOWED = {
     ("loggers", "config"): "a run writes its recipe's settings to config.yaml",

@@ -15,6 +15,8 @@ with 1 if one is not as wanted.
     hanging     SIGSTOP of a worker: it is named; killed by hand, the launcher starts the processes again
     elastic     two agents of torchrun, or nodes of Ray, as of two machines: one is killed, and the other goes on
                 alone; then one joins. Losses within 1e-5 of an undisturbed run's, as on other numbers of processes
+    apart       two agents of torchrun that see different folders, by mount namespaces (needs root, else it is left
+                out): refused; then with an object store as output_dir, killed, and continued by two empty machines
 """
 
 import argparse
@@ -30,14 +32,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from tune.launchers.ray import VARIABLES
+from tune.ray_cluster import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
-DRILLS = ("worker", "driver", "sigterm", "truncated", "hanging", "elastic")
+DRILLS = ("worker", "driver", "sigterm", "truncated", "hanging", "elastic", "apart")
 OPTIONS = {"torchrun": ["--nproc-per-node", "2"], "ray": ["--launcher", "ray", "--nproc-per-node", "2"]}
 EVERY, STEPS = 5, 40
 
@@ -62,13 +65,21 @@ class Outcome(NamedTuple):
 class Launch:
     """A `tune run` in a session of its own."""
 
-    def __init__(self, launcher: str, settings: list[str], folder: Path, options: Sequence[str] = ()):
+    def __init__(
+        self,
+        launcher: str,
+        settings: list[str],
+        folder: Path,
+        options: Sequence[str] = (),
+        before: Sequence[str] = (),
+        output_dir: str = "",
+    ):
         self.launcher, self.folder, self.log = launcher, folder, folder.with_suffix(".txt")
         options = options or [*OPTIONS[launcher], "--max-restarts", "1"]
-        command = [sys.executable, "-m", "tune.cli", "run", *options, *settings]
+        command = [*before, sys.executable, "-m", "tune.cli", "run", *options, *settings]
         with self.log.open("a") as output:
             self.process = subprocess.Popen(
-                [*command, f"output_dir={folder}"], stdout=output, stderr=output, start_new_session=True
+                [*command, f"output_dir={output_dir or folder}"], stdout=output, stderr=output, start_new_session=True
             )
 
     def wait_for(self, step: int) -> None:
@@ -102,14 +113,18 @@ def processes(folder: Path, kind: str = "") -> list[int]:
     return found
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class Agents:
     """Two nodes on this machine, each an agent of torchrun; the first has the store."""
 
     def __init__(self, settings: list[str], folder: Path):
         self.settings, self.folder = settings, folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        self.endpoint = f"127.0.0.1:{free_port()}"
         self.first, self.second = self.agent(1), self.agent(0)
 
     def agent(self, is_host: int) -> Launch:
@@ -199,9 +214,57 @@ def elastic(launcher: str, settings: list[str], folder: Path) -> Outcome:
     return Outcome(good, again, alone)
 
 
+def apart(settings: list[str], folder: Path) -> Outcome:
+    """Two nodes, each with a disk of its own (a file system in memory that the other does not see)."""
+    disk, run = folder.with_name(f"{folder.name}-disk"), folder.with_name(f"{folder.name}-store")
+    disk.mkdir()
+    # A checkpoint must live until both have uploaded it: some seconds.
+    settings = [*settings, "max_steps=400", "epochs=10000", "checkpointer.every=20", "checkpointer.keep=10"]
+
+    def nodes(output_dir: str) -> list[Launch]:
+        before = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && TUNE_LOCAL="$0" exec "$@"', str(disk)]
+        options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
+        options += ["--master-port", str(free_port()), "--node-rank"]
+        return [Launch("torchrun", settings, run, [*options, str(rank)], before, output_dir) for rank in (0, 1)]
+
+    began = time.monotonic()
+    codes = [each.process.wait() for each in nodes(f"{disk}/run")]
+    refused = time.monotonic() - began
+    is_refused = 0 not in codes and "is not one folder for all processes" in run.with_suffix(".txt").read_text()
+    undisturbed = Launch("torchrun", settings, folder.with_name("undisturbed-apart"))
+    both = nodes(f"file://{run}")
+    both[0].wait_for(EVERY * 2 + 3)
+    while not list(run.glob("checkpoints/*/digests.json")):
+        assert not both[0].process.poll(), both[0].log.read_text()[-2000:]
+        time.sleep(0.05)
+    for process in processes(run):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    for each in both:
+        each.process.wait()
+    began, reached = time.monotonic(), max(losses(run))
+    both = nodes(f"file://{run}")
+    both[0].wait_for(reached + 1)
+    seconds = time.monotonic() - began
+    codes = [each.process.wait() for each in both]
+    text = (run / "log.txt").read_text()
+    after = max(int(line.split()[-1]) for line in text.splitlines() if line.startswith("continued after step"))
+    undisturbed.process.wait()
+    same, left = losses(run) == losses(undisturbed.folder), processes(run)
+    good = is_refused and same and not left and codes == [0, 0]
+    print(
+        f"| apart | torchrun | {reached - after} | {seconds:.0f} | {'bitwise' if same else 'DIFFERS'} | "
+        f"{len(left) or 'none'} | {'as wanted' if good else 'WRONG'}: without a store refused after {refused:.0f} s |",
+        flush=True,
+    )
+    return Outcome(good, reached - after, seconds)
+
+
 def drill(name: str, launcher: str, settings: list[str], folder: Path, expected: dict[int, float]) -> Outcome:
     if name == "elastic":
         return elastic(launcher, settings, folder)
+    if name == "apart":
+        return apart(settings, folder)
     launch = Launch(launcher, settings, folder)
     launch.wait_for(EVERY * 2 + 3)
     began, victim = time.monotonic(), launch.process.pid
@@ -259,6 +322,8 @@ def main() -> None:
         results: dict[tuple[str, str], list[Outcome]] = {}
         for time_ in range(options.times):
             for launcher, each in itertools.product(options.launchers, options.drills):
+                if each == "apart" and (launcher == "ray" or os.geteuid()):
+                    continue
                 run = folder / f"{launcher}-{each}-{time_}"
                 results.setdefault((each, launcher), []).append(drill(each, launcher, settings, run, expected))
     if options.times > 1:

@@ -1,13 +1,17 @@
 """Load, export: every tensor, every name, every type and the config are as they were; transformers reads the result."""
 
+import functools
+import io
+import itertools
 import json
 import sys
+import time
 from importlib import import_module
 
 import pytest
 import torch
 from helpers import save_checkpoint
-from safetensors import SafetensorError
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from stacked import NoTokenizer
 from torch.testing import assert_close
@@ -120,9 +124,9 @@ def test_a_full_disk(tmp_path, monkeypatch, folder, advice):
     """Only a run with checkpoints goes on from them: `tune convert` and `tune merge` have no output_dir."""
 
     def full(*arguments, **keywords):
-        raise SafetensorError("No space left on device")
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export_module, "save_file", full)
+    monkeypatch.setattr(export_module.TensorFile, "add", full)
     (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
     with pytest.raises(TuneError) as error:
         write_tensors(tmp_path / folder, [("a", torch.zeros(1))])
@@ -139,3 +143,42 @@ def test_a_card_names_the_hub_where_it_can(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     assert "Fine-tuned from `org/a-model` on `org/chats` with" in model_card("r", str(cached), "org/chats")
     assert "Fine-tuned from `mine` on `chats.jsonl` with" in model_card("r", str(tmp_path / "mine"), "data/chats.jsonl")
+
+
+def test_tensors_of_all_types_and_sizes(tmp_path, monkeypatch):
+    """Some begin between two words of those after them, some need more files for their names alone."""
+    monkeypatch.setattr(export_module, "HEADER_BYTES", 2**12)
+    draw = torch.Generator().manual_seed(0)
+    dtypes = [torch.uint8, torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn, torch.bool]
+    tensors = {"a number": torch.tensor(3.0), "a part": torch.arange(10.0)[3:7]}
+    for dtype, size in itertools.product(dtypes, (0, 1, 5, 8)):
+        tensors[f'{dtype} {size} é"'] = torch.randint(0, 2, (size, 3), generator=draw).to(dtype).T
+    write_tensors(tmp_path, tensors.items())
+    files = sorted(tmp_path.glob("*.safetensors"))
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(files) > 1 and index.keys() == tensors.keys()
+    for file in files:
+        for name, found in load_file(file).items():
+            assert index[name] == file.name
+            assert_close(found.float(), tensors[name].float(), rtol=0, atol=0)
+            assert found.dtype == tensors[name].dtype
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_for_terminals(monkeypatch, tmp_path):
+    def tensors():
+        for number in range(2):
+            time.sleep(0.3)  # a bar is drawn ten times a second
+            yield f"weight {number}", torch.full((2,), float(number))
+
+    for stream, is_shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr("rich.progress.get_console", functools.partial(Console, file=stream))
+        write_tensors(tmp_path, tensors(), total=2)
+        assert ("1/2" in stream.getvalue()) == is_shown
+        assert load_file(tmp_path / "model.safetensors").keys() == {"weight 0", "weight 1"}
+    assert stream.getvalue() == ""

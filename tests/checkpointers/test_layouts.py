@@ -18,10 +18,12 @@ from tune.models import build
 
 LAYOUTS = [{"tp": tp, "dp_replicate": replicas} for tp, replicas in ((1, 1), (1, 2), (2, 1), (4, 1))]
 LAYOUTS += [{"cp": 2, "dp_replicate": 2}, {"cp": 2, "tp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}]
+LAYOUTS += [{"zero_stage": 0}, {"zero_stage": 1, "tp": 2}, {"zero_stage": 2}, {"zero_stage": 0, "cp": 2}]
+LAYOUTS += [{"pp": 2, "pp_schedule": "interleaved"}]
 KINDS = {"all": None, "adapter": peft.LoRA(rank=4, dora=True)}
 path, folder = Path(sys.argv[1]), Path(sys.argv[2])
 if path.name == "experts":
-    LAYOUTS = [{}, {"ep": 2, "cp": 2}, {"pp": 2, "ep": 2}, {"tp": 2}]
+    LAYOUTS = [{}, {"ep": 2, "cp": 2}, {"pp": 2, "ep": 2}, {"tp": 2}, {"zero_stage": 0, "ep": 2}]
     del KINDS["adapter"]
 
 
@@ -54,12 +56,16 @@ def step(world, model, optimizer):
     draw = torch.Generator().manual_seed(1)
     tokens, labels = torch.randint(0, 300, (2, 4, 20), generator=draw)
     mine = slice(world.data_rank, None, world.data_size)
-    loss = model(Batch.of(tokens[mine], labels[mine]), LinearCrossEntropy()) / 80
-    for due, _ in optimizer.turns.due(loss, True):
-        due.backward()
+    total = torch.zeros(())
+    for batch in optimizer.turns.turns([Batch.of(tokens[mine], labels[mine])]):
+        loss = model(batch, LinearCrossEntropy()) / 80
+        total += loss.detach()
+        for due, is_last in optimizer.turns.due(loss):
+            distributed.set_gradient_sync(model, is_last)
+            due.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return world.fetch(loss=world.sum(loss))["loss"]
+    return world.fetch(loss=world.sum(total))["loss"]
 
 
 def whole(world, model, optimizer):
@@ -106,10 +112,10 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "shape", "pairs"),
-    [("dense", "Qwen3Config", {"tie_word_embeddings": True}, 40), ("experts", "Qwen3MoeConfig", EXPERTS, 12)],
+    [("dense", "Qwen3Config", {"tie_word_embeddings": True}, 65), ("experts", "Qwen3MoeConfig", EXPERTS, 15)],
 )
 def test_pairs_of_layouts_of_four_processes(name, kind, shape, pairs, tmp_path):
-    save_checkpoint(tmp_path / name, kind, num_hidden_layers=2, **shape)
+    save_checkpoint(tmp_path / name, kind, num_hidden_layers=4, **shape)
     (tmp_path / "pairs.py").write_text(SCRIPT)
     found = run_processes(tmp_path / "pairs.py", 4, str(tmp_path / name), str(tmp_path))
     assert found.endswith(f"{pairs} pairs\n")

@@ -138,6 +138,7 @@ def test_a_conversation(checkpoint, terminal, tmp_path):
     chat.process = os.spawnv(os.P_NOWAIT, "/bin/true", ["true"])
 
 
+@pytest.mark.slow
 def test_another_answer_by_another_sample(checkpoint, terminal):
     chat = terminal(checkpoint, "--max-new-tokens", 12, "--temperature", 1, "--seed", 3)
     for step, line in enumerate(["the cat", "/retry", "/retry"], 1):
@@ -145,6 +146,7 @@ def test_another_answer_by_another_sample(checkpoint, terminal):
         assert words(chat.ask(line)) == words(expected)
 
 
+@pytest.mark.slow
 def test_base_and_tuned(checkpoint, terminal, tmp_path):
     adapter = make_adapter(checkpoint, tmp_path / "adapter", 1)
     chat = terminal(adapter, "--compare", checkpoint, "--max-new-tokens", 9)

@@ -117,6 +117,7 @@ def test_the_folder_has_the_models_logits_and_the_tokenizers_tokens(
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
+@pytest.mark.slow
 def test_nothing_but_what_is_meant_for_users_is_printed(tmp_path: Path, write: Write) -> None:
     """No bars of transformers, which do not know of ours; no warnings of torchao, which transformers imports."""
     command = [sys.executable, "-m", "tune.cli", "convert", str(write()), str(tmp_path / "out")]

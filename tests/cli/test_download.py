@@ -92,6 +92,7 @@ def test_gets_what_training_needs_and_nothing_twice(tmp_path: Path, hub: str) ->
     assert "\nbase_model: someone/tiny\n" in model_card("full_finetune", str(tmp_path / "tiny"), "chats.jsonl")
 
 
+@pytest.mark.slow
 def test_out_names_the_folder(tmp_path: Path, hub: str) -> None:
     assert download(tmp_path, hub, "someone/tiny", "--revision", "main", "--out", "here").stdout == "wrote here\n"
     assert (tmp_path / "here" / "model.safetensors").read_bytes() == b"weights"
@@ -114,6 +115,7 @@ def test_refusals_are_explained(tmp_path: Path, hub: str, arguments: list[str], 
     assert explanation in result.stderr
 
 
+@pytest.mark.slow
 def test_no_network(tmp_path: Path) -> None:
     result = download(tmp_path, "http://127.0.0.1:9", "someone/tiny")
     assert result.returncode == 2

@@ -181,7 +181,7 @@ WRONG = {
     "no file": (["MODEL", "--prompts", "none.jsonl"], "--prompts none.jsonl: there is no such file"),
     "another kind of file": (["MODEL", "--prompts", "notes.md"], "notes.md: cannot read .md files"),
     "an empty file": (["MODEL", "--prompts", "empty.txt"], "empty.txt has no prompt"),
-    "no JSON": (["MODEL", "--prompts", "broken.jsonl"], "broken.jsonl:1"),
+    "no JSON": (["MODEL", "--prompts", "broken.jsonl"], "broken.jsonl:1: malformed JSON: "),
     "other columns": (
         ["MODEL", "--prompts", "columns.jsonl"],
         "If one has another name, rename it: to prompt",
@@ -197,6 +197,7 @@ WRONG = {
     "nothing to go on from": (["MODEL", "--prompt", "", "--raw"], "prompt 0 is empty"),
     "over the prompts": (["MODEL", "--prompts", "chats.jsonl", "--out", "chats.jsonl"], "which would be lost"),
     "where to write": (["MODEL", "--prompt", "a", "--out", "none/out.jsonl"], "--out none/out.jsonl cannot be written"),
+    "what is not written": (["MODEL", "--prompt", "a", "--out", "a.csv"], "answers are written as .jsonl or .parquet"),
     "where to write Parquet": (["MODEL", "--prompt", "a", "--out", "none/a.parquet"], "none/a.parquet cannot be"),
     "mixed": (["MODEL", "--prompts", "mixed.jsonl", "--max-new-tokens", "2", "--out", "a.parquet"], "no common type"),
     "launcher": (["MODEL", "--prompt", "a", "--launcher", "slurm"], "invalid choice: 'slurm'"),

@@ -98,6 +98,7 @@ def push(hub: str, *arguments: object, **changes: str) -> subprocess.CompletedPr
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANGS)
 
 
+@pytest.mark.slow
 def test_the_adapter_of_a_run(hub: str, run: Path) -> None:
     found = push(hub, run, "someone/mine", "--private")
     assert found.returncode == 0, found.stderr

@@ -99,10 +99,17 @@ def test_a_wrong_value_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert told.count("optimizer.lr:") == 1 and told.count("optimizer.bettas:") == 1
 
 
-def test_wrong_option_of_torchrun(recipe: Path) -> None:
-    result = run("--nproc-per-node", "two", recipe, "greeting.name=x")
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        ("two", "Unsupported nproc_per_node value: two"),
+        ("0", "--nproc-per-node 0 starts no process. Give 1 or more, or auto"),
+    ],
+)
+def test_wrong_option_of_torchrun(count: str, message: str, recipe: Path) -> None:
+    result = run("--nproc-per-node", count, recipe, "greeting.name=x")
     assert result.returncode == 2
-    assert result.stderr.splitlines()[-1] == "error: torchrun: Unsupported nproc_per_node value: two"
+    assert result.stderr.splitlines()[-1] == f"error: torchrun: {message}"
 
 
 def test_port_0_is_no_port(recipe: Path) -> None:

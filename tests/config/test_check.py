@@ -223,7 +223,11 @@ def test_optimizers_can_be_exchanged_by_name(recipe: str, component: str, inheri
             ["parallel.pp=2", "evaluate.prompts=questions.txt"],
             "evaluate.prompts: with parallel.pp=2 it needs all blocks in one process",
         ),
-        (["parallel.pp_schedule=interleaved"], "parallel.pp_schedule: 'interleaved' is not one of gpipe, 1f1b"),
+        (
+            ["parallel.pp_schedule=dualpipe"],
+            "parallel.pp_schedule: 'dualpipe' is not one of gpipe, 1f1b, interleaved, zero_bubble",
+        ),
+        (["parallel.pp_virtual=0"], "parallel.pp_virtual: 0 is not a positive integer"),
     ],
 )
 def test_settings_that_do_not_go_together(arguments: list[str], finding: str) -> None:
@@ -245,6 +249,15 @@ def test_settings_of_a_wrong_kind_have_no_say_in_what_goes_together() -> None:
         "model.path=m", "dataset.path=d", "loss._component_=no.no", "reference=adapter_off", default="grpo"
     )
     assert [each.partition(":")[0] for each in found] == ["reward", "loss._component_", "reference"]
+
+
+def test_an_environment_is_named_by_its_path_alone() -> None:
+    given = "model.path=m", "dataset.path=d"
+    (found,) = findings(*given, "reward=builtins.len", "environment._component_=my.Game", default="grpo")
+    assert found.startswith("environment: {'_component_': 'my.Game'} is not a string or null.")
+    (found,) = findings(*given, "reward=null", default="grpo")
+    assert found == "reward: null rewards nothing. Name a function, or an environment, which rewards too."
+    assert "reward: null rewards nothing. Name a function." in findings(*given, "reward=null", default="ppo_finetune")
 
 
 def test_a_wrong_setting_that_others_take_is_told_once() -> None:

@@ -5,6 +5,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tune.config import instantiate
+from tune.config.instantiate import instantiate_weighted
 from tune.errors import TuneError
 
 
@@ -84,3 +85,7 @@ def test_what_a_component_finds_wrong_is_said_with_its_place() -> None:
     cfg = OmegaConf.create({"part": {"_component_": "tune.config.find_config", "name": "zzz"}})
     with pytest.raises(TuneError, match=r"^part: .*zzz"):
         instantiate(cfg.part)
+
+
+def test_null_is_no_function():
+    assert instantiate_weighted(None) == []

@@ -27,6 +27,14 @@ def read(tokenizer, tmp_path):
     return read
 
 
+def test_a_malformed_line_is_no_row(tokenizer, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": \n')
+    for options in ({}, {"filter": "builtins.len"}):
+        with pytest.raises(TuneError, match=r"rows.jsonl:2: malformed JSON: "):
+            load_prompts(tokenizer, str(file), max_prompt_len=64, **options)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

@@ -52,6 +52,7 @@ def rows_of(batch):
     steps=st.integers(1, 12),
     stop=st.integers(0, 12),
 )
+@pytest.mark.slow
 def test_same_order_for_any_number_of_processes_and_interruptions(
     make, lengths, packed, window, seed, ranks, resumed_ranks, steps, stop
 ):

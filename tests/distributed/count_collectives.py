@@ -1,4 +1,7 @@
-"""Prints what a process sends in a step and holds, without any others: `count_collectives.py MODEL AXIS SIZE`."""
+"""Prints what a process sends in a step and holds, without any others: `count_collectives.py MODEL AXIS SIZE [STAGE]`.
+
+With a stage of ZeRO the step has two micro-batches.
+"""
 
 import json
 import sys
@@ -20,7 +23,7 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.numbers = Counter(), Counter()
+        self.calls, self.numbers, self.of_fsdp = Counter(), Counter(), Counter()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         output = operation(*args, **kwargs or {})
@@ -31,26 +34,37 @@ class Collectives(TorchDispatchMode):
         if name in ("c10d.send.default", "c10d.recv_.default"):
             self.calls[operation.__name__] += 1
             self.numbers[operation.__name__] += sum(tensor.numel() for tensor in args[0])
+        if name in ("c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default"):
+            self.of_fsdp["bytes"] += max(args[0].nbytes, args[1].nbytes) if args[0].numel() != args[1].numel() else 0
+        if name == "c10d.allreduce_.default":
+            self.of_fsdp["summed"] += args[0][0].nbytes
         return output
 
 
 path, axis, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+stage, count = (int(sys.argv[4]), 2) if len(sys.argv) > 4 else (None, 1)
 dist.init_process_group("fake", rank=size // 2, world_size=size, store=FakeStore())
 dist.ProcessGroup.set_timeout = lambda *_: None  # this backend has none
-world = distributed.init("cpu", **{axis: size})
+world = distributed.init("cpu", **{axis: size}, zero_stage=stage, reduce_every_micro_batch=True)
 with torch.device("meta"):
     model = build(path)
+sent = {"tokens": 120, "micro_batches": count, "reduce_every_micro_batch": world.reduce_every_micro_batch}
+expected = distributed.bytes_sent(model, world, "fp32", "fp32", **sent)
 distributed.parallelize(model, world, dtype="fp32")
 for parameter in model.parameters():
     torch.nn.init.zeros_(parameter)
 tokens = torch.arange(120)[None]
 with Collectives() as counted:
-    for due, _ in distributed.Pipeline(model, world).due(model(Batch.of(tokens, tokens), LinearCrossEntropy()), True):
-        due.backward()
+    pipeline = distributed.Pipeline(model, world)
+    for batch in pipeline.turns([Batch.of(tokens, tokens)] * count):
+        for due, is_last in pipeline.due(model(batch, LinearCrossEntropy())):
+            distributed.set_gradient_sync(model, is_last)
+            due.backward()
 whole, here = (
     sum(count(each) for each in model.parameters()) for count in (torch.numel, lambda p: p.to_local().numel())
 )
 gradients = sum(parameter.grad.to_local().numel() for parameter in model.parameters())
 found = {"calls": counted.calls, "numbers": counted.numbers, "share": here / whole, "gradients": gradients / whole}
+found |= {"bytes": 4 * whole, "expected": expected, "of_fsdp": counted.of_fsdp}
 print(json.dumps(found))
 world.finish()

@@ -1,6 +1,6 @@
 """Trains in several layouts and prints losses, norms of gradients and what a process holds, to what the model has.
 
-measure_layouts.py MODELS_JSON LAYOUTS_JSON: folders with config.json, by names; lists of a model's name and axes.
+measure_layouts.py MODELS_JSON LAYOUTS_JSON STEPS: folders with config.json, by names; lists of a model's name and axes.
 """
 
 import json
@@ -11,10 +11,11 @@ import torch
 from tune import distributed
 from tune.checkpointers import Random
 from tune.collators import Batch
+from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy
 from tune.models import balance_loss, build
 
-ROWS, STEPS = 16, 2
+ROWS = 16
 
 
 def held(tensors):
@@ -23,27 +24,30 @@ def held(tensors):
     return sum({each.data_ptr(): each.nbytes() for each in memory}.values())
 
 
-def measure(path, axes):
+def measure(path, axes, steps):
     world = distributed.init("cpu", **axes)
     with torch.device("meta"):
         model = build(path, router_loss=0.01) if "moe" in path else build(path)
     whole = sum(each.nbytes for each in model.parameters())
-    distributed.parallelize(model, world, dtype="fp32")
+    try:
+        distributed.parallelize(model, world, dtype="fp32")
+    except TuneError as error:
+        return {"refused": str(error)}
     Random(seed=0).load(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     pipeline = distributed.Pipeline(model, world)
     draw, found = torch.Generator().manual_seed(0), []
-    for _ in range(STEPS):
+    for _ in range(steps):
         tokens, labels = torch.randint(0, model.config.vocab_size, (2, ROWS, 24), generator=draw)
         labels[torch.rand(labels.shape, generator=draw) < 0.4] = -100
         optimizer.zero_grad()
         micro_batches = torch.arange(world.data_rank, ROWS, world.data_size).chunk(2)
         loss = torch.zeros(())
-        for index, rows in enumerate(micro_batches):
+        for rows in pipeline.turns(micro_batches):
             one = model(Batch.of(tokens[rows], labels[rows]), LinearCrossEntropy()) + balance_loss(model)
             one = one / (labels != -100).sum()
             loss += one.detach()
-            for due, is_last in pipeline.due(one, index == len(micro_batches) - 1):
+            for due, is_last in pipeline.due(one):
                 distributed.set_gradient_sync(model, is_last)
                 due.backward()
         norm = distributed.clip_grad_norm_(model.parameters(), 1.0, pipeline)
@@ -55,7 +59,7 @@ def measure(path, axes):
     return {"measured": found, "shares": shares.amax(dim=0).tolist()}
 
 
-models, layouts = map(json.loads, sys.argv[1:])
+models, layouts, steps = map(json.loads, sys.argv[1:])
 world = distributed.init("cpu")
-print(json.dumps([measure(models[name], axes) for name, axes in layouts]))
+print(json.dumps([measure(models[name], axes, steps) for name, axes in layouts]))
 world.finish()

@@ -16,6 +16,7 @@ import tune
 from tune import distributed
 from tune.collators import Batch, Sample, collate
 from tune.distributed import context_parallel
+from tune.distributed.exchanges import Peers
 from tune.errors import TuneError
 from tune.models import hf
 from tune.models.attention import attend, attend_masked
@@ -88,7 +89,7 @@ def test_parts_attend_as_the_whole(scoring, processes, way, monkeypatch):
     padding = -96 % (2 * processes)
     places = [part.documents.part.places.clamp(max=95) for part in divided]
     both = torch.cat([torch.cat([key, value], dim=-1)[each] for each in places])
-    monkeypatch.setattr(context_parallel._Gathered, "apply", lambda *_: both)
+    monkeypatch.setattr(Peers, "gathered", lambda *_: both)
     outputs = torch.zeros_like(expected)
     for part, at in zip(divided, places, strict=True):
         mine = query[at][None], key[at][None], value[at][None]

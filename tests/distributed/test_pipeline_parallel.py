@@ -60,8 +60,37 @@ def test_what_blocks_cost(tmp_path):
     assert dense.costs() == pytest.approx(before, rel=0.15)  # the scales
 
 
+class Turns(pipeline.Pipeline):
+    """Whose backwards, and those for weights, say their turn and micro-batch."""
+
+    def _split(self, loss, received):
+        weights = pipeline.Work(lambda: [("W", *loss)])
+        return pipeline.Work(lambda: self.later.append(weights) or [("B", *loss)])
+
+    def _reduce(self):
+        return []
+
+
+def order_of(schedule, processes, place, count, virtual=1):
+    """What a process does in a step of so many micro-batches: F, B or W, its own stage, the micro-batch."""
+    mesh = SimpleNamespace(size=lambda: processes, get_local_rank=lambda: place, get_group=lambda: None)
+    model = SimpleNamespace(config=SimpleNamespace(tied_head=False), turn=None)
+    world = SimpleNamespace(mesh={"pp": mesh}, num_stages=processes, pp_schedule=schedule, pp_virtual=virtual)
+    turns = Turns(model, world)
+    done, ends = [], []
+    for index in turns.turns(range(count)):
+        done.append(("F", model.turn, index))
+        model.received = place + model.turn or None
+        for due, is_last in turns.due((model.turn, index)):
+            whole = [("B", *due), ("W", *due)][: 1 + turns.splits] if isinstance(due, tuple) else []
+            done += whole or due.backward()
+            ends.append(is_last)
+    assert model.turn is None and ends[-1] and not any(ends[:-1])
+    return done
+
+
 @pytest.mark.parametrize(
-    ("schedule", "stage", "order"),
+    ("schedule", "place", "order"),
     [
         ("gpipe", 0, "F0 F1 F2 F3 F4 B0 B1 B2 B3 B4"),
         ("1f1b", 0, "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4"),
@@ -69,16 +98,48 @@ def test_what_blocks_cost(tmp_path):
         ("1f1b", 2, "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"),
     ],
 )
-def test_schedules(schedule, stage, order):
+def test_schedules(schedule, place, order):
     """Figures 3 and 4 of Narayanan et al., 2021, of one step."""
-    mesh = SimpleNamespace(size=lambda: 3, get_local_rank=lambda: stage, get_group=lambda: None)
-    model = SimpleNamespace(config=SimpleNamespace(tied_head=False))
-    turns = pipeline.Pipeline(model, SimpleNamespace(mesh={"pp": mesh}, num_stages=3), schedule)
-    done = []
-    for index in range(5):
-        done.append(f"F{index}")
-        done += [f"B{loss}" for loss, is_last in turns.due(index, index == 4) if is_last == (loss == 4)]
-    assert " ".join(done) == order
+    assert " ".join(f"{kind}{index}" for kind, _, index in order_of(schedule, 3, place, 5)) == order
+
+
+def waits(schedule, processes, count, virtual=1):
+    """The share of the time of a step that a process waits, where a backward takes as long as two forwards, each half
+    of it as long as one, and what is sent takes no time."""
+    lasts = {"F": 1, "B": 1 if schedule == "zero_bubble" else 2, "W": 1}
+    orders = [order_of(schedule, processes, place, count, virtual) for place in range(processes)]
+    last, clock, done, at = processes * virtual - 1, [0] * processes, {}, [0] * processes
+    while any(at[place] < len(orders[place]) for place in range(processes)):
+        moved = False
+        for place, order in enumerate(orders):
+            while at[place] < len(order):
+                kind, turn, index = order[at[place]]
+                stage = turn * processes + place
+                needs = [("F", stage - 1, index)] if kind == "F" and stage else []
+                if kind == "B":
+                    needs = [("F", stage, index), *([("B", stage + 1, index)] if stage < last else [])]
+                if not all(need in done for need in needs):
+                    break
+                assert kind != "W" or ("B", stage, index) in done
+                begin = max([clock[place], *(done[need] for need in needs)])
+                clock[place] = done[kind, stage, index] = begin + lasts[kind]
+                at[place] += 1
+                moved = True
+        assert moved, "the processes wait for each other"
+    assert len(done) == sum(map(len, orders))
+    return 1 - 3 * virtual * count / max(clock)
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4, 8])
+def test_how_long_a_process_waits(processes):
+    """Narayanan et al., 2021, section 2.2: (p - 1) / v of the time of a micro-batch. Qi et al., 2023, section 2.3:
+    of a forward, a backward and weights the forward and the backward less the weights, which is a third."""
+    several = [(schedule, virtual) for schedule in ("interleaved", "zero_bubble") for virtual in (2, 3, 4)]
+    for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), *several):
+        for count in range(processes, 4 * processes + 1):
+            found = waits(schedule, processes, count, virtual)
+            idle = (processes - 1) / virtual / (3 if schedule == "zero_bubble" else 1)
+            assert found == pytest.approx(idle / (count + idle)), (schedule, virtual, count)
 
 
 def test_what_is_sent(checkpoint):
@@ -98,7 +159,7 @@ class Unknown(nn.Module):
 
 def test_what_cannot_be_cut(checkpoint, tmp_path):
     pytest.importorskip("transformers")
-    world = SimpleNamespace(mesh={"pp": Mesh(4)}, num_stages=4)
+    world = SimpleNamespace(mesh={"pp": Mesh(4)}, num_stages=4, pp_virtual=1)
     frozen = model_of(tmp_path, "llama", num_hidden_layers=4)
     frozen.blocks[:2].requires_grad_(False)
     refused = [
@@ -125,3 +186,7 @@ def test_too_few_micro_batches():
 def test_processes_that_are_no_pipeline():
     with pytest.raises(TuneError, match=r"tp=1 x pp=2 does not make 1 processes\. dp_replicate x cp x tp x pp must"):
         distributed.init("cpu", pp=2)
+    for schedule, virtual in (("1f1b", 3), ("gpipe", 2), ("interleaved", 1)):
+        refused = rf"pp_virtual: {virtual} does not go with parallel\.pp_schedule={schedule}: .* Set it to null"
+        with pytest.raises(TuneError, match=refused):
+            distributed.init("cpu", pp_schedule=schedule, pp_virtual=virtual)

@@ -34,7 +34,7 @@ def test_layouts_of_four_and_eight_processes(tmp_path):
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     folders = json.dumps({name: str(tmp_path / name) for name in models})
     found = {
-        count: json.loads(run_processes(MEASURE, count, folders, json.dumps(layouts)))
+        count: json.loads(run_processes(MEASURE, count, folders, json.dumps(layouts), "2"))
         for count, layouts in {1: ALONE, **LAYOUTS}.items()
     }
     alone = {name: each["measured"] for (name, _), each in zip(ALONE, found[1], strict=True)}
@@ -43,3 +43,23 @@ def test_layouts_of_four_and_eight_processes(tmp_path):
             assert each["measured"] == pytest.approx(alone[name], rel=1e-5), (count, name, axes)
             share = axes.get("dp_replicate", 1) / count
             assert each["shares"] == pytest.approx([share] * 3, rel=0.02), (count, name, axes)
+
+
+@pytest.mark.slow
+def test_zero_stages(tmp_path):
+    """The table of docs/layouts.md."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    found = json.loads(run_processes(Path(__file__).with_name("measure_zero_stages.py"), 4, str(tmp_path)))
+    rows = {  # weights, gathered ones, gradients, states
+        0: (1, 0, 1, 1), 1: (1 / 4, 1, 1, 1 / 4), 2: (1 / 4, 1, 1 / 4, 1 / 4), 3: (1 / 4, 0, 1 / 4, 1 / 4)
+    }  # fmt: skip
+    for stage, (weights, gathered, gradients, states) in rows.items():
+        for moment, shares in {"in a step": (gathered, gradients), "between steps": (0, 0)}.items():
+            expected = [weights, shares[0], shares[1], states]
+            sizes = [found[stage][moment][name] for name in ("weights", "gathered", "gradients", "states")]
+            assert sizes == pytest.approx(expected, abs=0.01), (stage, moment)
+
+
+@pytest.mark.slow
+def test_large_parameters_are_gathered_in_pieces():
+    assert run_processes(Path(__file__).with_name("gather_pieces.py"), 4).split()[-2:] == ["6", "True"]

@@ -1,15 +1,19 @@
 """What processes cannot share is told before anything is loaded."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
+from helpers import run_processes, save_checkpoint
 from models.test_families import SMALL, VARIANTS
-from torch import nn
 
 from tune import distributed
 from tune.distributed import tensor_parallel
 from tune.distributed.parallelize import repeated_blocks, units_of
 from tune.errors import TuneError
-from tune.models import build, hf
+from tune.models import build
 from tune.quantization import quantize_linears
 
 transformers = pytest.importorskip("transformers")
@@ -75,14 +79,40 @@ def test_blocks_of_nf4_are_not_cut(tmp_path):
         share(model, 2)
 
 
-class Unknown(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4))])
+@pytest.mark.slow
+def test_what_is_kept_between_parts_is_what_the_docs_say(tmp_path):
+    shape = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 8}
+    save_checkpoint(tmp_path, num_hidden_layers=4, max_position_embeddings=2048, **shape)
+    script = Path(__file__).with_name("saved_between_parts.py")
+    text = (Path(distributed.__file__).parents[2] / "docs" / "layouts.md").read_text()
+    for size, checkpointing in ((2, "none"), (4, "none"), (2, "full"), (4, "full")):
+        kept = float(run_processes(script, 1, str(tmp_path), str(size), checkpointing).splitlines()[-1])
+        assert re.search(rf"\| {checkpointing} \| {size} \| [\d,]+ \| {kept:,.0f} \|", text), (
+            size,
+            checkpointing,
+            kept,
+        )
+        if checkpointing == "full":
+            assert kept == pytest.approx(4 * 256 * 4 / size, rel=0.01)  # what each of 4 blocks begins with
 
 
-def test_models_that_do_not_say_how_they_are_shared(checkpoint):
-    with pytest.raises(TuneError, match=r"parallel\.tp: Linear does not say how processes share it"):
-        share(Unknown(), 2)
-    with pytest.raises(TuneError, match=r"parallel\.tp: LlamaAttention does not say .* Set parallel\.tp=1"):
-        share(hf(str(checkpoint)), 2)
+@pytest.mark.slow
+def test_what_is_sent_is_what_the_docs_say(checkpoint):
+    found = json.loads(run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "tp", "2"))
+    layers, tokens, hidden = 3, 120, 64
+    gathered = reduced = 4 * layers * tokens * hidden
+    assert found["numbers"] == {
+        "all_gather_into_tensor.default": gathered + 2 * tokens * hidden,
+        "reduce_scatter_tensor.default": reduced,
+        "all_reduce.default": 2 * tokens * hidden + 2 * layers * hidden,
+    }
+    assert found["calls"] == {
+        "all_gather_into_tensor.default": 4 * layers + 2,
+        "reduce_scatter_tensor.default": 4 * layers,
+        "all_reduce.default": 2 + 2 * layers,
+    }
+    text = (Path(distributed.__file__).parents[2] / "docs" / "layouts.md").read_text()
+    rows = re.findall(
+        r"^\| .* \| (?:2 L )?T D \| \d+ \| ([\d,]+) \|", text.split("## Tensor")[1].split("## Con")[0], re.M
+    )
+    assert sum(int(row.replace(",", "")) for row in rows) == gathered + reduced + 4 * tokens * hidden

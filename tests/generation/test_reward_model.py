@@ -5,12 +5,16 @@ import torch
 import transformers
 from helpers import save_checkpoint
 
+from tune import distributed
 from tune.datasets import Prompt
 from tune.errors import TuneError
 from tune.generation import Episode, Reward, RewardModel
 from tune.tokenizers import Tokenizer
 
-CPU = torch.device("cpu")
+
+@pytest.fixture(scope="module")
+def world():
+    return distributed.init("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -22,12 +26,12 @@ def judge(tmp_path_factory):
     return folder
 
 
-def test_scores_are_those_of_transformers(judge):
+def test_scores_are_those_of_transformers(judge, world):
     episodes = [
         Episode(Prompt(number, [5, 9, 30 + number], {}), tokens=[*[40, 50, 60][: number + 1], 2]) for number in range(3)
     ]
     reward = Reward("judge", RewardModel(str(judge), micro_batch_size=2))
-    found = reward.of(episodes, Tokenizer(str(judge)), CPU)
+    found = reward.of(episodes, Tokenizer(str(judge)), world)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(judge).eval()
     with torch.no_grad():
         ids = [torch.tensor([[*episode.prompt.tokens, *episode.tokens]]) for episode in episodes]
@@ -35,7 +39,7 @@ def test_scores_are_those_of_transformers(judge):
     assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_answer_is_scored_where_a_conversation_ends(judge):
+def test_an_answer_is_scored_where_a_conversation_ends(judge, world):
     """The template writes a newline behind the end of turn that was sampled."""
     tokenizer = Tokenizer(str(judge))
     messages = [{"role": "user", "content": "Hi"}]
@@ -44,25 +48,25 @@ def test_an_answer_is_scored_where_a_conversation_ends(judge):
     answer = tokenizer.encode("a cat<|im_end|>")
     assert [*prompt, *answer] == whole[:-1]
     episode = Episode(Prompt(0, prompt, {}, messages), tokens=answer, text="a cat", finish="stop")
-    (found,) = RewardModel(str(judge)).scores([episode], tokenizer, CPU)
+    (found,) = RewardModel(str(judge)).scores([episode], tokenizer, world)
     with torch.no_grad():
         model = transformers.AutoModelForSequenceClassification.from_pretrained(judge).eval()
         assert found == pytest.approx(model(torch.tensor([whole])).logits.item(), abs=1e-5)
 
 
-def test_what_is_no_judge_of_these_ids_is_refused(judge, checkpoint, tmp_path):
+def test_what_is_no_judge_of_these_ids_is_refused(judge, checkpoint, world):
     with pytest.raises(TuneError, match="no reward model"):
-        RewardModel(str(checkpoint)).scores([], Tokenizer(str(checkpoint)), CPU)
+        RewardModel(str(checkpoint)).scores([], Tokenizer(str(checkpoint)), world)
     other = Tokenizer(str(judge))
     other.add_tokens(["<new>"])
     with pytest.raises(TuneError, match="another tokenizer"):
-        RewardModel(str(judge)).scores([], other, CPU)
+        RewardModel(str(judge)).scores([], other, world)
 
 
-def test_scores_that_are_no_numbers_are_refused(judge):
+def test_scores_that_are_no_numbers_are_refused(judge, world):
     class Broken:
-        def scores(self, episodes, tokenizer, device):
+        def scores(self, episodes, tokenizer, world):
             return [float("nan")] * len(episodes)
 
     with pytest.raises(TuneError, match="broken gives nan"):
-        Reward("broken", Broken()).of([Episode(Prompt(0, [5], {}))], Tokenizer(str(judge)), CPU)
+        Reward("broken", Broken()).of([Episode(Prompt(0, [5], {}))], Tokenizer(str(judge)), world)

@@ -67,6 +67,7 @@ def converse(tokenizer, world, prompt, sampler, samples=1, environment=Guess, **
     return group
 
 
+@pytest.mark.slow
 def test_tensor_parallel_processes_have_the_rewards_and_the_messages_of_the_first(checkpoint):
     """Also where they are random, or fail: then advantages, and with them the model, would differ."""
     output = run_processes(Path(__file__).with_name("rewards_of_peers.py"), 2, str(checkpoint))

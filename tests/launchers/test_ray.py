@@ -1,14 +1,17 @@
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from helpers import HANGS
 
+from tune import ray_cluster
 from tune.cli import main
 from tune.distributed import Interrupt
 from tune.errors import TuneError
@@ -63,6 +66,15 @@ def test_workers_are_told_to_stop_by_a_file(tmp_path: Path, monkeypatch: pytest.
     assert found[0].requested
 
 
+def test_an_address_where_nobody_answers_is_told_soon(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray_cluster, "PATIENCE", 1)
+    with pytest.raises(TuneError, match=r"no Ray cluster is reached at 127\.0\.0\.1:1 .*refused.* Start one by"):
+        ray_cluster.connect("127.0.0.1:1", 1)
+    assert "trying Ray at 127.0.0.1:1, for 1 seconds at most" in capsys.readouterr().err
+
+
 def curve(folder: Path) -> dict[int, float]:
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line["loss"] for line in lines}
@@ -81,7 +93,14 @@ def start(checkpoint: Path, chats: Path, tmp_path: Path):
         ]  # fmt: skip
         with (tmp_path / f"{name}.txt").open("w") as output:
             started.append(
-                subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+                subprocess.Popen(
+                    command,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,
+                    env=os.environ | {"TEST_FOLDER": str(tmp_path)},
+                )
             )
         return started[-1]
 
@@ -110,6 +129,32 @@ def test_curves_are_those_of_torchrun_and_of_one_process(start, tmp_path: Path) 
     reported = json.loads((tmp_path / "ray" / "checkpoint_manager_snapshot.json").read_text())
     names = [Path(each["checkpoint_dir_name"]).name for each in reported["checkpoint_results"]]
     assert names == ["step-00000004", "step-00000008", "step-00000012"]
+
+
+def worker_of(folder: Path) -> int:
+    """One of Ray Train's workers below a driver that has `folder` in its environment."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_worker = b"ray::RayTrainWorker" in (process / "cmdline").read_bytes()
+            if is_worker and str(folder).encode() in (process / "environ").read_bytes():
+                return int(process.name)
+    raise AssertionError("there is no worker")
+
+
+@pytest.mark.slow
+def test_ray_data_trains_as_a_stream_does_and_goes_on_after_a_kill(start, tmp_path: Path) -> None:
+    stream = ("epochs=1", "dataset.shuffle_buffer=64")
+    whole = start("whole", "--nproc-per-node", "2", settings=(*stream, "dataset.streaming=true"))
+    by_ray = (*stream, "dataset._component_=tune.datasets.ray")
+    killed = start("killed", *RAY, "--max-restarts", "1", settings=by_ray)
+    while not (tmp_path / "killed" / "metrics.jsonl").exists() or 6 not in curve(tmp_path / "killed"):
+        assert killed.poll() is None, (tmp_path / "killed.txt").read_text()[-3000:]
+        time.sleep(0.02)
+    os.kill(worker_of(tmp_path), signal.SIGKILL)
+    assert killed.wait(HANGS) == 0, (tmp_path / "killed.txt").read_text()[-3000:]
+    assert whole.wait(HANGS) == 0, (tmp_path / "whole.txt").read_text()[-3000:]
+    assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
+    assert "continued after step" in (tmp_path / "killed" / "log.txt").read_text()
 
 
 def actors(*options: str):

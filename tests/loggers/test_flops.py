@@ -1,5 +1,6 @@
 import torch
 
+from tune.devices import DEVICES
 from tune.loggers import flops_per_token
 from tune.loggers.flops import peak_flops
 from tune.models import build
@@ -8,8 +9,10 @@ from tune.models import build
 def test_peaks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     assert peak_flops(torch.device("cuda")) == 989e12
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA T4")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX A1000")
     assert peak_flops(torch.device("cuda")) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Instinct MI300X")
+    assert peak_flops(torch.device("cuda")) == DEVICES["mi300x"].tflops * 1e12  # one table, which planning has too
     assert peak_flops(torch.device("cpu")) is None
 
 

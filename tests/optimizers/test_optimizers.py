@@ -171,6 +171,7 @@ def test_updates_in_backward_are_those_of_a_step(make):
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_torchao_is_imported_without_a_word():
     pytest.importorskip("torchao")
     code = "from tune.config.instantiate import locate; locate('torchao.optim.AdamW8bit')"

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import save_checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tune import config, peft
+from tune import config, distributed, peft
 from tune.collators import Batch
+from tune.devices import DEVICES
 from tune.models import build
-from tune.preflight.devices import DEVICES
 from tune.preflight.memory import Layout, bytes_of_states
 from tune.preflight.planning import Job
 from tune.preflight.trace import Recorder
@@ -20,12 +21,14 @@ from tune.preflight.trace import Recorder
 ROWS, LENGTH = 2, 128
 
 
-def job(path, lora: bool = False, nf4: bool = False, dtype="fp32", master="fp32", rows=ROWS) -> Job:
+def job(
+    path, lora=False, nf4=False, dtype="fp32", master="fp32", rows=ROWS, length=LENGTH, device="cpu", more=()
+) -> Job:
     recipe, given = ("lora_finetune", ["adapter.rank=4"]) if lora else ("full_finetune", [])
     given += ["quantization.weights=nf4"] if nf4 else []
-    sizes = [f"max_seq_len={LENGTH}", f"global_batch_size={rows}", f"dtype={dtype}", f"master_dtype={master}"]
-    cfg = config.load(recipe, [f"model.path={path}", "dataset.path=none", *sizes, *given])
-    return Job(cfg, DEVICES["cpu"])
+    sizes = [f"max_seq_len={length}", f"global_batch_size={rows}", f"dtype={dtype}", f"master_dtype={master}"]
+    cfg = config.load(recipe, [f"model.path={path}", "dataset.path=none", *sizes, *given, *more])
+    return Job(cfg, DEVICES[device])
 
 
 def saved_by_torch(path, lora: bool) -> int:
@@ -50,13 +53,13 @@ def saved_by_torch(path, lora: bool) -> int:
 def test_what_is_kept_for_backward(checkpoint, tied_checkpoint):
     for path in (checkpoint, tied_checkpoint):
         for lora in (False, True):
-            found = job(path, lora).trace(ROWS, 1, "none", True, False)
+            found = job(path, lora).trace(ROWS, (1, 1, 1), "none", True, False)
             ours = found.embed.live + found.saved
             assert abs(ours / saved_by_torch(path, lora) - 1) < 0.05, (path, lora)
 
 
 def test_checkpointing_keeps_less_and_computes_more(checkpoint):
-    traces = {kind: job(checkpoint).trace(ROWS, 1, kind, True, False) for kind in ("none", "selective", "full")}
+    traces = {kind: job(checkpoint).trace(ROWS, (1, 1, 1), kind, True, False) for kind in ("none", "selective", "full")}
     kept = [each.blocks[0].forward.live for each in traces.values()]
     work = [each.blocks[0].backward.products for each in traces.values()]
     assert kept == sorted(kept, reverse=True) and work == sorted(work)
@@ -79,7 +82,8 @@ def test_four_bits(checkpoint):
     linears = [m for name, m in build(str(checkpoint)).named_modules() if isinstance(m, nn.Linear) and name != "head"]
     weights = sum(each.weight.numel() for each in linears)
     whole, quantised = (
-        job(checkpoint, lora=True, nf4=nf4).trace(1, 1, "none", True, False).whole.stored for nf4 in (False, True)
+        job(checkpoint, lora=True, nf4=nf4).trace(1, (1, 1, 1), "none", True, False).whole.stored
+        for nf4 in (False, True)
     )
     assert 4 - (whole - quantised) / weights < 0.7  # half a byte, and the scales
 
@@ -91,6 +95,22 @@ def test_states_of_optimizers():
     assert bytes_of_states(lambda groups: torch.optim.SGD(groups, lr=1)) == 0
     assert bytes_of_states(lambda groups: torch.optim.SGD(groups, lr=1, momentum=0.9)) == 4
     assert bytes_of_states(lambda groups: Adafactor(groups)) < 0.1
+
+
+def test_a_checkpoint_is_written_of_a_copy_in_host_memory(checkpoint):
+    """The peak of a run on a CPU with few activations: the weights and states twice."""
+    numbers = sum(each.numel() for each in build(str(checkpoint)).parameters())
+    sizes = {}
+    for settings in ("every=null",), ("every=500",), ("every=null", "async=false"):
+        given = [f"checkpointer.{each}" for each in settings]
+        found = job(checkpoint, length=1, more=[*given, "max_steps=1000"]).plan(Layout(micro_batch_size=ROWS))
+        sizes[settings] = found.memory["checkpoint"], found.moment
+    assert sizes["every=null",] == (pytest.approx(numbers * 12, rel=1e-3), "checkpoint")
+    copy, moment = sizes["every=500",]
+    assert copy == pytest.approx(numbers * 12, rel=1e-3) and moment != "checkpoint"  # it is written beside steps
+    assert sizes["every=null", "async=false"][0] == 0
+    elsewhere = job(checkpoint, device="h100").plan(Layout(micro_batch_size=ROWS))
+    assert elsewhere.memory["checkpoint"] == 0 and elsewhere.host == pytest.approx(numbers * 12, rel=1e-3)
 
 
 def test_offload(checkpoint):
@@ -117,15 +137,17 @@ def test_the_search_is_the_best_of_all(checkpoint):
     assert found == planned.search(3)
 
 
-def test_time_is_that_of_operations_which_run():
+def test_time_is_that_of_operations_which_run(monkeypatch):
     """Autograd also asks each tensor for its device: that reads nothing and launches nothing."""
+    monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: [*range(8)])
     device, bytes_of = replace(DEVICES["h100"], launch=0.0), 64 * 64 * 4
-    recorder = Recorder(device, "fp32", 8, fused=False)
+    group = distributed.init("cpu").mesh.get_group("tp").group_name
+    recorder = Recorder(device, "fp32", fused=False)
     with FakeTensorMode(), recorder:
         matrix = torch.empty(64, 64, requires_grad=True)
         (matrix * 2).sum().backward()
         computed = recorder.compute
-        torch.ops._c10d_functional.all_reduce(matrix.detach(), "sum", "0")
+        torch.ops._c10d_functional.all_reduce(matrix.detach(), "sum", group)
     moved = 2 * bytes_of + (bytes_of + 4) + 2 * 4 + 2 * bytes_of  # product, sum, its gradient of one, and the product's
     assert computed == pytest.approx(moved / (device.bandwidth * 1e9 * device.bandwidth_share))
     ring = 2 * bytes_of * 7 / 8  # each process sends a share of an all-reduce so often
@@ -136,13 +158,31 @@ TRACKED = """
 import sys
 sys.path.insert(0, "benchmarks")
 from planned_memory import compare
-for case in (4, 1, 64, "none"), (4, 1, 512, "none"), (8, 4, 128, "full"):
+for *case, most in eval(sys.argv[2]):
     found, planned, moment = compare(sys.argv[1], *case)
-    assert abs(planned / found - 1) < 0.01, (case, moment, planned / found)
+    assert abs(planned / found - 1) < most, (case, moment, planned / found)
 """
+# With tp the plan lacks the hidden states of one place, 2 bytes x tokens x hidden_size: much in so small a model.
+DENSE = [
+    (4, 1, 512, "none", 0.01), (8, 4, 128, "full", 0.01), (4, 1, 512, "none", {"tp": 2}, 0.02),
+    (4, 1, 512, "none", {"cp": 2}, 0.01), (4, 1, 512, "none", {"pp": 2}, 0.05),
+    (8, 1, 512, "full", {"pp": 2, "cp": 2, "tp": 2}, 0.05),
+]  # fmt: skip
+EXPERTS = [(4, 1, 512, "none", {"ep": 2}, 0.05), (4, 1, 512, "full", {"ep": 4}, 0.05)]
+
+
+def tracked(path, cases) -> None:
+    """In a process of its own: it is the first of several that are not there."""
+    subprocess.run([sys.executable, "-c", TRACKED, str(path), repr(cases)], check=True)
 
 
 @pytest.mark.slow
-def test_moments_of_fsdp_against_the_tracker_of_torch(checkpoint):
-    """In a process of its own: it is the first of several that are not there."""
-    subprocess.run([sys.executable, "-c", TRACKED, str(checkpoint)], check=True)
+def test_moments_of_layouts_against_the_tracker_of_torch(checkpoint, tied_checkpoint):
+    tracked(checkpoint, DENSE)
+    tracked(tied_checkpoint, [(4, 1, 512, "none", {"pp": 2}, 0.05)])
+
+
+@pytest.mark.slow
+def test_moments_of_experts_against_the_tracker_of_torch(tmp_path):
+    sizes = {"num_local_experts": 8, "hidden_size": 256, "intermediate_size": 256}
+    tracked(save_checkpoint(tmp_path, "MixtralConfig", **sizes), EXPERTS)

@@ -19,6 +19,7 @@ A, L, T = (
     "model_name_or_path: a/b\ntemplate: qwen\n",
     "model_name_or_path: a/b\ndataset_name: c/d\n",
 )
+JUDGE = {"_component_": "tune.generation.RewardModel", "path": "./r"}
 EVALUATION = """
 model: {_component_: torchtune.models.llama3.llama3_8b}
 checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /tmp/llama}
@@ -158,6 +159,10 @@ def test_a_command_line_of_trl(tmp_path):
         (L + "stage: pt\nfinetuning_type: full", "full_finetune", {"dataset.train_on": "all"}),
         (L + "stage: kto", "preference_finetune", {"loss._component_": "tune.losses.KTO"}),
         (L + "stage: ppo", "ppo_finetune", {}),
+        ("trl ppo --dataset_name c/d --model_name_or_path ./m --sft_model_path ./s --reward_model_path ./r",
+         "ppo_finetune",
+         {"model.path": "./s", "value.path": "./r", "reward": JUDGE, "value_weight": 0.1, "optimizer.lr": 3e-6}),
+        (T + "num_generations: 4\nreward_model_name_or_path: ./r", "grpo", {"reward": JUDGE}),
         (EVALUATION, "evaluate", {"tasks": ["arc_easy"], "max_length": 512, "batch_size": 4}),
         (T + "num_generations: 4\nbeta: 0.04", "grpo", {"kl": 0.04, "group_size": 4}),
         (T + "teacher_model_name_or_path: e/f\nbeta: 1", "distill", {"loss._component_": "tune.losses.ReverseKL"}),
@@ -245,7 +250,7 @@ TT = "checkpointer: {checkpoint_dir: '${base}/m'}\nbase: /tmp\ntokenizer: {_comp
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (L + "stage: ppo\nreward_model: saves/reward", {"model.path": "./b"}),
+        (L + "stage: ppo\nreward_model: ./r\nreward_model_type: full", {"model.path": "./b", "reward": JUDGE}),
         (L + "pure_bf16: true\nfinetuning_type: full", {"dtype": None, "master_dtype": "bf16"}),
         (L + "dataset_dir: ONLINE\ndataset: c4", {"dataset.path": "c4"}),
         (A + "datasets: [{path: c/d, field_messages: talk}]", {"dataset.columns": {"messages": "talk"}}),
@@ -258,7 +263,9 @@ TT = "checkpointer: {checkpoint_dir: '${base}/m'}\nbase: /tmp\ntokenizer: {_comp
         (TT + "dataset_val: {source: json, data_files: v.json}", {"validation_dataset.path": "v.json"}),
         (TT + "enable_fp8_training: true\nfp8_recipe_name: tensorwise", {"quantization.float8": "tensorwise"}),
         (TT + "enable_fp8_training: false\nfp8_recipe_name: rowwise", {"quantization.float8": None}),
-        (TT + "ppo_epochs: 2\nvalue_checkpointer: {checkpoint_dir: rm}", {"value.path": "rm"}),
+        (TT + "ppo_epochs: 2\nvalue_checkpointer: {checkpoint_dir: rm}\nreward_checkpointer: {checkpoint_dir: ./r}\n"
+         "dataset: {source: c/d, column: query}",
+         {"value.path": "rm", "reward": JUDGE, "dataset.columns": {"prompt": "query"}}),
     ],
 )  # fmt: skip
 def test_what_a_key_says_of_one_thing_stays_with_it(text, expected, tmp_path):

@@ -8,13 +8,18 @@ import shutil
 import sys
 from pathlib import Path
 
+import distill
 import full_finetune
+import grpo
 import lora_finetune
 import numpy as np
+import ppo_finetune
+import preference_finetune
 import pytest
 import torch
 from evaluation.task_files import write_task, write_tasks
 from helpers import run_processes
+from recipes.test_grpo import requests  # noqa: F401
 
 from tune import distributed
 from tune.cli import main
@@ -214,6 +219,49 @@ def test_in_a_training(checkpoint, chats, folder, tmp_path, run_recipe, monkeypa
     main(["eval", trained, "--tasks", "choice", "--include-path", str(folder), "--out", str(out)])
     found = of(evaluated(out), "choice")
     assert found["acc_norm,none"] == pytest.approx(evaluated_[-1]["choice/acc_norm"])
+
+
+SAMPLED = [
+    "max_prompt_len=64",
+    "sampling.max_new_tokens=5",
+    "reward=recipes.test_grpo.share_of_a",
+    "prompts_per_step=4",
+]
+METHODS = {
+    preference_finetune: ["dataset.path={pairs}", "max_seq_len=128", "global_batch_size=8"],
+    distill: ["dataset.path={chats}", "max_seq_len=128", "teacher.path={model}"],
+    grpo: ["dataset.path={requests}", *SAMPLED, "group_size=4"],
+    ppo_finetune: ["dataset.path={requests}", *SAMPLED],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", METHODS, ids=lambda recipe: recipe.__name__)
+def test_in_the_training_of_a_method(
+    recipe, checkpoint, chats, pairs, requests, folder, prompts, tmp_path, run_recipe, told  # noqa: F811
+):  # fmt: skip
+    """As in supervised fine-tuning: its last numbers and answers are those of the model that is left."""
+    names = {"model": checkpoint, "chats": chats, "pairs": pairs, "requests": requests}
+    settings = [
+        f"model.path={checkpoint}", f"output_dir={tmp_path / 'run'}", "max_steps=2", "device=cpu", "dtype=fp32",
+        "optimizer.lr=1e-3", "evaluate.tasks=[choice]", f"evaluate.include_path={folder}", "evaluate.every=1",
+        f"evaluate.prompts={prompts}", "evaluate.max_new_tokens=6",
+        *(each.format(**names) if "{" in each else each for each in METHODS[recipe]),
+    ]  # fmt: skip
+    assert run_recipe(settings, recipe) == 0
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    model, tokenizer = open_model(tmp_path / "run" / "model")
+    results = Tasks(["choice"], tokenizer, str(folder))(model, distributed.init("cpu"))
+    expected = {f"choice/{name[:-5]}": value for name, value in of(results["results"], "choice").items()}
+    assert expected and ["choice/acc" in each for each in steps] == [True, True]
+    assert {name: steps[-1][name] for name in expected} == pytest.approx(expected)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    answered = [each for each in lines if each.get("prompt") == "the cat"]
+    assert [each["step"] for each in answered] == [0, 1, 2]
+    main(["generate", str(tmp_path / "run"), "--prompt", "the cat", "--max-new-tokens", "6", "--out", "out.jsonl"])
+    assert json.loads(Path("out.jsonl").read_text())["completion"] == answered[-1]["text"]
+    found = told(recipe.__name__, [*settings[:-3], "evaluate.tasks=[chioce]", "evaluate.prompts=none.txt"])
+    assert "there is no task 'chioce'" in found and "none.txt: there is no such file" in found
 
 
 def no_template(tmp_path, checkpoint):

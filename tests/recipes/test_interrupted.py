@@ -78,6 +78,7 @@ def test_disk_full_while_the_model_is_written(short, contents):
     assert f"the report is not written: {run / 'report.html'} cannot be written: File too large." in done.stdout
 
 
+@pytest.mark.slow
 def test_disk_full_while_logging(short):
     run, settings = short
     (run / "log.txt").unlink()
@@ -116,6 +117,7 @@ def test_a_folder_that_another_run_is_writing_into(inputs, run_recipe, contents,
     assert run_recipe(inputs.settings("max_steps=3")) == 0
 
 
+@pytest.mark.slow
 def test_out_of_memory(inputs):
     inputs.change_json("config.json", hidden_size=65536, intermediate_size=65536, head_dim=16)
     new = f"output_dir={inputs.folder / 'new'}"

@@ -41,7 +41,7 @@ def weights(run, step, folder):
     return torch.load(folder / "state.pt", weights_only=True)["model"]
 
 
-@pytest.mark.parametrize("recipe", [full_finetune, lora_finetune])
+@pytest.mark.parametrize("recipe", [full_finetune, pytest.param(lora_finetune, marks=pytest.mark.slow)])
 def test_one_process(recipe, common, run_recipe, tmp_path):
     found = {}
     for way in ("skip", "rollback"):

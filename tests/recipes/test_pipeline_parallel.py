@@ -62,6 +62,40 @@ def test_all_parameters(common, tmp_path):  # noqa: F811
     assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path / "runs", names)
 
 
+SEVERAL_STAGES = {
+    "pp": ["parallel.pp=4"],
+    "pp x FSDP": ["parallel.pp=2", "parallel.pp_virtual=4"],
+    "pp x ZeRO 1": ["parallel.pp=2", "parallel.zero_stage=1"],
+    "pp x ZeRO 0": ["parallel.pp=2", "parallel.zero_stage=0"],
+    "pp x tp": ["parallel.pp=2", "parallel.tp=2"],
+    "pp x cp": ["parallel.pp=2", "parallel.cp=2"],
+    "pp x ep": ["parallel.pp=2", "parallel.ep=2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_several_stages_of_each_process(schedule, common, tmp_path):  # noqa: F811
+    common = [*common, "micro_batch_size=1", f"parallel.pp_schedule={schedule}"]
+    kind, changes = VARIANTS["qwen3_moe"]
+    deep = {"vocab_size": 300, "num_hidden_layers": 8, "layer_types": None}
+    save_checkpoint(tmp_path / "experts", kind, **SMALL | changes | deep)
+    save_checkpoint(tmp_path / "tied", num_hidden_layers=8, hidden_size=32, tie_word_embeddings=True)
+    variants = {
+        "tied": [f"model.path={tmp_path / 'tied'}", "validate_every=2", "packed=false"],
+        "experts": [f"model.path={tmp_path / 'experts'}", "model.router_loss=0.1"],
+        "recomputed": [f"model.path={tmp_path / 'tied'}", "memory.activation_checkpointing=full"],
+    }
+    names = {"tied": [*SEVERAL_STAGES][:-1], "experts": ["pp", "pp x ep"], "recomputed": ["pp"]}
+    assert_one_curve("full_finetune", common, variants, SEVERAL_STAGES, 4, tmp_path / "runs", names)
+    saved = (tmp_path / "runs" / run / "model" / "model.safetensors" for run in ("tied, pp", "alone/tied"))
+    torch.testing.assert_close(*map(load_file, saved), rtol=1e-3, atol=2e-5)
+    variants = {"LoRA": [f"model.path={tmp_path / 'tied'}", *LORA]}
+    assert_one_curve(
+        "lora_finetune", common, variants, SEVERAL_STAGES, 4, tmp_path / "adapted", {"LoRA": ["pp x FSDP"]}
+    )
+
+
 @pytest.mark.slow
 def test_continued(tied_checkpoint, common, tmp_path):  # noqa: F811
     """On the same stages to the bit, and on other layouts."""

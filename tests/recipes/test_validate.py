@@ -53,6 +53,7 @@ def validated(*arguments: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if not line.startswith(" ")]
 
 
+@pytest.mark.slow
 def test_a_problem_is_told_once(inputs):
     found = validated(
         "full_finetune", *inputs.settings("global_batch_size=4", "micro_batch_size=1"), "--world-size", "3"

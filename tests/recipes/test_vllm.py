@@ -61,7 +61,7 @@ def test_samples_do_not_depend_on_the_process(vllm, checkpoint):
     assert len({each.seed for each in told}) == 6 and all(each.ignore_eos and each.logprobs == 0 for each in told)
 
 
-@pytest.mark.parametrize("adapter", [[], ["adapter.rank=4"]])
+@pytest.mark.parametrize("adapter", [pytest.param([], marks=pytest.mark.slow), ["adapter.rank=4"]])
 def test_a_training_on_its_samples(vllm, adapter, run_recipe, checkpoint, requests, tmp_path):  # noqa: F811
     own = [f"output_dir={tmp_path / 'run'}", f"sampling.path={checkpoint}", "sampling._component_=tune.generation.VLLM"]
     given = [*settings_of(checkpoint, requests), *own, *adapter, "sampling.dtype=fp32", "sampling.temperature=0.8"]

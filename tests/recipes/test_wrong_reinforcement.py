@@ -34,17 +34,17 @@ def gives_nan(row, completion):
 
 
 class TooFew:
-    def scores(self, episodes, tokenizer, device):
+    def scores(self, episodes, tokenizer, world):
         return [1.0]
 
 
 class NoList:
-    def scores(self, episodes, tokenizer, device):
+    def scores(self, episodes, tokenizer, world):
         return 3
 
 
 class FailingJudge:
-    def scores(self, episodes, tokenizer, device):
+    def scores(self, episodes, tokenizer, world):
         raise ConnectionError("no answer")
 
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -38,6 +39,7 @@ from tune.types import PositiveInt
 
 # Frozen parameters are not saved: they come from the checkpoint that the model was built from.
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+STORED = ".store"  # in a run folder that is uploaded: each node has its own, with what its processes write
 STOPPED = "stopped, nothing of this step is saved, checkpoints are intact"
 CAUSES = "Usual causes: a learning rate too high, damaged weights, dtype=bf16 with a model that overflows in it"
 
@@ -96,6 +98,8 @@ class Checkpointer:
         self.tell = tell if world.is_main else lambda message: None
         self.best, self.saved, self.reported, self.writing = Best(keep_best, patience), 0, 0, 0
         self.resumed: dict[int, Path] = {}  # the step that training continues after, and its checkpoint, of any folder
+        is_first_here = os.environ.get("LOCAL_RANK") == "0" and (folder.parent / STORED).exists()
+        self.tidies = world.is_main or is_first_here  # the one process of a folder that renames and removes in it
         self.group = _background_group(dist.group.WORLD, world.timeout)
         self.background = ThreadPoolExecutor(max_workers=1)
         self.pending: Future[None] | None = None
@@ -104,9 +108,10 @@ class Checkpointer:
     def resume(self, resume: str) -> int:
         """Restore the newest complete checkpoint (`auto`), the one at a path, or none (`never`); return its step.
         Raises TuneError if there is none at the path, it is of another training, or it would replace later ones."""
-        if self.world.is_main and resume == "auto":
+        if self.tidies and resume == "auto":
             for unfinished in self.folder.glob(".step-*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
+        if self.world.is_main and resume == "auto":
             self._set_damaged_aside()
         path = self.newest() if resume == "auto" else None if resume == "never" else checkpoint_at(Path(resume))
         if path is None:
@@ -242,6 +247,7 @@ class Checkpointer:
                 if self.world.is_main:  # it returns from there after all ranks have written, and the metadata are saved
                     (unfinished / "state.json").write_text(small)
                     write_digests(unfinished)
+                if self.tidies:
                     unfinished.rename(complete)
             except (OSError, CheckpointException) as error:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -307,7 +313,7 @@ class Checkpointer:
     def _settled(self, step: int, best: tuple[float, int]) -> None:
         """The checkpoint of a step is complete: those that are not to be kept go."""
         self.saved, self.best.kept = step, best
-        if self.world.is_main and self.keep:
+        if self.tidies and self.keep:
             kept = {*sorted(self.folder.glob("step-*"))[-self.keep :], self.folder / f"step-{best[1]:08d}"}
             for old in {*self.folder.glob("step-*")} - kept:
                 # It is renamed first: a folder that is only partly removed must not look complete.

@@ -79,7 +79,7 @@ def import_meta(folder: Path, out: Path) -> list[str]:
                 yield ours, _halves(weight, heads[kind]) if kind in heads else weight.clone()
 
     with written_aside(out, folder=True) as unfinished:
-        write_tensors(unfinished, tensors())
+        write_tensors(unfinished, tensors(), len(plan))
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         tokenizer = next((file for file in (folder, folder.parent) if (file / "tokenizer.model").is_file()), None)
         if tokenizer:

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from tune.atomic import written_aside
 from tune.checkpointers.weights import Pretrained, full_tensors
+from tune.checkpointers.writing import with_progress
 from tune.errors import TuneError
 from tune.lookup import needs
 from tune.models import Decoder
 from tune.models.moe import ExpertsConfig
 from tune.models.rope import SCALINGS, RopeConfig
 from tune.tokenizers import Tokenizer
+from tune.tokenizers.ranks import LLAMA3_WORDS, QWEN_WORDS
 
 LARGEST = torch.finfo(torch.float16).max
 
@@ -83,9 +85,7 @@ CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER
 CASED = CASED.replace(r"+[\r\n]*|", r"+[\r\n/]*|")
 # (The regular expression that words match, whether whole words are looked up first) -> llama.cpp's name.
 WORDS = {
-    (rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{REST}", True): "llama-bpe",
-    (rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{REST}", False): "dbrx",
-    (rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{REST}", False): "qwen2",
+    (LLAMA3_WORDS, True): "llama-bpe", (LLAMA3_WORDS, False): "dbrx", (QWEN_WORDS, False): "qwen2",
     (CASED % ("", "", ""), True): "tekken",
     (CASED % (f"{ENDINGS}?", f"{ENDINGS}?", "{1,3}"), False): "gpt-4o",
     ("ByteLevel", False): "gpt-2",
@@ -146,7 +146,7 @@ def export_gguf(
             writer.write_ti_data_to_file()
             for each in factors.values():
                 writer.write_tensor_data(each.numpy())
-            for name, full in full_tensors(model, base):
+            for name, full in with_progress(full_tensors(model, base), len(model.names.on_disk)):
                 if not (largest := full.abs().max().item()) < math.inf:
                     raise TuneError(f"{name} has values that are not finite: the training failed")
                 for _, part, kind in plan(name, full.float().cpu()):

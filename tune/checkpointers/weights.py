@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tune.checkpointers.disk import DiskTensor, disk_tensors, sampled_digest, shape_differences
-from tune.distributed import World, from_its_stage, full_tensor, local_shard, parallelize
+from tune.distributed import World, check_plan, from_its_stage, full_tensor, local_shard, parallelize
 from tune.errors import TuneError
 from tune.models import Decoder, HuggingFaceModel, build, hf
 from tune.models.config_file import ConfigFile
@@ -198,8 +198,10 @@ def initialize(model: Any, names: Iterable[str], seed: int) -> None:
 
 
 def check(model: nn.Module) -> None:
-    """Check with a few tokens whether a model of transformers can be trained, and how documents can share a row; if
-    not, raise TuneError. All processes must call it, after loading."""
+    """Check with a few tokens whether a model computes by its plan of tensor parallelism what it computes without, and
+    whether one of transformers can be trained, and how documents can share a row; if not, raise TuneError. All
+    processes must call it, after loading."""
+    check_plan(model)
     if isinstance(model, HuggingFaceModel):
         model.check()
 
@@ -234,10 +236,11 @@ def load_frozen(
     dtype: Literal["bf16", "fp32"],
     quantization: Literal["nf4"] | None = None,
     setting: str = "reference",
+    head: Literal["tokens", "score"] = "tokens",
 ) -> tuple[Decoder, Pretrained]:
-    """A second model beside the one that is trained, sharded as that is and without dropout: a reference, a teacher.
-    Errors blame `setting`."""
-    model, weights = open_checkpoint(path, setting=setting)
+    """A second model beside the one that is trained, sharded as that is and without dropout: a reference, a teacher, or
+    with the head `score` a reward model. Errors blame `setting`."""
+    model, weights = open_checkpoint(path, head, setting)
     if quantization:
         quantize_linears(model, double=True)
     parallelize(model.requires_grad_(False).eval(), world, dtype=dtype, master_dtype=dtype)

@@ -3,17 +3,19 @@
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tune.atomic import written_aside
-from tune.checkpointers.disk import DiskTensor, disk_tensors, has_weights
+from tune.checkpointers.disk import SAFETENSORS_DTYPES, DiskTensor, disk_tensors, has_weights
 from tune.checkpointers.weights import Pretrained, hf_tensors
 from tune.distributed import DTYPES, World
 from tune.errors import TuneError
@@ -25,7 +27,10 @@ from tune.quantization import Compressor
 from tune.secrets import without_secrets
 from tune.tokenizers import Tokenizer
 
+T = TypeVar("T")
 SHARD_BYTES = 5 * 10**9
+KINDS = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+HEADER_BYTES, ENTRY_BYTES = 2**18, 200  # room for the names of some 1,000 tensors, and for what is said of one
 CONFIGS = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
 HUB_ID = Path(".cache", "huggingface", "hub_id")  # in a folder that was downloaded
 
@@ -48,7 +53,7 @@ def export(
     copied, and without a `tokenizer` its files. Each tensor has the type that it has in the source (without weights
     there, the type in its config), or `dtype`. A model that scores is written as transformers'
     `...ForSequenceClassification`. All processes take part: tensors are gathered one by one, and rank 0 holds at most
-    one file of 5 GB and one tensor. A `compressor` quantises weights. The folder appears when it is complete.
+    one tensor. A `compressor` quantises weights. The folder appears when it is complete.
     """
     origin, folder = Path(source), Path(folder)
     scores = getattr(getattr(model, "config", None), "scores", False)
@@ -66,7 +71,7 @@ def export(
 
     if world.is_main:
         with written_aside(folder, folder=True) as unfinished:
-            write_tensors(unfinished, tensors())
+            write_tensors(unfinished, tensors(), None if compressor else len(there) or None)
             if dtype and fields:
                 key = "torch_dtype" if "torch_dtype" in fields else "dtype"
                 fields[key] = str(DTYPES[dtype]).removeprefix("torch.")
@@ -108,39 +113,75 @@ def _described(
     return fields, there, lambda name: DTYPES[dtype] if dtype else there[name].dtype if name in there else declared
 
 
-def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write `tensors` by name to safetensors files of at most 5 GB and their index, named as by Hugging Face."""
-    files: list[list[str]] = []
-    held: dict[str, Tensor] = {}
-    total, held_bytes = 0, 0
+def with_progress(tensors: Iterable[T], total: int | None) -> Iterator[T]:
+    """The `tensors`, about `total` if that is known, as they are written: on a terminal with a bar."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as bar:
+        yield from bar.track(tensors, total, description="tensors")
 
-    def part(number: int) -> Path:
-        return folder / f"model-{number:05d}.safetensors"
 
-    def flush() -> None:
-        files.append(list(held))
-        save_tensors(held, part(len(files)), "model")
-        held.clear()
-
-    for name, tensor in tensors:
-        if held and held_bytes + tensor.nbytes > SHARD_BYTES:
-            flush()
-            held_bytes = 0
-        # A part of a larger tensor is cloned: safetensors refuses shared memory, and the larger one is to be freed.
-        is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-        held[name] = tensor.contiguous() if is_whole else tensor.clone(memory_format=torch.contiguous_format)
-        held_bytes += tensor.nbytes
-        total += tensor.nbytes
-    flush()
+def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], total: int | None = None) -> None:
+    """Write `tensors`, about `total`, by name to safetensors files of at most 5 GB and their index, named as by Hugging
+    Face. One is held at a time. Raises TuneError if they cannot be written."""
+    files: list[TensorFile] = []
+    try:
+        for name, tensor in with_progress(tensors, total):
+            if files and not files[-1].has_room(name, tensor):
+                files[-1].close()
+            if not files or files[-1].file.closed:
+                files += [TensorFile(folder / f"model-{len(files) + 1:05d}.safetensors")]
+            files[-1].add(name, tensor)
+        files[-1].close()
+    except OSError as error:
+        raise _not_written("model", folder.parent, error) from error
     if len(files) == 1:
-        part(1).rename(folder / "model.safetensors")
+        files[0].path.rename(folder / "model.safetensors")
         return
     weight_map: dict[str, str] = {}
-    for number, names in enumerate(files, 1):
-        file = part(number).rename(folder / f"model-{number:05d}-of-{len(files):05d}.safetensors")
-        weight_map |= dict.fromkeys(names, file.name)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    for number, each in enumerate(files, 1):
+        renamed = each.path.rename(folder / f"model-{number:05d}-of-{len(files):05d}.safetensors")
+        weight_map |= dict.fromkeys(each.places, renamed.name)
+    size = sum(file.size for file in files)
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+class TensorFile:
+    """A safetensors file whose tensors are written one by one. The header, which says where they are, comes first, in
+    room that is left for it; blanks fill the rest, as the format allows."""
+
+    def __init__(self, path: Path):
+        self.path, self.places, self.odd = path, dict[str, dict[str, Any]](), list[tuple[str, Tensor]]()
+        self.size, self.room = 0, HEADER_BYTES
+        self.file = path.open("wb")
+        self.file.seek(8 + HEADER_BYTES)
+
+    def has_room(self, name: str, tensor: Tensor) -> bool:
+        """For more than the first one."""
+        fits = self.size + tensor.nbytes <= SHARD_BYTES and len(json.dumps(name)) + ENTRY_BYTES <= self.room
+        return fits or self.room == HEADER_BYTES
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """What would leave the next one between two words is written last."""
+        self.room -= len(json.dumps(name)) + ENTRY_BYTES
+        if tensor.nbytes % 8:
+            self.odd.append((name, tensor.clone()))
+        else:
+            self._write(name, tensor)
+
+    def _write(self, name: str, tensor: Tensor) -> None:
+        place = {"dtype": KINDS[tensor.dtype], "shape": list(tensor.shape)}
+        self.places[name] = place | {"data_offsets": [self.size, self.size + tensor.nbytes]}
+        tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tofile(self.file)
+        self.size += tensor.nbytes
+
+    def close(self) -> None:
+        for name, tensor in sorted(self.odd, key=lambda each: -each[1].itemsize):
+            self._write(name, tensor)
+        header = json.dumps({"__metadata__": {"format": "pt"}} | self.places).encode()
+        self.file.seek(0)
+        self.file.write(HEADER_BYTES.to_bytes(8, "little") + header.ljust(HEADER_BYTES))
+        self.file.close()
 
 
 def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list[int]:
@@ -170,7 +211,7 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
         copy_without_weights(source, unfinished)
         read = ((name, tensor.read()) for name, tensor in tensors.items())
         resize = ((name, _with_rows(weight, rows, known, ids) if name in resized else weight) for name, weight in read)
-        write_tensors(unfinished, resize)
+        write_tensors(unfinished, resize, len(tensors))
         config = json.loads((source / "config.json").read_text())
         for section in (config, config.get("text_config", {})):  # the latter of a model that takes images too
             if "vocab_size" in section:
@@ -191,12 +232,13 @@ def save_tensors(tensors: dict[str, Tensor], file: Path, what: str) -> None:
     try:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:
-        run = file.parents[1]
-        is_kept = any((run / "checkpoints").glob("step-*"))
-        again = f"with output_dir={run}, which continues after the last checkpoint" if is_kept else "again"
-        raise TuneError(
-            f"the {what} could not be written to {run}: {error}. Make room and run the same command {again}"
-        ) from error
+        raise _not_written(what, file.parents[1], error) from error
+
+
+def _not_written(what: str, run: Path, error: Exception) -> TuneError:
+    is_kept = any((run / "checkpoints").glob("step-*"))
+    again = f"with output_dir={run}, which continues after the last checkpoint" if is_kept else "again"
+    return TuneError(f"the {what} could not be written to {run}: {error}. Make room and run the same command {again}")
 
 
 def copy_without_weights(source: Path, folder: Path) -> None:

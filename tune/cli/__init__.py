@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser = argparse.ArgumentParser(f"tune {verb}", description=module.__doc__, allow_abbrev=False)
         if "\n\n" in (module.__doc__ or ""):  # it has command lines
             parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        _require_folders(verb, arguments[1:])
         module.main(parser, arguments[1:])
     except TuneError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -65,3 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr.close()
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _require_folders(verb: str, arguments: Sequence[str]) -> None:
+    if verb in ("runs", "watch", "report", "diff", "checkpoints", "export"):
+        for url in (each for each in arguments if "://" in each):
+            from tune.config import local_folder
+
+            where = f"what a run with this output_dir writes on its machine is {local_folder(url)}"
+            raise TuneError(f"{url}: tune {verb} reads folders; {where}. Give that, or fetch the run first")

@@ -68,6 +68,8 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         parser.error("give --prompt TEXT, --prompts FILE, or prompts on standard input")
     from tune.datasets.prompts import placed_rows
 
+    if options.out and options.out.suffix in (".csv", ".tsv", ".arrow"):
+        parser.error(f"--out {options.out}: answers are written as .jsonl or .parquet, not as {options.out.suffix}")
     is_given = options.prompt is not None
     rows = [("--prompt", {"prompt": options.prompt})] if is_given else placed_rows(options.prompts, "--prompts")
     generate(options, rows, actors)

@@ -34,7 +34,8 @@ BOUNDS = {
         "memory bandwidth and small operations",
         "compile=true, a larger micro_batch_size or packed=true",
     ),
-    "tensor": ("collectives of tensor parallelism", "a smaller parallel.tp"),
+    "tensor": ("collectives within blocks", "a smaller parallel.tp, cp or ep"),
+    "pipeline": ("stages that wait for others", "a larger global_batch_size, or a smaller parallel.pp"),
     "sharding": (
         "FSDP's communication",
         "a larger micro_batch_size, parallel.dp_replicate (copies within a node), or "
@@ -62,7 +63,7 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         parser.error("RECIPE is missing")
 
     gc.disable()  # what an import makes stays: to look for garbage in it takes a quarter of its time
-    from tune.preflight import devices
+    from tune import devices
     from tune.preflight.planning import Job, calibrate  # imports torch
 
     gc.enable()
@@ -76,7 +77,8 @@ def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         return
     cfg = without_data(options.recipe, rest)
     job = Job(cfg, device)
-    plans = job.search(options.world_size) if options.search else [job.plan(job.layout(options.world_size))]
+    searches = options.search or cfg.parallel.get("auto")
+    plans = job.search(options.world_size) if searches else [job.plan(job.layout(options.world_size))]
     found = plans[0].as_dict()
     hours = (cfg.max_steps or 1e9 / plans[0].tokens) * plans[0].step_seconds / 3600
     found |= {

@@ -93,7 +93,7 @@ def with_folder(default: str | None, recipe: Path, settings: list[str]) -> tuple
     """The settings with an `output_dir`, so that every attempt of a launcher has the same, and that folder."""
     cfg = config.read(default, settings, imports=False)[0] if default else {}
     if folder := cfg.get("output_dir"):
-        return settings, Path(folder)
+        return settings, config.local_folder(folder)
     new = f"runs/{recipe.stem}-{datetime.now():%Y%m%d-%H%M%S}"
     return ([*settings, f"output_dir={new}"] if "output_dir" in cfg else settings), Path(new)
 

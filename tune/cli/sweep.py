@@ -27,7 +27,7 @@ from tune import config, records
 from tune.cli.run import check, default_config
 from tune.cli.runs import print_table
 from tune.errors import TuneError
-from tune.launchers.ray import connect
+from tune.ray_cluster import connect
 
 POLL = 0.5  # seconds
 

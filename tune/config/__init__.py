@@ -3,4 +3,4 @@
 from tune.config.entry import entrypoint
 from tune.config.instantiate import instantiate, instantiate_data, instantiate_weighted
 from tune.config.load import flat, load, read, read_file, save, saved
-from tune.config.paths import find_config, find_default, find_recipe, list_configs, list_recipes
+from tune.config.paths import find_config, find_default, find_recipe, list_configs, list_recipes, local_folder

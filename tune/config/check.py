@@ -62,8 +62,10 @@ def combine(layers: Sequence[tuple[Values, str]], imports: bool = True) -> tuple
     sound = cfg.copy()
     for key in run.wrong:  # has no say in what else is wrong
         OmegaConf.update(sound, key, None)
+    wrong = {*run.wrong}
     for key, problem in conflicts(sound, run.given_in) if imports else ():
-        run.report(key, problem)
+        if key not in wrong:
+            run.report(key, problem)
     if not run.findings:
         OmegaConf.resolve(cfg)
     return cfg, run.findings
@@ -148,6 +150,7 @@ class _Combination:
     def _problem(self, node: DictConfig, name: Any, default: Values, prefix: str) -> str:
         key, value, place = f"{prefix}{name}", node[name], default.get(name)
         is_component = isinstance(value, DictConfig) and COMPONENT in value and place in (None, {})
+        is_component = is_component and fits({}, OPTIONS.get(key, Any))
         if (is_component or _is_group(place)) and COMPONENT not in node:
             self.check(value, place or {}, f"{key}.")
             return ""

@@ -86,6 +86,9 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
             problem = f"with {others} it is not the model before the first step" if others else "there is none"
             instead = "the folder of a model" if "kl" in cfg else "precomputed"
             yield "reference", f"the adapter cannot be switched off: {problem}. Use reference={instead}."
+    if "reward" in cfg and value("reward") is None and not value("environment"):
+        instead = "a function, or an environment, which rewards too" if "environment" in cfg else "a function"
+        yield "reward", f"null rewards nothing. Name {instead}."
     if (path := value("environment")) and (lacking := {"start", "step"} - {*dir(locate(path))}):
         yield "environment", f"{path} has no {' and no '.join(sorted(lacking))}: it must be a class with both."
     if value("validation_dataset") and value("validation_dataset.path", default=True):
@@ -93,16 +96,15 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
             if key.endswith(".validation_fraction") and value(key):
                 problem = "the rows it holds out would be used nowhere, as validation_dataset is what is validated on."
                 yield key, f"{problem} Set it to 0, or leave the validation dataset out."
-    is_loaded = value("dataset._component_") in ("tune.datasets.load", "tune.datasets.load_prompts")
-    is_loaded = is_loaded and not value("dataset.validation_fraction")
+    loaders = [f"tune.datasets.{name}" for name in ("load", "load_prompts", "ray")]
+    is_loaded = value("dataset._component_") in loaders and not value("dataset.validation_fraction")
     best = str(value("checkpointer.keep_best") or "")
     if value("checkpointer.patience") and not best:
         yield "checkpointer.patience", "it counts values of a metric: name it, checkpointer.keep_best=validation_loss."
     if best and not best.startswith("validation_") and "/" not in best:
         yield "checkpointer.keep_best", f"{best} is that of a few rows. Take validation_loss, or another of validation."
     if value("evaluate.every") and not value("evaluate.prompts") and not value("evaluate.tasks"):
-        choices = "evaluate.prompts" + " or .tasks" * ("tasks" in cfg.evaluate)
-        yield "evaluate.every", f"there is nothing to evaluate on. Give {choices}, or leave it out."
+        yield "evaluate.every", "there is nothing to evaluate on. Give evaluate.prompts or .tasks, or leave it out."
     of_validation = ["checkpointer.keep_best"] if best.startswith("validation_") else []
     for key in ("validate_every", "validate_first", *of_validation):
         if value(key) and is_loaded and value("validation_dataset.path", default=True) is None:

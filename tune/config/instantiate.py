@@ -63,12 +63,14 @@ def instantiate_data(cfg: DictConfig, tokenizer: Any, vocab_size: int | None = N
 
 
 def instantiate_weighted(setting: Any, key: str = "reward") -> list[tuple[str, Callable[..., Any], float]]:
-    """One function of two arguments or several, each with its name and its weight, which is 1 by default; `key` is that
-    of the setting.
+    """One function of two arguments or several, each with its name and its weight, which is 1 by default; none of null.
+    `key` is that of the setting.
 
     Each is a dotted path or a component: a function that gets the other keys as further arguments, or a class whose
     instances are called."""
     found = list[tuple[str, Callable[..., Any], float]]()
+    if setting is None:
+        return found
     for each in setting if isinstance(setting, ListConfig | list) else [setting]:
         values: Any = {COMPONENT: each} if isinstance(each, str) else each
         if not isinstance(values, Mapping | DictConfig) or not isinstance(values.get(COMPONENT), str):

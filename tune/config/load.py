@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -99,7 +99,12 @@ def read_file(file: Path) -> Values:
         raise TuneError(f"{file}: must have `key: value` lines at its top level, not a list.")
     if not values:
         raise TuneError(f"{file}: is empty.")
-    return cast(Values, OmegaConf.to_container(values))
+    return _spelt_out(OmegaConf.to_container(values))
+
+
+def _spelt_out(values: Any) -> Values:
+    """With `parallel=auto` as the setting that it stands for."""
+    return values | {"parallel": {"auto": True}} if values.get("parallel") == "auto" else values
 
 
 def _overrides(settings: Sequence[str]) -> tuple[Values, list[str]]:
@@ -115,7 +120,7 @@ def _overrides(settings: Sequence[str]) -> tuple[Values, list[str]]:
             findings.append(f"'{setting}': is not key=value.")
         else:
             try:
-                values = merge(values, OmegaConf.to_container(OmegaConf.from_dotlist([setting])))
+                values = merge(values, _spelt_out(OmegaConf.to_container(OmegaConf.from_dotlist([setting]))))
             except (YAMLError, OmegaConfBaseException) as error:
                 reason = getattr(error, "problem", None) or str(error).splitlines()[0]
                 findings.append(f"{key}: '{text}' is not YAML ({reason}). A string is quoted so: {key}='\"...\"'")

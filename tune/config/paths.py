@@ -1,5 +1,7 @@
 """Where the library's recipes and configs are."""
 
+import os
+import re
 from pathlib import Path
 
 import tune
@@ -31,6 +33,15 @@ def find_default(recipe: Path, name: str) -> Path:
     """The file of the config that `recipe` names as its default: beside it, as in a copy of `tune cp`, or ours."""
     beside = recipe.parent / f"{name.removesuffix('.yaml')}.yaml"
     return beside if beside.is_file() else find_config(name)
+
+
+def local_folder(output_dir: str) -> Path:
+    """The run folder on this machine; of a URL such as s3://bucket/run that is $TUNE_LOCAL/bucket/run, or
+    runs/bucket/run."""
+    if "://" not in output_dir:
+        return Path(output_dir)
+    place = re.sub(r"^\w+://([^/]*@)?", "", output_dir).split("?")[0]
+    return Path(os.environ.get("TUNE_LOCAL") or "runs", *(part for part in place.split("/") if part not in ("", "..")))
 
 
 def _folder(kind: str) -> Path:

@@ -20,7 +20,7 @@ Where a new one goes:
 
 from tune.datasets.cache import cache_folder
 from tune.datasets.dataset import Dataset, pack
-from tune.datasets.from_path import load
+from tune.datasets.from_path import load, ray
 from tune.datasets.loader import DataLoader, GlobalBatch, validation_batches
 from tune.datasets.mix import Mixture, mix
 from tune.datasets.prompts import Prompt, PromptLoader, Prompts, load_prompts

@@ -2,9 +2,10 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from inspect import signature
 from itertools import chain, islice
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from tune.datasets.dataset import Dataset, with_mismatched
 from tune.datasets.formats.columns import recognise
 from tune.datasets.formats.formats import FORMATS, Format, Kind
 from tune.datasets.labels import TrainOn
+from tune.datasets.ray_data import for_all_processes, map_by_ray
 from tune.datasets.rows import CANNOT_BE_USED, RowReader, TooLong
 from tune.datasets.samples import Chunk, chunk
 from tune.datasets.sources.opening import Source, open_source
@@ -25,6 +27,7 @@ from tune.lookup import did_you_mean
 from tune.tokenizers import Tokenizer
 from tune.types import Fraction, NonNegativeInt, PositiveInt
 
+Chunks = Callable[[int], Iterator[Chunk]]  # the samples behind the first so many rows
 WINDOW = 8192  # rows of a stream that are shuffled together
 TRUSTED = 1000  # rows from which on the share of bad ones is trusted
 
@@ -54,7 +57,7 @@ def load(
     validation_seed: NonNegativeInt = 0,
     cache_dir: str | None = None,
     workers: PositiveInt | None = None,
-    streaming: bool = False,
+    streaming: bool | Literal["ray"] = False,
     shuffle_buffer: PositiveInt | None = None,
 ) -> Dataset | Stream:
     """Tokenises a dataset: a file, a folder, a glob, a URL of these, a name on the hub, or a generator function.
@@ -78,7 +81,7 @@ def load(
     tokenizer and options. `workers` is the number of processes that tokenise; None: one for each core.
 
     `streaming` keeps nothing: rows are tokenised while they are read, and shuffled and packed among `shuffle_buffer` of
-    them (default: 8,192).
+    them (default: 8,192). Each process does all of that; with "ray", Ray Data tokenises once for all processes.
     """
     if kind != "supervised":
         if train_on != "assistant" or too_long == "split":
@@ -96,7 +99,7 @@ def load(
     if streaming:
         if kind == "labelled":
             raise TuneError("streaming: labelled answers are compared with those to other prompts; set streaming=false")
-        return _stream(source, reader, pack_to, workers, shuffle_buffer or WINDOW)
+        return _stream(source, reader, pack_to, workers, shuffle_buffer or WINDOW, streaming == "ray")
     if shuffle_buffer:
         raise TuneError("shuffle_buffer: without streaming=true all rows are shuffled together; remove it")
     folder = cache_folder(cache_dir)
@@ -115,19 +118,39 @@ def load(
     return training
 
 
-def _stream(source: Source, reader: RowReader, pack_to: int | None, workers: int | None, window: int) -> Stream:
+def ray(tokenizer: Tokenizer, path: str, split: str = "train", **options: Any) -> Dataset | Stream:
+    """A stream as `load` with `streaming=true` gives it, the same rows in the same order, that Ray Data reads and
+    tokenises on the CPUs of a cluster, once for all processes. A checkpoint of one continues with the other."""
+    return load(tokenizer, path, split, **options, streaming="ray")
+
+
+NOT_STREAMED = ("streaming", "validation_fraction", "validation_seed", "cache_dir")
+_known = [each for each in signature(load).parameters.values() if each.name not in NOT_STREAMED]
+ray.__signature__ = signature(load).replace(parameters=_known)  # type: ignore[attr-defined]
+ray.__annotations__ = load.__annotations__
+
+
+def _stream(
+    source: Source, reader: RowReader, pack_to: int | None, workers: int | None, window: int, by_ray: bool
+) -> Stream:
     if reader.validation_fraction:
         raise TuneError("validation_fraction: a stream holds no rows out; give validation_dataset.path")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes of this machine that read the same
-    workers = workers or max(1, available_cores() // here)
+    workers = workers if workers or by_ray else max(1, available_cores() // here)
     names = [file.name for file in source.files]
     fingerprint = hash_of(names, reader.tokenizer.fingerprint, _settings(reader), bool(pack_to), window)
-    chunks = partial(_chunks, source, reader, Accounting(), workers)
+    chunks: Chunks = partial(_chunks, source, reader, Accounting(), workers, by_ray=by_ray)
+    chunks = for_all_processes(chunks, source.name) if by_ray else chunks
     return Stream(chunks, source.name, reader.max_seq_len, pack_to, window, fingerprint)
 
 
 def _chunks(
-    source: Source, reader: RowReader, accounting: Accounting, workers: int | None, start: int | None = None
+    source: Source,
+    reader: RowReader,
+    accounting: Accounting,
+    workers: int | None,
+    start: int | None = None,
+    by_ray: bool = False,
 ) -> Iterator[Chunk]:
     """The samples of the source's rows, of a stream of those behind the first `start`, 64 rows a chunk.
 
@@ -142,8 +165,13 @@ def _chunks(
             reader = _for_rows_like(row, place, reader, accounting)
             break
     seen, most = Accounting(), reader.max_bad_share
+
+    def function(placed_rows: list[tuple[str, Any]]) -> Chunk:
+        return chunk(reader(placed_rows))
+
     behind_start = islice(chain(ahead, rows), start, None)
-    for each in map_chunks(lambda placed_rows: chunk(reader(placed_rows)), behind_start, workers):
+    by_us = map_chunks(function, behind_start, workers)
+    for each in map_by_ray(function, lambda: islice(source, start, None), workers) if by_ray else by_us:
         seen.add(each[1])
         enough = seen.rows >= TRUSTED if most else start is not None or len(seen.mistakes) == NAMES_SHOWN
         if enough:

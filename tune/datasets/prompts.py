@@ -89,6 +89,8 @@ def load_prompts(
     dropped: Counter[str] = Counter()
     for place, row in open_source(path, split, subset, take):
         try:
+            if isinstance(row, TuneError):  # a malformed line
+                raise row
             if filter and not applied(filter, "filter", row):
                 dropped[LEFT_OUT + filter] += 1
                 continue
@@ -139,6 +141,8 @@ def open_prompts(
     for place, row in rows:
         text = row.get("prompt") if isinstance(row, dict) else None
         try:
+            if isinstance(row, TuneError):
+                raise row
             if system and (raw or (isinstance(text, str) and not is_chat)):
                 raise TuneError("a system message needs a chat template, and a text as it is has none")
             if raw and not isinstance(text, str):

@@ -1,7 +1,9 @@
 """Process group and mesh, sharding with FSDP2, activation memory, signals: one path for 1 to N processes."""
 
 from tune.distributed.activations import wrap_forward
+from tune.distributed.exchanges import summed
 from tune.distributed.interrupt import Interrupt
+from tune.distributed.pace import PACE
 from tune.distributed.parallelize import (
     DTYPES,
     clip_grad_norm_,
@@ -15,6 +17,8 @@ from tune.distributed.parallelize import (
     units_of,
 )
 from tune.distributed.pipeline import Pipeline, from_its_stage, uncut
-from tune.distributed.shards import full_tensor, local_shard
-from tune.distributed.tensor_parallel import share, summed
-from tune.distributed.world import World, init
+from tune.distributed.plans import check_plan
+from tune.distributed.shards import full_tensor, local_shard, sum_of_squares
+from tune.distributed.tensor_parallel import share
+from tune.distributed.traffic import bytes_sent
+from tune.distributed.world import World, init, join

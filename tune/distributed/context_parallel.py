@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tune.collators import IGNORE, Batch, Documents
-from tune.distributed.tensor_parallel import SummedOver
+from tune.distributed.exchanges import Peers
 from tune.errors import TuneError
-
-COLLECTIVES = torch.ops._c10d_functional  # those with names of their own in `torch.distributed` are renamed in 2.13
 
 
 @dataclass(slots=True, eq=False)
@@ -36,18 +34,15 @@ class Pieces:
     places: Tensor  # int64 [tokens]: its tokens, of the flattened and padded batch
     supervised: Tensor  # int64 [supervised tokens of the part]: which of those of the batch they are
     index: Tensor  # int64 [sum of lengths]: what its pieces attend to, of the tokens of all processes
-    size: int
-    group: str
+    peers: Peers
 
     def attended(self, *tensors: Tensor) -> list[Tensor]:
-        together = _Gathered.apply(torch.cat(tensors, dim=-1)[0], self.size, self.group).index_select(0, self.index)[
-            None
-        ]
+        together = self.peers.gathered(torch.cat(tensors, dim=-1)[0]).index_select(0, self.index)[None]
         return [*together.split([each.shape[-1] for each in tensors], dim=-1)]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the parts, in each of which the same is computed of it."""
-        return SummedOver.apply(tensor, self.group)
+        return self.peers.summed(tensor)
 
     def sums(self, values: Tensor, ids: Tensor) -> Tensor:
         zeros = values.new_zeros(len(self.whole.boundaries) - 1, *values.shape[1:])
@@ -174,8 +169,7 @@ def part_of(batch: Batch, mesh: DeviceMesh) -> Batch:
         places=index,
         supervised=on_device(of_part),
         index=on_device(where[attended]),
-        size=size,
-        group=mesh.get_group().group_name,
+        peers=Peers.of(mesh),
     )
     per_token = batch.tokens.shape
     return replace(
@@ -195,20 +189,6 @@ def part_of(batch: Batch, mesh: DeviceMesh) -> Batch:
         num_supervised=len(of_part),
         shared=None,
     )
-
-
-class _Gathered(torch.autograd.Function):
-    """What all processes have, one after the other along the first dimension; in backward the sum of the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, size: int, group: str) -> Tensor:
-        ctx.size, ctx.group = size, group
-        return COLLECTIVES.wait_tensor(COLLECTIVES.all_gather_into_tensor(input.contiguous(), size, group))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        sums = COLLECTIVES.reduce_scatter_tensor(gradient.contiguous(), "sum", ctx.size, ctx.group)
-        return COLLECTIVES.wait_tensor(sums), None, None
 
 
 class _Scaled(torch.autograd.Function):

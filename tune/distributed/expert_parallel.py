@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tune.distributed.tensor_parallel import Use, parameters_of, see_shares
+from tune.distributed.uses import Use, parameters_of, see_shares
 from tune.errors import TuneError
 
 

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, Shard
 from tune.distributed.activations import wrap_forward
 from tune.distributed.context_parallel import split
 from tune.distributed.expert_parallel import share_experts, shared_experts, whole_experts
+from tune.distributed.pace import count_time
 from tune.distributed.pipeline import Pipeline, cut
-from tune.distributed.shards import full_tensor
+from tune.distributed.shards import full_tensor, sum_of_squares
 from tune.distributed.tensor_parallel import share
 from tune.distributed.world import World
 from tune.errors import TuneError
@@ -44,6 +45,9 @@ def parallelize(
     Computation and frozen parameters are in `dtype`, trained parameters and optimizer states in `master_dtype`.
     Gradients are reduced in fp32, and summed over processes, not averaged: divide the loss by the count of the step.
 
+    A model that does not say how processes of `tp` share its blocks needs a plan, see `tune.distributed.plans`: that of
+    `world`, if anything of it is trained.
+
     Two attributes of a module change this: `casts_parameters` (it casts its trained parameters to the type of its input
     itself, as adapters do) and `trains_in_fp32` (its trained parameters are always in fp32).
     """
@@ -57,7 +61,8 @@ def parallelize(
     blocks = repeated_blocks(model)
     units = units_of(model, blocks)
     if world.mesh["tp"].size() > 1:
-        share(model, blocks, units, world.mesh["tp"])
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        share(model, blocks, units, world.mesh["tp"], world.plan if trained else None)
     if world.experts is not None:
         if compile:
             raise TuneError(
@@ -69,6 +74,8 @@ def parallelize(
     needs_cast = cast_by_fsdp(model, dtype, master_dtype)
     for block in blocks:
         wrap_forward(block, activation_checkpointing, compile, activation_offload)
+        if world.size > 1:
+            count_time(block)
     # Without anything to gather, cast or move, FSDP would compute the same and copy every parameter and gradient once
     # more per micro-batch.
     if world.size > 1 or needs_cast or cpu_offload:
@@ -129,7 +136,9 @@ def _shard(
     cpu_offload: bool,
 ) -> None:
     """The root unit stays gathered from forward to backward: the loss reads the head weight, and backward starts with
-    it. Of a stage of a pipeline all units do, as forwards and backwards of other micro-batches lie between."""
+    it. With ZeRO 1 and 2 all units do, from the first forward of a step to its last backward, and so do those of a
+    stage of a pipeline, as forwards and backwards of other micro-batches lie between. With ZeRO 0 nothing is sent to
+    gather: FSDP copies what each process has, in the type of the computation, and frees the copy."""
     experts = {parameter for module in shared_experts(model) for parameter in module.parameters()}
     placements = None if world.experts is None else _placements(experts, world.experts)
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy()
@@ -141,7 +150,7 @@ def _shard(
         sharded = fully_shard(
             unit,
             mesh=world.shards,
-            reshard_after_forward=unit is not model and world.num_stages == 1,
+            reshard_after_forward=unit is not model and not world.units_stay_gathered,
             shard_placement_fn=placements,
             mp_policy=MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32),
             offload_policy=offload,
@@ -150,6 +159,8 @@ def _shard(
         if world.size > 1:  # a single process would only copy to divide by one
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it reduces
+    model.units_stay_gathered = world.units_stay_gathered  # type: ignore[assignment]
+    model.reduces_every_micro_batch = world.reduce_every_micro_batch  # type: ignore[assignment]
 
 
 def _placements(experts: set[nn.Parameter], mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
@@ -217,7 +228,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     finally:
         for unit in units:
             unit.reshard()
-            unit.set_reshard_after_forward(unit is not model, recurse=False)  # as `_shard` has it
+            unit.set_reshard_after_forward(unit is not model and not model.units_stay_gathered, recurse=False)
 
 
 def reshard(model: nn.Module) -> None:
@@ -227,24 +238,27 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def set_gradient_sync(model: nn.Module, sync: bool) -> None:
-    """Whether the next backward reduces gradients over processes. Without, it adds to the local ones: accumulation."""
+def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
+    """What FSDP does in the next backward, which `is_last` in its step. The last one reduces gradients over processes.
+    The others do so if `world.reduce_every_micro_batch`; else they add to the local ones."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(sync)
+        model.set_requires_gradient_sync(is_last or bool(model.reduces_every_micro_batch))
+        if model.units_stay_gathered:
+            model.set_is_last_backward(is_last)
+            model.set_reshard_after_backward(is_last)
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None, pipeline: Pipeline | None = None) -> Tensor:
     """The norm of all gradients, also of those that other stages of `pipeline` have; with `max_norm`, scales them down
     to it."""
     elsewhere = pipeline.counted_elsewhere if pipeline else ()
-    by_mesh: dict[object, list[Tensor]] = defaultdict(list)  # torch takes the norm of one mesh's gradients at a time
+    by_mesh: dict[object, list[Tensor]] = defaultdict(list)  # torch scales the gradients of one mesh at a time
+    by_layout: dict[object, list[Tensor]] = defaultdict(list)  # and sums up what is shared alike
     for parameter in parameters:
         by_mesh[getattr(parameter, "device_mesh", None)].append(parameter)
-    gradients = [
-        [each.grad for each in group if each.grad is not None and each not in elsewhere] for group in by_mesh.values()
-    ]
-    norms = [full_tensor(nn.utils.get_total_norm(group)) for group in gradients]
-    norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+        if (grad := parameter.grad) is not None and parameter not in elsewhere:
+            by_layout[(grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None].append(grad)
+    norm = torch.stack([full_tensor(sum_of_squares(group)) for group in by_layout.values()]).sum().sqrt()
     norm = pipeline.norm(norm) if pipeline and pipeline.size > 1 else norm
     if max_norm is not None:
         for group in by_mesh.values():

@@ -1,10 +1,13 @@
-"""Pipeline parallelism: the processes of the mesh's axis `pp` are stages, each of which has some of the blocks.
+"""Pipeline parallelism: the processes of the mesh's axis `pp` have stages, each of which has some of the blocks.
 
 The first stage has the embedding too, the last one the norm and the head, and both the weight of a tied head. All
-stages read the same batches. A forward on a stage receives hidden states from the stage before, computes its blocks and
-sends what comes out on; on the last stage it gives what the head gives, and on the others a 0 that stands for it. The
-backward of either receives and sends the gradients. So the loop of a recipe, its losses and its validation do not know
-of stages; only backwards come later than forwards, see `Pipeline`.
+processes read the same batches. A forward of a stage receives hidden states from the stage before, computes its blocks
+and sends what comes out on; of the last stage it gives what the head gives, and of the others a 0 that stands for it.
+The backward of either receives and sends the gradients. So the loop of a recipe, its losses and its validation do not
+know of stages; only backwards come later than forwards, see `Pipeline`.
+
+With P processes stage s is on process s % P. A process with several, the `world.pp_virtual`, computes one of them in a
+forward, its turn; a forward in no turn, as those of validation, computes one after the other.
 
 `torch.distributed.pipelining` is not used: its stages want micro-batches of one shape, which they take from tensors,
 where these are batches of documents of any length. As each stage has the batch, it knows the shape of what it receives.
@@ -15,8 +18,9 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,51 +31,71 @@ from tune.distributed.shards import local_shard
 from tune.distributed.world import World
 from tune.errors import TuneError
 
+M = TypeVar("M")
 
-def cut(model: Any, world: World, dtype: torch.dtype) -> None:
-    """Have `model`, on the meta device, be this process's stage, which sends hidden states in `dtype`.
+
+def split_blocks(model: Any, size: int, virtual: int = 1) -> list[range]:
+    """The blocks of each of the stages of `model`, of so many processes with `virtual` each.
 
     Raises:
         TuneError: it has fewer blocks than there are stages, or does not say what they cost, or a stage has nothing to
             train.
     """
-    size, stage = world.num_stages, world.mesh["pp"].get_local_rank()
     if not hasattr(model, "keep_blocks"):
         raise TuneError(
             f"parallel.pp: {type(model).__name__} cannot be cut into stages; models of tune.models.build can. Set "
             "parallel.pp=1"
         )
     *blocks, head = model.costs()
-    if len(blocks) < size:
+    if len(blocks) < size * virtual:
+        each = f", parallel.pp_virtual={virtual} (at most {len(blocks) // size}) of each," if virtual > 1 else ""
         raise TuneError(
-            f"parallel.pp: {size} stages cannot share {len(blocks)} blocks. Set it to {len(blocks)} or less"
+            f"parallel.pp: {size * virtual} stages{each} cannot share {len(blocks)} blocks. Set it to "
+            f"{max(1, len(blocks) // virtual)} or less"
         )
-    stages = stages_of(blocks, head, size)
+    stages = stages_of(blocks, head, size * virtual)
     for kept in stages:
         if not any(each.requires_grad for block in kept for each in model.blocks[block].parameters()):
             raise TuneError(
                 f"parallel.pp: of the blocks {kept.start} to {kept.stop - 1}, which are a stage, nothing is trained. "
                 "Set it to 1, or train something in each block"
             )
+    return stages
+
+
+def cut(model: Any, world: World, dtype: torch.dtype) -> None:
+    """Have `model`, on the meta device, be this process's stages, which send hidden states in `dtype`. Raises TuneError
+    as `split_blocks` does."""
+    place = world.mesh["pp"].get_local_rank()
+    mine = split_blocks(model, world.num_stages, world.pp_virtual)[place :: world.num_stages]
+    count = len(model.blocks)
     model.uncut = (copy.deepcopy(model),)  # in a tuple, so that it is no part of the model
     model.stages = world.mesh["pp"]
-    model.keep_blocks(stages[stage])
-    before, after = Link(world, stage - 1), Link(world, stage + 1)
-    forward = model.forward
-    if stage > 0:
+    model.keep_blocks(mine)
+    model.turn = None
+    before, after = Link(world, place - 1), Link(world, place + 1)
+    forward, embed, output_operands = model.forward, model.embed, model.output_operands
 
-        def receive(tokens: Tensor) -> Tensor:
-            start = torch.empty(0, device=tokens.device, requires_grad=True)  # so that what is received has a gradient
-            return _Received.apply(start, before, (*tokens.shape, model.config.hidden_size), dtype)
+    def embed_or_receive(tokens: Tensor) -> Tensor:
+        model.received = None
+        if model.running.start == 0:
+            return embed(tokens)
+        model.received = torch.empty(0, device=tokens.device, requires_grad=True)  # so that it has a gradient
+        return _Received.apply(model.received, before, (*tokens.shape, model.config.hidden_size), dtype)
 
-        model.embed = receive
-    if stage < size - 1:
-        model.output_operands = lambda hidden: (hidden, None)
+    def send(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        return _Sent.apply(hidden.to(dtype), after)
 
-        def send(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-            return _Sent.apply(hidden.to(dtype), after)
+    def run(batch: Any, head: Any = None, **others: Any) -> Any:
+        for stage in mine if model.turn is None else [mine[model.turn]]:
+            model.running = stage
+            result = forward(batch, head if model.running.stop == count else send, **others)
+        return result
 
-        model.forward = lambda batch, head=None, **others: forward(batch, send, **others)
+    def operands(hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        return output_operands(hidden) if model.running.stop == count else (hidden, None)
+
+    model.embed, model.forward, model.output_operands = embed_or_receive, run, operands
 
 
 def uncut(model: Any) -> Any:
@@ -115,39 +139,85 @@ def stages_of(blocks: list[float], head: float, size: int) -> list[range]:
 
 
 class Pipeline:
-    """Has the stages take turns, by one of the schedules
+    """Has the stages take turns, by `world.pp_schedule`:
 
     gpipe: all forwards of a step, then all backwards: the most memory for activations;
     1f1b: after as many forwards as there are stages behind this one, a backward follows each (PipeDream-Flush,
-        Narayanan et al., 2021).
+        Narayanan et al., 2021);
+    interleaved: the same with several stages on each process (there, section 2.2), to wait less;
+    zero_bubble: a backward gives the gradients of what a stage received, which the stage before waits for, and those of
+        weights come later, where a process would wait (ZB-H1 of Qi et al., 2023; with several stages interleaved).
 
     Without stages each backward follows its forward.
     """
 
-    def __init__(self, model: Any, world: World, schedule: Literal["gpipe", "1f1b"] = "1f1b"):
+    def __init__(self, model: Any, world: World):
         self.model, self.group = model, world.mesh["pp"].get_group()
-        self.size, self.stage = world.num_stages, world.mesh["pp"].get_local_rank()
-        behind = self.size - 1 - self.stage
-        self.ahead: float = behind if schedule == "1f1b" or self.size == 1 else math.inf
-        self.waiting: deque[Tensor] = deque()
+        self.size, self.stage, self.virtual = world.num_stages, world.mesh["pp"].get_local_rank(), world.pp_virtual
+        self.schedule, self.splits = world.pp_schedule, world.pp_schedule == "zero_bubble" and self.size > 1
+        self.waiting: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}  # losses and what stages have received
+        self.later: deque[Work] = deque()  # gradients of weights
         self.copies: list[Tensor] = []  # what the first and the last stage both train: the weight of a tied head
         if self.size > 1 and model.config.tied_head and self.stage in (0, self.size - 1):
             self.copies = [each for each in model.embedding.parameters() if each.requires_grad]
         self.counted_elsewhere = {*self.copies} if self.stage else set()
 
-    def due(self, loss: Tensor, is_last: bool) -> Iterator[tuple[Tensor, bool]]:
-        """The losses whose backward comes after the forward that gave `loss`, which `is_last` in its step, and whether
-        each is the last."""
-        self.waiting.append(loss)
-        while len(self.waiting) > (0 if is_last else self.ahead):
-            loss = self.waiting.popleft()
-            ends = is_last and not self.waiting
-            if self.size > 1 and isinstance(self.model, FSDPModule):  # its weights stay gathered until then
-                self.model.set_is_last_backward(ends)
-                self.model.set_reshard_after_backward(ends)
-            yield loss, ends
-        if is_last:
+    def turns(self, micro_batches: Sequence[M]) -> Iterator[M]:
+        """The micro-batches of a step, each of them once for each stage of this process, in the order of forwards:
+        a group of them, at least as many as there are processes, goes through one stage, then through the next."""
+        count, turns = len(micro_batches), range(self.virtual)
+        rest, number = [*range(count)], max(1, count // self.size)
+        groups = [[rest.pop(0) for _ in range(-(-len(rest) // left))] for left in range(number, 0, -1)]
+        behind = self.size - 1 - self.stage
+        self.ahead: float = behind if self.virtual == 1 else 2 * behind + (self.virtual - 1) * len(groups[0])
+        if self.schedule == "gpipe" and self.size > 1:
+            self.ahead = math.inf
+        order = [(turn, index) for group in groups for turn in turns for index in group]
+        self.left = deque((turn, index) for group in groups for turn in reversed(turns) for index in group)
+        for number, self.at in enumerate(order, 1):
+            self.is_last = number == len(order)
+            if self.size > 1:
+                self.model.turn = self.at[0]
+            yield micro_batches[self.at[1]]
+        if self.size > 1:
+            self.model.turn = None
+
+    def due(self, loss: Tensor) -> Iterator[tuple["Tensor | Work", bool]]:
+        """The losses, or parts of their work, whose backward comes after the forward that gave `loss`, and whether each
+        is the step's last."""
+        self.waiting[self.at] = loss, self.model.received if self.splits else None
+        while len(self.waiting) > (0 if self.is_last else self.ahead):
+            loss, received = self.waiting.pop(self.left.popleft())
+            yield (loss if received is None else self._split(loss, received)), not (self.left or self.splits)
+            while len(self.later) > (self.stage if self.left else 0):
+                yield self.later.popleft(), False
+        if self.is_last:
+            if self.splits:
+                yield Work(self._reduce), True
             self._sum_copies()
+
+    def _split(self, loss: Tensor, received: Tensor) -> "Work":
+        """The backward of `loss` for what its stage has received, and for norm and head, whose gradients a loss has
+        computed already. That for weights of blocks is left for `later`."""
+        from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight  # takes a second
+
+        weights = [each for each in self.model.blocks.parameters() if each.requires_grad]
+        others = {each for each in self.model.parameters() if each.requires_grad} - {*weights}
+
+        def of_inputs() -> None:
+            _, kept = stage_backward_input([loss], None, [received, *others], iter(weights))
+            self.later.append(Work(functools.partial(of_weights, kept)))
+
+        def of_weights(kept: list[dict[str, Any]]) -> None:
+            stage_backward_weight(iter(weights), kept)
+            self._reduce()  # or have FSDP add them in fp32
+
+        return Work(of_inputs)
+
+    def _reduce(self) -> None:
+        """What FSDP does at the end of a backward: it does not see those for weights."""
+        if isinstance(self.model, FSDPModule):
+            self.model._get_fsdp_state()._root_post_backward_final_callback()
 
     def norm(self, own: Tensor) -> Tensor:
         """The norm of all gradients, from that of those of each stage."""
@@ -168,24 +238,32 @@ class Pipeline:
             own += other
 
 
-class Link:
-    """To a neighbouring stage. What is sent in one direction never waits for what comes from the other: each has a
-    group of its own."""
+@dataclass(frozen=True)
+class Work:
+    """In the place of a loss whose backward is done in parts."""
 
-    def __init__(self, world: World, stage: int):
-        self.stage, self.hidden, self.gradients = stage, world.mesh["pp"].get_group(), world.gradients
-        self.most = world.num_stages
+    backward: Callable[[], Any]
+
+
+class Link:
+    """To a neighbouring process, of which the first follows the last. What is sent in one direction never waits for
+    what comes from the other: each has a group of its own."""
+
+    def __init__(self, world: World, place: int):
+        self.place = place % world.num_stages
+        self.hidden, self.gradients = world.links[-2:] if self.place != place else world.links[:2]
+        self.most = world.num_stages * world.pp_virtual
         self.sent: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, tensor: Tensor, group: Any) -> None:
         """Without waiting, unless much is on its way already."""
         tensor = tensor.contiguous()
-        self.sent.append((dist.isend(tensor, group=group, group_dst=self.stage), tensor))
+        self.sent.append((dist.isend(tensor, group=group, group_dst=self.place), tensor))
         if len(self.sent) > self.most:
             self.sent.popleft()[0].wait()
 
     def receive(self, group: Any, empty: Tensor) -> Tensor:
-        dist.recv(empty, group=group, group_src=self.stage)
+        dist.recv(empty, group=group, group_src=self.place)
         return empty
 
 

@@ -1,8 +1,13 @@
 """Local shards of parameters."""
 
+from collections.abc import Sequence
+
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+LARGE = 2**24  # numbers from which on a copy of all of them counts
 
 
 def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
@@ -15,4 +20,45 @@ def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...
 
 def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """The whole parameter, on every process. A collective: all must call it."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if parameter.device.type == "cpu" and parameter.numel() >= LARGE:
+        return _by_pieces(parameter)
+    return parameter.full_tensor()
+
+
+def _by_pieces(parameter: DTensor) -> torch.Tensor:
+    """As `full_tensor`, of which gloo copies all that it gathers once more. Along one axis of the mesh after the other
+    each process sends what it has to the others."""
+    own, place = local_shard(parameter)
+    full = torch.empty(parameter.shape, dtype=parameter.dtype)
+    full[place] = own
+    places = [place]
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_replicate():
+            continue
+        group = parameter.device_mesh.get_group(dim)
+        known: list[list[tuple[slice, ...]]] = [[] for _ in range(group.size())]
+        dist.all_gather_object(known, places, group=group)
+        for source, theirs in enumerate(known):
+            for there in theirs:
+                piece = full[there].contiguous()
+                dist.broadcast(piece, group=group, group_src=source)
+                if piece.data_ptr() != full[there].data_ptr():
+                    full[there] = piece
+        places = [place for theirs in known for place in theirs]
+    return full
+
+
+def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of the squares of all numbers of `tensors`, which have one layout, in fp32; of shards each process has a
+    summand. Rows are summed first: torch adds up a CPU's numbers one after the other, and of 28 million (the embedding
+    of a small model) it so loses 0.3%, of shards less."""
+    first = tensors[0]
+    shards = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+    rows = [torch.linalg.vector_norm(each, dim=-1, dtype=torch.float32) for each in shards]
+    square = torch.nn.utils.get_total_norm(rows).square()
+    if not isinstance(first, DTensor):
+        return square
+    placements = [each if each.is_replicate() else Partial() for each in first.placements]
+    return DTensor.from_local(square, first.device_mesh, placements, run_check=False)

@@ -4,7 +4,7 @@ import atexit
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tune.distributed.pace import PACE
 from tune.distributed.restarts import end_with_parent, launcher_store, of_this_start
 from tune.distributed.srun import join_step
 from tune.errors import TuneError
 
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 T = TypeVar("T")
@@ -34,7 +36,12 @@ class World:
     shards: DeviceMesh  # those that FSDP shards over, dp_shard x cp, behind dp_replicate if that is above 1
     timeout: timedelta
     experts: DeviceMesh | None = None  # with expert parallelism the axes dp_replicate, dp_shard, ep of the same ranks
-    gradients: dist.ProcessGroup | None = None  # the ranks of pp once more, to send gradients beside hidden states
+    links: tuple[dist.ProcessGroup, ...] = ()  # the ranks of pp, once for each kind of what stages send each other
+    pp_virtual: int = 1
+    pp_schedule: PipelineSchedule = "1f1b"
+    zero_stage: Literal[0, 1, 2, 3] = 3
+    reduce_every_micro_batch: bool = False
+    plan: Mapping[str, str] | None = None  # of tensor parallelism, for layers that do not say it themselves
 
     @property
     def rank(self) -> int:
@@ -60,8 +67,13 @@ class World:
 
     @property
     def num_stages(self) -> int:
-        """The parts of the model that `parallel.pp` makes."""
+        """The processes that `parallel.pp` shares the model's blocks among."""
         return self.mesh.size(AXES.index("pp"))  # `mesh["pp"]` computes on the mesh's tensor
+
+    @property
+    def units_stay_gathered(self) -> bool:
+        """Whether FSDP keeps weights gathered from the first forward of a step to its last backward."""
+        return self.zero_stage in (1, 2) or self.num_stages > 1
 
     @property
     def is_last_stage(self) -> bool:
@@ -73,7 +85,7 @@ class World:
         all but the last), in fp64, so that counts stay exact. Does not synchronise with the device."""
         total = self._fp64(value)
         dist.all_reduce(total, group=self.data.get_group())
-        if self.gradients is not None:  # there are stages; to take an axis out of the mesh would read its tensor
+        if self.links:  # there are stages; to take an axis out of the mesh would read its tensor
             dist.all_reduce(total, group=self.mesh.get_group("pp"))
         return total
 
@@ -85,14 +97,21 @@ class World:
         return total
 
     def any(self, flag: bool) -> torch.Tensor:
-        """1 if `flag` is set on any rank, else 0. Does not synchronise with the device."""
-        highest = self._fp64(float(flag))
+        """1 if `flag` is set on any rank, else 0; with it goes how long each rank has computed, see PACE. Does not
+        synchronise with the device."""
+        highest = self._fp64(0.0).repeat(1 + self.size)
+        highest[0].fill_(float(flag))
+        highest[1 + self.rank].fill_(PACE.own)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-        return highest
+        PACE.own, PACE.sent = 0.0, highest[1:]
+        return highest[0]
 
     def fetch(self, **values: torch.Tensor | float) -> dict[str, float]:
         """The `values` as Python numbers: one synchronisation with the device for all of them."""
-        return dict(zip(values, torch.stack([self._fp64(value) for value in values.values()]).tolist(), strict=True))
+        wanted = [self._fp64(value) for value in values.values()]
+        found = torch.stack([*wanted, *PACE.sent]).tolist()
+        PACE.collect(found[len(wanted) :])
+        return dict(zip(values, found, strict=False))
 
     def _fp64(self, value: torch.Tensor | float) -> torch.Tensor:
         """A new fp64 tensor: on the GPU with CUDA, else on the host (mps has no fp64)."""
@@ -143,28 +162,9 @@ class World:
         atexit.register(_leave)
 
 
-def init(
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
-    dp_replicate: int = 1,
-    dp_shard: int | Literal["auto"] = "auto",
-    cp: int = 1,
-    tp: int = 1,
-    ep: int = 1,
-    pp: int = 1,
-    timeout: float = 60,
-) -> World:
+def join(device: Literal["auto", "cpu", "cuda", "mps"] = "auto", timeout: float = 60) -> torch.device:
     """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without one, a group of one process.
-
-    `timeout` is in minutes. It must exceed the longest work of one process for which others wait, such as writing a
-    large model.
-
-    Raises:
-        TuneError: the device is not available, or the mesh does not match the number of processes.
-    """
-    if ep > 1 and tp > 1:
-        raise TuneError(
-            f"parallel.ep: it does not go with parallel.tp={tp}, which shares experts. Set one of both to 1"
-        )
+    Gives the device of this process. `timeout` is in minutes. Raises TuneError if the device is not available."""
     kind = device_type(device)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
@@ -192,6 +192,51 @@ def init(
         dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=duration, **place)
     atexit.unregister(_leave)
     atexit.register(_abort)
+    return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+
+
+def init(
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    dp_replicate: int = 1,
+    dp_shard: int | Literal["auto"] = "auto",
+    cp: int = 1,
+    tp: int = 1,
+    ep: int = 1,
+    pp: int = 1,
+    pp_schedule: PipelineSchedule = "1f1b",
+    pp_virtual: int | None = None,
+    zero_stage: Literal[0, 1, 2, 3] | None = None,
+    reduce_every_micro_batch: bool = False,
+    timeout: float = 60,
+    plan: Mapping[str, str] | None = None,
+) -> World:
+    """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without one, a group of one process.
+
+    `pp_schedule` is one of `Pipeline`, and `pp_virtual` the stages of each process; None is 2 for interleaved, else 1.
+    `zero_stage` is what FSDP's devices share in a step (ZeRO, Rajbhandari et al.,
+    2020): nothing, the optimizer's states, gradients too, weights too; None is 3, with stages of a pipeline 2.
+    `plan` gives layers the styles of `tune.distributed.plans`. `timeout` is in minutes. It must exceed the longest work
+    of one process for which others wait, such as writing a large model.
+
+    Raises:
+        TuneError: the device is not available, or the mesh does not match the number of processes.
+    """
+    if ep > 1 and tp > 1:
+        raise TuneError(
+            f"parallel.ep: it does not go with parallel.tp={tp}, which shares experts. Set one of both to 1"
+        )
+    if zero_stage == 3 and pp > 1:
+        raise TuneError(
+            f"parallel.zero_stage: with parallel.pp={pp} weights stay gathered in a step. Set it to 2 or less, or null"
+        )
+    if pp_virtual is not None and (pp_virtual > 1) != (pp_schedule == "interleaved") and pp_schedule != "zero_bubble":
+        raise TuneError(
+            f"parallel.pp_virtual: {pp_virtual} does not go with parallel.pp_schedule={pp_schedule}: interleaved wants "
+            "2 or more, zero_bubble takes any number, and the others have 1. Set it to null"
+        )
+    virtual = pp_virtual or (2 if pp_schedule == "interleaved" else 1)
+    zero_stage = zero_stage if zero_stage is not None else 3 if pp == 1 else 2
+    here, duration = join(device, timeout), timedelta(minutes=timeout)
     size = dist.get_world_size()
     shards = size // (dp_replicate * cp * tp * pp) if dp_shard == "auto" else dp_shard
     if dp_replicate * shards * cp * tp * pp != size:
@@ -206,30 +251,42 @@ def init(
             f"parallel.ep: {ep} processes cannot be among the {shards * cp} of dp_shard x cp. Set it to {good}, or "
             "start more"
         )
+    if zero_stage == 0:
+        dp_replicate, shards = dp_replicate * shards, 1
     shape = (pp, dp_replicate, shards, cp, tp)
-    mesh = init_device_mesh("cuda" if kind == "cuda" else "cpu", shape, mesh_dim_names=AXES)
+    mesh = init_device_mesh("cuda" if here.type == "cuda" else "cpu", shape, mesh_dim_names=AXES)
     data = mesh["dp_replicate", "dp_shard"]._flatten("data")
     peers = mesh["cp", "tp"]._flatten("peers")
-    sharding = mesh["dp_shard", "cp"]._flatten("shards") if cp > 1 else mesh["dp_shard"]
-    experts, groups = None, [each.get_group() for each in (data, peers, sharding)]
+    replicas, sharding = mesh["dp_replicate"], mesh["dp_shard"]
+    if cp > 1 and zero_stage == 0:
+        replicas = mesh["dp_replicate", "cp"]._flatten("replicas")
+    elif cp > 1:
+        sharding = mesh["dp_shard", "cp"]._flatten("shards")
+    experts, groups = None, [each.get_group() for each in (data, peers, replicas, sharding)]
     if ep > 1:
         names = "pp", "dp_replicate", "dp_shard", "ep"
-        grid = init_device_mesh(mesh.device_type, (pp, dp_replicate, shards * cp // ep, ep), mesh_dim_names=names)
+        copies = data.size() * cp // ep if zero_stage == 0 else dp_replicate
+        sizes = pp, copies, data.size() * cp // ep // copies, ep
+        grid = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)
         experts = grid[names[1:]]
         groups += experts.get_all_groups()
-    gradients = None
+    links: list[Any] = []
     if pp > 1:
-        gradients, _ = dist.new_subgroups_by_enumeration(mesh.mesh.view(pp, -1).T.tolist())
-        groups.append(gradients)
+        ranks = mesh.mesh.view(pp, -1).T.tolist()
+        links = [dist.new_subgroups_by_enumeration(ranks)[0] for _ in range(3 if virtual > 1 else 1)]
+        links = [mesh.get_group("pp"), *links]
+        groups += links
     for group in [*mesh.get_all_groups(), *groups]:
         if dist.get_backend() != "fake":  # of `tune validate`: no processes, nothing to wait for
             group.set_timeout(duration)  # a mesh makes groups with torch's default
-    if dp_replicate > 1:
-        sharding = DeviceMesh._concatenate([mesh["dp_replicate"], sharding])
-    here = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-    world = World(mesh, here, data, peers, sharding, duration, experts, gradients)
-    if kind == "cuda":
-        gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(local_rank).uuid))))
+    if replicas.size() > 1:
+        sharding = DeviceMesh._concatenate([replicas, sharding])
+    PACE.device = here
+    every = reduce_every_micro_batch and zero_stage != 1
+    ways = tuple(links), virtual if pp > 1 else 1, pp_schedule, zero_stage, every, plan
+    world = World(mesh, here, data, peers, sharding, duration, experts, *ways)
+    if here.type == "cuda":
+        gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(here).uuid))))
         if gpus < size:
             raise TuneError(f"device: {size} processes share {gpus} GPUs. Start one for each GPU, or set device=cpu")
     return world

@@ -1,5 +1,6 @@
 """What lm-evaluation-harness asks of a model: its `Tasks`, the `HarnessModel` that answers them (harness.py, the only
-file that needs that library), and `log_likelihoods`."""
+file that needs that library), and `log_likelihoods`; `InTraining` asks it, and prompts, as a training goes on."""
 
+from tune.evaluation.in_training import InTraining
 from tune.evaluation.likelihoods import log_likelihoods
 from tune.evaluation.tasks import Tasks, exact_match, metrics

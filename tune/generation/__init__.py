@@ -1,10 +1,9 @@
 """Sampling from a model: `Sampler` runs it, `Continuation` does so token by token, `choose` takes a token for each row
-of logits, `answer` shares prompts over processes, `FixedPrompts` shows what becomes of a model, `rollout` adds rewards,
+of logits, `answer` shares prompts over processes, `rollout` adds rewards,
 `own_answers` puts samples into the batches of a dataset. `VLLM` samples for a rollout by another engine."""
 
 from tune.generation.choose import choose
 from tune.generation.continuation import Continuation
-from tune.generation.fixed_prompts import FixedPrompts
 from tune.generation.own_answers import own_answers
 from tune.generation.reward_model import RewardModel
 from tune.generation.rollout import Environment, Episode, Reward, is_live, micro_batches, rollout, statistics

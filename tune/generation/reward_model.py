@@ -6,9 +6,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from tune.checkpointers import load_model, open_checkpoint, require_same_vocabulary
+from tune.checkpointers import load_frozen, open_checkpoint, require_same_vocabulary
 from tune.collators import Batch
-from tune.distributed import DTYPES
+from tune.distributed import World
 from tune.generation.rollout import Episode
 from tune.losses import score
 from tune.models import Decoder
@@ -18,8 +18,7 @@ from tune.types import PositiveInt
 
 class RewardModel:
     """The scores of a reward model (`reward_finetune`'s, or transformers' `...ForSequenceClassification` of one label),
-    which each process holds whole (of tensor-parallel ones the first). It must have the policy's tokenizer: it scores
-    the ids that were sampled.
+    sharded as the policy is. It must have the policy's tokenizer: it scores the ids that were sampled.
 
         reward={_component_: tune.generation.RewardModel, path: ./reward_model}
 
@@ -27,25 +26,29 @@ class RewardModel:
         TuneError: the folder is no reward model, or its tokenizer is another one.
     """
 
+    is_sharded = True
+
     def __init__(self, path: str, dtype: Literal["bf16", "fp32"] = "fp32", micro_batch_size: PositiveInt = 8):
         self.path, self.dtype, self.micro_batch_size = path, dtype, micro_batch_size
         self.model: Decoder | None = None
         open_checkpoint(path, "score", "reward.path")[1].require_complete()
 
-    @torch.inference_mode()
-    def scores(self, episodes: Sequence[Episode], tokenizer: Tokenizer, device: torch.device) -> list[float]:
-        """One for each of the episodes."""
+    @torch.no_grad()
+    def scores(self, episodes: Sequence[Episode], tokenizer: Tokenizer, world: World) -> list[float]:
+        """One for each of the episodes. All processes call it."""
         if self.model is None:
-            self.model = load_model(self.path, str(device), DTYPES[self.dtype], head="score")
+            self.model, _ = load_frozen(self.path, world, self.dtype, setting="reward.path", head="score")
             require_same_vocabulary("reward.path", self.path, self.model, tokenizer)
+        texts = [[*each.prompt.tokens, *each.tokens, *_behind(each, tokenizer)] for each in episodes]
+        batches = -(-len(texts) // self.micro_batch_size)
         found: list[float] = []
-        for start in range(0, len(episodes), self.micro_batch_size):
-            some = episodes[start : start + self.micro_batch_size]
-            texts = [[*each.prompt.tokens, *each.tokens, *_behind(each, tokenizer)] for each in some]
-            documents = np.repeat(np.arange(len(texts)), list(map(len, texts)))
-            batch = Batch.of(np.concatenate(texts)[None], documents=documents[None])
-            found += score(self.model, batch.to(device)).tolist()
-        return found
+        for start in range(0, max(world.all_gather(batches)) * self.micro_batch_size, self.micro_batch_size):
+            # Processes whose own texts are scored take part in the forwards of the others.
+            some = texts[start : start + self.micro_batch_size] or [[0]]
+            documents = np.repeat(np.arange(len(some)), list(map(len, some)))
+            batch = Batch.of(np.concatenate(some)[None], documents=documents[None])
+            found += score(self.model, batch.to(world.device)).tolist()
+        return found[: len(texts)]
 
 
 def _behind(episode: Episode, tokenizer: Tokenizer) -> list[int]:

@@ -33,10 +33,15 @@ class Reward:
     function: Callable[[dict[str, Any], str], float]
     weight: float = 1.0
 
-    def of(self, episodes: Sequence["Episode"], tokenizer: Tokenizer, device: torch.device) -> list[float]:
-        """One number for each of the episodes. A function with the method `scores` gets all of them together."""
+    def of(self, episodes: Sequence["Episode"], tokenizer: Tokenizer, world: World) -> list[float]:
+        """One number for each of the episodes. A function with the method `scores` gets all of them together. Of
+        processes that read the same the first one calls it; with `is_sharded` all processes do, each for its own."""
+        make = partial(self._of, episodes, tokenizer, world)
+        return make() if getattr(self.function, "is_sharded", False) else world.of_peers(make)
+
+    def _of(self, episodes: Sequence["Episode"], tokenizer: Tokenizer, world: World) -> list[float]:
         if hasattr(self.function, "scores"):
-            scores = called(f"reward: {self.name} fails", self.function.scores, episodes, tokenizer, device)
+            scores = called(f"reward: {self.name} fails", self.function.scores, episodes, tokenizer, world)
             if not isinstance(scores, Sequence) or len(scores) != len(episodes):
                 found = f"reward: {self.name} gives {scores!r:.80} for {len(episodes)} completions"
                 raise TuneError(f"{found}; it must give a list of as many numbers")
@@ -154,9 +159,8 @@ def rollout(
     else:
         _converse(sample, tokenizer, groups, world, step, environment, max_turns)
     episodes = [*chain(*groups)]
-    values = world.of_peers(lambda: [each.of(episodes, tokenizer, world.device) for each in rewards])
-    for each, of_episodes in zip(rewards, values, strict=True):
-        for episode, value in zip(episodes, of_episodes, strict=True):
+    for each in rewards:
+        for episode, value in zip(episodes, each.of(episodes, tokenizer, world), strict=True):
             episode.rewards[each.name] = value
             episode.reward += each.weight * value
     return groups

@@ -1,6 +1,5 @@
 """Ray: TorchTrainer's workers run the recipe, on a cluster that there is or on one of this machine."""
 
-import logging
 import os
 import runpy
 import signal
@@ -15,13 +14,9 @@ from types import FrameType
 from typing import Any
 
 from tune.errors import TuneError
+from tune.ray_cluster import connect, quiet
 
 PASSED_ON = ("TUNE_", "HF_", "PYTHONPATH", "OMP_NUM_THREADS")  # variables that workers on other nodes need too
-VARIABLES = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_TRAIN_V2_ENABLED": "1",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # which prints every line twice
-}
 SAVED = 130  # exit code of a recipe that has saved a checkpoint because it was told to stop
 
 
@@ -194,32 +189,6 @@ def _range(text: str) -> tuple[int, int]:
     return found
 
 
-def connect(address: str | None, cores: int) -> tuple[Any, dict[str, float]]:
-    """Ray's module and the resources of the cluster at `address`, or of a new one that has `cores` at least.
-
-    Raises:
-        TuneError: Ray is not installed, or no cluster is reached.
-    """
-    for name, value in VARIABLES.items():
-        os.environ.setdefault(name, value)
-    try:
-        import ray
-    except ImportError as error:
-        raise TuneError("Ray is not installed: pip install 'tune-recipes[ray]'") from error
-    if cores:
-        address = address or os.environ.get("RAY_ADDRESS")
-        new = {"address": "local", "num_cpus": max(os.cpu_count() or 1, cores), "include_dashboard": False}
-        hook = {"worker_process_setup_hook": _quiet}
-        try:
-            ray.init(**({"address": address} if address else new), logging_level="warning", runtime_env=hook)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise TuneError(
-                f"--address: no Ray cluster is reached at {address} ({str(error).splitlines()[0]}). Start one by `ray "
-                "start --head`, or leave the address out for one on this machine"
-            ) from error
-    return ray, ray.cluster_resources() if cores else {}
-
-
 def _wait(trainer: Any, stop: Path) -> int:
     """The exit code of the recipe. A first signal makes the file by which the workers see that they have to stop."""
 
@@ -238,19 +207,13 @@ def _wait(trainer: Any, stop: Path) -> int:
         return int(result.result().return_value or 0)
 
 
-def _quiet() -> None:
-    """Ray Train tells every report, and twice a minute that an optional service is not installed."""
-    for name in ("ray.train", "ray.train.v2._internal.execution.context"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 def _newest(folder: Path) -> str:
     return max((path.name for path in folder.glob("checkpoints/step-*")), default="")
 
 
 def _work(place: dict[str, Any]) -> int:
     """In a worker: run the recipe; returns its exit code, and raises if it has failed."""
-    _quiet()
+    quiet()
     os.chdir(place["folder"])
     os.environ.update(place["environment"])
     if _newest(Path(os.environ["TUNE_RUN_FOLDER"])) != place["newest"]:  # the launch has saved one: this is a restart

@@ -23,6 +23,8 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
     try:
         chosen = torchrun.parse_args([*options, str(recipe), *settings])
+        if (count := chosen.nproc_per_node) == "0" or count.startswith("-"):
+            raise TuneError(f"torchrun: --nproc-per-node {count} starts no process. Give 1 or more, or auto")
         if chosen.master_port == 0:
             raise TuneError("torchrun: no process finds port 0. Leave --master-port out: a free one is taken")
         if ":" in chosen.nnodes:  # elastic

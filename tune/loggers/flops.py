@@ -5,17 +5,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from tune.devices import named
 from tune.models.decoder import Decoder
 from tune.quantization import NF4Weight
-
-# FLOPs per second of dense bf16 products, by part of the device's name (vendor's data sheets, SXM).
-PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def peak_flops(device: torch.device) -> float | None:
     """Peak FLOPs per second of the device in bf16, None if it is not known."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for known, peak in PEAKS.items() if known in name), None)
+    known = named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return known.tflops * 1e12 if known else None
 
 
 def flops_per_token(model: nn.Module, seq_len: int) -> float:

@@ -71,7 +71,7 @@ def routing(model: nn.Module, world: World) -> dict[str, Tensor]:
     if sums is None:
         return {}
     rows = world.sum(sums.take())
-    rows[:, -2:] /= world.num_stages  # each stage counts the tokens of all layers
+    rows[:, -2:] /= world.num_stages * world.pp_virtual  # each stage counts the tokens of all layers
     load, (entropy, balance, tokens, supervised) = rows[:, :-4], rows[:, -4:].unbind(dim=1)
     return {
         "expert_load": (load.amax(dim=1) / load.mean(dim=1)).mean(),

@@ -1,16 +1,30 @@
-"""A trace of a few optimizer steps by torch.profiler."""
+"""A trace of a few optimizer steps by torch.profiler: those of all ranks in one file."""
 
 import itertools
+import json
+import socket
+import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from tune.distributed import World
 from tune.types import PositiveInt
 
 T = TypeVar("T")
+QUESTIONS = 10  # about the time, of which the one with the quickest answer counts
+
+
+class Clock(NamedTuple):
+    """A process's host, what its clock lacks to rank 0's in microseconds, and how far this may be wrong."""
+
+    host: str
+    behind: float = 0.0
+    doubt: float = 0.0
 
 
 def profile(
@@ -20,13 +34,16 @@ def profile(
     start: PositiveInt | None = None,
     steps: PositiveInt = 3,
 ) -> Iterator[tuple[int, T]]:
-    """Iterate over `batches`, and trace optimizer steps `start` to `start + steps - 1` of rank 0 into `folder` (for
-    Perfetto or TensorBoard); `start=None` traces nothing."""
+    """Iterate over `batches`, and trace optimizer steps `start` to `start + steps - 1` of all ranks into one file in
+    `folder` (for Perfetto or chrome://tracing); `start=None` traces nothing. Of a run that ends in the midst of these
+    steps by an error or an interruption each rank's own file stays, as the others may not come to its merging."""
     remaining = iter(batches)
     for step, batch in remaining:
-        if start is None or not start <= step < start + steps or not world.is_main:
+        if start is None or not start <= step < start + steps:
             yield step, batch
             continue
+        file = folder / f"steps-{start}-to-{start + steps - 1}.json"
+        parts = [file.with_suffix(f".rank-{rank:05d}.json") for rank in range(world.size)]
         profiler = torch.profiler.profile(record_shapes=True)  # of the host, and of a GPU if there is one
         try:
             with profiler:
@@ -34,4 +51,82 @@ def profile(
                 yield from itertools.islice(remaining, start + steps - 1 - step)
         finally:
             folder.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(folder / f"steps-{start}-to-{start + steps - 1}.json"))
+            profiler.export_chrome_trace(str(parts[world.rank]))
+        clocks = world.all_gather(_clock(world))
+        if world.is_main:
+            merge(parts, clocks, file)
+
+
+def _clock(world: World) -> Clock:
+    """All ranks call it. Processes of one kernel have one clock; others ask rank 0 for the time: it was read, to within
+    half of what the answer took, in the middle of that."""
+    clock = Clock(socket.gethostname())
+    hosts = world.all_gather(_kernel())
+    told = torch.zeros((), dtype=torch.int64)
+    for rank in (rank for rank, host in enumerate(hosts) if host != hosts[0]):
+        for question in range(QUESTIONS):
+            if world.rank == rank:
+                asked = time.time_ns()
+                dist.send(told, 0)
+                dist.recv(told, 0)
+                taken = time.time_ns() - asked
+                if not question or taken / 2e3 < clock.doubt:
+                    clock = clock._replace(behind=(int(told) - asked - taken / 2) / 1e3, doubt=taken / 2e3)
+            elif world.is_main:
+                dist.recv(told, rank)
+                dist.send(told.fill_(time.time_ns()), rank)
+    return clock
+
+
+def _kernel() -> str:
+    """What processes of one running kernel have in common."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    return socket.gethostname()
+
+
+def merge(parts: list[Path], clocks: list[Clock], file: Path) -> None:
+    """Put the traces of all ranks, in `parts`, which are removed, into one file in Chrome's format: a process is a
+    rank, its threads are those of the rank's host and the streams of its GPU. Times are by rank 0's clock."""
+    base: Any = None
+    with file.open("w") as merged:
+        for rank, (part, clock) in enumerate(zip(parts, clocks, strict=True)):
+            trace = json.loads(part.read_text())
+            begin = trace.get("baseTimeNanoseconds", 0)
+            base = begin if base is None else base
+            shift = (begin - base) / 1e3 + clock.behind
+            if not rank:
+                merged.write(f'{{"displayTimeUnit": "ms", "baseTimeNanoseconds": {base}, "traceEvents": [\n')
+            events = list(_of_rank(trace["traceEvents"], rank, len(parts), shift, clock))
+            lines = ",\n".join(json.dumps(event) for event in events)
+            merged.write(lines + ("\n]}\n" if rank == len(parts) - 1 else ",\n"))
+    for part in parts:
+        part.unlink()
+
+
+def _of_rank(
+    events: list[dict[str, Any]], rank: int, size: int, shift: float, clock: Clock
+) -> Iterator[dict[str, Any]]:
+    doubt = f", clock aligned to {clock.doubt:.0f} us" if clock.doubt else ""
+    yield _name("process_name", rank, name=f"rank {rank}")
+    yield _name("process_labels", rank, labels=clock.host + doubt)
+    yield _name("process_sort_index", rank, sort_index=rank)
+    labels = {each["pid"]: each["args"]["labels"] for each in events if each["name"] == "process_labels"}
+    names = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    rows: dict[tuple[Any, Any], int] = {}
+    for event in events:
+        if event["ph"] == "M":
+            continue
+        place = event["pid"], event["tid"]
+        if place not in rows:
+            rows[place] = len(rows)
+            label = f"{labels.get(place[0], place[0])}: {names.get(place, place[1])}"
+            yield _name("thread_name", rank, rows[place], name=label)
+        own = {"pid": rank, "tid": rows[place], "ts": event["ts"] + shift}
+        if isinstance(event.get("id"), int):  # of an arrow: one of another rank may have the same
+            own["id"] = event["id"] * size + rank
+        yield event | own
+
+
+def _name(kind: str, rank: int, thread: int = 0, **values: object) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": values}

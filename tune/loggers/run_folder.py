@@ -20,17 +20,19 @@ RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "TUNE_RESTART_C
 _runs = itertools.count()
 
 
-def choose(output_dir: str | None, recipe: str, world: World) -> Path:
+def choose(output_dir: str | None, recipe: str, world: World) -> str:
     """`output_dir`, or a new folder named by the time. Where torchrun starts the processes again (--max-restarts) it is
     that of the first start: torchrun's store, which outlives the processes, has its name."""
     new, name = f"runs/{recipe}-{datetime.now():%Y%m%d-%H%M%S}", f"tune/output_dir/{next(_runs)}"
     if world.is_main and not output_dir and (store := launcher_store(world.timeout)):
         new = store.compare_set(name, "", new).decode()
-    return Path(world.broadcast(output_dir or new))
+    return world.broadcast(output_dir or new)
 
 
 def resumption(path: Path, resume: str) -> str:
     """`resume`; where a launcher starts the processes again, `auto` once there is a checkpoint."""
+    if "://" in resume:
+        raise TuneError(f"resume: {resume} is no folder. Continue a run from a URL by output_dir, or fetch it first")
     is_restart = any(os.environ.get(name, "0") != "0" for name in RESTARTS)
     return "auto" if is_restart and any(path.glob("checkpoints/step-*")) else resume
 

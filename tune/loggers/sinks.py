@@ -165,6 +165,8 @@ class Console(Sink):
         validated = [name for name in SHOWN if name.startswith("validation_") and name in values]
         if "tokens_per_second" in values:  # no validation before the first step
             speed = f"{values['tokens_per_second']:,.0f} tokens/s | {values['peak_memory_gib']:.2f} GiB"
+            if "slowest_rank" in values:
+                speed += f" | rank {values['slowest_rank']:.0f} takes {values['slowest_excess']:.0%} longer"
             at = len(shown) - len(validated)
             if self.progress:
                 self.progress.update(self.task, completed=step, description=f"{shown[0]} | {speed}")

@@ -20,13 +20,14 @@ from tune.datasets import DataLoader, Dataset, Mixture, PromptLoader, Stream
 from tune.datasets.display import MARKS, first_rows, marked, parts_of
 from tune.datasets.loader import require_batches
 from tune.datasets.warnings import warnings_about
-from tune.distributed import World
+from tune.distributed import PACE, World, bytes_sent
 from tune.errors import TuneError
 from tune.generation import Sampler
 from tune.loggers import run_folder
 from tune.loggers.flops import flops_per_token, peak_flops
 from tune.loggers.hardware import disk_note, peak_memory_gib, planned_memory, score_bytes
 from tune.loggers.sinks import WANDB_OFF, Console, Sink, WandbOptions, lines_after, open_sinks, require_installed
+from tune.loggers.store import Store
 from tune.loggers.watchdog import Watchdog
 from tune.peft import untrained_tokens
 from tune.rules import Facts, Level, judge
@@ -63,17 +64,25 @@ class Run:
         require_installed(tensorboard, wandb)
         self.recipe, self.world, self.settings = recipe, world, settings
         self.tensorboard, self.wandb = tensorboard, wandb
-        self.path = run_folder.choose(output_dir, recipe, world)
+        chosen = run_folder.choose(output_dir, recipe, world)
+        self.path = config.local_folder(chosen)
+        is_url = "://" in chosen
+        self.store = Store(chosen, self.path, world, settings.get("checkpointer") or {}) if is_url else None
         # The command that continues this run, in words.
-        self.again = f"the same command with output_dir={self.path}{'' if resume == 'auto' else ' resume=auto'}"
+        self.again = f"the same command with output_dir={chosen}{'' if resume == 'auto' else ' resume=auto'}"
         self.resume = world.broadcast(run_folder.resumption(self.path, resume))
         mark = self.path / f".{world.broadcast(uuid.uuid4().hex)}"
         known = self.path, self.resume, mark, bool(settings.get("adapter"))
         if refusal := world.broadcast(run_folder.refusal(*known) if world.is_main else ""):
             raise TuneError(refusal)
-        run_folder.require_shared(mark, world)
+        if self.store is None:
+            run_folder.require_shared(mark, world)
+        else:
+            mark.unlink(missing_ok=True)
         self.sinks: list[Sink] = [Console(console_every)] if world.is_main else []
         self.messages: list[str] = []
+        if self.store:
+            self.info(f"{self.path} is uploaded to {self.store.name} while the run goes on")
         self._apply_rules()
         self.data: dict[str, Any] = {}
         self.first_row = ""
@@ -112,6 +121,8 @@ class Run:
             self._conclude(error)
         for sink in self.sinks:
             sink.close()
+        if self.store:
+            self.store.finish(error)
 
     def _conclude(self, error: BaseException | None) -> None:
         """Note how the run has ended and write its report, whatever happens: nothing may hide `error`."""
@@ -130,18 +141,22 @@ class Run:
         for sink in self.sinks:
             sink.message(message)
 
-    def _describe_model(self, model: nn.Module, row: int, longest: int, mean: int) -> None:
-        """Report the processes, the model and its memory. The lengths in tokens are those of a row of a micro-batch,
-        and of documents the longest and the mean."""
+    def _describe_model(self, model: nn.Module, row: int, longest: int, mean: int, rows: int, tokens: int) -> None:
+        """Report the processes, the model, its memory and what is sent. The lengths in tokens are those of a row of a
+        micro-batch, and of documents the longest and the mean. A step has so many rows and about so many tokens."""
         cfg = self.settings
         parameters = list(model.parameters())
         trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
         self.info(f"model: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable")
-        shards = self.world.shards.size(-1) * self.world.mesh["tp"].size() * self.world.num_stages
-        planned = planned_memory(model, cfg.dtype, cfg.master_dtype, shards)
+        parts = self.world.mesh["tp"].size() * self.world.num_stages
+        planned = planned_memory(model, cfg.dtype, cfg.master_dtype, self.world.shards.size(-1) * parts)
+        if self.world.zero_stage in (1, 2):
+            planned["gathered in a step"] = planned_memory(model, cfg.dtype, cfg.dtype, parts)["weights"]
         held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
         self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
+        if self.world.size > 1:
+            self._describe_mesh(model, -(-rows // self.world.data_size), tokens / self.world.data_size)
         keep = OmegaConf.select(cfg, "checkpointer.keep")
         if self.world.is_main and (note := disk_note(self.path, model, cfg.master_dtype, keep)):
             self.info(f"warning: {note}")
@@ -156,6 +171,20 @@ class Run:
                 "a smaller max_seq_len or micro_batch_size"
             )
 
+    def _describe_mesh(self, model: nn.Module, rows: int, tokens: float) -> None:
+        """A step has so many rows and tokens of a process."""
+        cfg, mesh, experts = self.settings, self.world.mesh, self.world.experts
+        axes = [f"{axis} {size}" for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True) if size > 1]
+        shared = f", of which ep {experts['ep'].size()} share the experts" if experts else ""
+        self.info(f"mesh: {' x '.join(axes)}{shared}; processes that follow each other share the last axis")
+        sent = bytes_sent(
+            model, self.world, cfg.dtype, cfg.master_dtype, tokens=tokens,
+            micro_batches=-(-rows // cfg.micro_batch_size),
+            reduce_every_micro_batch=self.world.reduce_every_micro_batch,
+        )  # fmt: skip
+        by_axis = ", ".join(f"{axis} {size / 2**20:,.1f}" for axis, size in sent.items())
+        self.info(f"sent by each process in a step of {tokens:,.0f} tokens, MiB: {by_axis}")
+
     def describe(
         self,
         model: nn.Module,
@@ -167,7 +196,9 @@ class Run:
         accounting = data.dataset.accounting
         longest = data.dataset.max_seq_len if isinstance(data.dataset, Stream) else accounting.longest
         mean = accounting.tokens // max(1, accounting.samples)
-        self._describe_model(model, accounting.row_capacity or longest, longest, mean)
+        rows = self.settings.global_batch_size
+        tokens = accounting.tokens * rows // accounting.training_rows if accounting.training_rows else longest * rows
+        self._describe_model(model, accounting.row_capacity or longest, longest, mean, rows, tokens)
         self.info(accounting.table())
         known = getattr(model, "max_positions", None)
         if known and accounting.longest > known:
@@ -197,7 +228,9 @@ class Run:
     def describe_prompts(self, model: nn.Module, data: PromptLoader, sampler: Sampler, longest: int) -> None:
         """Report the model, the prompts, how often they are drawn, and if nothing ends what is sampled. Prompts with
         what is sampled have up to `longest` tokens."""
-        self._describe_model(model, longest, longest, longest)
+        samples = self.settings.get("group_size") or self.settings.samples_per_prompt
+        rows = self.settings.prompts_per_step * samples
+        self._describe_model(model, longest, longest, longest, rows, rows * longest)
         self.info(data.dataset.table())
         if not (sampler.stop_ids or sampler.stop_strings):
             self.info("warning: the tokenizer has no eos_token: nothing ends a completion. Set sampling.stop_strings")
@@ -237,12 +270,15 @@ class Run:
         items, begin = iter(data), time.perf_counter()
         self.step_began = begin
         tell = self.info if self.world.is_main else functools.partial(print, file=sys.stderr, flush=True)
+        if self.store:
+            self.store.start(tell)
         watchdog = Watchdog(self.path / "stacks", self.world, tell)
         try:
             for step in itertools.count(start + 1):
                 watchdog.beat(step)
                 if until() or (item := next(items, None)) is None:
                     return
+                PACE.intervals.append((begin, time.perf_counter()))
                 self.data_seconds = time.perf_counter() - begin
                 yield item
                 begin = time.perf_counter()
@@ -282,6 +318,7 @@ class Run:
             "step_seconds": seconds,
             "data_seconds": self.data_seconds,
             "peak_memory_gib": peak_memory_gib(self.world.device),
+            **PACE.slowest(),
         }
         if peak := peak_flops(self.world.device):
             values["mfu"] = values["tokens_per_second"] * self.flops_per_token / peak
@@ -293,7 +330,7 @@ class Run:
     def append(self, file: str, records: list[dict[str, Any]]) -> None:
         """Add all processes' `records`, as lines of JSON, to a file in the run folder."""
         gathered = self.world.all_gather(records)[:: self.world.peers.size()]  # those beside them have the same
-        if self.world.is_main:
+        if self.world.is_main and any(gathered):
             with (self.path / file).open("a", encoding="utf-8") as lines:
                 lines.writelines(json.dumps(record, ensure_ascii=False) + "\n" for each in gathered for record in each)
 

@@ -113,21 +113,6 @@ class Block(nn.Module):
         return hidden + (added if multiplier == 1 else added * multiplier), stats
 
 
-class Elsewhere(nn.Module):
-    """In the place of a block that another stage of a pipeline has."""
-
-    def __init__(self, config: LayerConfig):
-        super().__init__()
-        self.config = config
-
-    def forward(self, hidden: Tensor, context: Context) -> tuple[Tensor, RoutingStats | None]:
-        mlp = self.config.mlp
-        if not (self.training and isinstance(mlp, ExpertsConfig)):
-            return hidden, None
-        none = hidden.new_zeros((), dtype=torch.float32)
-        return hidden, RoutingStats(none.expand(mlp.router.num_experts), none, none)
-
-
 class Decoder(nn.Module):
     """A causal language model: embedding, blocks, output.
 
@@ -150,9 +135,15 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(layer, config.norm, config.hidden_size) for layer in config.layers)
         self.norm = config.norm.build(config.hidden_size)
+        self.running: Any = range(len(config.layers))  # blocks of the next forward; others belong to other stages
         # A tied head has no module of its own: one parameter, one name, one gradient.
         outputs = 1 if config.scores else config.vocab_size
         self.head = None if config.tied_head else nn.Linear(config.hidden_size, outputs, bias=False)
+
+    @property
+    def head_module(self) -> nn.Module:
+        """The head, or the embedding whose weight it shares."""
+        return self.embedding if self.head is None else self.head
 
     @property
     def max_positions(self) -> int | None:
@@ -166,7 +157,6 @@ class Decoder(nn.Module):
 
     def costs(self) -> list[float]:
         """How many weights a token is multiplied by in each block, then in the head."""
-        head = self.embedding if self.head is None else self.head
         in_a_byte = {torch.uint8: 2}  # of NF4
         return [
             sum(
@@ -174,15 +164,15 @@ class Decoder(nn.Module):
                 for module in part.modules()
                 for parameter in module.parameters(recurse=False)
             )
-            for part in (*self.blocks, head)
+            for part in (*self.blocks, self.head_module)
         ]
 
-    def keep_blocks(self, kept: range) -> None:
-        """Become a stage of a pipeline: it has these blocks, the first one the embedding too, the last one the norm and
-        the head. All keep their names."""
-        is_first, is_last = kept.start == 0, kept.stop == len(self.blocks)
-        for index in {*range(len(self.blocks))} - {*kept}:
-            self.blocks[index] = Elsewhere(self.config.layers[index])
+    def keep_blocks(self, kept: list[range]) -> None:
+        """Have the blocks of these stages of a pipeline; the first stage has the embedding too, the last one the norm
+        and the head. All keep their names. Which of them a forward computes is `running`."""
+        is_first, is_last = kept[0].start == 0, kept[-1].stop == len(self.blocks)
+        for index in {*range(len(self.blocks))} - {block for stage in kept for block in stage}:
+            self.blocks[index] = nn.Identity()
         if not (is_first or (is_last and self.config.tied_head)):
             del self.embedding
         if not is_last:
@@ -250,6 +240,11 @@ class Decoder(nn.Module):
         rotations = {config: rope(positions, documents, hidden.dtype) for config, rope in self.ropes.items()}
         stats = []
         for index, (block, layer) in enumerate(zip(self.blocks, self.config.layers, strict=True)):
+            if index not in self.running:
+                if self.training and isinstance(layer.mlp, ExpertsConfig):
+                    none = hidden.new_zeros((), dtype=torch.float32)
+                    stats.append(RoutingStats(none.expand(layer.mlp.router.num_experts), none, none))
+                continue
             rotation = rotations[layer.attention.rope] if layer.attention.rope else None
             context = Context(rotation, documents, positions, cache.layers[index] if cache else None)
             hidden, layer_stats = block(hidden, context)
@@ -263,7 +258,7 @@ class Decoder(nn.Module):
         hidden = self.norm(hidden)
         if self.config.logit_scale != 1:
             hidden = hidden * self.config.logit_scale
-        return head_operands(self.embedding if self.head is None else self.head, hidden)
+        return head_operands(self.head_module, hidden)
 
 
 def head_operands(head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -17,7 +16,7 @@ from tune.collators import Batch
 from tune.errors import TuneError
 from tune.lookup import needs
 from tune.models.config_file import ConfigFile
-from tune.models.decoder import Head, head_operands
+from tune.models.decoder import Decoder, Head, head_operands
 from tune.models.names import Names, OnDisk
 
 # If padding all documents to the longest multiplies the tokens by at most this, each gets a row of its own: plainly
@@ -79,6 +78,7 @@ class HuggingFaceModel(nn.Module):
         on_disk = _disk_names(model)
         self.config = model.config.get_text_config()
         self.routing = None
+        self.tp_plan = getattr(self.config, "base_model_tp_plan", None)
         self.body = model
         arguments = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in arguments
@@ -122,13 +122,13 @@ class HuggingFaceModel(nn.Module):
             hidden = hidden * self.scale
         hidden, weight = head_operands(self.head_module, hidden)
         bias = None if self.head is None else self.head.bias
-        if head is not None:
-            assert isinstance(batch, Batch), "a head reads a Batch"
-            if bias is not None:  # as the weight of one more input, which is 1
-                hidden = torch.cat([hidden, hidden.new_full((*hidden.shape[:-1], 1), self.scale)], dim=-1)
-                weight = torch.cat([weight, bias[:, None]], dim=1)
-            return head(hidden, weight, batch, **{"softcap": self.softcap} if self.softcap else {})
-        return self._softcapped(F.linear(hidden, weight, None if bias is None else bias * self.scale))
+        if bias is not None:  # as the weight of one more input, which is 1
+            hidden = torch.cat([hidden, hidden.new_full((*hidden.shape[:-1], 1), self.scale)], dim=-1)
+            weight = torch.cat([weight, bias[:, None]], dim=1)
+        function: Any = head or self.logits
+        return function(hidden, weight, batch, **{"softcap": self.softcap} if self.softcap else {})
+
+    logits = staticmethod(Decoder.logits)
 
     def new_cache(self, rows: int, capacity: int) -> "TransformersCache":
         """A cache for `rows` documents."""

@@ -5,9 +5,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tune.distributed.pace import waiting
 from tune.models.context import Context
 from tune.models.grouped_product import grouped_product
 from tune.models.layers import ACTIVATIONS, MLP, MLPConfig
@@ -120,17 +121,35 @@ class Moved(NamedTuple):
     mesh: DeviceMesh
 
     def there(self, rows: Tensor) -> Tensor:
-        return all_to_all_single_autograd(rows, self.received, self.sent, self.mesh)
+        return _Exchanged.apply(rows, self.sent, self.received, self.mesh)
 
     def back(self, rows: Tensor) -> Tensor:
-        return all_to_all_single_autograd(rows, self.sent, self.received, self.mesh)
+        return _Exchanged.apply(rows, self.received, self.sent, self.mesh)
+
+
+class _Exchanged(torch.autograd.Function):
+    """The rows that all processes of `mesh` have sent to this one, which sends them its own; in backward gradients go
+    the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], mesh: DeviceMesh) -> Tensor:
+        ctx.back = received, sent, mesh
+        with waiting():
+            return wait_tensor(all_to_all_single(rows.contiguous(), received, sent, mesh))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received, mesh = ctx.back
+        with waiting():
+            return wait_tensor(all_to_all_single(gradient.contiguous(), received, sent, mesh)), None, None, None
 
 
 def on_processes(mesh: DeviceMesh, experts: nn.Module, rows: Tensor, plan: Dispatch) -> Tensor:
     """What all experts make of the `rows` of `plan`, where each process of `mesh` has a part of them, `experts`."""
     count = len(plan.ends) // mesh.size()
     counts = plan.ends.diff(prepend=plan.ends.new_zeros(1))
-    arriving = wait_tensor(all_to_all_single(counts, None, None, mesh))
+    with waiting():
+        arriving = wait_tensor(all_to_all_single(counts, None, None, mesh))
     # The only wait for the device in a forward: the sizes of what is exchanged.
     sent, received = torch.stack([counts, arriving]).view(2, mesh.size(), count).sum(dim=2).tolist()
     moved = Moved(plan, sent, received, mesh)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tune.distributed import World, local_shard
+from tune.distributed import World, local_shard, sum_of_squares
 
 
 class InBackward:
@@ -36,7 +36,7 @@ class InBackward:
 
     def _update(self, index: int, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        square = torch.linalg.vector_norm(local_shard(parameter.grad)[0], dtype=torch.float32).square()
+        square = sum_of_squares([local_shard(parameter.grad)[0]])
         has_copies = isinstance(parameter, DTensor) and parameter.placements[-1].is_replicate()  # over tp
         self.squares += square / self.world.mesh["tp"].size() if has_copies else square
         groups = self.optimizer.param_groups

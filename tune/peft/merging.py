@@ -24,7 +24,7 @@ from tune.tokenizers import Tokenizer
 def merge(base: str | Path, adapter: str | Path | Sequence[str | Path], out: str | Path, **combination: Any) -> None:
     """Write to `out` the model `base` with `adapter` merged in, with the names and types of the base.
 
-    The tokenizer is that of the adapter's folder, if it has one. The adapter and at most one file of 5 GB are in
+    The tokenizer is that of the adapter's folder, if it has one. The adapter and one tensor of the base are in
     memory. Adapters are merged in fp32. Several become one first, see `load_combined` for the `combination`. `out`
     appears, or is replaced, when it is complete.
 

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tune import checkpointers, datasets, distributed, evaluation, optimizers, peft, quantization
 from tune.checkpointers import open_checkpoint, require_same_vocabulary
-from tune.config import instantiate, instantiate_data, instantiate_weighted
+from tune.config import instantiate, instantiate_data, instantiate_weighted, local_folder
 from tune.datasets.display import parts_of
 from tune.datasets.loader import require_batches
 from tune.datasets.scores import require_kept
@@ -32,7 +32,6 @@ from tune.datasets.sources.opening import open_source
 from tune.datasets.warnings import warnings_about
 from tune.distributed.world import World, device_type
 from tune.errors import TuneError
-from tune.generation import FixedPrompts
 from tune.generation.rollout import Reward
 from tune.loggers import run_folder
 from tune.loggers.hardware import disk_note
@@ -43,7 +42,7 @@ from tune.rules import Facts, Finding, Level, judge
 from tune.tokenizers import Tokenizer
 
 PLACE = re.compile(r"([\w./\[\]-]+(?::\d+)?): (.+)", re.DOTALL)
-LOADED = ("tune.datasets.load", "tune.datasets.load_prompts")
+LOADED = ("tune.datasets.load", "tune.datasets.load_prompts", "tune.datasets.ray")
 NONE = torch.device("meta")  # shapes alone
 
 
@@ -172,7 +171,7 @@ def _require_versions(told: Told) -> None:
 
 def _require_folder(cfg: DictConfig) -> None:
     """What the run asks of its folder, of which nothing is left."""
-    folder = Path(cfg.get("output_dir") or "runs")
+    folder = local_folder(cfg.get("output_dir") or "runs")
     mark, made = folder / ".validate", [each for each in (folder, *folder.parents) if not each.exists()]
     found = run_folder.refusal(folder, cfg.get("resume", "auto"), mark, bool(cfg.get("adapter")))
     with suppress(OSError):
@@ -202,7 +201,7 @@ def _model(cfg: DictConfig, told: Told, world: World | None) -> tuple[Any, Any]:
         told("quantization", lambda: quantization.compute_in_float8(model, scaling, torch.device("cpu")))
     if cfg.get("adapter"):
         told("adapter", lambda: _adapt(cfg, model))
-    folder, keep = Path(cfg.get("output_dir") or "."), Facts(cfg)("checkpointer.keep")
+    folder, keep = local_folder(cfg.get("output_dir") or "."), Facts(cfg)("checkpointer.keep")
     if note := told("output_dir", lambda: disk_note(folder, model, cfg.master_dtype, keep)):
         told.add(note, level=Level.WARN)
     whole, groups = model, None
@@ -261,6 +260,12 @@ def _data(
     for key in ("dataset", "validation_dataset"):
         if rows and OmegaConf.select(given, f"{key}._component_") in LOADED:
             given[key].take = min(given[key].get("take") or rows, rows)
+            if given[key]._component_ == LOADED[2]:  # no cluster is started for so few rows
+                given[key] |= {"_component_": LOADED[0], "streaming": True}
+    if "evaluate" in cfg and world:
+        for other, nothing in (("tasks", []), ("prompts", None)):  # both are told, not the first that is wrong
+            asked = {**cfg.evaluate, other: nothing}
+            told("evaluate", evaluation.InTraining, tokenizer, model, world, print, **asked)
     if "max_prompt_len" in cfg:
         prompts = told("dataset", lambda: instantiate(given.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len))
         ends = {"stop_ids": tokenizer.stop_ids, "decode": tokenizer.decode}
@@ -292,12 +297,6 @@ def _data(
         told("dataset", require_kept, dataset, "reference" if compares else "teacher")
     for warning in warnings_about(parts_of(dataset, "training"), parts_of(validation, "validation"), tokenizer):
         told.add(warning, "dataset", Level.WARN)
-    if "evaluate" in cfg and world:
-        of_prompts = {name: cfg.evaluate[name] for name in ("prompts", "every", "max_new_tokens", "temperature")}
-        told("evaluate", lambda: FixedPrompts(tokenizer, world, print, **of_prompts))
-        if "tasks" in cfg.evaluate:
-            of_tasks = {name: value for name, value in cfg.evaluate.items() if name not in (*of_prompts, "tasks")}
-            told("evaluate", lambda: evaluation.Tasks(cfg.evaluate.tasks, tokenizer, **of_tasks, model=model))
     return None if not (is_whole and world) else told("dataset", lambda: datasets.DataLoader(
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
         seed=cfg.seed, accumulate=not cfg.optimizer_in_backward,
@@ -306,7 +305,7 @@ def _data(
 
 def _require_continuable(cfg: DictConfig, told: Told, data: Any) -> None:
     """What a checkpoint says of itself, without its tensors."""
-    resume, folder = cfg.get("resume", "never"), Path(cfg.get("output_dir") or "runs") / "checkpoints"
+    resume, folder = cfg.get("resume", "never"), local_folder(cfg.get("output_dir") or "runs") / "checkpoints"
     newest = max(folder.glob("step-*"), default=None, key=lambda path: path.name)
     found = newest if resume in ("auto", "never") else told("resume", checkpointers.checkpoint_at, Path(resume))
     if found and resume != "never" and data is not None:

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tune.preflight.devices import Device
-from tune.preflight.trace import Trace, Unit
+from tune.devices import Device
+from tune.preflight.trace import REDUCED, Trace, Unit
 
 GIB = 2**30
-REDUCED = 4  # bytes of a gradient while FSDP reduces it: fp32
-PARTS = ("weights", "gradients", "optimizer", "activations", "head_and_loss", "communication", "reserve")
+Checkpointing = Literal["none", "selective", "full"]
+PARTS = ("weights", "gradients", "optimizer", "activations", "head_and_loss", "communication", "checkpoint", "reserve")
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,14 @@ class Layout:
 
     dp_replicate: int = 1
     dp_shard: int = 1
+    cp: int = 1
     tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    pp_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     micro_batch_size: int = 1
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: Checkpointing = "none"
     activation_offload: bool = False
     cpu_offload: bool = False
     reduce_every_micro_batch: bool = True
@@ -36,68 +41,107 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def shards(self) -> int:
+        """Processes that FSDP shards over."""
+        return self.dp_shard * self.cp
+
+    @property
+    def units_stay_gathered(self) -> bool:
+        """As `tune.distributed.World` has it."""
+        return self.pp > 1 or self.zero_stage in (1, 2)
+
+    @property
+    def reductions(self) -> int:
+        """How often a step reduces gradients."""
+        return self.micro_batches if self.reduce_every_micro_batch and self.zero_stage != 1 else 1
+
+    @property
     def size(self) -> int:
-        return self.data * self.tp
+        return self.data * self.cp * self.tp * self.pp
+
+
+class Stage(NamedTuple):
+    """Of a pipeline: what a micro-batch takes, how many are held between forward and backward at one time, and the
+    bytes of what is on its way to other stages. Without one, the whole model."""
+
+    trace: Trace
+    held: int = 1
+    sent: float = 0.0
 
 
 def memory(
-    trace: Trace, layout: Layout, states: float, plain: bool, device: Device
+    stage: Stage, layout: Layout, states: float, plain: bool, device: Device, copies: str = ""
 ) -> tuple[str, dict[str, float], float]:
     """The moment of the peak of a step after the first, the bytes by part then, and bytes in host memory. `states` are
-    the optimizer's bytes for a trained parameter."""
-    whole, shards = trace.whole, layout.dp_shard
+    the optimizer's bytes for a trained parameter. A checkpoint is written of a copy of what is trained and its states,
+    if `copies` says so: at the "end" of the run, or also "beside" later steps."""
+    trace, whole, shards = stage.trace, stage.trace.whole, layout.shards
     gradients = whole.master / shards if layout.micro_batches > 1 else 0.0
     held = {"weights": whole.stored / shards, "gradients": gradients, "optimizer": whole.trained * states / shards}
-    host = 0.0
-    if not layout.reduce_every_micro_batch and layout.micro_batches > 1 and not plain:
-        held["gradients"] += whole.trained * REDUCED
+    copy = (whole.master + whole.trained * states) / shards if copies else 0.0
+    host = 0.0 if device.is_host else copy
+    if layout.reductions < layout.micro_batches and not plain:
+        held["gradients"] += whole.reduced
     if layout.cpu_offload:
-        host = held["weights"] + held["optimizer"] + whole.master / shards
+        host += held["weights"] + held["optimizer"] + whole.master / shards
         held = dict.fromkeys(held, 0.0)
     if layout.activation_offload:
-        host += trace.saved
+        host += stage.held * trace.saved
     moments = {}
-    for name, *parts in _moments(trace, layout, plain):
+    for name, *parts in _moments(stage, layout, plain):
         moments[name] = held | dict(zip(PARTS[3:6], parts, strict=False))
         moments[name]["gradients"] += parts[3]
+    if copy and device.is_host:
+        for each in moments.values():
+            each["checkpoint"] = copy if copies == "beside" else 0.0
+        moments["checkpoint"] = held | {"gradients": 0.0, "checkpoint": copy}
+    for name in moments:
+        moments[name] = dict.fromkeys(PARTS, 0.0) | moments[name]
         moments[name]["reserve"] = device.reserve * GIB + device.reserve_share * sum(moments[name].values())
     peak = max(moments, key=lambda name: sum(moments[name].values()))
     return peak, moments[peak], host
 
 
-def _moments(trace: Trace, layout: Layout, plain: bool) -> Iterator[tuple[str, float, float, float, float]]:
+def _moments(stage: Stage, layout: Layout, plain: bool) -> Iterator[tuple[str, float, float, float, float]]:
     """Moments of a step, and what is alive beside weights, states and the gradients of earlier micro-batches: in
     activations, of head and loss, for communication, in gradients of this micro-batch."""
-    shards, root = layout.dp_shard, trace.others[-1]
-    beside = max((each.gathered for each in trace.others[:-1]), default=0.0)
+    trace, shards, stays = stage.trace, layout.shards, layout.units_stay_gathered
+    throughout = trace.whole.gathered if stays else trace.others[-1].gathered
+    beside = 0.0 if stays else max((each.gathered for each in trace.others[:-1]), default=0.0)
     adds = layout.micro_batches == 1 and not layout.cpu_offload and not layout.optimizer_in_backward
-    embedded, tail = trace.embed.live, trace.loss.live
-    everything = embedded + (0.0 if layout.activation_offload else trace.saved)
-    last_gathered = max(kind.unit.gathered for kind in trace.blocks) if shards > 1 else 0.0  # until forward ends
+    kept = 0.0 if layout.activation_offload else trace.saved
+    tail = trace.loss.live
+    embedded = trace.embed.live + (stage.held - 1) * (trace.embed.live + kept + tail) + stage.sent
+    everything = embedded + kept
+    # What FSDP reduced last it keeps until it reduces again, but at the end of the step.
+    lingers = next((each.reduced for each in reversed(trace.others) if each.reduced), trace.blocks[0].unit.reduced)
+    lingers = lingers if stays and layout.micro_batches > 1 else 0.0
+    several = 0 if stays else 2 if shards > 1 else 1  # the next block beside this one
+    last_gathered = max(kind.unit.gathered for kind in trace.blocks) if shards > 1 and not stays else 0.0
     of_blocks = adds * sum(kind.number * kind.unit.master for kind in trace.blocks) / shards
 
     def reducing(unit: Unit) -> float:  # gradients in fp32, and the result
-        return 0.0 if plain else REDUCED * unit.trained * (2 if shards == 1 else 1 + 1 / shards)
+        return unit.reduced + (unit.reduced if shards == 1 else REDUCED * unit.trained / shards)
 
-    yield "embedding", trace.embed.extra, 0.0, root.gathered + 2 * beside, 0.0
+    yield "embedding", embedded - trace.embed.live + trace.embed.extra, 0.0, throughout + lingers + 2 * beside, 0.0
     for _, unit, forward, backward in trace.blocks:
         saved = 0.0 if layout.activation_offload else forward.live
-        gathered = root.gathered + unit.gathered * (2 if shards > 1 else 1)  # the next block beside this one
+        gathered = throughout + unit.gathered * several
         one = adds * unit.master / shards
         above = max(0.0, of_blocks - one)
-        yield "forward of the last block", everything - saved + forward.extra, 0.0, gathered, 0.0
-        yield "backward of the last block", everything + backward.extra, tail, gathered, 0.0
-        waiting = gathered + (0.0 if plain else REDUCED * unit.trained)  # until the block above is reduced
+        yield "forward of the last block", everything - saved + forward.extra, 0.0, gathered + lingers, 0.0
+        yield "backward of the last block", everything + backward.extra, tail, gathered + lingers, 0.0
+        waiting = gathered + unit.reduced  # until the block above is reduced
         yield "backward of the block before the last", everything - saved + backward.extra, tail, waiting, one
-        waiting += max(0.0, beside - unit.gathered) if shards > 1 else 0.0  # the embedding is the next one
+        waiting += max(0.0, beside - unit.gathered) if several == 2 else 0.0  # the embedding is the next one
         yield "backward of the first block", embedded + forward.live + backward.extra, tail, waiting, above
-        reduced = root.gathered + unit.gradients + reducing(unit)
+        reduced = throughout + unit.gradients + reducing(unit)
         yield "reduction of the first block", embedded, tail, 0.0 if plain else reduced, above
-    yield "head and loss", everything, trace.loss.extra, root.gathered + last_gathered, 0.0
-    yield "backward of the embedding", embedded + trace.rest.extra, tail, root.gathered + beside, of_blocks
+    yield "head and loss", everything, trace.loss.extra, throughout + last_gathered + lingers, 0.0  # until forward ends
+    yield "backward of the embedding", embedded + trace.rest.extra, tail, throughout + beside, of_blocks
     last = max(trace.others, key=lambda each: each.trained)
-    reduced = 0.0 if plain else root.gathered + last.gradients + reducing(last)
-    yield "reduction of embedding and head", 0.0, 0.0, reduced, of_blocks
+    reduced = 0.0 if plain else throughout + last.gradients + reducing(last)
+    yield "reduction of embedding and head", embedded - trace.embed.live, 0.0, reduced, of_blocks
     yield "optimizer step", 0.0, 0.0, 0.0, adds * trace.whole.master / shards
 
 

@@ -18,11 +18,23 @@ Arguments = dict[str, Setting]  # of rows: the arguments of tune.datasets.load
 
 
 def model(run: Migration, key: str, value: str) -> None:
-    """A name on the hub becomes the folder that `tune download` makes of it."""
+    run.put(key, *_folder(value, "teacher.path" if "teacher" in key else "model.path"))
+
+
+def reward_model(run: Migration, key: str, value: str) -> None:
+    """Of TRL's PPO the value model starts from it too."""
+    folder, target, note = _folder(value, "reward")
+    if run.peer == "llama_factory" and run.theirs.get("reward_model_type", "lora") != "full":
+        note = "an adapter there: tune merge makes a model of it"
+    run.put(key, {"_component_": "tune.generation.RewardModel", "path": folder}, target, note)
+    if run.peer == "trl":
+        run.put(key, folder, ["value.path"])
+
+
+def _folder(value: str, target: str) -> tuple[str, list[str], str]:
+    """Of a name on the hub, the folder that `tune download` makes of it; the setting for it, and what to do."""
     is_folder = value.startswith(("/", ".", "~")) or value.count("/") != 1
-    target = "teacher.path" if "teacher" in key else "model.path"
-    note = "" if is_folder else f"tune download {value}"
-    run.put(key, value if is_folder else f"./{value.split('/')[1]}", [target], note)
+    return (value, [target], "") if is_folder else (f"./{value.split('/')[1]}", [target], f"tune download {value}")
 
 
 def targets(run: Migration, key: str, value: Any) -> None:
@@ -173,6 +185,9 @@ def data(run: Migration) -> None:
         held_out = []
     for each in (*sources, *held_out[:1]):
         _settle(each)
+        if "prompts_per_step" in run.defaults and "columns" in each:  # of prompts, which are no texts to learn
+            columns = each["columns"].value
+            each["columns"].value = {"prompt" if ours == "text" else ours: theirs for ours, theirs in columns.items()}
     for each in sources if take.value else []:
         each["take"] = Setting(take.value, take.sources, ["the first rows"])
     for each in held_out[:1]:

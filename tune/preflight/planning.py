@@ -1,12 +1,13 @@
 """Memory and speed of a job in a layout, and the fastest layout that fits."""
 
 import functools
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,26 +16,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tune import peft, quantization
+from tune.checkpointers import exported_types
 from tune.config import instantiate
 from tune.datasets.loader import require_batches
-from tune.distributed import DTYPES
+from tune.devices import Device
+from tune.distributed import DTYPES, repeated_blocks
 from tune.distributed.parallelize import cast_by_fsdp
+from tune.distributed.pipeline import split_blocks
 from tune.errors import TuneError
 from tune.loggers import flops_per_token
 from tune.loggers.hardware import planned_memory
 from tune.lookup import locate
 from tune.losses.chunks import default_chunk_tokens
-from tune.preflight.devices import Device
-from tune.preflight.memory import GIB, Layout, bytes_of_states, memory
+from tune.preflight.memory import GIB, Checkpointing, Layout, Stage, bytes_of_states, memory
 from tune.preflight.speed import seconds
 from tune.preflight.trace import Trace, shorten, trace
+from tune.type_check import as_given
 
 # The settings of a layout that a search chooses.
 CHOSEN = (
-    *("parallel.dp_replicate", "parallel.dp_shard", "parallel.tp", "micro_batch_size"),
+    *(f"parallel.{axis}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "pp", "zero_stage")),
+    "micro_batch_size",
     *("memory.activation_checkpointing", "memory.activation_offload", "memory.cpu_offload"),
 )
-KEPT = ("parallel.reduce_every_micro_batch", "optimizer_in_backward")
+LEAST_TOKENS = 4096  # of a row, on each device of cp: with fewer, gathering keys takes longer than what is saved
+KEPT = ("parallel.pp_schedule", "parallel.reduce_every_micro_batch", "optimizer_in_backward")
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Plan:
     seconds: dict[str, float]
     tokens: int
     flops: float
+    chosen: tuple[str, ...] = CHOSEN  # of these the recipe has settings
 
     @property
     def peak(self) -> float:
@@ -64,9 +71,13 @@ class Plan:
         return self.peak <= self.device.memory * GIB and self.host <= self.device.host_memory * GIB
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """Those of the layout."""
+        return {key: getattr(self.layout, _field(key)) for key in self.chosen}
+
+    @property
     def overrides(self) -> list[str]:
-        """The settings of the layout."""
-        return [f"{key}={str(getattr(self.layout, _field(key))).lower()}" for key in CHOSEN]
+        return [f"{key}={as_given(value)}" for key, value in self.settings.items()]
 
     def as_dict(self) -> dict[str, Any]:
         speed = self.tokens / self.step_seconds / self.layout.size
@@ -104,22 +115,24 @@ class Job:
                 "plan: this recipe does more than a forward and a backward of one model; planned are full_finetune and "
                 "lora_finetune"
             )
-        for name in ("qat", "float8"):
-            if cfg.get("quantization", {}).get(name):
-                raise TuneError(f"quantization.{name}: what rounding takes is not planned yet; plan without it")
-        if others := [f"{axis}={cfg.parallel[axis]}" for axis in ("cp", "ep", "pp") if cfg.parallel.get(axis, 1) != 1]:
-            raise TuneError(
-                f"parallel.{others[0]}: this axis is not planned yet; planned are dp_replicate, dp_shard and tp"
-            )
         with torch.device("meta"):
             model = instantiate(cfg.model)
-        if cfg.get("quantization", {}).get("weights"):
-            quantization.quantize_linears(model, double=cfg.quantization.double)
-        if "adapter" in cfg:
+        rounding = cfg.get("quantization", {})
+        if rounding.get("weights"):
+            quantization.quantize_linears(model, double=rounding.double)
+        if rounding.get("float8"):
+            if not (device.is_host or device.float8):
+                raise TuneError(f"quantization.float8: {device.name} has no products in float8. Leave it out")
+            quantization.compute_in_float8(model, rounding.float8, torch.device("cpu" if device.is_host else "cuda"))
+        if cfg.get("adapter"):
             peft.add_adapters(model, instantiate(cfg.adapter))
+        if rounding.get("qat"):
+            types = exported_types(model, cfg.model.path, cfg.export.get("dtype"))
+            quantization.round_linears(model, rounding.qat, types, cfg.dtype)
         if device.name != "cpu" and "chunk_tokens" in cfg.loss and cfg.loss.chunk_tokens is None:
             cfg.loss.chunk_tokens = default_chunk_tokens(torch.empty(model.config.vocab_size, 1, device="meta"))
-        self.cfg, self.device = cfg, device
+        self.cfg, self.device, self.hidden = cfg, device, getattr(model.config, "hidden_size", 0)
+        self.chosen = tuple(key for key in CHOSEN if "parallel." not in key or _field(key) in cfg.parallel)
         self.short, self.loss_fn = shorten(model), instantiate(cfg.loss)
         self.flops = flops_per_token(model, cfg.max_seq_len)
         self.casts = bool(cast_by_fsdp(model, cfg.dtype, cfg.master_dtype))
@@ -127,54 +140,94 @@ class Job:
         trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
         kept = planned_memory(model, cfg.dtype, cfg.master_dtype, shards=1)["gradients"]  # they are like the weights
         self.checkpoint_gib = kept + trained * self.states / GIB
+        every, last, self.copies = cfg.checkpointer.every, cfg.max_steps, ""
+        if cfg.checkpointer.get("async"):
+            self.copies = "beside" if every and not (last and last <= every) else "end"
         self.trace = functools.cache(self._trace)
+        self.layers = len(repeated_blocks(model))
+        self.experts = max(getattr(each, "num_experts", 1) for each in model.modules())
+        self.blocks = functools.cache(functools.partial(split_blocks, model))
 
     def layout(self, processes: int) -> Layout:
         """That of the settings."""
-        found = Layout(**{_field(key): OmegaConf.select(self.cfg, key) for key in (*CHOSEN, *KEPT)})
+        found = Layout(**self._settings(*CHOSEN, *KEPT))
         if cast(Any, found.dp_shard) == "auto":
-            found = replace(found, dp_shard=processes // (found.dp_replicate * found.tp))
+            found = replace(found, dp_shard=processes // (found.dp_replicate * found.cp * found.tp * found.pp))
+        if found.pp_schedule not in ("1f1b", "gpipe"):
+            raise TuneError(f"parallel.pp_schedule: {found.pp_schedule} is not planned yet; planned are 1f1b and gpipe")
+        if found.zero_stage == 0:
+            found = replace(found, dp_replicate=found.data, dp_shard=1)
         if found.size != processes:
             raise TuneError(
-                f"parallel: dp_replicate={found.dp_replicate} x dp_shard={self.cfg.parallel.dp_shard} x tp={found.tp} "
-                f"does not make --world-size {processes}"
+                f"parallel: dp_replicate={found.dp_replicate} x dp_shard={self.cfg.parallel.dp_shard} x cp={found.cp} "
+                f"x tp={found.tp} x pp={found.pp} does not make --world-size {processes}"
             )
+        if found.shards % found.ep:
+            raise TuneError(f"parallel.ep: {found.ep} does not divide dp_shard x cp, which are {found.shards}")
+        if found.ep > 1 and found.tp > 1:
+            raise TuneError(f"parallel.ep: it does not go with parallel.tp={found.tp}. Set one of both to 1")
         return found
+
+    def _settings(self, *keys: str) -> dict[str, Any]:
+        """Of those that the recipe has, by the names of the layout."""
+        values = {_field(key): OmegaConf.select(self.cfg, key) for key in keys}
+        return {name: value for name, value in values.items() if value is not None}
 
     def plan(self, layout: Layout, line: bool = False) -> Plan:
         """With `line`, the trace is the straight line through those of one row and of two."""
         rows, micro = self.cfg.global_batch_size, layout.micro_batch_size
-        require_batches(layout.data, rows, micro, accumulate=not layout.optimizer_in_backward)
+        require_batches(layout.data, rows, micro, not layout.optimizer_in_backward, layout.pp)
         layout = replace(layout, micro_batches=rows // layout.data // micro)
         plain = layout.size == 1 and not self.casts and not layout.cpu_offload  # as `parallelize` has it
-        key = layout.tp, layout.activation_checkpointing, plain, plain and layout.micro_batches > 1
+        axes = layout.tp, layout.cp, layout.ep
+        key = axes, layout.activation_checkpointing, plain, plain and layout.micro_batches > 1
         if line and micro > 2:
             found = self.trace(1, *key).scaled(self.trace(2, *key), micro)
         else:
             found = self.trace(micro, *key)
-        needed = memory(found, layout, self.states, plain, self.device)
-        spent = seconds(found, layout, self.states, plain, self.device)
-        return Plan(layout, self.device, *needed, spent, rows * self.cfg.max_seq_len, self.flops)
+        stages, hop = [Stage(found)], 0.0
+        if layout.pp > 1:
+            hop = micro * self.cfg.max_seq_len * self.hidden * DTYPES[self.cfg.dtype].itemsize / layout.cp
+            stages = self._stages(found, layout, hop)
+        needed = [memory(each, layout, self.states, plain, self.device, self.copies) for each in stages]
+        spent = [seconds(each, layout, self.states, plain, self.device, hop) for each in stages]
+        return Plan(
+            layout, self.device, *max(needed, key=lambda each: sum(each[1].values())),
+            max(spent, key=lambda each: sum(each.values())), rows * self.cfg.max_seq_len, self.flops, self.chosen,
+        )  # fmt: skip
 
-    def _trace(self, rows: int, tp: int, checkpointing: str, plain: bool, accumulates: bool) -> Trace:
+    def _stages(self, whole: Trace, layout: Layout, hop: float) -> list[Stage]:
+        """Those that differ. What a stage has sent, it keeps until as much has followed."""
+        stages, found = self.blocks(layout.pp), dict[Any, Stage]()
+        for number, blocks in enumerate(stages):
+            behind, ends = layout.pp - 1 - number, (number == 0, number == layout.pp - 1)
+            held = min(behind + 1, layout.micro_batches) if layout.pp_schedule == "1f1b" else layout.micro_batches
+            kinds = [len({*places} & {*blocks}) for _, places in self.short[1]]
+            sent = (2 - sum(ends)) * min(layout.pp, layout.micro_batches) * hop
+            found.setdefault((*ends, *kinds), Stage(whole.stage(kinds, *ends), held, sent))  # the first holds most
+        return list(found.values())
+
+    def _trace(
+        self, rows: int, axes: tuple[int, int, int], checkpointing: str, plain: bool, accumulates: bool
+    ) -> Trace:
         return trace(
-            self.short, self.loss_fn, self.cfg, self.device, rows=rows, mesh=_mesh(tp), checkpointing=checkpointing,
-            plain=plain, accumulates=accumulates,
+            self.short, self.loss_fn, self.cfg, self.device, rows=rows, meshes=_meshes(*axes),
+            checkpointing=checkpointing, plain=plain, accumulates=accumulates,
         )  # fmt: skip
 
     def search(self, processes: int) -> list[Plan]:
-        """All layouts of so many processes, the fastest that fit first, then those that need the least memory beyond.
+        """Layouts of so many processes, the fastest that fit first, then those that need the least memory beyond.
 
-        Tensor parallelism stays inside a node; micro-batches and copies are powers of 2. Of equally fast ones the
-        simplest is first."""
-        found = []
-        for tp in (1, 2, 4, 8):
-            if processes % tp or tp > self.device.per_node:
-                continue
+        All sizes are powers of 2, beside what FSDP shards over. Tensor and expert parallelism stay inside a node;
+        context parallelism leaves each device `LEAST_TOKENS` of a row, and one row; stages have a block or more, and as
+        many micro-batches. Where a layout does not fit, neither do larger micro-batches or more copies: of these only
+        the first is here. Of equally fast ones the simplest is first."""
+        found: list[Plan] = []
+        for axes in self._axes(processes):
             try:
-                found += [self.plan(layout, line=True) for layout in self._layouts(processes // tp, tp)]
+                found += self._plans(processes, *axes)
             except TuneError as error:
-                if tp == 1 or not str(error).startswith("parallel.tp"):
+                if axes == (1, 1, 1, 1) or not str(error).startswith("parallel."):
                     raise
         if not found:
             raise TuneError(
@@ -183,17 +236,54 @@ class Job:
             )
         return sorted(found, key=lambda plan: (not plan.fits, plan.step_seconds if plan.fits else plan.peak))
 
-    def _layouts(self, data: int, tp: int) -> Iterator[Layout]:
+    def _axes(self, processes: int) -> Iterator[tuple[int, int, int, int]]:
+        """Sizes of tp, cp, ep and pp, the simplest first."""
+        parallel, node = self.cfg.parallel, self.device.per_node
+        sizes = {
+            "pp": _up_to(self.layers if parallel.get("pp_schedule") in ("1f1b", "gpipe") else 1),
+            "cp": _up_to(max(1, self.cfg.max_seq_len // LEAST_TOKENS) if "cp" in parallel else 1),
+            "ep": _up_to(min(node, self.experts) if "ep" in parallel and not self.cfg.compile else 1),
+            "tp": _up_to(min(node, 8) if "tp" in parallel else 1),
+        }
+        for pp, cp, ep, tp in itertools.product(*sizes.values()):
+            rest = processes // (tp * cp * pp)
+            if rest * tp * cp * pp == processes and rest * cp % ep == 0 and (tp == 1 or ep == 1):
+                yield tp, cp, ep, pp
+
+    def _plans(self, processes: int, tp: int, cp: int, ep: int, pp: int) -> Iterator[Plan]:
+        data = processes // (tp * cp * pp)
         rows = self.cfg.global_batch_size // data if self.cfg.global_batch_size % data == 0 else 0
-        kept = {_field(key): OmegaConf.select(self.cfg, key) for key in KEPT}
-        for checkpointing in ("none", "selective", "full"):
-            for copies in _powers(data):
-                for micro in [rows] if kept["optimizer_in_backward"] else _powers(rows):
-                    plain = Layout(copies, data // copies, tp, micro, checkpointing, **kept)
-                    yield plain
-                    if self.device.host:
-                        yield replace(plain, activation_offload=True)
-                        yield replace(plain, cpu_offload=True)
+        first = Layout(**self._settings(*KEPT), tp=tp, cp=cp, ep=ep, pp=pp)
+        micros = [rows] if first.optimizer_in_backward else [each for each in _powers(rows) if pp * each <= rows]
+        offloads: list[dict[str, Any]] = [{}]
+        if pp == 1 and not self.device.is_host:
+            offloads += [
+                {"activation_offload": True},
+                *([] if first.optimizer_in_backward else [{"cpu_offload": True}]),
+            ]
+        all_copies = [each for each in _powers(data) if data // each * cp % ep == 0] if micros else []
+        for checkpointing, offload in itertools.product(get_args(Checkpointing), offloads):
+            if checkpointing == "selective" and "activation_offload" in offload and not self.cfg.compile:
+                continue  # see tune.config.conflicts
+            for copies in all_copies:
+                for micro in micros[: 1 if cp > 1 else None]:
+                    layout = replace(
+                        first, dp_replicate=copies, dp_shard=data // copies, micro_batch_size=micro,
+                        activation_checkpointing=checkpointing, **offload,
+                    )  # fmt: skip
+                    plan = self.plan(layout, line=True)
+                    yield plan
+                    if not plan.fits:
+                        break
+                    if "zero_stage" in self.cfg.parallel and layout.shards > 1 and pp == 1:
+                        yield from (self.plan(replace(layout, zero_stage=stage), line=True) for stage in (2, 1))
+                if not plan.fits and micro == micros[0]:
+                    break
+
+
+def _up_to(number: int) -> list[int]:
+    """The powers of 2 up to a number."""
+    return [2**n for n in range(number.bit_length())]
 
 
 def _powers(number: int) -> list[int]:
@@ -202,13 +292,13 @@ def _powers(number: int) -> list[int]:
 
 
 @functools.cache
-def _mesh(tp: int) -> DeviceMesh | None:
-    """A mesh of processes that are not there."""
-    if tp == 1:
-        return None
-    if not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1024)
-    return DeviceMesh("cpu", torch.arange(tp), mesh_dim_names=("tp",))
+def _meshes(tp: int, cp: int, ep: int) -> dict[str, DeviceMesh]:
+    """Those of the axes that are used, of processes that are not there."""
+    strides = {"tp": (tp, 1), "cp": (cp, tp), "ep": (ep, 1)}
+    used = {name: torch.arange(size) * stride for name, (size, stride) in strides.items() if size > 1}
+    if used and not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4096)
+    return {name: DeviceMesh("cpu", ranks, mesh_dim_names=(name,)) for name, ranks in used.items()}
 
 
 def calibrate(run: Path, device: Device) -> Device:

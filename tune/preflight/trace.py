@@ -15,10 +15,12 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,13 +28,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from tune.collators import Batch
+from tune.devices import Device
 from tune.distributed import DTYPES, repeated_blocks, share, stored_dtype, units_of, wrap_forward
+from tune.distributed.context_parallel import split
+from tune.distributed.expert_parallel import share_experts, shared_experts
 from tune.distributed.parallelize import cast_by_fsdp
 from tune.losses import chunks
-from tune.models import attention, balance_loss
-from tune.preflight.devices import Device
+from tune.models import attention, balance_loss, moe
 from tune.quantization import nf4
 
+REDUCED = 4  # bytes of a gradient while FSDP reduces it: fp32
 FREE = ("empty", "detach", "lift", "alias")  # operations that touch no element
 
 
@@ -48,13 +53,16 @@ class Interval(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """What FSDP gathers at one time, of one process of a tensor-parallel group: bytes as stored and as gathered, and
-    of the trained parameters their number, bytes of their gradients and bytes as stored."""
+    """What FSDP gathers at one time, of one process of a tensor-parallel group: bytes as gathered, and of the trained
+    parameters those of their gradients, in the type of computation and in that of their reduction. FSDP shards the
+    others: bytes as stored, and of the trained parameters their number and bytes as stored. They are those of all
+    experts, of which the process gathers a share."""
 
     stored: float = 0.0
     gathered: float = 0.0
     trained: float = 0.0
     gradients: float = 0.0
+    reduced: float = 0.0
     master: float = 0.0
 
 
@@ -91,6 +99,17 @@ class Trace(NamedTuple):
         """Bytes that all blocks keep for backward."""
         return sum(kind.number * kind.forward.live for kind in self.blocks)
 
+    def stage(self, numbers: list[int], is_first: bool, is_last: bool) -> "Trace":
+        """That of a stage of a pipeline which has so many blocks of each kind: the first has the embedding, the last
+        the head, and both a tied one."""
+        *embeddings, root = self.others
+        kept = [kind._replace(number=number) for kind, number in zip(self.blocks, numbers, strict=True) if number]
+        others = [*(embeddings if is_first else ()), root if is_last or (is_first and not embeddings) else Unit()]
+        embed, loss, rest = self.embed, self.loss, self.rest
+        if not is_first:  # what it receives is as large as what is embedded
+            embed, rest = Interval(embed.live, embed.live), Interval()
+        return Trace(embed, kept, loss if is_last else Interval(), rest, others)
+
     def scaled(self, two: "Trace", rows: int) -> "Trace":
         """The trace of so many rows, by the straight line through this one of one row and that of two."""
         return tree_map(lambda one, other: one + (rows - 1) * (other - one), self, two)
@@ -99,9 +118,9 @@ class Trace(NamedTuple):
 class Recorder(TorchDispatchMode):
     """Counts the bytes of all storages that are alive, and the seconds of operations on `device` by its roofline."""
 
-    def __init__(self, device: Device, dtype: str, group: int, fused: bool):
+    def __init__(self, device: Device, dtype: str, fused: bool):
         super().__init__()
-        self.device, self.dtype, self.group, self.fused = device, dtype, group, fused
+        self.device, self.dtype, self.fused = device, dtype, fused
         self.live = self.peak = self.compute = self.products = self.exchange = 0.0
         self.storages: dict[int, Any] = {}
 
@@ -147,13 +166,17 @@ class Recorder(TorchDispatchMode):
         if name.startswith(("_c10d_functional::", "c10d::")):
             if "wait" not in name:  # to sum over all is to reduce and to gather
                 rounds = 2 if name.endswith(("all_reduce", "allreduce_")) else 1
-                self.exchange += self.device.transfer(rounds * max(sizes), self.group)
+                boxed = [each for each in args if isinstance(each, torch.ScriptObject)]
+                group = dist.ProcessGroup.unbox(boxed[0]) if len(boxed) else _resolve_process_group(args[-1])
+                ranks = dist.get_process_group_ranks(group)
+                self.exchange += self.device.transfer(rounds * max(sizes), len(ranks), max(ranks) - min(ranks) + 1)
             return
         flops, attends = _flops(function, name, args, kwargs, output), _attends(name)
         if self.fused and not flops:
             moved /= 3  # a compiler reads and writes once what several operations in a row do
-        self.compute += self.device.seconds(flops, moved, self.dtype, attends)
-        self.products += self.device.seconds(flops, 0, self.dtype, attends) if flops else 0
+        dtype = "fp8" if name == "aten::_scaled_mm" else self.dtype
+        self.compute += self.device.seconds(flops, moved, dtype, attends)
+        self.products += self.device.seconds(flops, 0, dtype, attends) if flops else 0
 
 
 def _attends(name: str) -> bool:
@@ -174,10 +197,10 @@ def _flops(function: Any, name: str, args: Any, kwargs: Any, output: Any) -> flo
     return float(known(*args, **kwargs, out_val=output)) if known else 0.0
 
 
-def shorten(model: nn.Module) -> tuple[nn.Module, list[tuple[int, int]]]:
+def shorten(model: nn.Module) -> tuple[nn.Module, list[tuple[int, list[int]]]]:
     """A copy of `model`, on the meta device, with its first block and one of each kind; of each kind the place of that
-    block in the copy, and how many the model has. Blocks of a kind have parameters of the same shapes, types and
-    settings."""
+    block in the copy, and the places of all in the model. Blocks of a kind have parameters of the same shapes, types
+    and settings."""
     layers = getattr(getattr(model, "config", None), "layers", None)
     kinds: dict[Any, list[int]] = defaultdict(list)
     for index, block in enumerate(repeated_blocks(model)):
@@ -195,30 +218,32 @@ def shorten(model: nn.Module) -> tuple[nn.Module, list[tuple[int, int]]]:
         short.config = replace(short.config, layers=tuple(layers[index] for index in kept))
     elif hasattr(short, "config"):
         short.config.num_hidden_layers = len(kept)
-    return short, [(kept.index(one), len(places)) for one, places in zip(chosen, kinds.values(), strict=True)]
+    return short, [(kept.index(one), places) for one, places in zip(chosen, kinds.values(), strict=True)]
 
 
 def trace(
-    short: tuple[nn.Module, list[tuple[int, int]]],
+    short: tuple[nn.Module, list[tuple[int, list[int]]]],
     loss_fn: Any,
     cfg: DictConfig,
     device: Device,
     *,
     rows: int,
-    mesh: DeviceMesh | None,
+    meshes: dict[str, DeviceMesh],
     checkpointing: Any,
     plain: bool,
     accumulates: bool,
 ) -> Trace:
-    """Run a step of the shortened model on fake tensors. With `plain`, FSDP neither gathers nor casts; `mesh` is that
-    of tensor parallelism."""
+    """Run a step of the shortened model on fake tensors. With `plain`, FSDP neither gathers nor casts; `meshes` are
+    those of the axes tp, cp and ep that are used."""
     model, kinds = copy.deepcopy(short[0]), short[1]
     blocks = repeated_blocks(model)
-    recorder = Recorder(device, cfg.dtype, mesh.size() if mesh is not None else 1, cfg.compile)
+    recorder = Recorder(device, cfg.dtype, cfg.compile)
     ones = np.ones((1, rows * cfg.max_seq_len), dtype=np.int64)
     batch = Batch.of(ones, labels=ones, documents=np.arange(rows).repeat(cfg.max_seq_len)[None])
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    units = _allocated(model, cfg, plain, mesh, fake)
+    units = _allocated(model, cfg, plain, meshes, fake)
+    if "cp" in meshes:
+        split(model, meshes["cp"])
     for block in blocks:
         wrap_forward(block, checkpointing, False, False)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -231,13 +256,14 @@ def trace(
     embed, forward, loss, rest = between[0], between[1 : last + 1], between[last + 1], between[-1]
     backward = between[last + 2 : -1][::-1]
     backward = [Interval()] * (last - len(backward)) + backward  # below the first adapter there is nothing to do
-    kept = [Alike(number, units[at], forward[at], backward[at]) for at, number in kinds]
+    kept = [Alike(len(places), units[at], forward[at], backward[at]) for at, places in kinds]
     return Trace(embed, kept, loss, rest, units[last:])
 
 
 @contextmanager
 def _kernels(device: Device) -> Iterator[None]:
-    """Attention by the kernel of the device; weights of 4 bits become whole ones at once; the first process's rows."""
+    """Attention by the kernel of the device; weights of 4 bits become whole ones at once; the first process's rows;
+    experts get as many tokens from each process."""
 
     def whole(codes: Tensor, scales: Tensor, ranges: Any, dtype: torch.dtype, pairs: Any = None) -> Tensor:
         return torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
@@ -250,8 +276,16 @@ def _kernels(device: Device) -> Iterator[None]:
         mock.patch.object(attention, "has_flash", lambda tensor: device.flash),
         mock.patch.object(nf4, "dequantize", whole),
         mock.patch.object(chunks, "local_shard", first),
+        mock.patch.object(moe, "on_processes", in_equal_shares),
     ):
         yield
+
+
+def in_equal_shares(mesh: DeviceMesh, experts: nn.Module, rows: Tensor, plan: Any, call: Any = moe.on_processes) -> Any:
+    """How many rows are sent to each process and received, which a forward asks for, no number says in fake tensors."""
+    counts = [[len(rows) // mesh.size()] * mesh.size()] * 2
+    with mock.patch.object(FakeTensor, "tolist", lambda _: counts):
+        return call(mesh, experts, rows, plan)
 
 
 def _step(model: nn.Module, blocks: list[nn.Module], batch: Batch, loss_fn: Any, recorder: Recorder) -> list[Any]:
@@ -283,7 +317,7 @@ def _step(model: nn.Module, blocks: list[nn.Module], batch: Batch, loss_fn: Any,
 
 
 def _allocated(
-    model: nn.Module, cfg: DictConfig, plain: bool, mesh: DeviceMesh | None, fake: FakeTensorMode
+    model: nn.Module, cfg: DictConfig, plain: bool, meshes: dict[str, DeviceMesh], fake: FakeTensorMode
 ) -> list[Unit]:
     """Give `model` fake parameters in the types that a forward sees; what each of its units has of its own."""
     taken: set[nn.Module] = set()
@@ -298,8 +332,11 @@ def _allocated(
             is_cast = casts and parameter.is_floating_point()
             seen = DTYPES[cfg.dtype] if is_cast else stored_dtype(module, parameter, cfg.dtype, cfg.master_dtype)
             parameter.data = parameter.data.to(seen)
-    if mesh is not None:
-        share(model, repeated_blocks(model), units, mesh)
+    if "tp" in meshes:
+        share(model, repeated_blocks(model), units, meshes["tp"], cfg.parallel.get("plan"))
+    if "ep" in meshes:
+        share_experts(model, meshes["ep"])
+    shared = {parameter for experts in shared_experts(model) for parameter in experts.parameters()}
     with fake:
         model.to_empty(device="cpu")
     counted: set[nn.Parameter] = set()
@@ -311,7 +348,10 @@ def _allocated(
                 number = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
                 stored = stored_dtype(module, parameter, cfg.dtype, cfg.master_dtype).itemsize
                 gathered, trained = 0 if plain else number * parameter.itemsize, number * parameter.requires_grad
-                sizes.append(Unit(number * stored, gathered, trained, trained * parameter.itemsize, trained * stored))
+                gradients, reduced = trained * parameter.itemsize, 0 if plain else trained * REDUCED
+                of_all = stored * (meshes["ep"].size() if parameter in shared else 1)
+                whole = trained * of_all // stored
+                sizes.append(Unit(number * of_all, gathered, whole, gradients, reduced, trained * of_all))
                 counted.add(parameter)
         found.append(total(sizes))
     return found

@@ -1,6 +1,7 @@
-"""What planning knows of devices: a table, or a file that a calibration has written."""
+"""What is known of devices: a table, or a file that a calibration has written."""
 
 import json
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -10,12 +11,12 @@ from tune.lookup import did_you_mean
 
 @dataclass(frozen=True)
 class Device:
-    """Peaks are those of the vendor's data sheet: `tflops` of dense bf16 products, `tflops_fp32` as torch computes
-    them (on NVIDIA with TF32 off), `bandwidth` of its memory and, in one direction, of links: between devices of a
-    node, between nodes, to the host, all in GB/s. `product_share`, `attention_share` (of FlashAttention-2, which
-    torch has) and `bandwidth_share` are what kernels reach of them, `launch` the microseconds of an operation.
-    `reserve` GiB (context, libraries) and `reserve_share` of what is allocated (fragments) are not for tensors.
-    `host_memory` is what each device has of its node's, in GiB."""
+    """Peaks are those of the vendor's data sheet: `tflops` of dense bf16 products, `float8` of those in 8 bits, if any,
+    `tflops_fp32` as torch computes them (on NVIDIA with TF32 off), `bandwidth` of its memory and, in one direction, of
+    links: between devices of a node, between nodes, to the host, all in GB/s. `product_share`, `attention_share` (of
+    FlashAttention-2, which torch has) and `bandwidth_share` are what kernels reach of them, `launch` the microseconds
+    of an operation. `reserve` GiB (context, libraries) and `reserve_share` of what is allocated (fragments) are not for
+    tensors. `host_memory` is what each device has of its node's, in GiB."""
 
     name: str
     memory: float
@@ -35,28 +36,40 @@ class Device:
     flash: bool = True
     host_memory: float = 200
     attention_share: float = 0.35
+    float8: float = 0.0
+
+    @property
+    def is_host(self) -> bool:
+        """Whether its memory is the host's."""
+        return self.name == "cpu"
 
     def seconds(self, flops: float, moved: float, dtype: str, attends: bool = False) -> float:
         """Of an operation: by its products or by its memory, whatever takes longer."""
-        peak = self.tflops if dtype != "fp32" else self.tflops_fp32
+        peak = {"fp32": self.tflops_fp32, "fp8": self.float8}.get(dtype, self.tflops)
         share = self.attention_share if attends else self.product_share
         by_memory = moved / (self.bandwidth * 1e9 * self.bandwidth_share)
         return max(flops / (peak * 1e12 * share), by_memory, self.launch * 1e-6)
 
-    def transfer(self, moved: float, processes: int) -> float:
-        """Of a collective in which each process sends and gets `moved` bytes."""
-        speed = self.link if processes <= self.per_node else self.network
+    def transfer(self, moved: float, processes: int, span: int = 0) -> float:
+        """Of a collective in which each process sends and gets `moved` bytes. Of so many neighbours, or with `span`
+        some of so many."""
+        speed = self.link if (span or processes) <= self.per_node else self.network
         return 0.0 if processes == 1 else moved * (processes - 1) / processes / (speed * 1e9 * self.link_share) + 2e-5
 
 
 DEVICES = {
     "a100": Device("a100", 80, 312, 19.5, 2039, 300, 25, attention_share=0.6),
-    "h100": Device("h100", 80, 989, 67, 3350, 450, 50),
-    "h200": Device("h200", 141, 989, 67, 4800, 450, 50),
-    "b200": Device("b200", 180, 2250, 75, 8000, 900, 50),
-    "mi300x": Device("mi300x", 192, 1307, 163, 5300, 448, 50),
+    "h100": Device("h100", 80, 989, 67, 3350, 450, 50, float8=1979),
+    "h200": Device("h200", 141, 989, 67, 4800, 450, 50, float8=1979),
+    "b200": Device("b200", 180, 2250, 75, 8000, 900, 50, float8=4500),
+    "mi300x": Device("mi300x", 192, 1307, 163, 5300, 448, 50, float8=2615),
     "cpu": Device("cpu", 16, 0.05, 0.1, 20, 2, 2, 20, 64, 0.7, 0.7, 0.7, 8.0, 0.4, 0.05, False, attention_share=0.7),
 }
+
+
+def named(full_name: str) -> Device | None:
+    """That of a GPU by the name that its driver has for it, such as NVIDIA H100 80GB HBM3; None if it is not known."""
+    return next((each for name, each in DEVICES.items() if re.search(rf"{name.upper()}\b", full_name.upper())), None)
 
 
 def device(name: str) -> Device:

@@ -1,31 +1,45 @@
-"""What a model answers as its training goes on."""
+"""What is asked of a model as its training goes on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from tune.datasets.prompts import open_prompts, placed_rows
 from tune.distributed import World
-from tune.generation.sampler import Sampler, answer
+from tune.evaluation.tasks import Tasks, metrics
+from tune.generation import Sampler, answer
 from tune.tokenizers import Tokenizer
 
 
-class FixedPrompts:
-    """The answers to the `prompts` of a file, a `.txt` with one in each line or rows as `tune generate` reads them,
-    `every` so many optimizer steps and at the end. Without `prompts` nothing is ever due."""
+class InTraining:
+    """`tasks` as `Tasks` has them, and answers to the `prompts` of a file: a `.txt` with one in each line, or rows as
+    `tune generate` reads them. Due `every` so many optimizer steps and at the end, prompts also before the first step;
+    without either, never.
+
+    Raises:
+        TuneError: as `Tasks` does; or the file cannot be read.
+    """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
+        model: nn.Module,
         world: World,
         tell: Callable[[str], None],
         *,
-        prompts: str | None = None,
         every: int | None = None,
+        tasks: Sequence[str] = (),
+        include_path: str | None = None,
+        limit: float | None = None,
+        num_fewshot: int | None = None,
+        apply_chat_template: bool = False,
+        prompts: str | None = None,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
     ):
+        how = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
+        self.tasks = Tasks(tasks, tokenizer, include_path, model=model, **how)  # type: ignore[arg-type]
         self.prompts = open_prompts(tokenizer, placed_rows(prompts, "evaluate.prompts")) if prompts else []
         self.tokenizer, self.world, self.tell, self.every = tokenizer, world, tell, every
         self.sampler = Sampler(
@@ -33,10 +47,18 @@ class FixedPrompts:
         )  # of the same samples at each step: what changes is the model
 
     def are_due(self, step: int, is_end: float = False) -> bool:
-        return bool(self.prompts and (is_end or step == 0 or (self.every and step % self.every == 0)))
+        if step == 0:
+            return bool(self.prompts)
+        return bool((self.prompts or self.tasks) and (is_end or (self.every and step % self.every == 0)))
 
-    def __call__(self, model: nn.Module, step: int) -> list[dict[str, Any]]:
+    def metrics(self, model: nn.Module) -> dict[str, float]:
+        """Those of the tasks, by `task/metric`. All processes call it."""
+        return metrics(self.tasks(model, self.world, bootstrap_iters=0), self.world) if self.tasks else {}
+
+    def samples(self, model: nn.Module, step: int) -> list[dict[str, Any]]:
         """The answers, for samples.jsonl; on the first process only, but all of them call it."""
+        if not self.prompts:
+            return []
         asked = {each.index: each.tokens for each in self.prompts}
         found = answer(model, self.sampler, self.tokenizer, asked, self.world)
         text = " ".join(found[0][0].text.split())

@@ -1,0 +1,111 @@
+"""What loading and exporting add to the memory of each process, beyond the shards that it holds.
+
+    torchrun --nproc-per-node 4 benchmarks/sharded_memory.py [--tp 2] [--folder FOLDER]
+
+The model is a Llama of 2.0 GB in fp32 with random weights, whose embedding and head are its largest tensors (403 MB
+each). Its folder is made first and removed afterwards. Memory is what the process has made itself (RssAnon of Linux,
+read every 2 ms): pages of files that are read do not count, as the system takes them back when it needs them. Printed
+are, of the process with the most, in MB: what it holds, and the peak of each part above what it had before.
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tune import checkpointers, distributed
+from tune.models import build
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-5, "max_position_embeddings": 512,
+    "tie_word_embeddings": False, "dtype": "float32",
+}  # fmt: skip
+MB = 1e6
+
+
+def anonymous():
+    """Bytes of this process that are in no file."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+@contextmanager
+def peak(found, name):
+    begin, is_over = anonymous(), threading.Event()
+    found[name] = 0.0
+
+    def watch():
+        while not is_over.is_set():
+            found[name] = max(found[name], (anonymous() - begin) / MB)
+            time.sleep(0.002)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    yield
+    is_over.set()
+    watcher.join()
+
+
+def write_model(folder):
+    """With the names of Hugging Face, by blocks: no process needs the whole."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    with torch.device("meta"):
+        model = build(str(folder))
+    files: dict[str, dict[str, torch.Size]] = {}
+    for name, on_disk in model.names.on_disk.items():
+        part = name.split(".")[1] if name.startswith("blocks.") else name
+        files.setdefault(part, {})[on_disk] = model.get_parameter(name).shape
+    index = {}
+    for number, shapes in enumerate(files.values()):
+        file = f"model-{number:05d}.safetensors"
+        save_file({name: torch.randn(shape) for name, shape in shapes.items()}, folder / file)
+        index |= dict.fromkeys(shapes, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="where files of 4 GB are written for a while")
+    options = parser.parse_args()
+    world = distributed.init("cpu", tp=options.tp)
+    made = Path(tempfile.mkdtemp(dir=options.folder)) if world.is_main else None
+    folder = world.broadcast(made)
+    try:
+        if world.is_main:
+            (folder / "model").mkdir()
+            write_model(folder / "model")
+        world.barrier()
+        source, found = str(folder / "model"), {}
+        with torch.device("meta"):
+            model = build(source)
+        weights = checkpointers.Pretrained(source, model)
+        distributed.parallelize(model, world, dtype="fp32")
+        held = sum(distributed.local_shard(parameter)[0].nbytes for parameter in model.parameters()) / MB
+        with peak(found, "loading"):
+            weights.load(model)
+        found["loading"] -= held  # allocated, but not touched before
+        with peak(found, "exporting"):
+            checkpointers.export(model, None, folder / "exported", world, source=source)
+        largest = max(parameter.numel() for parameter in model.parameters()) * 4 / MB
+        most = {name: max(each[name] for each in world.all_gather(found)) for name in found}
+        if world.is_main:
+            print(f"{world.size} processes, tp={options.tp}: each holds {held:,.0f}, the largest tensor {largest:,.0f}")
+            print(", ".join(f"{name} adds {size:,.0f}" for name, size in most.items()))
+        world.barrier()
+    finally:
+        if world.is_main:
+            shutil.rmtree(folder)
+    world.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Ray Data as the source: the same rows in the same order as `streaming=true`, on any number of processes."""
+
+import json
+import os
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from tune.datasets import DataLoader, load, ray
+from tune.errors import TuneError
+from tune.tokenizers import Tokenizer
+
+
+def test_several_processes_need_one_cluster(checkpoint: Path, chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tune.datasets import ray_data
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_data.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_data.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(ray_data.dist, "get_world_size", lambda: 2)
+    with pytest.raises(TuneError, match="several processes need one cluster: start them by `tune run --launcher ray`"):
+        ray(Tokenizer(str(checkpoint)), str(chats), max_seq_len=64)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    from tune.ray_cluster import connect
+
+    module, _ = connect(None, 2)
+    yield module
+    module.shutdown()
+
+
+def contents(batch) -> list[tuple]:
+    return [
+        (each.tokens.tolist(), each.labels.tolist(), each.documents.samples.tolist()) for each in batch.micro_batches
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_same_rows_in_the_same_order_as_a_stream_also_when_continued(
+    cluster, checkpoint: Path, tmp_path: Path, make, packed: bool
+) -> None:
+    file, tokenizer = tmp_path / "rows.jsonl", Tokenizer(str(checkpoint))
+    rows = [{"text": " ".join(["cat", "dog", "sat"] * (1 + number * 7 % 13))} for number in range(500)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"max_seq_len": 64, "packed": packed, "shuffle_buffer": 128}
+
+    def loader(component, **others):
+        return DataLoader(component(tokenizer, str(file), **options, **others), make.world(), 16, 16, max_steps=60)
+
+    expected = [contents(batch) for _, batch in loader(load, streaming=True)]
+    found = loader(ray)
+    first = [contents(batch) for _, batch in islice(found, 17)]
+    continued = loader(ray)
+    continued.load_state_dict(json.loads(json.dumps(found.state_dict())))
+    assert first + [contents(batch) for _, batch in continued] == expected
+
+
+@pytest.mark.slow
+def test_mistakes_come_in_their_place(cluster, checkpoint: Path, tmp_path: Path, make) -> None:
+    file, tokenizer = tmp_path / "rows.jsonl", Tokenizer(str(checkpoint))
+    rows = [json.dumps({"text": "the cat sat"})] * 300
+    for at, wrong, message in ((200, '{"text": 3}', r"rows\.jsonl:201: "), (250, '{"text":', r"rows\.jsonl:251: ")):
+        file.write_text("\n".join([*rows[:at], wrong, *rows[at:]]))
+        data = ray(tokenizer, str(file), max_seq_len=64, shuffle_buffer=64)
+        steps = DataLoader(data, make.world(), 64, 64, max_steps=9)
+        taken = []
+        with pytest.raises(TuneError, match=message):
+            taken += [step for step, _ in steps]
+
+
+@pytest.mark.slow
+def test_each_process_gets_every_chunk_and_none_is_kept_longer(cluster) -> None:
+    from tune.datasets.ray_data import _Passes
+
+    passes = _Passes(lambda start: iter(range(start, 5)), os.getcwd(), 2)
+    values = Counter()
+    for index in range(6):
+        for rank in (0, 1):
+            (found,) = passes.chunk(rank, 0, 0, index)
+            values[rank, found and cluster.get(found)] += 1
+            assert len(passes.passes[0][1]) <= 2
+    assert values == {(rank, value): 1 for rank in (0, 1) for value in (0, 1, 2, 3, 4, None)}
+    passes.chunk(0, 1, 3, 0)
+    assert passes.passes.keys() == {0, 1}  # the other one may still want it
+    passes.chunk(1, 1, 3, 0)
+    assert passes.passes.keys() == {1}

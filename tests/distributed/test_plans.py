@@ -1,0 +1,138 @@
+"""What a plan of tensor parallelism may say; what it cannot is told before anything is loaded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from distributed.test_tensor_parallel import Mesh
+from helpers import run_processes, save_checkpoint
+from planned_module import PLAN, build
+
+from tune.distributed import tensor_parallel
+from tune.distributed.parallelize import repeated_blocks, units_of
+from tune.errors import TuneError
+from tune.models import build as build_native
+from tune.models import hf
+
+
+def share(model, processes, plan=None):
+    blocks = repeated_blocks(model)
+    tensor_parallel.share(model, blocks, units_of(model, blocks), Mesh(processes), plan)
+
+
+def own(heads=4):
+    with torch.device("meta"):
+        return build("", heads)
+
+
+UP = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+WRONG = [
+    (PLAN | {"blocks.*.mlp.up": "colwise"}, 2,
+     r"parallel\.plan: blocks\.\*\.mlp\.up matches no layer in a block of Mine; .* like blocks\.0\.norms"),
+    (PLAN | {"head": "colwise"}, 2, r"head matches no layer in a block of Mine; embedding and head are shared without"),
+    (PLAN | {"blocks.*.up": "colwize"}, 2, r"blocks\.\*\.up has the style 'colwize', which .* Did you mean 'colwise'"),
+    (PLAN | {"blocks.*.up": 2}, 2, r"blocks\.\*\.up has the style 2, which is none of colwise, "),
+    (PLAN | {"blocks.*.attention": "colwise"}, 2, r"colwise is for nn\.Linear; found Attention"),
+    (PLAN | {"query_norm": "rowwise"}, 2, r"rowwise is for nn\.Linear; found LayerNorm"),
+    (UP, 3, r"parallel\.tp: 3 processes cannot share blocks\.\*\.up \(128 outputs\), blocks\.\*\.down \(128 inputs\) "
+            r"of this model\. Set it to 1 or 2 or 4 or 8"),
+    (PLAN, 8, r"8 processes cannot share num_attention_heads=4 of this model\. Set it to 1 or 2 or 4$"),
+    (None, 2, r"parallel\.tp: Mine does not say how processes share it\. Say it with parallel\.plan"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plan", "processes", "message"), WRONG)
+def test_what_is_wrong_is_told_first(plan, processes, message):
+    model = own()
+    with pytest.raises(TuneError, match=message):
+        share(model, processes, plan)
+    assert not any(isinstance(each, torch.distributed.tensor.DTensor) for each in model.parameters())
+
+
+def test_models_that_say_it_themselves_take_no_plan(checkpoint):
+    with torch.device("meta"), pytest.raises(TuneError, match=r"parallel\.plan: Decoder says itself .* Set it to null"):
+        share(build_native(str(checkpoint)), 2, UP)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "processes", "message"),
+    [
+        ("LlamaConfig", {}, 4, r"4 processes cannot share num_key_value_heads=2 of this model\. Set it to 1 or 2$"),
+        ("LlamaConfig", {"intermediate_size": 99}, 2, r"layers\.\*\.mlp\.up_proj \(99 outputs\), .* Set it to 1$"),
+        ("Phi3Config", {"pad_token_id": 0, "hidden_size": 63, "num_attention_heads": 3, "num_key_value_heads": 1,
+                        "intermediate_size": 126}, 2, r"qkv_proj \(105 outputs\).*o_proj \(63 inputs\)"),
+        ("MambaConfig", {"state_size": 4}, 2, r"MambaForCausalLM does not say how processes share it"),
+    ],
+)  # fmt: skip
+def test_models_of_transformers(kind, changes, processes, message, tmp_path):
+    pytest.importorskip("transformers")
+    model = hf(str(save_checkpoint(tmp_path, kind, **changes)))
+    with pytest.raises(TuneError, match=message):
+        share(model, processes)
+
+
+CHECKED = """
+from dataclasses import replace
+
+import torch
+from planned_module import PLAN, build
+
+from tune import checkpointers, distributed
+from tune.errors import TuneError
+
+world = distributed.init("cpu", tp=2)
+named = torch.nn.Module.named_parameters
+
+
+def check(plan, heads=None):
+    with torch.device("meta"):
+        model = build("")
+    for block in model.blocks if heads else ():
+        block.attention.forward = fixed(block.attention, heads)
+    distributed.parallelize(model, replace(world, plan=plan), dtype="fp32")
+    whole = {name: torch.randn(each.shape, generator=torch.Generator().manual_seed(0)) for name, each in named(model)}
+    for name, each in named(model):
+        shard, place = distributed.local_shard(each.detach())
+        shard.copy_(whole[name][place] * 0.1)
+    try:
+        checkpointers.check(model)
+        print("fine")
+    except TuneError as error:
+        print(error)
+
+
+def fixed(attention, heads):
+    def forward(hidden, mask):
+        query, key, value = (
+            layer(hidden).unflatten(-1, (heads, -1)).transpose(1, 2)
+            for layer in (attention.query, attention.key, attention.value)
+        )
+        found = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask[:, None])
+        return attention.output(found.transpose(1, 2).flatten(2))
+
+    return forward
+
+
+without = {pattern: style for pattern, style in PLAN.items() if style != "replicated_with_grad_allreduce"}
+check(PLAN)
+check(without)
+check(without, heads=4)
+check({"blocks.*.up": "colwise"})
+check({"blocks.*.up": "colwise_gather_output", "blocks.*.down": "rowwise_split_input"})
+world.finish()
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_that_changes_what_is_computed(tmp_path, monkeypatch):
+    """Found with a few tokens: a norm of heads whose gradient is not summed; a forward that counts heads itself; a
+    layer that gets a part of what it needs."""
+    (tmp_path / "checked.py").write_text(CHECKED)
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[1]}:{Path(tensor_parallel.__file__).parents[2]}")
+    right, norm, heads, alone, gathered = run_processes(tmp_path / "checked.py", 2).splitlines()[-5:]
+    assert right == gathered == "fine"
+    assert norm.startswith("parallel.plan: by it the model computes something else: the gradient of blocks.")
+    assert "query_norm" in norm and "replicated_with_grad_allreduce" in norm
+    assert "computes something else" in heads and "view(..., -1, head_dim)" in heads
+    assert alone.startswith("parallel.plan: by it the model cannot compute: ")

@@ -1,0 +1,50 @@
+"""What a run says that it sends is what is sent, counted without any other process, or with them where it depends."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers import run_processes, save_checkpoint, slow_but
+
+COUNT = Path(__file__).with_name("count_collectives.py")
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+AXES = ("dp_shard", "cp", "tp", "pp")
+
+
+@pytest.mark.parametrize("axis", slow_but(["cp"], AXES))
+def test_bytes_of_an_axis(axis, checkpoint):
+    found = json.loads(run_processes(COUNT, 1, str(checkpoint), axis, "3" if axis == "pp" else "2"))
+    times = {"recv_.default": 0, "all_gather_into_tensor.default": 1 / 2, "reduce_scatter_tensor.default": 1 / 2}
+    if axis == "cp":  # a sum of both
+        times = {}
+    counted = 4 * sum(times.get(name, 1) * size for name, size in found["numbers"].items())
+    if axis == "pp":  # counted was the stage in the middle; the two others send in one direction
+        assert found["expected"] == pytest.approx({"pp": counted * 2 / 3})
+        return
+    sharding = found["of_fsdp"].get("bytes", 0) / 2
+    expected = {"dp_shard": {"dp_shard": sharding}, "cp": {"dp_shard x cp": sharding, "cp": counted / 2}}
+    beside = {"cp": 4, "tp": 4 * 6 * 64}.get(axis, 0)  # of the loss; of the norms between the parts of 3 blocks
+    close = pytest.approx(expected.get(axis, {"tp": counted}), rel=1e-6, abs=beside)  # a sum over 2 sends all of it
+    assert found["expected"] == close
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["dp_shard", "cp"])
+def test_zero_stages(axis, checkpoint):
+    """Of two micro-batches: the table of docs/layouts.md, on 2 processes."""
+    times = {0: (0, 2 * 2), 1: (1, 1), 2: (1, 2), 3: (2 * 2, 2)}
+    for stage, (gathered, reduced) in times.items():
+        found = json.loads(run_processes(COUNT, 1, str(checkpoint), axis, "2", str(stage)))
+        found["expected"].pop("cp", None)
+        (sent,) = found["expected"].values()
+        of_fsdp = found["of_fsdp"]
+        assert sent == (of_fsdp["summed"] if stage == 0 else of_fsdp["bytes"] / 2), stage
+        assert 0.8 <= sent / found["bytes"] / (gathered + reduced) * 2 <= 1  # norm and head are gathered once
+        assert list(found["expected"]) == [("dp_replicate" if stage == 0 else "dp_shard") + " x cp" * (axis == "cp")]
+
+
+@pytest.mark.slow
+def test_experts(tmp_path):
+    folder = save_checkpoint(tmp_path / "mixture", "MixtralConfig", **EXPERTS)
+    found = json.loads(run_processes(Path(__file__).with_name("count_exchanged.py"), 2, str(folder)))
+    assert found["expected"]["ep"] == pytest.approx(found["counted"])

@@ -1,0 +1,239 @@
+"""A run folder at a URL: uploaded while the run goes on, and continued from there on an empty machine."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+from helpers import HANGS
+
+from tune import distributed
+from tune.checkpointers.disk import write_digests
+from tune.cli import main
+from tune.config import local_folder
+from tune.errors import TuneError
+from tune.loggers import store
+from tune.loggers.store import Store
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid.uuid4().hex}/run"
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "PAUSE", 0.02)
+    monkeypatch.setattr(store, "PATIENCE", 1.0)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return distributed.init("cpu")
+
+
+def write_checkpoint(folder: Path, step: int, best: int | None = None) -> Path:
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    (path / "state.json").write_text(json.dumps({"step": step, "best": {"step": best} if best else {}}))
+    (path / "__0_0.distcp").write_bytes(bytes([step]) * 1000)
+    write_digests(path)
+    return path
+
+
+def names(url: str, end: str = "digests.json") -> list[str]:
+    files, root = fsspec.url_to_fs(url)
+    return sorted(path.split("/")[-2] for path in files.find(root) if path.endswith(end))
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_folder_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TUNE_LOCAL", raising=False)
+    assert local_folder("runs/mine") == Path("runs/mine")
+    assert local_folder("s3://bucket/run/") == Path("runs/bucket/run")
+    assert local_folder("s3://key:secret@bucket/../run?token=x") == Path("runs/bucket/run")
+    monkeypatch.setenv("TUNE_LOCAL", "/scratch")
+    assert local_folder("gs://bucket/run") == Path("/scratch/bucket/run")
+
+
+def test_what_is_uploaded_comes_back_on_an_empty_machine(url: str, tmp_path: Path, world) -> None:
+    first = Store(url, tmp_path / "a", world, {"keep": 1})
+    first.start(print)
+    for step in (1, 2, 3):
+        path = write_checkpoint(tmp_path / "a", step, best=1)
+        wait_until(lambda path=path: path.name in names(url))
+    shutil.rmtree(tmp_path / "a" / "checkpoints" / "step-00000002")  # as the checkpointer does
+    (tmp_path / "a" / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "a" / "model").mkdir()
+    (tmp_path / "a" / "model" / "config.json").write_text("{}")
+    first.finish(None)
+    assert names(url) == ["step-00000001", "step-00000003"]
+    fsspec.url_to_fs(url)[0].pipe_file(f"{url}/checkpoints/step-00000004/__0_0.distcp", b"half")
+
+    second = Store(url, tmp_path / "b", world, {"keep": 1})
+    for path in (tmp_path / "a").rglob("*"):
+        if path.is_file() and path.name != ".store":
+            assert (tmp_path / "b" / path.relative_to(tmp_path / "a")).read_bytes() == path.read_bytes()
+    assert not (tmp_path / "b" / "checkpoints" / "step-00000004").exists()
+    second.start(print)
+    assert names(url, ".distcp") == ["step-00000001", "step-00000003"]
+    wait_until(lambda: first._try())
+    assert "another run has begun to write there" in first._try()
+    second.finish(None)
+
+
+def test_a_failure_is_told_once_and_tried_again(url: str, tmp_path: Path, world, monkeypatch) -> None:
+    found = Store(url, tmp_path / "a", world, {"keep": 2})
+    told: list[str] = []
+    put_file = found.files.put_file
+
+    def fails(*arguments: str) -> None:
+        raise OSError("no way there; token=abcdefgh")
+
+    monkeypatch.setattr(found.files, "put_file", fails)
+    found.start(told.append)
+    write_checkpoint(tmp_path / "a", 1)
+    wait_until(lambda: told)
+    time.sleep(0.2)
+    assert len(told) == 1
+    assert "is behind: no way there; token=***. The run goes on and tries again" in told[0]
+    assert names(url) == []
+    with pytest.raises(TuneError, match=r"is behind .*no way there.* The same command on this machine"):
+        found.finish(None)
+    monkeypatch.setattr(found.files, "put_file", put_file)
+    found.finish(None)
+    assert names(url) == ["step-00000001"]
+
+
+def test_what_was_not_uploaded_is_uploaded_by_the_next_start(url: str, tmp_path: Path, world) -> None:
+    write_checkpoint(tmp_path / "a", 1)
+    found = Store(url, tmp_path / "a", world, {"keep": 2})
+    found.start(print)
+    found.finish(None)
+    assert names(url) == ["step-00000001"]
+    (tmp_path / "a" / "checkpoints" / "step-00000001" / "__0_0.distcp").write_bytes(b"cut short")
+    Store(url, tmp_path / "a", world, {"keep": 2})
+    assert (tmp_path / "a" / "checkpoints" / "step-00000001" / "__0_0.distcp").read_bytes() == bytes([1]) * 1000
+
+
+@pytest.mark.parametrize("wrong", ["nosuch://bucket/run", "file:///proc/run", "http://127.0.0.1:1/run"])
+def test_a_url_that_cannot_be_used(wrong: str, tmp_path: Path, world) -> None:
+    with pytest.raises(TuneError, match=r"output_dir: .* cannot be used: .*\. Is the address right"):
+        Store(wrong, tmp_path, world, {})
+
+
+class SecondNode:
+    """The process of a second node, which sees what the first one has written."""
+
+    rank, is_main = 1, False
+
+    def broadcast(self, value: bytes) -> bytes:
+        return b"the first one's"
+
+    def all_gather(self, value: bool) -> list[bool]:
+        return [value, value]
+
+    def barrier(self) -> None: ...
+
+
+def test_nodes_must_not_share_the_disk(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    (tmp_path / ".store").write_text(b"the first one's".hex())
+    with pytest.raises(TuneError, match=r"each node writes to a disk of its own, and .* is shared\. Set TUNE_LOCAL"):
+        Store(url, tmp_path, SecondNode(), {})
+    with pytest.raises(TuneError, match="keep_best and on_nan=rollback read checkpoints while training"):
+        Store(url, tmp_path, SecondNode(), {"keep_best": "validation_loss"})
+
+
+@pytest.mark.parametrize("command", [["report"], ["export", "--to", "gguf", "--out", "x.gguf"], ["runs"]])
+def test_commands_say_where_the_folder_is(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "s3://key:secret@bucket/run"])
+    told = capsys.readouterr().err
+    assert f"s3://bucket/run: tune {command[0]} reads folders" in told
+    assert "is runs/bucket/run. Give that" in told
+
+
+@pytest.fixture
+def s3(tmp_path: Path):
+    """Environment variables of a server that speaks S3, and a bucket on it."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto.server")
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(port=0)
+    server.start()
+    _, port = server.get_host_and_port()
+    variables = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "an-id-of-a-key",
+        "AWS_SECRET_ACCESS_KEY": "a-secret-of-a-key", "AWS_DEFAULT_REGION": "us-east-1",
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
+        yield "s3://bucket/run"
+    server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["file", "s3"])
+def test_killed_and_continued_on_an_empty_machine(
+    kind: str, checkpoint: Path, chats: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = request.getfixturevalue("s3") if kind == "s3" else f"file://{tmp_path}/store/run"
+    options = [
+        "full_finetune", f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=64", "device=cpu",
+        "dtype=fp32", "global_batch_size=4", "epochs=90", "checkpointer.every=4", "max_steps=300",
+    ]  # fmt: skip
+
+    def start(output_dir: str, machine: str, *launcher: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "tune.cli", "run", *launcher, *options, f"output_dir={output_dir}"]
+        variables = os.environ | {"TUNE_LOCAL": str(tmp_path / machine)}
+        with (tmp_path / f"{machine}.txt").open("wb") as out:
+            return subprocess.Popen(command, env=variables, stdout=out, stderr=out, start_new_session=True)
+
+    two = ("--nproc-per-node", "2")
+    whole = start(str(tmp_path / "whole"), "whole", *two)
+    files, root = fsspec.url_to_fs(url, skip_instance_cache=True)
+    killed = start(url, "first", *two)
+    deadline = time.monotonic() + HANGS
+    while not any(path.endswith("digests.json") for path in files.find(root)):
+        assert killed.poll() is None and time.monotonic() < deadline, (tmp_path / "first.txt").read_text()
+        files.invalidate_cache()
+        time.sleep(0.2)
+    for process in Path("/proc").glob("[0-9]*"):  # the agent and its processes, which would save something more
+        with contextlib.suppress(OSError):
+            command = (process / "cmdline").read_bytes().split(b"\0")
+            if f"output_dir={url}".encode() in command and f"dataset.path={chats}".encode() in command:
+                os.kill(int(process.name), signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL, "it was over before"
+    shutil.rmtree(tmp_path / "first")
+    assert start(url, "second", *two).wait(HANGS) == 0, (tmp_path / "second.txt").read_text()
+    assert whole.wait(HANGS) == 0
+
+    def curve(text: bytes) -> list[tuple[int, float]]:
+        return [(line["step"], line["loss"]) for line in map(json.loads, text.splitlines())]
+
+    files.invalidate_cache()
+    found = curve(files.cat_file(f"{root}/metrics.jsonl"))
+    assert found == curve((tmp_path / "whole" / "metrics.jsonl").read_bytes())
+    assert b"continued after step" in files.cat_file(f"{root}/log.txt")
+    weights = files.cat_file(f"{root}/model/model.safetensors")
+    assert weights == (tmp_path / "whole" / "model" / "model.safetensors").read_bytes()
+    for text in [*tmp_path.glob("*.txt"), *(tmp_path / "second").rglob("*.*")]:
+        assert not text.is_file() or b"a-secret-of-a-key" not in text.read_bytes()

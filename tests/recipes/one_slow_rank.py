@@ -1,0 +1,25 @@
+"""Runs a recipe in layouts, in each of which one rank is slow: `one_slow_rank.py OUTPUT COMMON VARIANTS RANK`."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from recipes.run_variants import run_variants
+
+output, common, variants, slow = Path(sys.argv[1]), *map(json.loads, sys.argv[2:])
+norm = nn.RMSNorm.forward
+
+
+def delayed(*args, **kwargs):
+    if dist.get_rank() == slow:
+        time.sleep(0.005)
+    return norm(*args, **kwargs)
+
+
+nn.RMSNorm.forward = delayed
+run_variants("full_finetune", output, common, variants)

@@ -1,0 +1,96 @@
+"""One loss curve where processes share models of transformers, by their plans, and a module of a user's own, by its."""
+
+import json
+import shutil
+
+import full_finetune
+import pytest
+import torch
+from helpers import run_processes, save_checkpoint
+from planned_module import PLAN, build
+from recipes.test_tensor_parallel import LAYOUTS, LORA, RUN_VARIANTS, assert_one_curve, common, measured  # noqa: F401
+from safetensors.torch import load_file, save_file
+
+from tune import config
+
+pytest.importorskip("transformers")
+
+# Norms of heads; three norms around parts; joined projections, whose outputs are gathered; biases, in one projection
+# for each head; experts; norms of all heads.
+FAMILIES = {
+    "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2Config", {"head_dim": 16, "num_key_value_heads": 4}),
+    "phi3": ("Phi3Config", {"pad_token_id": 0}),
+    "neox": ("GPTNeoXConfig", {"tie_word_embeddings": False}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_key_value_heads": 4}),
+    "olmo2": ("Olmo2Config", {}),
+}
+OWN = ["model._component_=planned_module.build", f"parallel.plan={json.dumps(PLAN)}"]
+
+
+@pytest.fixture(scope="module")
+def own(checkpoint, tmp_path_factory):
+    """Weights and a tokenizer for the module."""
+    folder = tmp_path_factory.mktemp("own")
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(checkpoint / file, folder / file)
+    torch.manual_seed(0)
+    save_file(build(str(folder)).state_dict(), folder / "model.safetensors")
+    return folder
+
+
+def families(folder):
+    return {
+        name: ["model._component_=tune.models.hf", f"model.path={save_checkpoint(folder / name, kind, **changes)}"]
+        for name, (kind, changes) in FAMILIES.items()
+    }
+
+
+def assert_same_export(folder, name, layout, file="model/model.safetensors"):
+    found, alone = (load_file(folder / run / file) for run in (f"{name}, {layout}", f"alone/{name}"))
+    assert found.keys() == alone.keys()
+    for key, tensor in alone.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_two_processes(own, common, tmp_path):  # noqa: F811
+    variants = {name: each for name, each in families(tmp_path).items() if name in ("llama", "phi3")}
+    variants["own"] = [*OWN, f"model.path={own}"]
+    assert_one_curve("full_finetune", common, variants, {"tp": ["parallel.tp=2", "micro_batch_size=2"]}, 2, tmp_path)
+    for name in variants:
+        assert_same_export(tmp_path, name, "tp")
+
+
+@pytest.mark.slow
+def test_families(own, common, tmp_path):  # noqa: F811
+    variants = families(tmp_path / "models") | {"own": [*OWN, f"model.path={own}"]}
+    names = {name: ["tp", "tp x FSDP"] if name in ("qwen3", "own") else ["tp x FSDP"] for name in variants}
+    assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path, names)
+    for name, layouts in names.items():
+        assert_same_export(tmp_path, name, layouts[-1])
+
+
+@pytest.mark.slow
+def test_adapters(own, common, tmp_path):  # noqa: F811
+    own_lora = [*OWN, f"model.path={own}", *LORA]
+    variants = {name: [*each, *LORA] for name, each in families(tmp_path / "models").items() if name != "mixtral"}
+    variants |= {"own": own_lora, "own, DoRA": [*own_lora, "adapter.dora=true"]}
+    assert_one_curve(
+        "lora_finetune", common, variants, LAYOUTS, 4, tmp_path, {each: ["tp x FSDP"] for each in variants}
+    )
+    for name in variants:
+        assert_same_export(tmp_path, name, "tp x FSDP", "adapter/adapter_model.safetensors")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_continues_without_the_plan(own, common, tmp_path):  # noqa: F811
+    """Two steps on two processes, two more on one."""
+    settings = ["schedule._component_=tune.optimizers.constant", "schedule.warmup=0", "validation_dataset.path=null"]
+    common = [*common, *OWN, f"model.path={own}", *settings]
+    full_finetune.main(config.load("full_finetune", [*common, f"output_dir={tmp_path / 'alone'}"]))
+    first = json.dumps({"moved": ["parallel.tp=2", "max_steps=2"]})
+    run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path), json.dumps(common), first)
+    full_finetune.main(config.load("full_finetune", [*common, f"output_dir={tmp_path / 'moved'}"]))
+    assert measured(tmp_path / "moved") == pytest.approx(measured(tmp_path / "alone"), rel=1e-5)

@@ -1,0 +1,53 @@
+"""One loss curve, whatever FSDP's processes share between steps and in them (ZeRO 0 to 3)."""
+
+import pytest
+from recipes.test_tensor_parallel import LORA, NF4, assert_one_curve, common, wide  # noqa: F401
+
+from tune import distributed
+from tune.errors import TuneError
+
+STAGES = {f"ZeRO {stage}": [f"parallel.zero_stage={stage}", "micro_batch_size=1"] for stage in range(4)}
+BESIDE = {
+    f"{name}, ZeRO {stage}": [f"parallel.zero_stage={stage}", f"parallel.{name}=2", f"micro_batch_size={rows}"]
+    for name, rows in {"cp": 2, "tp": 2, "pp": 1, "dp_replicate": 1}.items()
+    for stage in range(3)
+}
+
+
+def test_two_processes(checkpoint, common, tmp_path):  # noqa: F811
+    variants = {"all": [f"model.path={checkpoint}", "validate_every=2"]}
+    assert_one_curve(
+        "full_finetune", common, variants, {name: STAGES[name] for name in ("ZeRO 0", "ZeRO 1")}, 2, tmp_path
+    )
+
+
+def test_stages_that_are_refused(told, checkpoint, chats):
+    given = [f"model.path={checkpoint}", f"dataset.path={chats}"]
+    for value in ("5", "-1", "two", "true", "2.5", "[1]"):
+        assert "is not one of 0, 1, 2, 3 or null" in told("full_finetune", [*given, f"parallel.zero_stage={value}"])
+    with pytest.raises(TuneError, match=r"parallel\.zero_stage: with parallel\.pp=2 .* Set it to 2 or less, or null"):
+        distributed.init("cpu", pp=2, zero_stage=3)
+
+
+@pytest.mark.slow
+def test_all_parameters(checkpoint, tied_checkpoint, common, tmp_path):  # noqa: F811
+    variants = {
+        "tied": [f"model.path={tied_checkpoint}", "packed=false", "validate_every=2"],
+        "little memory": [
+            f"model.path={checkpoint}", "memory.activation_checkpointing=full", "memory.cpu_offload=true"
+        ],
+        "in backward": [f"model.path={checkpoint}", "optimizer_in_backward=true", "max_grad_norm=null"],
+        "reduced once": [f"model.path={checkpoint}", "parallel.reduce_every_micro_batch=false"],
+    }  # fmt: skip
+    names = {name: [*STAGES] for name in variants} | {"tied": [*STAGES, *BESIDE]}
+    layouts = STAGES | BESIDE
+    in_backward = {f"{name}, whole": [*way[:-1], "micro_batch_size=2"] for name, way in STAGES.items()}
+    names["in backward"] = [*in_backward]
+    assert_one_curve("full_finetune", common, variants, layouts | in_backward, 4, tmp_path, names)
+
+
+@pytest.mark.slow
+def test_adapters(wide, common, tmp_path):  # noqa: F811
+    variants = {"LoRA": LORA, "QLoRA": [*LORA, *NF4], "DoRA": ["adapter.rank=4", "adapter.dora=true"]}
+    common = [*common, f"model.path={wide}", "validate_every=2"]
+    assert_one_curve("lora_finetune", common, variants, STAGES, 4, tmp_path)

@@ -1,0 +1,140 @@
+"""Rows to samples by Ray Data, on the nodes of a cluster, once for all processes of a run."""
+
+import os
+import pickle
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+from typing import Any
+
+import torch.distributed as dist
+
+from tune.datasets.samples import Chunk
+from tune.datasets.workers import CHUNK
+from tune.errors import TuneError
+from tune.ray_cluster import connect
+
+BLOCK = 2**20  # bytes of rows that a task gets
+IN_FLIGHT = 2**28  # bytes that Ray Data may hold between reading and training, so that memory stays constant
+
+
+def map_by_ray(
+    function: Callable[[list[Any]], Chunk], rows: Callable[[], Iterator[Any]], workers: int | None
+) -> Iterator[Chunk]:
+    """`function` of 64 of the `rows` at a time, in their order, as `map_chunks`; by tasks of Ray Data, `workers` at a
+    time (None: one for each CPU that is free). One task reads. Where no CPU is free, they share those of others."""
+    import ray
+    from ray import data
+
+    context, here = data.DataContext.get_current(), os.getcwd()
+    context.execution_options.preserve_order = True
+    context.execution_options.resource_limits = data.ExecutionResources(object_store_memory=IN_FLIGHT)
+    context.target_max_block_size, context.target_min_block_size = BLOCK, 1
+    context.enable_progress_bars = context.print_on_execution_start = False
+    free = int(ray.available_resources().get("CPU", 0))
+
+    def read(_: Any) -> Iterator[dict[str, list[bytes]]]:
+        os.chdir(here)
+        chunks = rows()
+        try:
+            for chunk in iter(lambda: list(islice(chunks, CHUNK)), []):
+                yield {"rows": [pickle.dumps(chunk)]}
+        except TuneError as error:  # in its place, behind the rows before it
+            yield {"rows": [pickle.dumps(error)]}
+
+    def work(block: dict[str, Any]) -> dict[str, list[bytes]]:
+        os.chdir(here)
+        return {"samples": [pickle.dumps(_result(function, pickle.loads(each))) for each in block["rows"]]}
+
+    read_rows = data.from_items([0]).map_batches(read, num_cpus=0)
+    tasks = data.TaskPoolStrategy(workers or max(1, free))
+    samples = read_rows.map_batches(work, batch_size=None, num_cpus=min(1, free), compute=tasks)
+    for row in samples.iter_rows():
+        found = pickle.loads(row["samples"])
+        if isinstance(found, TuneError):
+            raise found
+        yield found
+
+
+def _result(function: Callable[[list[Any]], Chunk], rows: list[Any] | TuneError) -> Chunk | TuneError:
+    try:
+        return rows if isinstance(rows, TuneError) else function(rows)
+    except TuneError as error:
+        return error
+
+
+def for_all_processes(chunks: Callable[[int], Iterator[Chunk]], name: str) -> Callable[[int], Iterator[Chunk]]:
+    """`chunks` as an actor of Ray runs them, once for all processes of the process group: each gets all chunks, in one
+    order. It ends with the process that makes it. All processes must call this.
+
+    Raises:
+        TuneError: as `chunks` does; Ray is not installed, or not reached; or the actor or a task is lost for good.
+    """
+    ray, _ = connect(None, 0)
+    rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if not ray.is_initialized():
+        if processes > 1 and "RAY_ADDRESS" not in os.environ:
+            raise TuneError(
+                "tune.datasets.ray: several processes need one cluster: start them by `tune run --launcher ray`, or "
+                "give its address in the environment variable RAY_ADDRESS"
+            )
+        connect(None, 1)
+    label = [uuid.uuid4().hex]
+    if processes > 1:
+        dist.broadcast_object_list(label)
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)  # of functions that the settings name
+    kind = ray.remote(_Passes).options(
+        name=f"tune-data-{label[0]}", namespace="tune", get_if_exists=True, num_cpus=0,
+        runtime_env={"env_vars": {"PYTHONPATH": paths}},
+    )  # fmt: skip
+    actor, numbers = kind.remote(chunks, os.getcwd(), processes), count()
+
+    def read(start: int) -> Iterator[Chunk]:
+        number = next(numbers)
+        try:
+            for index in count():
+                (found,) = ray.get(actor.chunk.remote(rank, number, start, index))
+                if found is None:
+                    return
+                if isinstance(result := ray.get(found), TuneError):
+                    raise result
+                yield result
+        except ray.exceptions.RayError as error:
+            why = str(error).strip().splitlines()[-1]
+            raise TuneError(f"{name}: Ray Data has failed: {why} The run continues from its checkpoint") from error
+
+    return read
+
+
+class _Passes:
+    """An actor that reads the source, again for each pass, and keeps a chunk until all processes have it."""
+
+    def __init__(self, chunks: Callable[[int], Iterator[Chunk]], folder: str, processes: int):
+        os.chdir(folder)
+        self.chunks, self.processes = chunks, processes
+        self.asked: dict[int, tuple[int, int]] = {}  # by rank the pass and the chunk
+        self.passes: dict[int, tuple[Iterator[Chunk], dict[int, Any]]] = {}
+
+    def chunk(self, rank: int, number: int, start: int, index: int) -> tuple[Any]:
+        """A reference to the chunk, or to the TuneError in its place; to None behind the last one."""
+        import ray
+
+        self.asked[rank] = number, index
+        if len(self.asked) == self.processes:
+            oldest, needed = min(self.asked.values())
+            self.passes = {each: of_pass for each, of_pass in self.passes.items() if each >= oldest}
+            if oldest in self.passes:
+                source, held = self.passes[oldest]
+                self.passes[oldest] = source, {each: held[each] for each in held if each >= needed}
+        if number not in self.passes:
+            self.passes[number] = self.chunks(start), {}
+        source, held = self.passes[number]
+        if index not in held:
+            found: Chunk | TuneError | None
+            try:
+                found = next(source, None)
+            except TuneError as error:
+                found = error
+            held[index] = None if found is None else ray.put(found)
+        return (held[index],)

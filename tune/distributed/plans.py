@@ -1,0 +1,260 @@
+"""Tensor parallelism by a plan, for models that do not say how processes share them: `{pattern: style}`.
+
+A pattern is the end of the names of layers or parameters in blocks; `*` stands for what is between two dots. Styles are
+those of transformers (`base_model_tp_plan`), the first two also torch's:
+
+colwise: the outputs of a linear layer are shared, so that what follows is computed of a part of them.
+rowwise: its inputs are, as a colwise layer gives them; its outputs are summed.
+colwise_gather_output, rowwise_split_input: all is whole before and after, but the weight and its product are shared.
+packed_colwise: as colwise, of a weight that joins two projections, one after the other.
+replicated_with_grad_allreduce: each process has a weight that it uses for its part, such as norms of heads.
+moe_tp_experts: a module whose parameters the styles above share; its output is summed.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tune.collators import Batch
+from tune.distributed.exchanges import Peers
+from tune.distributed.shards import local_shard
+from tune.distributed.uses import WHOLE, Use, Uses, column, columns_of, parameters_of, require_even, rows_of
+from tune.errors import TuneError
+from tune.lookup import did_you_mean
+
+COLUMNS = ("colwise", "colwise_gather_output", "packed_colwise")
+ROWS = ("rowwise", "rowwise_split_input")
+STYLES = (*COLUMNS, *ROWS, "replicated_with_grad_allreduce", "moe_tp_experts")
+HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads")  # fields of configs
+
+
+class SharingPlan:
+    """How the parameters of the `blocks` of `model` are used; the forwards of their layers exchange what they must.
+
+    Raises:
+        TuneError: a pattern of the plan matches nothing, a style is not known or does not fit, or widths or heads
+            cannot be shared by so many processes.
+    """
+
+    def __init__(self, model: Any, blocks: list[nn.Module], mesh: DeviceMesh, given: Mapping[str, str] | None):
+        plan = given or getattr(model, "tp_plan", None)
+        if not plan:
+            raise TuneError(
+                f"parallel.tp: {type(getattr(model, 'body', model)).__name__} does not say how processes share it. "
+                "Say it with parallel.plan, such as {layers.*.mlp.up_proj: colwise, layers.*.mlp.down_proj: rowwise}, "
+                "or set parallel.tp=1"
+            )
+        self.mesh, self.peers, self.config = mesh, Peers.of(mesh), getattr(model, "config", None)
+        self.is_off = False
+        self.last: tuple[Tensor | None, Any] = None, None
+        self.uses: Uses = {}
+        self.seen: list[Uses] = []  # of each block, what its forward does
+        self.inputs: list[Any] = []  # layers whose inputs are shared
+        self.counts: dict[str, tuple[str, int]] = {}
+        places = _places(model, blocks)
+        styles: dict[str, tuple[str, str]] = {}
+        for pattern, style in plan.items():
+            if style not in STYLES:
+                raise TuneError(
+                    f"parallel.plan: {pattern} has the style {style!r}, which is none of {', '.join(STYLES)}."
+                    f"{did_you_mean(str(style), STYLES)}"
+                )
+            form = re.compile(r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+"))
+            found = [name for name in places if form.fullmatch(name)]
+            if given and not found:
+                names = ", ".join([name for name, (_, kind) in places.items() if not kind][:3])
+                raise TuneError(
+                    f"parallel.plan: {pattern} matches no layer in a block of {type(model).__name__}; embedding and "
+                    f"head are shared without a plan. Names are like {names}"
+                )
+            styles |= dict.fromkeys(found, (pattern, style))
+        if not styles:
+            raise TuneError(f"parallel.tp: no layer is in the plan of {type(model).__name__}. Set parallel.plan")
+        for name, (pattern, style) in styles.items():
+            self._count(*places[name], pattern, style)
+        require_even(self.counts, mesh.size())
+        for name, (_, style) in styles.items():
+            self._apply(*places[name], name, style)
+        for block in blocks:
+            self._forget_after(block)
+
+    def _count(self, module: Any, kind: str, pattern: str, style: str) -> None:
+        """Note what `style` shares of a module, or of its parameter `kind`."""
+        if style not in COLUMNS + ROWS:
+            return
+        if not kind and not isinstance(module, nn.Linear):
+            raise TuneError(f"parallel.plan: {pattern}: {style} is for nn.Linear; found {type(module).__name__}")
+        if kind:
+            shape = getattr(module, kind).shape
+            width = shape[-1] if style in ROWS else shape[max(len(shape) - 2, 0)]
+        else:
+            width = module.in_features if style in ROWS else module.out_features
+        width //= 2 if style == "packed_colwise" else 1
+        self.counts[f"{pattern} ({width} {'inputs' if style in ROWS else 'outputs'})"] = "", width
+        if style in ("colwise", "rowwise") and not kind:
+            for field in HEADS:
+                if (heads := getattr(self.config, field, None)) and width == heads * (self._head_dim or 0):
+                    self.counts[f"{field}={heads}"] = "", heads
+
+    @property
+    def _head_dim(self) -> int | None:
+        heads, hidden = (getattr(self.config, field, None) for field in (HEADS[0], "hidden_size"))
+        return getattr(self.config, "head_dim", None) or (hidden // heads if hidden and heads else None)
+
+    def _apply(self, module: Any, kind: str, name: str, style: str) -> None:
+        if kind:
+            parameter = getattr(module, kind)
+            uses: Uses = {(module, kind): Use(part=True)}
+            if style in COLUMNS:
+                dim = max(parameter.ndim - 2, 0)
+                counts = [parameter.shape[dim] // 2] * 2 if style == "packed_colwise" else [parameter.shape[dim]]
+                uses = {(module, kind): column(parameter, dim, counts, self.mesh)}
+            elif style in ROWS:
+                uses = {(module, kind): Use(parameter.ndim - 1, part=True)}
+            self.uses |= uses
+            return
+        if style != "moe_tp_experts":
+            self.uses |= {(owner, each): Use(part=True) for owner, each, _ in parameters_of(module)}
+        if style in COLUMNS:
+            packed = style == "packed_colwise"
+            counts = [module.out_features // 2] * 2 if packed else [module.out_features]
+            self.uses |= columns_of(module, counts, self.mesh)
+        elif style in ROWS:
+            self.uses |= rows_of(module, name, self.mesh)
+            self.inputs.append(module)
+        if style != "replicated_with_grad_allreduce":
+            self._exchange(module, style)
+
+    def _exchange(self, module: nn.Module, style: str) -> None:
+        forward, peers = module.forward, self.peers
+
+        def before(argument: Any) -> Any:
+            if not isinstance(argument, Tensor) or not argument.is_floating_point() or style == "rowwise":
+                return argument
+            return peers.own(argument, dim=-1) if style == "rowwise_split_input" else self._copied(argument)
+
+        def exchanging(*args: Any, **kwargs: Any) -> Any:
+            if self.is_off:
+                return forward(*args, **kwargs)
+            output = forward(*map(before, args), **{name: before(each) for name, each in kwargs.items()})
+            if style == "colwise_gather_output":
+                return peers.whole(output, dim=-1)
+            return output if style in COLUMNS else peers.summed(output)
+
+        module.forward = exchanging
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """Layers that read the same tensor, one after the other, share its copy, and so a sum in backward."""
+        source, copy = self.last
+        if source is not tensor:
+            copy = self.peers.copied(tensor)
+            self.last = tensor, copy
+        return copy
+
+    def _forget_after(self, block: nn.Module) -> None:
+        """Keep no tensor when the forward of `block` has ended."""
+        forward = block.forward
+
+        def forgetting(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.last = None, None
+
+        block.forward = forgetting
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Each process computes the whole blocks within."""
+        before = [dict(uses) for uses in self.seen]
+        for uses in self.seen:
+            uses |= {key: Use(use.dim, None if use.dim is None else WHOLE) for key, use in uses.items()}
+        for layer in self.inputs:
+            layer.input_group = None
+        self.is_off = True
+        try:
+            yield
+        finally:
+            self.is_off = False
+            for layer in self.inputs:
+                layer.input_group = self.peers.group
+            for uses, own in zip(self.seen, before, strict=True):
+                uses |= own
+
+
+def _places(model: nn.Module, blocks: list[nn.Module]) -> dict[str, tuple[nn.Module, str]]:
+    """The modules of `blocks` that have parameters of their own or inside, and these parameters, by their names."""
+    inside = {module for block in blocks for module in block.modules() if module is not block}
+    places = {}
+    for name, module in model.named_modules():
+        if module in inside:
+            places[name] = module, ""
+            places |= {
+                f"{name}.{kind}": (module, kind) for kind, each in module._parameters.items() if each is not None
+            }
+    return places
+
+
+def check_plan(model: Any) -> None:
+    """Compare what a model computes of a few tokens by its plan, and the gradients, with what it computes when each
+    process has whole blocks. All processes must call it, after weights are loaded.
+
+    Raises:
+        TuneError: the model, sharded by a plan, computes something else.
+    """
+    if (plan := getattr(model, "sharing_plan", None)) is None:
+        return
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    device, training = next(model.parameters()).device, model.training
+    tokens = ((torch.arange(16) * 7 + 3) % model.config.vocab_size)[None]
+    batch = Batch.of(tokens, tokens).to(device)
+    model.eval()
+    found = []
+    for context in (nullcontext, plan.off):
+        seen = torch.zeros(len(trained), device=device)
+        kept: list[Tensor] = []
+
+        def probe(hidden: Tensor, weight: Tensor, batch: Batch, kept: list[Tensor] = kept, **_: Any) -> Tensor:
+            kept.append(hidden.detach().float())
+            return (hidden.float() * torch.linspace(-1, 1, hidden.numel(), device=hidden.device).view_as(hidden)).sum()
+
+        def keep(index: int, seen: Tensor) -> Any:
+            def norm(parameter: Tensor) -> None:
+                assert parameter.grad is not None
+                seen[index] = torch.linalg.vector_norm(local_shard(parameter.grad)[0], dtype=torch.float32)
+                parameter.grad = None
+
+            return norm
+
+        hooks = [each.register_post_accumulate_grad_hook(keep(at, seen)) for at, (_, each) in enumerate(trained)]
+        try:
+            with context():
+                result = model(batch, probe)
+                if result.requires_grad:
+                    result.backward()
+        except RuntimeError as error:
+            raise TuneError(f"parallel.plan: by it the model cannot compute: {error}") from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        found.append((kept[0], seen))
+    model.train(training)
+    (hidden, mine), (whole, theirs) = found
+    apart = (mine - theirs).abs() / theirs.maximum(theirs.mean() * 1e-3).clamp(min=1e-12)
+    apart = torch.cat([apart, ((hidden - whole).norm() / whole.norm())[None]])
+    dist.all_reduce(apart, op=dist.ReduceOp.MAX)
+    worst = int(apart.argmax())
+    if not apart[worst] < (1e-2 if hidden.dtype == torch.float32 else 0.2):
+        what = "its hidden states" if worst == len(trained) else f"the gradient of {trained[worst][0]}"
+        raise TuneError(
+            f"parallel.plan: by it the model computes something else: {what} differ by {apart[worst]:.0%} from those "
+            "of one process. Weights that are used between colwise and rowwise layers need the style "
+            "replicated_with_grad_allreduce, and a forward must take the number of heads from what it gets, as "
+            "view(..., -1, head_dim) does"
+        )

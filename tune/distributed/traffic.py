@@ -1,0 +1,80 @@
+"""What each axis of a mesh makes a process send."""
+
+from typing import Any, Literal
+
+from torch import nn
+
+from tune.distributed.parallelize import DTYPES, cast_by_fsdp, repeated_blocks, stored_dtype, units_of
+from tune.distributed.world import World
+
+REDUCED = 4  # bytes of a gradient when it is summed
+
+
+def bytes_sent(
+    model: nn.Module,
+    world: World,
+    dtype: Literal["bf16", "fp32"],
+    master_dtype: Literal["bf16", "fp32"],
+    *,
+    tokens: float,
+    micro_batches: int,
+    reduce_every_micro_batch: bool = True,
+) -> dict[str, float]:
+    """Bytes that a process sends in a step in which it computes `tokens` tokens, on average of the processes, by axis.
+
+    `model` is whole, on the meta device. Of a collective over n processes that is what a ring sends: (n - 1) / n of
+    what is gathered or scattered, twice that of what is summed. Norms, losses and fused projections are left out.
+    """
+    sizes = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
+    ep = 1 if world.experts is None else world.experts["ep"].size()
+    cp, tp, pp = sizes["cp"], sizes["tp"], sizes["pp"]
+    processes, shards = world.shards.size(), world.shards.size(-1)
+
+    def part(size: int) -> float:
+        return (size - 1) / size
+
+    casts, blocks = cast_by_fsdp(model, dtype, master_dtype), repeated_blocks(model)
+    _, *embeddings = reversed(units_of(model, blocks)[len(blocks) :])
+    twice = {id(each) for block in blocks for each in block.parameters()}
+    twice |= {id(each) for unit in embeddings for each in unit.parameters() if each.requires_grad}
+    reductions = micro_batches if reduce_every_micro_batch else 1
+    sharding = replicas = 0.0
+    seen = set()
+    for name, module in model.named_modules():
+        shares = ep if ".experts" in f".{name}" and ep > 1 else 1
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            stored = DTYPES[dtype] if parameter in casts else stored_dtype(module, parameter, dtype, master_dtype)
+            count = parameter.numel() / shares / tp / pp
+            # In forward and again in backward, the root's but once; once a step what stays gathered.
+            times = 1 if world.units_stay_gathered else micro_batches * (1 + (id(parameter) in twice))
+            own = max(1, shards // shares)
+            sharding += times * part(own) * count * stored.itemsize
+            if parameter.requires_grad:
+                sharding += reductions * part(own) * count * REDUCED
+                replicas += reductions * 2 * part(processes // shares // own) * count / own * REDUCED
+    beside = " x cp" if cp > 1 else ""
+    found = {"dp_replicate" + (beside if world.zero_stage == 0 else ""): replicas, f"dp_shard{beside}": sharding}
+    config: Any = getattr(model, "config", None)
+    if (tp, cp, ep, pp) != (1, 1, 1, 1) and hasattr(config, "layers"):  # a Decoder: others have only `tp`, by a plan
+        numbers = DTYPES[dtype].itemsize * tokens
+        hidden, layers = config.hidden_size, config.layers
+        # Two parts a block, each with a gather and a scatter in forward and in backward; what its stage's blocks begin
+        # with, in backward, and what they end with; the embedded tokens and the head's input, both summed.
+        found["tp"] = numbers / cp * hidden * part(tp) * (8 * len(layers) / pp + 2 + 4 / pp)
+        keys_and_values = sum(_keys_and_values(layer.attention) for layer in layers)
+        found["cp"] = numbers * 2 * part(cp) * keys_and_values / tp / pp
+        routers = [layer.mlp.router for layer in layers if hasattr(layer.mlp, "router")]
+        found["ep"] = numbers / cp * hidden * 4 * part(ep) * sum(router.chosen for router in routers) / pp
+        hops = pp * world.pp_virtual - 1  # the first and the last stage send in one direction
+        found["pp"] = numbers / cp * hidden * 2 * hops / pp
+    return {axis: size for axis, size in found.items() if size}
+
+
+def _keys_and_values(attention: Any) -> int:
+    """Numbers of a token."""
+    if hasattr(attention, "num_kv_heads"):
+        return 2 * attention.num_kv_heads * attention.head_dim
+    return attention.pair_width

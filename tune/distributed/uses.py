@@ -1,0 +1,134 @@
+"""What a forward sees of the parameters that the processes of `tp` share."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from tune.distributed.pace import waiting
+from tune.errors import TuneError
+
+# Parameters of a layer that have a dimension of its outputs, and those that have one of its inputs: the last one.
+OUTPUTS = {"weight", "codes", "scales", "ranges", "bias", "magnitude", "lora_b", "start_b"}
+INPUTS = {"weight", "codes", "scales", "lora_a", "start_a"}
+REPEATED = {"num_kv_heads", "num_key_heads"}  # several processes may have the same of these heads
+
+
+class Use(NamedTuple):
+    """What a forward sees of a parameter that is sharded over `dim` (None: every process has it): the process's own
+    shard, or with `slices` these of the whole.
+
+    In a `part` the gradient of what several processes have is summed; they add `1 / divisor` of it each.
+    """
+
+    dim: int | None = None
+    slices: tuple[slice, ...] | None = None
+    part: bool = False
+    divisor: int = 1
+
+    def of(self, parameter: DTensor) -> Tensor:
+        is_own = self.dim is not None and self.slices is None
+        if self.slices is not None:
+            with waiting():
+                parameter = parameter.redistribute(placements=[Replicate()])
+        local = parameter.to_local(grad_placements=[Partial()] if self.part and not is_own else None)
+        if self.slices is not None and self.dim is not None:
+            local = torch.cat([local[(slice(None),) * self.dim + (each,)] for each in self.slices], dim=self.dim)
+        return local if self.divisor == 1 else local / self.divisor
+
+
+Uses = dict[tuple[nn.Module, str], Use]  # by module and name of its parameter
+WHOLE = (slice(None),)
+
+
+def require_even(counts: Mapping[str, tuple[str, int]], size: int) -> None:
+    """Raises TuneError if `size` processes cannot share the `counts`, by what each is called and its field."""
+
+    def fits(size: int) -> dict[str, bool]:
+        return {
+            text: count % size == 0 or (field in REPEATED and size % count == 0)
+            for text, (field, count) in counts.items()
+        }
+
+    if bad := [text for text, does in fits(size).items() if not does]:
+        good = [
+            str(each) for each in range(1, max(count for _, count in counts.values()) + 1) if all(fits(each).values())
+        ]
+        raise TuneError(
+            f"parallel.tp: {size} processes cannot share {', '.join(bad)} of this model. Set it to {' or '.join(good)}"
+        )
+
+
+def column(parameter: Tensor, dim: int, counts: list[int], mesh: DeviceMesh, widths: list[int] | None = None) -> Use:
+    """Of a parameter whose dimension `dim` joins outputs of such `counts` of heads, and `widths`, by default equal."""
+    widths = widths or [parameter.shape[dim] // len(counts)] * len(counts)
+    return Use(dim, _slices(widths, counts, mesh), part=True)
+
+
+def columns_of(layer: nn.Module, counts: list[int], mesh: DeviceMesh, widths: list[int] | None = None) -> Uses:
+    """Of a layer whose outputs are shared."""
+    stack, transposed = hasattr(layer, "num_experts"), getattr(layer, "transposed", False)
+    return {
+        (owner, kind): column(parameter, stack + (kind == "weight" and transposed), counts, mesh, widths)
+        for owner, kind, parameter in parameters_of(layer)
+        if kind in OUTPUTS
+    }
+
+
+def rows_of(layer: Any, name: str, mesh: DeviceMesh) -> Uses:
+    """Of a layer whose inputs are shared."""
+    uses: Uses = {}
+    layer.first_input = mesh.get_local_rank() * layer.in_features // mesh.size()
+    layer.input_group = mesh.get_group().group_name
+    for owner, kind, parameter in parameters_of(layer):
+        if layer.in_features % (getattr(owner, "block", 1) * mesh.size()):
+            raise TuneError(
+                f"parallel.tp: {mesh.size()} processes cannot share {layer.in_features} inputs of a quantised "
+                f"{name} by blocks of {owner.block}. Lower it, or set quantization.weights=null"
+            )
+        if kind in INPUTS:
+            transposed = kind == "weight" and getattr(layer, "transposed", False)
+            uses[owner, kind] = Use(parameter.ndim - 1 - transposed, part=True)
+        elif kind == "bias":
+            uses[owner, kind] = Use(part=True, divisor=mesh.size())
+    return uses
+
+
+def _slices(widths: list[int], counts: list[int], mesh: DeviceMesh) -> tuple[slice, ...] | None:
+    """This process's slices of outputs that join projections of such `widths`, each for so many heads; None if it is
+    its shard."""
+    if len(counts) == 1 and counts[0] % mesh.size() == 0:
+        return None
+    slices, start = [], 0
+    for width, count in zip(widths, counts, strict=True):
+        shares = min(count, mesh.size())
+        first = start + mesh.get_local_rank() * shares // mesh.size() * (width // shares)
+        slices.append(slice(first, first + width // shares))
+        start += width
+    return tuple(slices)
+
+
+def parameters_of(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for owner in layer.modules():
+        yield from ((owner, kind, each) for kind, each in owner._parameters.items() if each is not None)
+
+
+def see_shares(unit: nn.Module, uses: Uses) -> None:
+    """Replace, while `unit` runs, its parameters by what it sees of them."""
+    forward = unit.forward
+
+    def seeing(*args: Any, **kwargs: Any) -> Any:
+        whole: dict[tuple[nn.Module, str], Any] = {key: key[0]._parameters[key[1]] for key in uses}
+        seen = {key: use.of(whole[key]) for key, use in uses.items()}
+        try:
+            for (module, kind), tensor in seen.items():
+                module._parameters[kind] = tensor  # type: ignore[assignment]
+            return forward(*args, **kwargs)
+        finally:
+            for (module, kind), parameter in whole.items():
+                module._parameters[kind] = parameter
+
+    unit.forward = seeing

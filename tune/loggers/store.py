@@ -1,0 +1,297 @@
+"""A run folder in an object store: written on this machine, and uploaded in the background.
+
+At the URL lies what is in a run folder. A checkpoint there is complete when it has `digests.json`, which is uploaded
+last and removed first.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from tune.atomic import written_aside
+from tune.checkpointers.checkpointer import STORED
+from tune.checkpointers.disk import DIGESTS, found_damage
+from tune.distributed import World
+from tune.errors import TuneError
+from tune.secrets import without_secrets
+
+PAUSE = 2.0  # seconds between looks at what is new
+PATIENCE = 600.0  # seconds in which a run that has ended goes on trying to upload
+WITHOUT_FOLDERS = ("s3", "gs", "gcs", "az", "abfs", "abfss", "oci", "memory")  # s3fs would make a bucket
+TAKEN = "another run has begun to write there, and this one no longer does"
+LATE = 30.0  # seconds that the first node waits for the others with a checkpoint when there is a newer one
+OWNER, HELD = ".owner", ".uploading"  # in the store: who may write; the checkpoint that all nodes upload
+MARK = ".part-"  # with a rank: all files of its node are there
+
+
+class Store:
+    """The copy of the run folder `folder` at `url`. On each node one process uploads what was written there; the first
+    of all says what is complete. `checkpointer` are its settings. Who begins last owns the store: others stop.
+
+    Raises:
+        TuneError: on all processes, the store cannot be read or written; or a setting needs a shared folder.
+    """
+
+    def __init__(self, url: str, folder: Path, world: World, checkpointer: Mapping[str, Any]):
+        self.name, self.folder, self.world = without_secrets(url), folder, world
+        self.keep: int | None = checkpointer.get("keep")
+        self.owner: bytes = world.broadcast(uuid.uuid4().bytes)
+        first = int(os.environ.get("LOCAL_RANK", world.rank)) == 0
+        self.nodes = [rank for rank, is_first in enumerate(world.all_gather(first)) if is_first]
+        self.claim, self.claimed = "", 0.0  # the checkpoint at work, and since when
+        self.sent: dict[str, tuple[int, int]] = {}  # time and size of each file when it was uploaded
+        self.there, self.next_files, self.failure = set[str](), 0.0, ""
+        self.ended = threading.Event()
+        self.thread: threading.Thread | None = None
+        if len(self.nodes) > 1 and (checkpointer.get("keep_best") or checkpointer.get("on_nan") == "rollback"):
+            raise TuneError(
+                "output_dir: checkpointer.keep_best and on_nan=rollback read checkpoints while training, of which each "
+                "node has only its part with a URL. Give a folder that all nodes share, or leave both out"
+            )
+        self._require_own_disks()
+        self._on_each_node(lambda: self._fetch(url))
+
+    def _require_own_disks(self) -> None:
+        """Raises TuneError if nodes share the folder, in which each would remove what the other writes."""
+        mark, mine = self.folder / STORED, self.owner.hex()
+        if self.world.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            mark.write_text(mine)
+        self.world.barrier()
+        is_other = self.world.rank in self.nodes[1:]
+        if any(self.world.all_gather(is_other and mark.exists() and mark.read_text() == mine)):
+            raise TuneError(
+                f"output_dir: with a URL each node writes to a disk of its own, and {self.folder} is shared. Set "
+                "TUNE_LOCAL to a folder on a disk of each node, or give a shared folder as output_dir itself"
+            )
+
+    def _on_each_node(self, action: Callable[[], None]) -> None:
+        why = ""
+        try:
+            if self.world.rank in self.nodes:
+                action()
+        except Exception as error:  # each file system has its own
+            why = f"{error}" or repr(error)
+        if whys := [each for each in self.world.all_gather(why) if each]:
+            hint = "Is the address right, and may you read and write there?"
+            raise TuneError(f"output_dir: {self.name} cannot be used: {whys[0]}. {hint}")
+
+    def _fetch(self, url: str) -> None:
+        """Bring the folder up to date. Checkpoints that are newer than those in the store are kept by a single node."""
+        self.files, root = fsspec.url_to_fs(url)
+        self.root, self.needs_folders = root.rstrip("/"), url.partition("://")[0] not in WITHOUT_FOLDERS
+        self.files.pipe_file(self._parent_made(f".access-{self.world.rank}"), b"")
+        self.files.rm_file(f"{self.root}/.access-{self.world.rank}")
+        checkpoints, stored = self.folder / "checkpoints", sorted(self._complete())
+        here = max((path.name for path in checkpoints.glob("step-*")), default="")
+        newest = max(stored, default="")
+        if len(self.nodes) > 1:
+            for path in checkpoints.glob("step-*"):
+                if path.name > newest:
+                    shutil.rmtree(path)
+        if newest and here < newest and self.world.is_main:
+            for name in self._listed():
+                if not name.startswith((".", "checkpoints/")):
+                    with written_aside(self.folder / name) as unfinished:
+                        self.files.get_file(f"{self.root}/{name}", str(unfinished))
+        if newest and (here <= newest or len(self.nodes) > 1):
+            self._fetch_checkpoint(newest)
+            best = json.loads((checkpoints / newest / "state.json").read_text()).get("best", {}).get("step", 0)
+            if f"step-{best:08d}" in stored:
+                self._fetch_checkpoint(f"step-{best:08d}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / STORED).touch()
+
+    def _fetch_checkpoint(self, step: str) -> None:
+        final, names = self.folder / "checkpoints" / step, self._listed(f"checkpoints/{step}")
+        if all((self.folder / name).exists() for name in names) and not found_damage(final):
+            return
+        with written_aside(final, folder=True) as unfinished:
+            for name in names:
+                self.files.get_file(f"{self.root}/{name}", str(unfinished / Path(name).name))
+            if damage := found_damage(unfinished):
+                raise TuneError(f"checkpoints/{step} there is damaged: {damage}. Remove it there")
+
+    def _listed(self, below: str = "") -> list[str]:
+        """The files below, as paths from the run folder."""
+        self.files.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError):
+            found = self.files.find(f"{self.root}/{below}".rstrip("/"))
+            return [path.removeprefix(self.root).lstrip("/") for path in found]
+        return []
+
+    def _complete(self) -> set[str]:
+        return {name.split("/")[1] for name in self._listed("checkpoints") if name.endswith(f"/{DIGESTS}")}
+
+    def start(self, tell: Callable[[str], None]) -> None:
+        """Upload in a thread from here on. All processes must call it."""
+
+        def begin() -> None:
+            if self.world.is_main:
+                self.files.pipe_file(f"{self.root}/{OWNER}", self.owner)
+                self.files.pipe_file(f"{self.root}/{HELD}", b"")
+                self._remove({name.split("/")[1] for name in self._listed("checkpoints")} - self._complete())
+
+        def run() -> None:
+            while not self.ended.wait(PAUSE):
+                if (failure := self._try()) != self.failure:
+                    again = (
+                        "is reached again" if not failure else f"is behind: {failure}. The run goes on and tries again"
+                    )
+                    tell(f"{'warning: ' * bool(failure)}{self.name} {again}")
+                self.failure = failure
+
+        self._on_each_node(begin)
+        if self.world.rank in self.nodes:
+            self.thread = threading.Thread(target=run, daemon=True)
+            self.thread.start()
+
+    def finish(self, error: BaseException | None) -> None:
+        """Upload what is left, after an `error` as far as that goes at once. Raises TuneError if it fails for long."""
+        if self.thread is None:
+            return
+        self.ended.set()
+        self.thread.join()
+        is_wanted = error is None or getattr(error, "code", None) == 130  # interrupted: it has saved
+        deadline, told = time.monotonic() + PATIENCE * is_wanted, ""
+        while failure := self._try(is_last=True):
+            behind = f"{self.name} is behind {self.folder}: {failure}"
+            if time.monotonic() > deadline or failure == TAKEN:
+                if error is None:
+                    raise TuneError(f"output_dir: {behind}. The same command on this machine uploads the rest")
+                print(f"warning: {behind}", file=sys.stderr, flush=True)
+                return
+            if failure != told:
+                print(f"{behind}. Trying for ten minutes", file=sys.stderr, flush=True)
+            told = failure
+            time.sleep(1)
+
+    def _try(self, is_last: bool = False) -> str:
+        """Upload what is new; why not all of it is there, or nothing."""
+        try:
+            return self._upload(is_last)
+        except Exception as error:  # each file system has its own
+            return without_secrets(f"{error}" or repr(error))
+
+    def _upload(self, is_last: bool) -> str:
+        if self.files.cat_file(f"{self.root}/{OWNER}") != self.owner:
+            return TAKEN
+        if not self.world.is_main:
+            return self._upload_part(is_last)
+        while self.claim or self._new():
+            if not self.claim:
+                self.there = self._complete()
+                for path in self._new()[:1]:
+                    self._hold(path)
+            elif not self._upload_claim():
+                break
+        kept = {*sorted(self.there)[-(self.keep or 0) :], *(path.name for path in self._steps())}
+        self._remove(self.there - kept)
+        self.there &= kept
+        self._upload_files(is_last)
+        return f"{self.claim} of another node is missing" if self.claim and is_last else ""
+
+    def _steps(self) -> list[Path]:
+        return sorted(self.folder.glob("checkpoints/step-*"), reverse=True)
+
+    def _new(self) -> list[Path]:
+        """Checkpoints to upload; of several nodes, which remove old ones each in its time, only newer ones."""
+        least = max(self.there, default="") if len(self.nodes) > 1 else ""
+        return [path for path in self._steps() if path.name not in self.there and path.name > least]
+
+    def _hold(self, path: Path) -> None:
+        """Keep its files until they are uploaded, whatever the run keeps; other nodes upload the same step."""
+        held = self.folder / HELD
+        shutil.rmtree(held, ignore_errors=True)
+        try:
+            shutil.copytree(path, held / path.name, copy_function=os.link)
+        except (shutil.Error, FileNotFoundError):  # it is removed right now
+            if path.exists():
+                raise
+            return
+        self.claim, self.claimed = path.name, time.monotonic()
+        if self.world.is_main and len(self.nodes) > 1:
+            self.files.pipe_file(f"{self.root}/{HELD}", path.name.encode())
+
+    def _upload_held(self) -> str:
+        """All but the file that makes it complete; where it goes."""
+        for file in sorted((self.folder / HELD / self.claim).iterdir()):
+            if file.name != DIGESTS:
+                self._send(file, f"checkpoints/{self.claim}/{file.name}")
+        return f"checkpoints/{self.claim}"
+
+    def _upload_part(self, is_last: bool) -> str:
+        """On another node than the first: what is here of the step that the first one uploads."""
+        asked = self.files.cat_file(f"{self.root}/{HELD}").decode()
+        if asked and asked != self.claim and (path := self.folder / "checkpoints" / asked).is_dir():
+            self._hold(path)
+        if asked and asked == self.claim and asked not in self.there:
+            self.files.pipe_file(f"{self.root}/{self._upload_held()}/{MARK}{self.world.rank}", b"")
+            self.there.add(asked)
+        last = max((path.name for path in self._steps()), default="")
+        return f"{last} is not complete yet" if is_last and last > max(self._complete(), default="") else ""
+
+    def _upload_claim(self) -> bool:
+        """Whether the claim is over: it is complete in the store, or another node has it no more."""
+        folder = self._upload_held()
+        marks = {f"{folder}/{MARK}{rank}" for rank in self.nodes if rank}
+        if is_complete := marks <= {*self._listed(folder)}:
+            self._upload_files(is_due=True)  # first: what it continues must be there
+            self._send(self.folder / HELD / self.claim / DIGESTS, f"{folder}/{DIGESTS}")
+            self.there.add(self.claim)
+            for mark in marks:
+                self.files.rm_file(f"{self.root}/{mark}")
+        is_late = time.monotonic() - self.claimed > LATE and self._steps()[:1] > [self.folder / folder]
+        if is_late and not is_complete:
+            self._remove({self.claim})
+            self.sent = {name: state for name, state in self.sent.items() if not name.startswith(folder)}
+        if is_complete or is_late:
+            self.claim = ""
+            shutil.rmtree(self.folder / HELD)
+        return is_complete or is_late
+
+    def _upload_files(self, is_due: bool) -> None:
+        """All but checkpoints, so often that this takes a twentieth of the time at most."""
+        began = time.monotonic()
+        if is_due or began > self.next_files:
+            for file in sorted(self.folder.rglob("*")):
+                inside = file.relative_to(self.folder).parts
+                if inside[0] != "checkpoints" and not any(part.startswith(".") for part in inside) and file.is_file():
+                    self._send(file, "/".join(inside))
+            self.next_files = time.monotonic() + 20 * (time.monotonic() - began)
+
+    def _send(self, file: Path, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # what is replaced while this runs
+            about = file.stat()
+            if self.sent.get(name) == (state := (about.st_mtime_ns, about.st_size)):
+                return
+            path = self._parent_made(name)
+            try:
+                self.files.put_file(str(file), path)
+            except FileNotFoundError:
+                if file.exists():
+                    raise TuneError(f"{path} cannot be written") from None
+                return
+            self.sent[name] = state
+
+    def _parent_made(self, name: str) -> str:
+        path = f"{self.root}/{name}"
+        if self.needs_folders:
+            self.files.makedirs(os.path.dirname(path), exist_ok=True)
+        return path
+
+    def _remove(self, steps: set[str]) -> None:
+        for step in steps:
+            with contextlib.suppress(FileNotFoundError):
+                self.files.rm_file(f"{self.root}/checkpoints/{step}/{DIGESTS}")
+            self.files.rm(f"{self.root}/checkpoints/{step}", recursive=True)
