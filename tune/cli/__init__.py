@@ -1,46 +1,26 @@
-"""The `tune` command: one module per verb, imported only when it is asked for; its docstring is what --help says."""
+"""The `tune` command: one module per verb, imported only when it is asked for; its docstring is what --help says, and
+its beginning what the list of verbs says."""
 
 import argparse
 import importlib
+import re
 import sys
-from collections.abc import Sequence
+from pathlib import Path
 
 from tune import __version__
 from tune.errors import TuneError
 
-VERBS = {
-    "ls": "list the recipes and presets",
-    "cp": "copy a recipe with its settings, or a config, to change it",
-    "cat": "print a recipe or a config",
-    "run": "run a recipe, on one process or by torchrun, Ray or SLURM",
-    "sweep": "run a recipe for each combination of values, by Ray Tune, and compare",
-    "runs": "list run folders: state, step, loss, size",
-    "watch": "show a run in the terminal while it goes on",
-    "report": "write a page on a run, or on several laid over each other",
-    "diff": "in what two runs differ",
-    "checkpoints": "list the checkpoints of a run, with their metrics",
-    "validate": "tell what is wrong with a run before it starts",
-    "preview": "look at the data of a run before it starts",
-    "plan": "say what a run needs, how long it takes, and which layout is best",
-    "prepare": "tokenise the data of a run ahead of time",
-    "generate": "answer prompts with a model, an adapter or a run",
-    "chat": "talk to a model in the terminal",
-    "download": "get a model from the Hugging Face hub",
-    "eval": "evaluate a model on benchmarks, or on data of your own",
-    "merge": "merge adapters into their base",
-    "export": "write the model of a run as GGUF, for llama.cpp and Ollama, or in Hugging Face layout",
-    "quantize": "write a model in int8, int4, FP8, MXFP4 or NF4, for vLLM and transformers",
-    "push": "upload a model to the Hugging Face hub",
-    "add-tokens": "a model with a larger vocabulary",
-    "migrate": "turn a config of torchtune, axolotl, LLaMA-Factory or TRL into settings",
-    "convert": "turn a GGUF file or a Llama in Meta's format into a folder in Hugging Face layout",
-}
+VERBS = [
+    "ls", "cp", "cat", "run", "sweep", "runs", "watch", "report", "diff", "checkpoints", "validate", "preview", "plan",
+    "prepare", "generate", "chat", "download", "eval", "merge", "export", "quantize", "push", "add-tokens", "migrate",
+    "convert",
+]  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Run one verb. A TuneError ends in its message on stderr and exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    summaries = "\n".join(f"  {verb:<13} {summary}" for verb, summary in VERBS.items())
+    summaries = "\n".join(f"  {verb:<13} {_summary(verb)}" for verb in VERBS)
     parser = argparse.ArgumentParser(
         prog="tune",
         description="Fine-tune language models with recipes to run, copy and change.",
@@ -68,7 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(130)
 
 
-def _require_folders(verb: str, arguments: Sequence[str]) -> None:
+def _summary(verb: str) -> str:
+    """The first sentence of its docstring, as far as a colon. The module is not imported."""
+    text = Path(__file__).with_name(f"{verb.replace('-', '_')}.py").read_text(encoding="utf-8")
+    first = re.split(r"[.:]\s|\.?\"", text[3:], maxsplit=1)[0]
+    return first[0].lower() + " ".join(first.split())[1:]
+
+
+def _require_folders(verb: str, arguments: list[str]) -> None:
     if verb in ("runs", "watch", "report", "diff", "checkpoints", "export"):
         for url in (each for each in arguments if "://" in each):
             from tune.config import local_folder

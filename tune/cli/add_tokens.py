@@ -1,14 +1,13 @@
-"""Write BASE with new tokens in its tokenizer and new rows in its embedding and head, which start as the mean of all
-others. To train these rows with an adapter: adapter.trainable_tokens=[their ids]."""
+"""Write a model with a larger vocabulary: BASE with new tokens in its tokenizer and new rows in its embedding and head,
+which start as the mean of all others. To train these rows with an adapter: adapter.trainable_tokens=[their ids]."""
 
 from argparse import ArgumentParser
-from collections.abc import Sequence
 from pathlib import Path
 
 from tune.cli.convert import new_folder
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("base", metavar="BASE", help="a model folder")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write: absent or empty")
     parser.add_argument("tokens", metavar="TOKEN", nargs="+", help="such as '<|tool_call|>'")

@@ -2,14 +2,13 @@
 
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
 from pathlib import Path
 
 from tune import config
 from tune.errors import TuneError
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("name", metavar="NAME", help="a recipe (full_finetune) or a config (full_finetune.yaml)")
     sys.stdout.write(find(parser.parse_args(arguments).name).read_text())
 

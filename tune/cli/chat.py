@@ -1,4 +1,5 @@
-"""Talk to MODEL in the terminal: a model folder, an adapter folder or a run. Ctrl-C stops an answer, Ctrl-D ends.
+"""Talk to a model in the terminal: MODEL is a model folder, an adapter folder or a run. Ctrl-C stops an answer, Ctrl-D
+ends.
 
 tune chat runs/mine --compare ./SmolLM2-135M
 """
@@ -6,7 +7,6 @@ tune chat runs/mine --compare ./SmolLM2-135M
 import json
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ COMMANDS = {
 }
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.epilog = "In the chat:\n" + "\n".join(f"  {name:<8} {what}" for name, what in COMMANDS.items())
     add_arguments(parser)
     parser.add_argument("--compare", metavar="BASE", help="have this model answer too")

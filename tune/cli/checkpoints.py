@@ -1,9 +1,8 @@
-"""List the checkpoints of RUN: size, whether they are complete, which is the best, and the metrics of their steps."""
+"""List the checkpoints of a run, with their metrics: size, whether they are complete, which is the best."""
 
 import json
 import re
 from argparse import ArgumentParser
-from collections.abc import Sequence
 from pathlib import Path
 
 from tune.cli.runs import gib, print_table
@@ -11,7 +10,7 @@ from tune.errors import TuneError
 from tune.records import number, read
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
     path = parser.parse_args(arguments).run
     run = read(path)

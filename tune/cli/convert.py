@@ -1,15 +1,15 @@
-"""Convert a GGUF file, or a folder of a Llama in Meta's own format (consolidated.00.pth, params.json), to a folder in
-Hugging Face layout."""
+"""Turn a GGUF file or a Llama in Meta's format into a folder in Hugging Face layout: SOURCE is that file, or a folder
+with consolidated.00.pth and params.json."""
 
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tune.errors import TuneError
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("source", metavar="SOURCE", type=Path, help="a .gguf file, or a folder with params.json")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write: absent or empty")
     options = parser.parse_args(arguments)

@@ -1,7 +1,6 @@
 """Copy a recipe with its settings, or a config alone, to change it."""
 
 from argparse import ArgumentParser
-from collections.abc import Sequence
 from pathlib import Path
 
 from tune import config
@@ -9,7 +8,7 @@ from tune.cli.cat import find
 from tune.errors import TuneError
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("name", metavar="NAME", help="a recipe (full_finetune) or a config (full_finetune.yaml)")
     where = "a file or a folder (default: here)"
     parser.add_argument("destination", metavar="DEST", nargs="?", type=Path, default=Path(), help=where)

@@ -2,7 +2,6 @@
 only one has is left out."""
 
 from argparse import ArgumentParser
-from collections.abc import Sequence
 from pathlib import Path
 
 from tune.cli.runs import print_table
@@ -10,7 +9,7 @@ from tune.records import differences, number, read
 from tune.type_check import as_given
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("runs", metavar="RUN", nargs=2, type=Path, help="a run folder")
     runs = [read(path) for path in parser.parse_args(arguments).runs]
     results = [{name: number(run.last(name)) for name in run.columns if name != "time"} for run in runs]

@@ -2,7 +2,7 @@
 log in first (`hf auth login`) or set HF_TOKEN."""
 
 from argparse import ArgumentParser
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from tune.errors import TuneError
@@ -12,7 +12,7 @@ SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt", ".safetensors"}
 OLD_WEIGHTS = {".bin", ".pt", ".pth"}
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("hub_id", metavar="HUB_ID", help="such as Qwen/Qwen3-0.6B")
     parser.add_argument("--revision", help="a branch, tag or commit (default: the main branch)")
     parser.add_argument("--out", type=Path, help="the folder to write (default: the last part of HUB_ID)")

@@ -1,4 +1,4 @@
-"""Evaluate MODEL (a model, an adapter or a run folder) on tasks of lm-evaluation-harness, or on data of your own:
+"""Evaluate a model, an adapter or a run on benchmarks of lm-evaluation-harness, or on data of your own:
 
     tune eval ./SmolLM2-135M --tasks arc_easy,hellaswag --out results.json
     tune eval ./runs/mine --data held_out.jsonl
@@ -10,7 +10,6 @@ This is the recipe `evaluate`; options are its settings, which are these (others
 
 import json
 from argparse import ArgumentParser
-from collections.abc import Sequence
 
 from omegaconf import OmegaConf
 
@@ -22,7 +21,7 @@ from tune.lookup import did_you_mean
 NESTED = {"data": "dataset.path", "quantization": "quantization.weights", "max_new_tokens": "generation.max_new_tokens"}
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     defaults = config.find_config("evaluate")
     parser.usage = "tune eval MODEL [--tasks A,B] [--data FILE] [--out FILE.json] [OPTIONS] [key=value ...]"
     parser.epilog = defaults.read_text()

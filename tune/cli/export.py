@@ -1,8 +1,7 @@
-"""Write the model of a run (or a model folder, or an adapter on its base) for others to use, with adapters merged in:
-a GGUF file for llama.cpp and Ollama, or a folder in Hugging Face layout; or an adapter alone as GGUF (gguf-lora)."""
+"""Write the model of a run as GGUF, for llama.cpp and Ollama, or in Hugging Face layout: also that of a model folder,
+or of an adapter, which is merged into its base; or an adapter alone as GGUF (gguf-lora)."""
 
 from argparse import ArgumentParser
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ COMPONENTS = {
 KINDS, TYPES = ("gguf", "gguf-lora", "hf"), ("f16", "bf16", "q8_0", "q4_0")
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = f"tune export RUN_OR_FOLDER --to {'|'.join(KINDS)} --out PATH [--type {'|'.join(TYPES)}] [--step N]"
     parser.add_argument("source", metavar="RUN_OR_FOLDER", type=Path, help="a run, a model folder, or an adapter")
     parser.add_argument("--to", required=True, choices=KINDS)

@@ -1,5 +1,5 @@
-"""Answer prompts with MODEL: a model folder, an adapter folder or a run. Answers go to standard output, all else to
-standard error; under torchrun the prompts are shared by its processes, with Ray by its actors.
+"""Answer prompts with a model, an adapter or a run: MODEL is the folder of one. Answers go to standard output, all else
+to standard error; under torchrun the prompts are shared by its processes, with Ray by its actors.
 
     tune generate runs/mine --prompt "Why is the sky blue?"
     tune generate ./model --adapter ./adapter --prompts questions.jsonl --out answers.jsonl
@@ -13,7 +13,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), metavar="TYPE", help=dtype)
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     add_arguments(parser)
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", metavar="TEXT", help="without this and --prompts: standard input, as FILE")

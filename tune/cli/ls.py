@@ -1,13 +1,12 @@
-"""List the recipes, each with the first line of its docstring, and the configs, each with its first comment."""
+"""List the recipes and presets: recipes with the first line of their docstring, configs with their first comment."""
 
 import ast
 from argparse import ArgumentParser
-from collections.abc import Sequence
 
 from tune import config
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.parse_args(arguments)
     recipes, configs = {}, {}
     for name in config.list_recipes():

@@ -1,5 +1,5 @@
-"""Merge ADAPTER into BASE and write the model in Hugging Face layout, one file at a time. Several adapters of the same
-layers and rank become one first, as in PEFT.
+"""Merge adapters into their base: the model is written in Hugging Face layout, one file at a time. Several adapters of
+the same layers and rank become one first, as in PEFT.
 
     tune merge BASE ADAPTER OUT
     tune merge BASE ADAPTER ADAPTER OUT --method ties --weights 0.7 1.3
@@ -15,7 +15,7 @@ from tune.cli.convert import new_folder
 from tune.errors import TuneError
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("base", metavar="BASE", help="the model that the adapter was trained on; to average: a run")
     parser.add_argument("adapter", metavar="ADAPTER", nargs="*", help="a folder in PEFT's layout")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write: absent or empty")

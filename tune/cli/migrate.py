@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ COMMAND = re.compile(r"^[^#\n]*?(?:\btrl (?P<trl>\w+)|(?P<script>\w+)\.py)(?P<op
 PROCESSES = re.compile(r"--(?:nproc[-_]per[-_]node|num_processes)[ =](\d+)")
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = "tune migrate FILE [--out FILE.yaml] [--from NAME] [--method NAME] [--world-size N]"
     parser.add_argument("file", metavar="FILE", type=Path, help="the config of another library")
     parser.add_argument("--out", metavar="FILE.yaml", type=Path, help="the file to write (default: print it)")

@@ -1,6 +1,6 @@
-"""Say what a run needs before it starts: memory of each process by part, seconds of a step, tokens per second, hours
-and cost, and what bounds it; with --search, the fastest layout that fits. Of the model config.json is enough; the
-dataset need not exist: all rows count as max_seq_len tokens long.
+"""Say what a run needs, how long it takes, and which layout is best: memory of each process by part, seconds of a step,
+tokens per second, hours and cost, and what bounds it; with --search, the fastest layout that fits. Of the model
+config.json is enough; the dataset need not exist: all rows count as max_seq_len tokens long.
 
     tune plan full_finetune model.path=./Llama-3.1-8B --world-size 8 --device h100 --search
 """
@@ -9,7 +9,6 @@ import gc
 import json
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ BOUNDS = {
 }
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = "tune plan RECIPE [--config FILE_OR_NAME] [key=value ...] --world-size N --device NAME [OPTIONS]"
     parser.add_argument("--world-size", metavar="N", type=positive, default=1, help="processes (default: 1)")
     parser.add_argument("--device", metavar="NAME", required=True, help="h100, h200, a100, b200, mi300x, cpu or a FILE")

@@ -1,12 +1,11 @@
-"""Tokenise the datasets of a run into the cache (dataset.cache_dir, else $TUNE_CACHE, else ~/.cache/tune) and print
-what becomes of their rows. A run with the same data, tokenizer and settings then starts from there. Needs no weights
-and no GPU, unless `teacher.top_k` is given: then the teacher's predictions are kept there too. The arguments are those
-of `tune run`; RECIPE may be a config: then the recipe is the one that has its keys."""
+"""Tokenise the data of a run ahead of time: into the cache (dataset.cache_dir, else $TUNE_CACHE, else ~/.cache/tune).
+It prints what becomes of their rows. A run with the same data, tokenizer and settings then starts from there. Needs
+no weights and no GPU, unless `teacher.top_k` is given: then the teacher's predictions are kept there too. The
+arguments are those of `tune run`; RECIPE may be a config: then the recipe is the one that has its keys."""
 
 import runpy
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tune.errors import TuneError
 from tune.secrets import without_secrets
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = "tune prepare RECIPE [--config FILE_OR_NAME] [key=value ...]"
     parser.add_argument("recipe", metavar="RECIPE")
     options, rest = parser.parse_known_args(arguments)

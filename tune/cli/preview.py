@@ -1,11 +1,12 @@
-"""Show what a run learns: its first rows with the learned tokens marked, how they are packed, what becomes of all rows,
-how long they are, copies among them, and what looks wrong. Needs the tokenizer but no weights and no GPU. The arguments
-are those of `tune run`; RECIPE may be a config: then the recipe is the one that has its keys."""
+"""Look at the data of a run before it starts: its first rows with the learned tokens marked, how they are packed,
+what becomes of all rows, how long they are, copies among them, and what looks wrong. Needs the tokenizer but no
+weights and no GPU. The arguments are those of `tune run`; RECIPE may be a config: then the recipe is the one that has
+its keys."""
 
 import io
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 
 import numpy as np
@@ -35,7 +36,7 @@ pre {{ font-family: monospace; white-space: pre-wrap; overflow-wrap: anywhere; m
 """
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     run = "RECIPE [--config FILE_OR_NAME] [key=value ...]"
     parser.usage = f"tune preview {run} [--rows N] [--source NAME] [--html FILE]"
     parser.add_argument("--rows", metavar="N", type=positive, default=3, help="show the first N rows (default: 3)")

@@ -2,7 +2,6 @@
 folder that `tune export`, `merge` or `quantize` has written. Log in first (`hf auth login`), or set HF_TOKEN."""
 
 from argparse import ArgumentParser
-from collections.abc import Sequence
 from pathlib import Path
 
 from tune.errors import TuneError
@@ -10,7 +9,7 @@ from tune.lookup import needs
 from tune.secrets import without_secrets
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("source", metavar="RUN_OR_FOLDER", type=Path, help="a run, a model folder, or an adapter")
     parser.add_argument("repo", metavar="REPO", help="OWNER/NAME; made if it is not there")
     parser.add_argument("--private", action="store_true", help="make it a private one, if it is made")

@@ -1,16 +1,15 @@
-"""Write MODEL (a model folder, an adapter merged into its base, a run) with the linear layers of its blocks quantised,
-for vLLM and transformers: int8 or fp8 with a scale for each row; int4, mxfp4 or nf4 with one for each group of
-weights."""
+"""Write a model in int8, int4, FP8, MXFP4 or NF4, for vLLM and transformers: MODEL (a model folder, an adapter merged
+into its base, a run) with the linear layers of its blocks quantised, by int8 or fp8 with a scale for each row, by int4,
+mxfp4 or nf4 with one for each group of weights."""
 
 from argparse import ArgumentParser
-from collections.abc import Sequence
 from pathlib import Path
 
 from tune.cli.convert import new_folder
 from tune.errors import TuneError
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("model", metavar="MODEL", type=Path, help="a model folder, an adapter or a run")
     parser.add_argument("--to", required=True, choices=("int8", "int4", "fp8", "mxfp4", "nf4"))
     parser.add_argument("--dynamic", action="store_true", help="int8, fp8: inputs too, when the model runs (W8A8)")

@@ -2,13 +2,12 @@
 result. It needs no network. A run writes its own when it ends: report.html in its folder."""
 
 from argparse import ArgumentParser
-from collections.abc import Sequence
 from pathlib import Path
 
 from tune.records import write_report
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = "tune report RUN [RUN ...] [--out FILE]"
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder")
     where = "the page to write (default: report.html in the run folder; here, of several runs)"

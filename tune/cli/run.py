@@ -1,4 +1,5 @@
-"""Run a recipe: one that `tune ls` lists, or a script of your own (a path that ends with .py).
+"""Run a recipe, on one process or by torchrun, Ray or SLURM: one that `tune ls` lists, or a script of your own (a path
+that ends with .py).
 
     tune run full_finetune model.path=./model dataset.path=./chats.jsonl
     tune run --nproc-per-node 8 my_recipe.py --config my.yaml global_batch_size=128
@@ -24,7 +25,7 @@ from tune.errors import TuneError
 from tune.launchers import launcher
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = "tune run [--launcher NAME] [LAUNCHER OPTIONS] RECIPE [--config FILE_OR_NAME] [key=value ...]"
     if not arguments or arguments[0] in ("-h", "--help"):
         parser.print_help()
@@ -74,7 +75,7 @@ def check(default: str, settings: list[str]) -> None:
         sys.exit(2)
 
 
-def parted(options: Sequence[str], default: str = "torchrun") -> tuple[str, list[str]]:
+def parted(options: list[str], default: str = "torchrun") -> tuple[str, list[str]]:
     """The launcher that `--launcher` names, and the other options, which are its own."""
     parser = ArgumentParser("tune run", add_help=False, allow_abbrev=False)
     parser.add_argument("--launcher", default=default)

@@ -1,4 +1,5 @@
-"""List the run folders in FOLDER (default: runs) and in the folders in it, the newest last."""
+"""List run folders with their state, step, loss and size: those in FOLDER (default: runs) and in the folders in it, the
+newest last."""
 
 import os
 from argparse import ArgumentParser
@@ -13,7 +14,7 @@ from tune.records import find, number, read
 TAIL = 1 << 20  # bytes of metrics.jsonl that are read: the last steps
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = "tune runs [FOLDER]"
     parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=Path("runs"))
     folder = parser.parse_args(arguments).folder

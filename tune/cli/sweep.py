@@ -32,7 +32,7 @@ from tune.ray_cluster import connect
 POLL = 0.5  # seconds
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = "tune sweep RECIPE --over KEY=A,B[,...] [KEY=...] [OPTIONS] [--config FILE_OR_NAME] [key=value ...]"
     parser.add_argument("recipe", metavar="RECIPE")
     parser.add_argument("--over", nargs="+", required=True, metavar="KEY=A,B", help="every combination is a run")

@@ -6,7 +6,6 @@ import gc
 import json
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
 from dataclasses import asdict
 
 from tune import config
@@ -17,7 +16,7 @@ from tune.errors import TuneError
 ROWS = 1000
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     run = "RECIPE [--config FILE_OR_NAME] [key=value ...]"
     parser.usage = f"tune validate {run} [--world-size N] [--device NAME] [--all] [--strict] [--json]"
     parser.add_argument("--world-size", metavar="N", type=positive, default=1, help="so many processes (default: 1)")

@@ -3,7 +3,7 @@ or by Ctrl-C, which leaves the run alone."""
 
 import time
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,7 @@ LINES, BLOCKS = 8, " ▁▂▃▄▅▆▇█"  # of the curve
 RECENT = 50  # steps whose speed is that of the run
 
 
-def main(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
     path = parser.parse_args(arguments).run
     console, run = Console(highlight=False), read(path)
