@@ -1,6 +1,6 @@
 """What heads share that work by chunks of tokens: logits, normalisation over the vocabulary, gradients."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -74,13 +74,15 @@ def operands(hidden: Tensor, weight: Tensor, batch: Batch) -> tuple[Tensor, Tens
 
 
 def chunks_of_logits(
-    hidden: Tensor, weight: Tensor, chunk_tokens: int, softcap: float | None = None, temperature: float = 1.0
+    hidden: Tensor, weight: Tensor, chunk_tokens: int | None, softcap: float | None = None, temperature: float = 1.0
 ) -> Iterator[tuple[slice, Tensor, Tensor | float]]:
     """For each chunk of `hidden` `[tokens, dim]`: its slice, its logits `[chunk, vocab]` in fp32, their derivative.
+    `chunk_tokens=None`: see `default_chunk_tokens`.
 
     Logits are softcap * tanh(x / softcap) / temperature, where x = hidden @ weight.T; the derivative is by x. They may
     be changed: the next chunk overwrites them. (On a CPU, fresh memory for each takes a quarter of the product's time.)
     """
+    chunk_tokens = chunk_tokens or default_chunk_tokens(weight)
     buffer = torch.empty(min(chunk_tokens, len(hidden)), len(weight), device=weight.device)
     for start in range(0, len(hidden), chunk_tokens):
         chunk = slice(start, min(start + chunk_tokens, len(hidden)))
@@ -144,20 +146,30 @@ class Gradients:
                 self.weight += grad_logits.T @ hidden[chunk]
 
 
-class Summed(torch.autograd.Function):
-    """`Summed.apply(total, hidden, weight, gradients)`: a sum over tokens whose gradients are computed already."""
+class SumOfChunks(torch.autograd.Function):
+    """The sum over chunks of what `of_chunk` makes of a slice of the tokens and their logits: a value, and the gradient
+    of the logits. The gradients of both operands are computed in the forward."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, hidden: Tensor, weight: Tensor, gradients: Gradients) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, chunk_tokens: int | None, softcap: float | None,
+        of_chunk: Callable[[slice, Tensor], tuple[Tensor, Tensor]],
+    ) -> Tensor:  # fmt: skip
+        gradients = Gradients(hidden, weight, *ctx.needs_input_grad[:2])
+        total = torch.zeros((), device=hidden.device)
+        for chunk, logits, slope in chunks_of_logits(hidden, weight, chunk_tokens, softcap):
+            value, grad_logits = of_chunk(chunk, logits)
+            total += value
+            gradients.add(chunk, grad_logits, slope)
         ctx.save_for_backward(gradients.hidden, gradients.weight)
         ctx.weight_dtype = weight.dtype
-        return total.clone()
+        return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad).to(ctx.weight_dtype)
-        return None, grad_hidden, grad_weight, None
+        return grad_hidden, grad_weight, None, None, None

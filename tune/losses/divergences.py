@@ -7,16 +7,7 @@ import torch
 from torch import Tensor
 
 from tune.collators import Batch
-from tune.losses.chunks import (
-    Gradients,
-    Summed,
-    chunks_of_logits,
-    cross_entropy,
-    default_chunk_tokens,
-    normalize,
-    of_supervised,
-    operands,
-)
+from tune.losses.chunks import SumOfChunks, chunks_of_logits, cross_entropy, normalize, of_supervised, operands
 from tune.types import PositiveFloat, PositiveInt, Range, UnitInterval
 
 
@@ -61,10 +52,9 @@ class MostProbable:
     def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
         weight = weight[: self.vocab_size]
         k = min(self.k, len(weight))
-        chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight)
         hidden = of_supervised(hidden, batch)
         values = torch.empty(len(hidden), 2 * k + 1, device=hidden.device)
-        for chunk, logits, _ in chunks_of_logits(hidden, weight, chunk_tokens, softcap, self.temperature):
+        for chunk, logits, _ in chunks_of_logits(hidden, weight, self.chunk_tokens, softcap, self.temperature):
             log_p, p = _distribution(logits)
             most, ids = log_p.topk(k)
             values[chunk] = torch.cat([ids, most, _log_of_sum(p.scatter_(1, ids, 0))], dim=1)
@@ -106,20 +96,16 @@ class Divergence:
             size = self.vocab_size or min(len(weight), len(teacher.weight))
             weight, teacher = weight[:size], teacher._replace(weight=teacher.weight[:size])
         hidden, weight, labels = operands(hidden, weight, batch)
-        chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight)
-        gradients = Gradients(hidden, weight, hidden.requires_grad, weight.requires_grad)
-        with torch.no_grad():
-            total = torch.zeros((), device=hidden.device)
-            teachers = None
-            if isinstance(teacher, Teacher):
-                inputs = of_supervised(teacher.hidden, batch), teacher.weight, chunk_tokens, teacher.softcap
-                teachers = chunks_of_logits(*inputs, self.temperature)
-            for chunk, logits, slope in chunks_of_logits(hidden, weight, chunk_tokens, softcap):
-                target = next(teachers)[1] if teachers else TopK(teacher[0][chunk], teacher[1][chunk])
-                value, grad_logits = self._of_chunk(logits, target, labels[chunk, None])
-                total += value
-                gradients.add(chunk, grad_logits, slope)
-        return Summed.apply(total, hidden, weight, gradients)
+        teachers = None
+        if isinstance(teacher, Teacher):
+            inputs = of_supervised(teacher.hidden, batch), teacher.weight, self.chunk_tokens, teacher.softcap
+            teachers = chunks_of_logits(*inputs, self.temperature)
+
+        def of_chunk(chunk: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+            target = next(teachers)[1] if teachers else TopK(teacher[0][chunk], teacher[1][chunk])
+            return self._of_chunk(logits, target, labels[chunk, None])
+
+        return SumOfChunks.apply(hidden, weight, self.chunk_tokens, softcap, of_chunk)
 
     def _of_chunk(self, logits: Tensor, target: Tensor | TopK, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The sum and the gradient of `logits`."""

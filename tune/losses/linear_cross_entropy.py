@@ -1,10 +1,9 @@
 """Fused output projection and cross-entropy, by chunks of tokens."""
 
-import torch
 from torch import Tensor
 
 from tune.collators import Batch
-from tune.losses.chunks import Gradients, Rows, Summed, chunks_of_logits, cross_entropy, default_chunk_tokens, operands
+from tune.losses.chunks import Rows, SumOfChunks, cross_entropy, operands
 from tune.types import PositiveInt
 
 
@@ -35,16 +34,12 @@ class LinearCrossEntropy:
         hidden, weight, labels = operands(hidden, weight, batch)
         if self.accuracy and self.counts is None:
             self.counts = labels.new_zeros(2)
-        gradients = Gradients(hidden, weight, hidden.requires_grad, weight.requires_grad)
-        with torch.no_grad():
-            loss = torch.zeros((), device=hidden.device)
-            chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight)
-            for chunk, logits, slope in chunks_of_logits(hidden, weight, chunk_tokens, softcap):
-                targets = labels[chunk, None]
-                if self.counts is not None:
-                    self.counts[0] += (rows.argmax(logits) == targets).sum()
-                    self.counts[1] += len(targets)
-                total, grad_logits = cross_entropy(logits, targets, out=logits, rows=rows)
-                loss += total
-                gradients.add(chunk, grad_logits, slope)
-        return Summed.apply(loss, hidden, weight, gradients)
+
+        def of_chunk(chunk: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+            targets = labels[chunk, None]
+            if self.counts is not None:
+                self.counts[0] += (rows.argmax(logits) == targets).sum()
+                self.counts[1] += len(targets)
+            return cross_entropy(logits, targets, out=logits, rows=rows)
+
+        return SumOfChunks.apply(hidden, weight, self.chunk_tokens, softcap, of_chunk)

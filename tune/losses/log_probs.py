@@ -6,15 +6,7 @@ import torch
 from torch import Tensor
 
 from tune.collators import Batch
-from tune.losses.chunks import (
-    Gradients,
-    Rows,
-    chunks_of_logits,
-    default_chunk_tokens,
-    normalize,
-    of_supervised,
-    operands,
-)
+from tune.losses.chunks import Gradients, Rows, chunks_of_logits, normalize, of_supervised, operands
 from tune.types import PositiveFloat, PositiveInt
 
 
@@ -43,7 +35,7 @@ class LogProbs:
     def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> TokenLogProbs:
         """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]`. `softcap` bounds logits by tanh, before `temperature`
         divides them."""
-        options = self.chunk_tokens or default_chunk_tokens(weight), softcap, self.temperature
+        options = self.chunk_tokens, softcap, self.temperature
         return TokenLogProbs(*_LogProbs.apply(*operands(hidden, weight, batch), Rows(weight), options))
 
 
@@ -56,7 +48,12 @@ def per_document(values: Tensor, batch: Batch) -> Tensor:
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: Rows, options: tuple[int, float | None, float]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        rows: Rows,
+        options: tuple[int | None, float | None, float],
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradients = Gradients(hidden, weight, of_hidden=ctx.needs_input_grad[0], of_weight=False)
         log_probs, entropies = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
