@@ -36,17 +36,17 @@ class Reward:
     def of(self, episodes: Sequence["Episode"], tokenizer: Tokenizer, world: World) -> list[float]:
         """One number for each of the episodes. A function with the method `scores` gets all of them together. Of
         processes that read the same the first one calls it; with `is_sharded` all processes do, each for its own."""
-        make = partial(self._of, episodes, tokenizer, world)
-        return make() if getattr(self.function, "is_sharded", False) else world.of_peers(make)
 
-    def _of(self, episodes: Sequence["Episode"], tokenizer: Tokenizer, world: World) -> list[float]:
-        if hasattr(self.function, "scores"):
+        def make() -> list[float]:
+            if not hasattr(self.function, "scores"):
+                return [self(episode.prompt.row, episode.text) for episode in episodes]
             scores = called(f"reward: {self.name} fails", self.function.scores, episodes, tokenizer, world)
             if not isinstance(scores, Sequence) or len(scores) != len(episodes):
                 found = f"reward: {self.name} gives {scores!r:.80} for {len(episodes)} completions"
                 raise TuneError(f"{found}; it must give a list of as many numbers")
             return [_finite(score, f"reward: {self.name} gives {score!r}") for score in scores]
-        return [self(episode.prompt.row, episode.text) for episode in episodes]
+
+        return make() if getattr(self.function, "is_sharded", False) else world.of_peers(make)
 
     def __call__(self, row: dict[str, Any], completion: str) -> float:
         """Raises TuneError if the function raises, or gives something else than a finite number."""
@@ -85,6 +85,11 @@ class Episode:
     finish: str = "length"
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
+
+    def add(self, completion: Completion) -> None:
+        self.tokens += completion.tokens
+        self.log_probs += completion.log_probs
+        self.text, self.finish = self.text + completion.text, completion.finish
 
     def sample(self, advantage: float = 0.0) -> Sample:
         """The prompt with the episode, whose sampled tokens are learned. Its columns are the `advantage`, the `reward`,
@@ -147,15 +152,15 @@ def rollout(
     def sample(prompts: Sequence[Sequence[int]], **given: Any) -> list[list[Completion]]:
         """Processes that read the same have the completions of the first: an engine may give others to each."""
         found = sampler(model, prompts, **given)
+        for completion in chain(*found):
+            completion.text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
         return world.of_peers(lambda: found)
 
     if environment is None:
         indices = [each.position for each in mine]
         found = sample([each.tokens for each in mine], samples=samples, step=step, indices=indices)
         for episode, completion in zip(chain(*groups), chain(*found), strict=True):
-            episode.tokens, episode.log_probs = completion.tokens, list(completion.log_probs)
-            episode.finish = completion.finish
-            episode.text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+            episode.add(completion)
     else:
         _converse(sample, tokenizer, groups, world, step, environment, max_turns)
     episodes = [*chain(*groups)]
@@ -190,7 +195,7 @@ def _converse(
 
     def answer(is_last: bool, episode: Episode, completion: Completion) -> tuple[float, list[int] | None]:
         """The reward for a completion, and the tokens after which the episode goes on; None: it is over."""
-        text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        text = completion.text
         message = {"role": "assistant", "content": text}
         answer = called(f"environment: step fails on {text!r}", environments[id(episode)].step, message)
         if not isinstance(answer, tuple) or len(answer) != 3:
@@ -226,10 +231,7 @@ def _converse(
         answers = world.of_peers(lambda: [*starmap(reply, completed)])  # noqa: B023
         running = []
         for (episode, completion), (reward, suffix) in zip(completed, answers, strict=True):
-            episode.tokens += completion.tokens
-            episode.log_probs += completion.log_probs
-            episode.finish = completion.finish
-            episode.text += tokenizer.decode(completion.tokens, skip_special_tokens=True)
+            episode.add(completion)
             episode.rewards["environment"] += reward
             episode.reward += reward
             if suffix is not None:

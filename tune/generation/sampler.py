@@ -40,7 +40,7 @@ class Completion:
 
 
 @dataclass
-class _Row:
+class SampledRow:
     """A completion in the making, and the random numbers of its tokens."""
 
     prompt: tuple[int, ...]
@@ -104,22 +104,24 @@ class Sampler:
             TuneError: the model has no cache, a prompt or a stop id does not fit it, or it gives NaN.
         """
         indices = range(len(prompts)) if indices is None else indices
-        decoder = self.check(model, prompts, indices)
-        outputs = [[Completion() for _ in range(samples)] for _ in prompts]
-        waiting = deque(
-            _Row(tuple(map(int, prompt)), completion, uniforms(self.seed, step, index, sample))
-            for prompt, index, completions in zip(prompts, indices, outputs, strict=True)
-            for sample, completion in enumerate(completions)
-        )
+        rows = [
+            SampledRow(tuple(map(int, prompt)), Completion(), uniforms(self.seed, step, index, sample))
+            for prompt, index in zip(prompts, indices, strict=True)
+            for sample in range(samples)
+        ]
+        self.complete(self.check(model, prompts, indices), rows)
+        return [[row.completion for row in rows[at : at + samples]] for at in range(0, len(rows), samples)]
+
+    def complete(self, model: GenerativeModel, rows: list[SampledRow]) -> None:
+        """Sample what completes the `rows`, of which there may be none."""
         training = model.training
         model.eval()
         try:  # nothing is compiled: blocks would be, for every number of rows
             with gathered(model), torch.compiler.set_stance("eager_on_recompile"):
-                if waiting:
-                    _Rollout(self, decoder, waiting).run()
+                if rows:
+                    _Rollout(self, model, deque(rows)).run()
         finally:
             model.train(training)
-        return outputs
 
     def stops(self, tokens: list[int]) -> bool:
         """Whether a completion ends with the last of its `tokens`."""
@@ -191,10 +193,10 @@ def answer(
 class _Rollout:
     """Completes the rows that wait. The cache has one row more, for a prompt some of whose samples still wait."""
 
-    def __init__(self, settings: "Sampler", model: GenerativeModel, waiting: deque[_Row]):
+    def __init__(self, settings: "Sampler", model: GenerativeModel, waiting: deque[SampledRow]):
         self.settings, self.model, self.waiting = settings, model, waiting
         self.device = next(model.parameters()).device
-        self.rows: dict[int, _Row] = {}  # by their row of the cache
+        self.rows: dict[int, SampledRow] = {}  # by their row of the cache
         self.spare = min(settings.max_rows, len(waiting))
         self.spare_prompt: dict[tuple[int, ...], Tensor] = {}  # what the spare row has, and the logits after it
         longest = max(len(row.prompt) for row in waiting)
@@ -241,7 +243,7 @@ class _Rollout:
         self.cache.start(slots, batch, self.device)
         return self.model(batch.to(self.device), cache=self.cache)[:, 0]
 
-    def _advance(self, rows: list[_Row]) -> None:
+    def _advance(self, rows: list[SampledRow]) -> None:
         """One more token for each row."""
         last = [len(row.prompt) + len(row.completion.tokens) - 1 for row in rows]
         positions = self.cache.extend(last, self.device)

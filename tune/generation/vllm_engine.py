@@ -1,19 +1,14 @@
 """Sampling by vLLM, which is installed beside `tune`."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
 
-import torch
-from torch import nn
-
 from tune.checkpointers import hf_tensors
 from tune.errors import TuneError
-from tune.generation.choose import uniforms
-from tune.generation.sampler import Completion, Sampler
+from tune.generation.sampler import GenerativeModel, SampledRow, Sampler
 from tune.types import PositiveInt, Share
 
 
@@ -47,21 +42,10 @@ class VLLM(Sampler):
         if set_ := [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]:
             raise TuneError(f"{set_[0]}: vLLM's log-probs are those of what it keeps. Leave it out, or take Sampler")
 
-    @torch.no_grad()
-    def __call__(
-        self,
-        model: nn.Module,
-        prompts: Sequence[Sequence[int]],
-        *,
-        samples: int = 1,
-        step: int = 0,
-        indices: Sequence[int] | None = None,
-    ) -> list[list[Completion]]:
+    def complete(self, model: GenerativeModel, rows: list[SampledRow]) -> None:
         """See `Sampler`."""
         from vllm import SamplingParams
 
-        indices = range(len(prompts)) if indices is None else indices
-        self.check(model, prompts, indices)
         engine = _engine(self.path, self.dtype, self.memory, self.max_len, self.max_rows)
         engine.apply_model(lambda theirs: len(theirs.load_weights(hf_tensors(model))))  # in this process
         engine.reset_prefix_cache()
@@ -69,20 +53,19 @@ class VLLM(Sampler):
             SamplingParams(
                 temperature=self.temperature, max_tokens=self.max_new_tokens, logprobs=0, ignore_eos=True,
                 stop_token_ids=[*self.stop_ids], stop=[*self.stop_strings], detokenize=bool(self.stop_strings),
-                seed=int(next(uniforms(self.seed, step, index, sample)) * 2**31),
+                seed=int(next(row.uniforms) * 2**31),
             )
-            for index in indices
-            for sample in range(samples)
+            for row in rows
         ]  # fmt: skip
-        asked = [{"prompt_token_ids": [*map(int, prompt)]} for prompt in prompts for _ in range(samples)]
+        asked = [{"prompt_token_ids": [*row.prompt]} for row in rows]
         outputs = engine.generate(asked, settings, use_tqdm=False) if asked else []
-        completions = [_completion(output.outputs[0]) for output in outputs]
-        return [completions[at : at + samples] for at in range(0, len(completions), samples)]
-
-
-def _completion(found: Any) -> Completion:
-    log_probs = [others[token].logprob for token, others in zip(found.token_ids, found.logprobs, strict=True)]
-    return Completion([*found.token_ids], log_probs, "stop" if found.finish_reason == "stop" else "length")
+        for row, output in zip(rows, outputs, strict=True):
+            found, completion = output.outputs[0], row.completion
+            completion.tokens = [*found.token_ids]
+            completion.log_probs = [
+                each[token].logprob for token, each in zip(found.token_ids, found.logprobs, strict=True)
+            ]
+            completion.finish = "stop" if found.finish_reason == "stop" else "length"
 
 
 @cache
