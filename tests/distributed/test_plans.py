@@ -1,5 +1,6 @@
 """What a plan of tensor parallelism may say; what it cannot is told before anything is loaded."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -84,12 +85,12 @@ world = distributed.init("cpu", tp=2)
 named = torch.nn.Module.named_parameters
 
 
-def check(plan, heads=None):
+def check(plan, heads=None, dtype="fp32"):
     with torch.device("meta"):
         model = build("")
     for block in model.blocks if heads else ():
         block.attention.forward = fixed(block.attention, heads)
-    distributed.parallelize(model, replace(world, plan=plan), dtype="fp32")
+    distributed.parallelize(model, replace(world, plan=plan), dtype=dtype)
     whole = {name: torch.randn(each.shape, generator=torch.Generator().manual_seed(0)) for name, each in named(model)}
     for name, each in named(model):
         shard, place = distributed.local_shard(each.detach())
@@ -119,6 +120,9 @@ check(without)
 check(without, heads=4)
 check({"blocks.*.up": "colwise"})
 check({"blocks.*.up": "colwise_gather_output", "blocks.*.down": "rowwise_split_input"})
+check(PLAN | {"blocks.*.up": "packed_colwise"})
+check(PLAN | {"norms.mlp": "replicated_with_grad_allreduce"})
+check(PLAN, dtype="bf16")
 world.finish()
 """
 
@@ -130,9 +134,12 @@ def test_a_plan_that_changes_what_is_computed(tmp_path, monkeypatch):
     (tmp_path / "checked.py").write_text(CHECKED)
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[1]}:{Path(tensor_parallel.__file__).parents[2]}")
-    right, norm, heads, alone, gathered = run_processes(tmp_path / "checked.py", 2).splitlines()[-5:]
-    assert right == gathered == "fine"
+    output = run_processes(tmp_path / "checked.py", 2).splitlines()
+    right, norm, heads, alone, gathered, packed, summed, rounded = output[-8:]
+    assert right == gathered == rounded == "fine"
     assert norm.startswith("parallel.plan: by it the model computes something else: the gradient of blocks.")
     assert "query_norm" in norm and "replicated_with_grad_allreduce" in norm
     assert "computes something else" in heads and "view(..., -1, head_dim)" in heads
-    assert alone.startswith("parallel.plan: by it the model cannot compute: ")
+    assert alone.startswith("parallel.plan: by it the model cannot compute, at blocks.0.down: mat1 and mat2 shapes ")
+    assert "something else: its hidden states differ by " in packed and "two projections in one weight" in packed
+    assert re.search(r"the gradient of blocks\.\d\.norms\.mlp\.weight differs by .* and no others, need", summed)

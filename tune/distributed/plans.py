@@ -14,12 +14,14 @@ moe_tp_experts: a module whose parameters the styles above share; its output is 
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tune.collators import Batch
 from tune.distributed.exchanges import Peers
@@ -90,11 +92,8 @@ class SharingPlan:
             return
         if not kind and not isinstance(module, nn.Linear):
             raise TuneError(f"parallel.plan: {pattern}: {style} is for nn.Linear; found {type(module).__name__}")
-        if kind:
-            shape = getattr(module, kind).shape
-            width = shape[-1] if style in ROWS else shape[max(len(shape) - 2, 0)]
-        else:
-            width = module.in_features if style in ROWS else module.out_features
+        shape = getattr(module, kind).shape if kind else (module.out_features, module.in_features)
+        width = shape[-1] if style in ROWS else shape[max(len(shape) - 2, 0)]
         width //= 2 if style == "packed_colwise" else 1
         self.counts[f"{pattern} ({width} {'inputs' if style in ROWS else 'outputs'})"] = "", width
         if style in ("colwise", "rowwise") and not kind:
@@ -108,23 +107,19 @@ class SharingPlan:
         return getattr(self.config, "head_dim", None) or (hidden // heads if hidden and heads else None)
 
     def _apply(self, module: Any, kind: str, name: str, style: str) -> None:
+        parts = 2 if style == "packed_colwise" else 1
         if kind:
             parameter = getattr(module, kind)
-            uses: Uses = {(module, kind): Use(part=True)}
+            use = Use(parameter.ndim - 1 if style in ROWS else None, part=True)
             if style in COLUMNS:
                 dim = max(parameter.ndim - 2, 0)
-                counts = [parameter.shape[dim] // 2] * 2 if style == "packed_colwise" else [parameter.shape[dim]]
-                uses = {(module, kind): column(parameter, dim, counts, self.mesh)}
-            elif style in ROWS:
-                uses = {(module, kind): Use(parameter.ndim - 1, part=True)}
-            self.uses |= uses
+                use = column(parameter, dim, [parameter.shape[dim] // parts] * parts, self.mesh)
+            self.uses[module, kind] = use
             return
         if style != "moe_tp_experts":
             self.uses |= {(owner, each): Use(part=True) for owner, each, _ in parameters_of(module)}
         if style in COLUMNS:
-            packed = style == "packed_colwise"
-            counts = [module.out_features // 2] * 2 if packed else [module.out_features]
-            self.uses |= columns_of(module, counts, self.mesh)
+            self.uses |= columns_of(module, [module.out_features // parts] * parts, self.mesh)
         elif style in ROWS:
             self.uses |= rows_of(module, name, self.mesh)
             self.inputs.append(module)
@@ -219,27 +214,31 @@ def check_plan(model: Any) -> None:
     for context in (nullcontext, plan.off):
         seen = torch.zeros(len(trained), device=device)
         kept: list[Tensor] = []
+        entered: list[nn.Module] = []
 
         def probe(hidden: Tensor, weight: Tensor, batch: Batch, kept: list[Tensor] = kept, **_: Any) -> Tensor:
-            kept.append(hidden.detach().float())
+            kept.append(hidden.detach())
             return (hidden.float() * torch.linspace(-1, 1, hidden.numel(), device=hidden.device).view_as(hidden)).sum()
 
-        def keep(index: int, seen: Tensor) -> Any:
-            def norm(parameter: Tensor) -> None:
-                assert parameter.grad is not None
-                seen[index] = torch.linalg.vector_norm(local_shard(parameter.grad)[0], dtype=torch.float32)
-                parameter.grad = None
+        def keep(parameter: Any, index: int, seen: Tensor = seen) -> None:
+            seen[index] = torch.linalg.vector_norm(local_shard(parameter.grad)[0], dtype=torch.float32)
+            parameter.grad = None
 
-            return norm
-
-        hooks = [each.register_post_accumulate_grad_hook(keep(at, seen)) for at, (_, each) in enumerate(trained)]
+        hooks = [
+            each.register_post_accumulate_grad_hook(partial(keep, index=at)) for at, (_, each) in enumerate(trained)
+        ]
+        hooks.append(register_module_forward_pre_hook(lambda module, _, to=entered: to.append(module)))
         try:
             with context():
                 result = model(batch, probe)
                 if result.requires_grad:
                     result.backward()
         except RuntimeError as error:
-            raise TuneError(f"parallel.plan: by it the model cannot compute: {error}") from error
+            at = next(name for name, each in model.named_modules() if each is entered[-1])
+            raise TuneError(
+                f"parallel.plan: by it the model cannot compute, at {at}: {error}. What a colwise layer gives is for a "
+                "rowwise one, and what a layer without a style gets must be whole"
+            ) from error
         finally:
             for hook in hooks:
                 hook.remove()
@@ -247,14 +246,17 @@ def check_plan(model: Any) -> None:
     model.train(training)
     (hidden, mine), (whole, theirs) = found
     apart = (mine - theirs).abs() / theirs.maximum(theirs.mean() * 1e-3).clamp(min=1e-12)
-    apart = torch.cat([apart, ((hidden - whole).norm() / whole.norm())[None]])
+    apart = torch.cat([apart, ((hidden - whole).float().norm() / whole.float().norm())[None]])
     dist.all_reduce(apart, op=dist.ReduceOp.MAX)
-    worst = int(apart.argmax())
-    if not apart[worst] < (1e-2 if hidden.dtype == torch.float32 else 0.2):
-        what = "its hidden states" if worst == len(trained) else f"the gradient of {trained[worst][0]}"
+    is_wrong = ~(apart < (1e-2 if hidden.dtype == torch.float32 else 0.2))
+    if is_wrong.any():
+        worst = (
+            len(trained) if is_wrong[-1] else int(apart.argmax())
+        )  # from wrong hidden states all gradients are wrong
+        what = "its hidden states differ" if is_wrong[-1] else f"the gradient of {trained[worst][0]} differs"
         raise TuneError(
-            f"parallel.plan: by it the model computes something else: {what} differ by {apart[worst]:.0%} from those "
-            "of one process. Weights that are used between colwise and rowwise layers need the style "
-            "replicated_with_grad_allreduce, and a forward must take the number of heads from what it gets, as "
-            "view(..., -1, head_dim) does"
+            f"parallel.plan: by it the model computes something else: {what} by {apart[worst]:.0%} from those of one "
+            "process. Weights that are used between colwise and rowwise layers, and no others, need the style "
+            "replicated_with_grad_allreduce; packed_colwise is for two projections in one weight; a forward must take "
+            "the number of heads from what it gets, as view(..., -1, head_dim) does"
         )

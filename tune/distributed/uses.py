@@ -47,18 +47,14 @@ WHOLE = (slice(None),)
 def require_even(counts: Mapping[str, tuple[str, int]], size: int) -> None:
     """Raises TuneError if `size` processes cannot share the `counts`, by what each is called and its field."""
 
-    def fits(size: int) -> dict[str, bool]:
-        return {
-            text: count % size == 0 or (field in REPEATED and size % count == 0)
-            for text, (field, count) in counts.items()
-        }
+    def bad(size: int) -> list[str]:
+        return [text for text, (field, n) in counts.items() if n % size and (field not in REPEATED or size % n)]
 
-    if bad := [text for text, does in fits(size).items() if not does]:
-        good = [
-            str(each) for each in range(1, max(count for _, count in counts.values()) + 1) if all(fits(each).values())
-        ]
+    if bad(size):
+        good = [str(each) for each in range(1, max(count for _, count in counts.values()) + 1) if not bad(each)]
         raise TuneError(
-            f"parallel.tp: {size} processes cannot share {', '.join(bad)} of this model. Set it to {' or '.join(good)}"
+            f"parallel.tp: {size} processes cannot share {', '.join(bad(size))} of this model. "
+            f"Set it to {' or '.join(good)}"
         )
 
 
