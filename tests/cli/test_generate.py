@@ -193,8 +193,8 @@ WRONG = {
     "top-p": (["MODEL", "--prompt", "a", "--temperature", "1", "--top-p", "2"], "top_p: 2.0 is not a number above 0"),
     "too many tokens": (["MODEL", "--prompt", "a", "--max-new-tokens", "600"], "more than the 512 up to which"),
     "no tokens": (["MODEL", "--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens: 0 is not a positive"),
-    "a prompt that is too long": (["MODEL", "--prompts", "long.txt"], "prompt 0 has"),
-    "nothing to go on from": (["MODEL", "--prompt", "", "--raw"], "prompt 0 is empty"),
+    "a prompt that is too long": (["MODEL", "--prompts", "long.txt"], "prompt of long.txt:2 has"),
+    "nothing to go on from": (["MODEL", "--prompt", "", "--raw"], "prompt of --prompt is empty"),
     "over the prompts": (["MODEL", "--prompts", "chats.jsonl", "--out", "chats.jsonl"], "which would be lost"),
     "where to write": (["MODEL", "--prompt", "a", "--out", "none/out.jsonl"], "--out none/out.jsonl cannot be written"),
     "what is not written": (["MODEL", "--prompt", "a", "--out", "a.csv"], "answers are written as .jsonl or .parquet"),
@@ -222,7 +222,7 @@ def test_wrong_inputs(name, checkpoint, tmp_path, monkeypatch, capsys):
     (tmp_path / "answers.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n')
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     (tmp_path / "mixed.jsonl").write_text('{"prompt": "a"}\n{"prompt": [{"role": "user", "content": "a"}]}\n')
-    (tmp_path / "long.txt").write_text("cat " * 600)
+    (tmp_path / "long.txt").write_text("a cat\n" + "cat " * 600)
     (tmp_path / "RUN").mkdir()
     (tmp_path / "RUN" / "config.yaml").write_text("seed: 0")
     arguments, message = WRONG[name]

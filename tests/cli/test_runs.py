@@ -106,7 +106,7 @@ def test_diff_of_two_recipes(make_run, capsys):
     (other / "config.yaml").write_text((other / "config.yaml").read_text() + "\ngroup_size: 4\n")
     rows = shown(capsys, "diff", str(one), str(other))
     assert rows[1] == ["recipe", "full_finetune", "grpo"] and ["max_steps", "12", "8"] in rows
-    assert not any("group_size" in row for row in rows)
+    assert ["group_size", "-", "4"] in rows
 
 
 def test_report(make_run, tmp_path, capsys, monkeypatch):

@@ -163,11 +163,13 @@ def test_what_cannot_be_cut(checkpoint, tmp_path):
     frozen = model_of(tmp_path, "llama", num_hidden_layers=4)
     frozen.blocks[:2].requires_grad_(False)
     refused = [
-        (Unknown(), r"parallel\.pp: Unknown cannot be cut into stages; .* Set parallel\.pp=1"),
-        (hf(str(checkpoint)), r"parallel\.pp: HuggingFaceModel cannot be cut into stages"),
-        (model_of(tmp_path, "llama"), r"parallel\.pp: 4 stages cannot share 3 blocks\. Set it to 3 or less"),
+        (Unknown(), r"parallel\.pp: a Unknown is not cut into stages; .* Set it to 1"),
+        (hf(str(checkpoint)), r"parallel\.pp: a HuggingFaceModel is not cut into stages"),
+        (model_of(tmp_path, "llama"), r"parallel\.pp: 4 stages cannot share 3 blocks\. Set parallel\.pp to at most 3$"),
         (frozen, r"parallel\.pp: of the blocks 0 to 0, which are a stage, nothing is trained"),
     ]
+    with pytest.raises(TuneError, match=r"4 stages, parallel\.pp_virtual=2 of each process, .* at most 1, or lower"):
+        pipeline.split_blocks(refused[2][0], 2, 2)
     for model, message in refused:
         names = [name for name, _ in model.named_parameters()]
         with pytest.raises(TuneError, match=message):

@@ -361,6 +361,9 @@ def test_an_adapter_for_another_model_is_refused(checkpoint, tied_checkpoint, tm
     add_adapters(other, LoRA(rank=2))
     with pytest.raises(TuneError, match=r"(?s)is for another model: it was trained on .*llama.*Take that.*has shape"):
         load_adapter(other, str(tmp_path / "adapter"))
+    same_shapes = save_checkpoint(tmp_path / "mistral", "MistralConfig")
+    with pytest.raises(TuneError, match=r"(?s)is for another model: .* model_type: llama there, mistral here"):
+        merge(same_shapes, tmp_path / "adapter", tmp_path / "merged")
     with pytest.raises(TuneError, match=r"adapter\.path: .*adapter does not fit this model: .* no layer\. Take"):
         add_adapters(torch.nn.Sequential(torch.nn.Linear(4, 4)), read_adapter(str(tmp_path / "adapter")))
     fields = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

@@ -33,6 +33,7 @@ class Pretrained:
 
     def __init__(self, path: str, model: nn.Module, seed: int = 0, setting: str = "model.path"):
         self.path, self.model, self.seed, self.tensors = path, model, seed, disk_tensors(Path(path))
+        model.source = path  # type: ignore[assignment]  # what is put on it asks for its config.json
         names = Names.of(model)
         self.names = names.in_checkpoint(self.tensors)
         self.new = [name for name in names.replaced if self.names[name] not in self.tensors]
@@ -44,9 +45,8 @@ class Pretrained:
         for copy, name in names.copies.items():
             if copy in self.tensors:
                 wanted[copy] = list(stored[name].shape)
-        found = {
-            name: tensor.shape for name, tensor in self.tensors.items() if name in wanted or not names.is_ignored(name)
-        }
+        used = (each for each in self.tensors.items() if each[0] in wanted or not names.is_ignored(each[0]))
+        found = {name: tensor.shape for name, tensor in used}
         if differences := shape_differences(found, wanted, "config.json says"):
             raise TuneError(f"{setting}: the tensors in {path} do not fit its config.json:\n  {differences}")
 

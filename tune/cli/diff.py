@@ -1,5 +1,5 @@
-"""Show in what two runs differ: recipe, settings, data, and the last value of each metric. Of two recipes, what
-only one has is left out."""
+"""Show in what two runs differ: recipe, settings, data, and the last value of each metric. A dash stands for what a run
+does not have."""
 
 from argparse import ArgumentParser
 from pathlib import Path
@@ -17,11 +17,10 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     inputs, recipes = [run.inputs for run in runs], [str(run.facts.get("recipe", "")) for run in runs]
     if recipes[0] != recipes[1]:
         rows.append(["recipe", *recipes])
-        inputs, results = (
-            [{key: each[key] for key in each if key in pair[0].keys() & pair[1].keys()} for each in pair]
-            for pair in (inputs, results)
-        )
     for title, values in {"settings and data": inputs, "result": results}.items():
-        found = [[f"  {key}", *map(as_given, pair)] for key, pair in differences(values)]
+        found = [
+            [f"  {key}", *(as_given(each[key]) if key in each else "-" for each in values)]
+            for key, _ in differences(values)
+        ]
         rows += [[title if found else f"{title}: no difference", "", ""], *found]
     print_table(rows)

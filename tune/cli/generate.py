@@ -120,7 +120,7 @@ class Answerer:
         room = max(1, min(MAX_NEW_TOKENS, (self.model.max_generated or sys.maxsize) - longest))
         count = room if options.max_new_tokens is None else options.max_new_tokens
         self.sampler = Sampler(max_new_tokens=count, max_rows=options.batch_size, **settings)
-        self.sampler.check(self.model, [each.tokens for each in self.prompts], range(len(rows)))
+        self.sampler.check(self.model, [each.tokens for each in self.prompts], [f"of {place}" for place, _ in rows])
 
     def __call__(self, numbers: range) -> list[list[Any]]:
         from tune.generation import answer

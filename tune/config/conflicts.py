@@ -38,6 +38,9 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
     if value("memory.activation_offload") and is_selective:
         problem = "what activation_checkpointing=selective keeps is offloaded only from compiled blocks."
         yield "memory.activation_offload", f"{problem} Set that to full or none, or compile=true."
+    if is_selective and value("parallel.pp_schedule") == "zero_bubble" and (value("parallel.pp") or 1) > 1:
+        problem = "what selective keeps is there for one backward, and parallel.pp_schedule=zero_bubble does two."
+        yield "memory.activation_checkpointing", f"{problem} Set it to full or none, or take another schedule."
     if value("quantization.weights") and "adapter" in cfg and not cfg.adapter:
         yield "quantization.weights", "quantised weights are frozen, and nothing else is trained: give adapter.rank=16."
     if value("quantization.qat"):
@@ -52,12 +55,8 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
             if is_wrong:
                 yield key, f"with quantization.qat it {problem}, or leave quantization.qat out."
     if value("quantization.float8"):
-        for key, is_wrong in (
-            ("quantization.qat", value("quantization.qat")),
-            ("quantization.weights", value("quantization.weights")),
-            ("parallel.tp", (value("parallel.tp") or 1) > 1),
-        ):
-            if is_wrong:
+        for key in ("quantization.qat", "quantization.weights", "parallel.tp"):
+            if value(key) not in (None, 1):
                 yield key, "it does not go with quantization.float8: leave one of them out."
     if (stages := value("parallel.pp") or 1) > 1:
         recomputes = value("adapter.dropout") and value("memory.activation_checkpointing") != "none"

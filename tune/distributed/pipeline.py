@@ -43,15 +43,15 @@ def split_blocks(model: Any, size: int, virtual: int = 1) -> list[range]:
     """
     if not hasattr(model, "keep_blocks"):
         raise TuneError(
-            f"parallel.pp: {type(model).__name__} cannot be cut into stages; models of tune.models.build can. Set "
-            "parallel.pp=1"
+            f"parallel.pp: a {type(model).__name__} is not cut into stages; those of tune.models.build are. Set it to 1"
         )
     *blocks, head = model.costs()
     if len(blocks) < size * virtual:
-        each = f", parallel.pp_virtual={virtual} (at most {len(blocks) // size}) of each," if virtual > 1 else ""
+        each = f", parallel.pp_virtual={virtual} of each process," if virtual > 1 else ""
+        other = ", or lower parallel.pp_virtual (interleaved has 2 or more)" if virtual > 1 else ""
         raise TuneError(
-            f"parallel.pp: {size * virtual} stages{each} cannot share {len(blocks)} blocks. Set it to "
-            f"{max(1, len(blocks) // virtual)} or less"
+            f"parallel.pp: {size * virtual} stages{each} cannot share {len(blocks)} blocks. Set parallel.pp to at most "
+            f"{max(1, len(blocks) // virtual)}{other}"
         )
     stages = stages_of(blocks, head, size * virtual)
     for kept in stages:

@@ -151,14 +151,14 @@ class Sampler:
     def is_complete(self, completion: Completion) -> bool:
         return completion.finish == "stop" or len(completion.tokens) == self.max_new_tokens
 
-    def check(self, model: nn.Module, prompts: Sequence[Sequence[int]], indices: Sequence[int]) -> GenerativeModel:
-        """Raises TuneError if the model or its settings cannot complete the `prompts`, whose numbers are `indices`."""
+    def check(self, model: nn.Module, prompts: Sequence[Sequence[int]], names: Sequence[object]) -> GenerativeModel:
+        """Raises TuneError, with its number or other name, if a prompt cannot be completed by this model so."""
         if not isinstance(model, GenerativeModel):
             raise TuneError(
                 f"a {type(model).__name__} has no cache: take a model of tune.models.build or tune.models.hf"
             )
         count, longest = model.config.vocab_size, model.max_generated
-        named = {f"prompt {index}": prompt for index, prompt in zip(indices, prompts, strict=True)}
+        named = {f"prompt {name}": prompt for name, prompt in zip(names, prompts, strict=True)}
         for name, ids in {"stop_ids": self.stop_ids, **named}.items():
             if unknown := [each for each in ids if not 0 <= each < count]:
                 raise TuneError(f"{unknown[0]} in {name} is not one of the {count} tokens of the model")

@@ -115,17 +115,24 @@ def load_adapter(model: nn.Module, path: str) -> None:
     found = {own_name(tensor.name): tensor for tensor in headers(file)}
     for copy in [name for name in found if name.endswith(BASE_COPY)]:
         _require_equal(model, copy, found.pop(copy), path)
-    if tied:
-        found.pop(PREFIX + HEAD, None)
-    shapes = {name: tensor.shape for name, tensor in found.items()}
-    if differences := shape_differences(shapes, needed, "this model needs"):
+    shapes = {name: tensor.shape for name, tensor in found.items() if not tied or name != PREFIX + HEAD}
+    base = settings.get("base_model_name_or_path")
+    if differences := shape_differences(shapes, needed, "this model needs") or _other_type(base, model):
         raise TuneError(
-            f"adapter.path: {path} is for another model: it was trained on {settings.get('base_model_name_or_path')}. "
-            f"Take that one, or another adapter. What does not fit:\n  {differences}"
+            f"adapter.path: {path} is for another model: it was trained on {base}. Take that one, or another adapter. "
+            f"What does not fit:\n  {differences}"
         )
     with torch.no_grad():
         for part, each in zip(parts, stored, strict=True):
             part.load({name: found[own_name(name)] for name in each})
+
+
+def _other_type(base: str | None, model: Any) -> str:
+    """In words, that `base` is of another type than `model`: layers of the same shapes are something else then."""
+    files = (Path(each, "config.json") for each in (base, getattr(model, "source", None)) if each)
+    read = map(read_json, filter(Path.is_file, files))
+    types = [(each.get("text_config") or each).get("model_type") for each in read]
+    return f"model_type: {types[0]} there, {types[1]} here" if len({*types} - {None}) == 2 else ""
 
 
 def _require_equal(model: nn.Module, name: str, copy: DiskTensor, path: str) -> None:

@@ -117,12 +117,7 @@ def _require_same_vocabulary(base: Path, tokenizer: Tokenizer) -> None:
 
 @torch.no_grad()
 def load_combined(
-    model: Any,
-    adapters: Sequence[Path],
-    method: str,
-    weights: Sequence[float] = (),
-    density: float = 0.5,
-    seed: int = 0,
+    model: Any, adapters: list[Path], method: str, weights: Sequence[float] = (), density: float = 0.5, seed: int = 0
 ) -> None:
     """Load into `model`, which has the layers of the first of the `adapters`, what they make together. For each layer,
     its A matrices and its B matrices are summed, times the root of weight and scaling (`linear`).
@@ -140,19 +135,16 @@ def load_combined(
     if not 0 < density <= 1:
         raise TuneError(f"a density of {density} is no share: it is above 0 and at most 1")
     weights = weights or [1.0] * len(adapters)
-    loaded = []
+    loaded: list[dict[str, Any]] = []
     for folder in adapters:
         lora = read_adapter(str(folder))
         if lora.dora or lora.modules_to_save or not all(isinstance(layer, LoRALinear) for layer in layers.values()):
             raise TuneError(f"{folder} has more than LoRA's matrices of linear layers: it cannot be one of several")
         load_adapter(model, str(folder))
-        alphas = {name: lora.at(*Names.of(model).spellings(name))[1] for name in layers}
-        loaded.append(
-            {
-                name: (layer.lora_a.clone(), layer.lora_b.clone(), lora.scaling(layer.rank, alphas[name]))
-                for name, layer in layers.items()
-            }
-        )
+        loaded.append({})
+        for name, layer in layers.items():
+            alpha = lora.at(*Names.of(model).spellings(name))[1]
+            loaded[-1][name] = layer.lora_a.clone(), layer.lora_b.clone(), lora.scaling(layer.rank, alpha)
     torch.manual_seed(seed)
     for name, layer in layers.items():
         *both, scales = zip(*(each[name] for each in loaded), strict=True)
