@@ -7,8 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -41,12 +43,12 @@ def world():
 
 
 def write_checkpoint(folder: Path, step: int, best: int | None = None) -> Path:
-    path = folder / "checkpoints" / f"step-{step:08d}"
+    path = folder / "checkpoints" / f".step-{step:08d}"
     path.mkdir(parents=True)
     (path / "state.json").write_text(json.dumps({"step": step, "best": {"step": best} if best else {}}))
     (path / "__0_0.distcp").write_bytes(bytes([step]) * 1000)
     write_digests(path)
-    return path
+    return path.rename(path.with_name(f"step-{step:08d}"))  # as the checkpointer does: complete or not there
 
 
 def names(url: str, end: str = "digests.json") -> list[str]:
@@ -157,6 +159,67 @@ def test_nodes_must_not_share_the_disk(url: str, tmp_path: Path, monkeypatch: py
         Store(url, tmp_path, SecondNode(), {})
     with pytest.raises(TuneError, match="keep_best and on_nan=rollback read checkpoints while training"):
         Store(url, tmp_path, SecondNode(), {"keep_best": "validation_loss"})
+
+
+class Node:
+    """The world of one of two nodes, each of which is a thread here."""
+
+    def __init__(self, rank: int, shared: list, meeting: threading.Barrier):
+        self.rank, self.is_main, self.shared, self.meeting = rank, rank == 0, shared, meeting
+
+    def all_gather(self, value: object) -> list:
+        self.shared[self.rank] = value
+        self.meeting.wait(20)
+        found = [*self.shared]
+        self.meeting.wait(20)
+        return found
+
+    def broadcast(self, value: object) -> object:
+        return self.all_gather(value)[0]
+
+    def barrier(self) -> None:
+        self.meeting.wait(20)
+
+
+def test_nodes_upload_parts_of_the_same_checkpoints(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(store, "LATE", 0.2)
+    nodes = [Node(rank, shared, meeting) for shared, meeting in [([0, 0], threading.Barrier(2))] for rank in (0, 1)]
+    with ThreadPoolExecutor(2) as threads:
+
+        def started(node: Node) -> Store:
+            found = Store(url, tmp_path / f"{node.rank}", node, {"keep": 1})
+            found.start(print)
+            return found
+
+        def write(step: int, *ranks: int) -> None:
+            for rank in ranks:
+                path = write_checkpoint(tmp_path / f"{rank}", step)
+                (path / "__0_0.distcp").rename(path / f"__{rank}_0.distcp")
+                if rank:
+                    (path / "digests.json").unlink()
+                    (path / "state.json").unlink()
+
+        first = [*threads.map(started, nodes)]
+        write(1, 0, 1)
+        wait_until(lambda: names(url) == ["step-00000001"])
+        write(2, 0)  # the other node has it no more
+        write(3, 0, 1)
+        for step in (1, 2):
+            shutil.rmtree(tmp_path / "0" / "checkpoints" / f"step-0000000{step}")
+        wait_until(lambda: names(url) == ["step-00000003"])
+        assert [*threads.map(lambda each: each.finish(None), first)] == [None, None]
+        files, root = fsspec.url_to_fs(url)
+        assert {path.rpartition("/")[2] for path in files.find(f"{root}/checkpoints")} == {
+            "__0_0.distcp", "__1_0.distcp", "digests.json", "state.json"
+        }  # fmt: skip
+        shutil.rmtree(tmp_path / "1")
+        write(4, 0)  # a node alone cannot continue after it
+        second = [*threads.map(started, nodes)]
+        for rank in (0, 1):
+            assert [path.name for path in (tmp_path / f"{rank}").glob("checkpoints/*")] == ["step-00000003"]
+        assert (tmp_path / "1" / "checkpoints" / "step-00000003" / "__1_0.distcp").exists()
+        [*threads.map(lambda each: each.finish(None), second)]
 
 
 @pytest.mark.parametrize("command", [["report"], ["export", "--to", "gguf", "--out", "x.gguf"], ["runs"]])

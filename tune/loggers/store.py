@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec.implementations.dirfs import DirFileSystem
 
 from tune.atomic import written_aside
 from tune.checkpointers.checkpointer import STORED
@@ -48,7 +49,7 @@ class Store:
         self.owner: bytes = world.broadcast(uuid.uuid4().bytes)
         first = int(os.environ.get("LOCAL_RANK", world.rank)) == 0
         self.nodes = [rank for rank, is_first in enumerate(world.all_gather(first)) if is_first]
-        self.claim, self.claimed = "", 0.0  # the checkpoint at work, and since when
+        self.held, self.since = "", 0.0  # the checkpoint at work, and since when
         self.sent: dict[str, tuple[int, int]] = {}  # time and size of each file when it was uploaded
         self.there, self.next_files, self.failure = set[str](), 0.0, ""
         self.ended = threading.Event()
@@ -58,22 +59,17 @@ class Store:
                 "output_dir: checkpointer.keep_best and on_nan=rollback read checkpoints while training, of which each "
                 "node has only its part with a URL. Give a folder that all nodes share, or leave both out"
             )
-        self._require_own_disks()
-        self._on_each_node(lambda: self._fetch(url))
-
-    def _require_own_disks(self) -> None:
-        """Raises TuneError if nodes share the folder, in which each would remove what the other writes."""
-        mark, mine = self.folder / STORED, self.owner.hex()
-        if self.world.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
+        mark, mine = folder / STORED, self.owner.hex()
+        if world.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
             mark.write_text(mine)
-        self.world.barrier()
-        is_other = self.world.rank in self.nodes[1:]
-        if any(self.world.all_gather(is_other and mark.exists() and mark.read_text() == mine)):
-            raise TuneError(
-                f"output_dir: with a URL each node writes to a disk of its own, and {self.folder} is shared. Set "
+        world.barrier()
+        if any(world.all_gather(world.rank in self.nodes[1:] and mark.exists() and mark.read_text() == mine)):
+            raise TuneError(  # else each node would remove what the other writes
+                f"output_dir: with a URL each node writes to a disk of its own, and {folder} is shared. Set "
                 "TUNE_LOCAL to a folder on a disk of each node, or give a shared folder as output_dir itself"
             )
+        self._on_each_node(lambda: self._fetch(url))
 
     def _on_each_node(self, action: Callable[[], None]) -> None:
         why = ""
@@ -88,67 +84,68 @@ class Store:
 
     def _fetch(self, url: str) -> None:
         """Bring the folder up to date. Checkpoints that are newer than those in the store are kept by a single node."""
-        self.files, root = fsspec.url_to_fs(url)
-        self.root, self.needs_folders = root.rstrip("/"), url.partition("://")[0] not in WITHOUT_FOLDERS
-        self.files.pipe_file(self._parent_made(f".access-{self.world.rank}"), b"")
-        self.files.rm_file(f"{self.root}/.access-{self.world.rank}")
-        checkpoints, stored = self.folder / "checkpoints", sorted(self._complete())
-        here = max((path.name for path in checkpoints.glob("step-*")), default="")
-        newest = max(stored, default="")
-        if len(self.nodes) > 1:
-            for path in checkpoints.glob("step-*"):
-                if path.name > newest:
-                    shutil.rmtree(path)
-        if newest and here < newest and self.world.is_main:
+        files, root = fsspec.url_to_fs(url)
+        self.files, self.needs_folders = DirFileSystem(root, files), url.partition("://")[0] not in WITHOUT_FOLDERS
+        self._make_parent(probe := f".access-{self.world.rank}")
+        self.files.pipe_file(probe, b"")
+        self.files.rm_file(probe)
+        stored, several = self._complete(), len(self.nodes) > 1
+        newest, here = max(stored, default=""), max(self._steps(), default="")
+        for step in self._steps() if several else ():
+            if step > newest:
+                shutil.rmtree(self.folder / "checkpoints" / step)
+        if here < newest and self.world.is_main:
             for name in self._listed():
                 if not name.startswith((".", "checkpoints/")):
                     with written_aside(self.folder / name) as unfinished:
-                        self.files.get_file(f"{self.root}/{name}", str(unfinished))
-        if newest and (here <= newest or len(self.nodes) > 1):
-            self._fetch_checkpoint(newest)
-            best = json.loads((checkpoints / newest / "state.json").read_text()).get("best", {}).get("step", 0)
-            if f"step-{best:08d}" in stored:
-                self._fetch_checkpoint(f"step-{best:08d}")
+                        self.files.get_file(name, str(unfinished))
+        if newest and (here <= newest or several):
+            state = json.loads((self._fetch_checkpoint(newest) / "state.json").read_text())
+            if (best := f"step-{state.get('best', {}).get('step', 0):08d}") in stored:
+                self._fetch_checkpoint(best)
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / STORED).touch()
 
-    def _fetch_checkpoint(self, step: str) -> None:
+    def _fetch_checkpoint(self, step: str) -> Path:
         final, names = self.folder / "checkpoints" / step, self._listed(f"checkpoints/{step}")
         if all((self.folder / name).exists() for name in names) and not found_damage(final):
-            return
+            return final
         with written_aside(final, folder=True) as unfinished:
             for name in names:
-                self.files.get_file(f"{self.root}/{name}", str(unfinished / Path(name).name))
+                self.files.get_file(name, str(unfinished / Path(name).name))
             if damage := found_damage(unfinished):
                 raise TuneError(f"checkpoints/{step} there is damaged: {damage}. Remove it there")
+        return final
 
     def _listed(self, below: str = "") -> list[str]:
         """The files below, as paths from the run folder."""
         self.files.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
-            found = self.files.find(f"{self.root}/{below}".rstrip("/"))
-            return [path.removeprefix(self.root).lstrip("/") for path in found]
+            return self.files.find(below)
         return []
 
     def _complete(self) -> set[str]:
         return {name.split("/")[1] for name in self._listed("checkpoints") if name.endswith(f"/{DIGESTS}")}
+
+    def _steps(self) -> list[str]:
+        """The checkpoints on this disk, the newest first."""
+        return sorted((path.name for path in self.folder.glob("checkpoints/step-*")), reverse=True)
 
     def start(self, tell: Callable[[str], None]) -> None:
         """Upload in a thread from here on. All processes must call it."""
 
         def begin() -> None:
             if self.world.is_main:
-                self.files.pipe_file(f"{self.root}/{OWNER}", self.owner)
-                self.files.pipe_file(f"{self.root}/{HELD}", b"")
-                self._remove({name.split("/")[1] for name in self._listed("checkpoints")} - self._complete())
+                self.files.pipe_file(OWNER, self.owner)
+                self.files.pipe_file(HELD, b"")
+                self.there = self._complete()
+                self._remove({name.split("/")[1] for name in self._listed("checkpoints")} - self.there)
 
         def run() -> None:
             while not self.ended.wait(PAUSE):
                 if (failure := self._try()) != self.failure:
-                    again = (
-                        "is reached again" if not failure else f"is behind: {failure}. The run goes on and tries again"
-                    )
-                    tell(f"{'warning: ' * bool(failure)}{self.name} {again}")
+                    behind = f"warning: {self.name} is behind: {failure}. The run goes on and tries again"
+                    tell(behind if failure else f"{self.name} is reached again")
                 self.failure = failure
 
         self._on_each_node(begin)
@@ -184,81 +181,68 @@ class Store:
             return without_secrets(f"{error}" or repr(error))
 
     def _upload(self, is_last: bool) -> str:
-        if self.files.cat_file(f"{self.root}/{OWNER}") != self.owner:
+        if self.files.cat_file(OWNER) != self.owner:
             return TAKEN
         if not self.world.is_main:
-            return self._upload_part(is_last)
-        while self.claim or self._new():
-            if not self.claim:
-                self.there = self._complete()
-                for path in self._new()[:1]:
-                    self._hold(path)
-            elif not self._upload_claim():
+            asked = self.files.cat_file(HELD).decode()
+            if asked and asked not in self.there and self._upload_part(asked):
+                self.files.pipe_file(f"checkpoints/{asked}/{MARK}{self.world.rank}", b"")
+                self.there.add(asked)
+            last = max(self._steps(), default="")
+            return f"{last} is not complete yet" if is_last and last > max(self._complete(), default="") else ""
+        while step := self.held or self._next():
+            if self._upload_part(step) and not self._is_over():
                 break
-        kept = {*sorted(self.there)[-(self.keep or 0) :], *(path.name for path in self._steps())}
+        kept = {*sorted(self.there)[-(self.keep or 0) :], *self._steps()}
         self._remove(self.there - kept)
         self.there &= kept
         self._upload_files(is_last)
-        return f"{self.claim} of another node is missing" if self.claim and is_last else ""
+        return f"{self.held} of another node is missing" if self.held and is_last else ""
 
-    def _steps(self) -> list[Path]:
-        return sorted(self.folder.glob("checkpoints/step-*"), reverse=True)
-
-    def _new(self) -> list[Path]:
-        """Checkpoints to upload; of several nodes, which remove old ones each in its time, only newer ones."""
+    def _next(self) -> str:
+        """The newest checkpoint to upload; of several nodes, which remove old ones each in its time, only a newer one
+        than those there."""
         least = max(self.there, default="") if len(self.nodes) > 1 else ""
-        return [path for path in self._steps() if path.name not in self.there and path.name > least]
+        return next((step for step in self._steps() if step not in self.there and step > least), "")
 
-    def _hold(self, path: Path) -> None:
-        """Keep its files until they are uploaded, whatever the run keeps; other nodes upload the same step."""
-        held = self.folder / HELD
-        shutil.rmtree(held, ignore_errors=True)
-        try:
-            shutil.copytree(path, held / path.name, copy_function=os.link)
-        except (shutil.Error, FileNotFoundError):  # it is removed right now
-            if path.exists():
-                raise
-            return
-        self.claim, self.claimed = path.name, time.monotonic()
-        if self.world.is_main and len(self.nodes) > 1:
-            self.files.pipe_file(f"{self.root}/{HELD}", path.name.encode())
-
-    def _upload_held(self) -> str:
-        """All but the file that makes it complete; where it goes."""
-        for file in sorted((self.folder / HELD / self.claim).iterdir()):
+    def _upload_part(self, step: str) -> bool:
+        """All of a checkpoint but the file that makes it complete, if it is here. It is held until all of it is there,
+        whatever the run keeps; the first node has the others upload theirs."""
+        held, path = self.folder / HELD, self.folder / "checkpoints" / step
+        if self.held != step:
+            shutil.rmtree(held, ignore_errors=True)
+            try:
+                shutil.copytree(path, held / step, copy_function=os.link)
+            except (shutil.Error, FileNotFoundError):  # perhaps it is removed right now
+                if path.exists():
+                    raise
+                return False
+            self.held, self.since = step, time.monotonic()
+            if self.world.is_main and len(self.nodes) > 1:
+                self.files.pipe_file(HELD, step.encode())
+        for file in sorted((held / step).iterdir()):
             if file.name != DIGESTS:
-                self._send(file, f"checkpoints/{self.claim}/{file.name}")
-        return f"checkpoints/{self.claim}"
+                self._send(file, f"checkpoints/{step}/{file.name}")
+        return True
 
-    def _upload_part(self, is_last: bool) -> str:
-        """On another node than the first: what is here of the step that the first one uploads."""
-        asked = self.files.cat_file(f"{self.root}/{HELD}").decode()
-        if asked and asked != self.claim and (path := self.folder / "checkpoints" / asked).is_dir():
-            self._hold(path)
-        if asked and asked == self.claim and asked not in self.there:
-            self.files.pipe_file(f"{self.root}/{self._upload_held()}/{MARK}{self.world.rank}", b"")
-            self.there.add(asked)
-        last = max((path.name for path in self._steps()), default="")
-        return f"{last} is not complete yet" if is_last and last > max(self._complete(), default="") else ""
-
-    def _upload_claim(self) -> bool:
-        """Whether the claim is over: it is complete in the store, or another node has it no more."""
-        folder = self._upload_held()
+    def _is_over(self) -> bool:
+        """Whether what is held is complete in the store now, or another node has it no more."""
+        folder = f"checkpoints/{self.held}"
         marks = {f"{folder}/{MARK}{rank}" for rank in self.nodes if rank}
-        if is_complete := marks <= {*self._listed(folder)}:
+        if marks <= {*self._listed(folder)}:
             self._upload_files(is_due=True)  # first: what it continues must be there
-            self._send(self.folder / HELD / self.claim / DIGESTS, f"{folder}/{DIGESTS}")
-            self.there.add(self.claim)
+            self._send(self.folder / HELD / self.held / DIGESTS, f"{folder}/{DIGESTS}")
+            self.there.add(self.held)
             for mark in marks:
-                self.files.rm_file(f"{self.root}/{mark}")
-        is_late = time.monotonic() - self.claimed > LATE and self._steps()[:1] > [self.folder / folder]
-        if is_late and not is_complete:
-            self._remove({self.claim})
+                self.files.rm_file(mark)
+        elif time.monotonic() - self.since > LATE and max(self._steps(), default="") > self.held:
+            self._remove({self.held})
             self.sent = {name: state for name, state in self.sent.items() if not name.startswith(folder)}
-        if is_complete or is_late:
-            self.claim = ""
-            shutil.rmtree(self.folder / HELD)
-        return is_complete or is_late
+        else:
+            return False
+        self.held = ""
+        shutil.rmtree(self.folder / HELD)
+        return True
 
     def _upload_files(self, is_due: bool) -> None:
         """All but checkpoints, so often that this takes a twentieth of the time at most."""
@@ -271,27 +255,23 @@ class Store:
             self.next_files = time.monotonic() + 20 * (time.monotonic() - began)
 
     def _send(self, file: Path, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):  # what is replaced while this runs
+        try:
             about = file.stat()
-            if self.sent.get(name) == (state := (about.st_mtime_ns, about.st_size)):
-                return
-            path = self._parent_made(name)
-            try:
-                self.files.put_file(str(file), path)
-            except FileNotFoundError:
-                if file.exists():
-                    raise TuneError(f"{path} cannot be written") from None
-                return
-            self.sent[name] = state
+            if self.sent.get(name) != (state := (about.st_mtime_ns, about.st_size)):
+                self._make_parent(name)
+                self.files.put_file(str(file), name)
+                self.sent[name] = state
+        except FileNotFoundError:
+            if file.exists():  # else it was replaced while this ran
+                raise TuneError(f"{name} cannot be written") from None
 
-    def _parent_made(self, name: str) -> str:
-        path = f"{self.root}/{name}"
+    def _make_parent(self, name: str) -> None:
         if self.needs_folders:
-            self.files.makedirs(os.path.dirname(path), exist_ok=True)
-        return path
+            self.files.makedirs(os.path.dirname(name), exist_ok=True)
 
     def _remove(self, steps: set[str]) -> None:
         for step in steps:
             with contextlib.suppress(FileNotFoundError):
-                self.files.rm_file(f"{self.root}/checkpoints/{step}/{DIGESTS}")
-            self.files.rm(f"{self.root}/checkpoints/{step}", recursive=True)
+                self.files.rm_file(f"checkpoints/{step}/{DIGESTS}")
+            with contextlib.suppress(FileNotFoundError):
+                self.files.rm(f"checkpoints/{step}", recursive=True)
