@@ -14,7 +14,6 @@ moe_tp_experts: a module whose parameters the styles above share; its output is 
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -212,7 +211,6 @@ def check_plan(model: Any) -> None:
     model.eval()
     found = []
     for context in (nullcontext, plan.off):
-        seen = torch.zeros(len(trained), device=device)
         kept: list[Tensor] = []
         entered: list[nn.Module] = []
 
@@ -220,14 +218,7 @@ def check_plan(model: Any) -> None:
             kept.append(hidden.detach())
             return (hidden.float() * torch.linspace(-1, 1, hidden.numel(), device=hidden.device).view_as(hidden)).sum()
 
-        def keep(parameter: Any, index: int, seen: Tensor = seen) -> None:
-            seen[index] = torch.linalg.vector_norm(local_shard(parameter.grad)[0], dtype=torch.float32)
-            parameter.grad = None
-
-        hooks = [
-            each.register_post_accumulate_grad_hook(partial(keep, index=at)) for at, (_, each) in enumerate(trained)
-        ]
-        hooks.append(register_module_forward_pre_hook(lambda module, _, to=entered: to.append(module)))
+        hook = register_module_forward_pre_hook(lambda module, _, to=entered: to.append(module))
         try:
             with context():
                 result = model(batch, probe)
@@ -240,9 +231,13 @@ def check_plan(model: Any) -> None:
                 "rowwise one, and what a layer without a style gets must be whole"
             ) from error
         finally:
-            for hook in hooks:
-                hook.remove()
-        found.append((kept[0], seen))
+            hook.remove()
+        norms = torch.zeros(len(trained), device=device)
+        for index, (_, parameter) in enumerate(trained):
+            if parameter.grad is not None:
+                norms[index] = torch.linalg.vector_norm(local_shard(parameter.grad)[0], dtype=torch.float32)
+                parameter.grad = None
+        found.append((kept[0], norms))
     model.train(training)
     (hidden, mine), (whole, theirs) = found
     apart = (mine - theirs).abs() / theirs.maximum(theirs.mean() * 1e-3).clamp(min=1e-12)

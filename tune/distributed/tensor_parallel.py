@@ -87,18 +87,6 @@ def _uses_of_parts(blocks: list[nn.Module], mesh: DeviceMesh, peers: Peers, shar
     """Of models that say how they are shared; their parts exchange what is to be."""
     parts = [part for block in blocks for part in block.children() if not isinstance(part, nn.RMSNorm | nn.LayerNorm)]
     parts = [part for part in parts if any(True for _ in part.parameters())]
-    _require_shares(parts, mesh.size())
-    uses: Uses = {}
-    for part in blocks if shares_tokens else parts:
-        uses |= {(module, kind): Use(part=True) for module in part.modules() for kind in module._parameters}
-    for part in parts:
-        for module in part.modules():
-            uses |= _uses(module, mesh)
-        _sum_outputs(part, peers, shares_tokens)
-    return uses
-
-
-def _require_shares(parts: list[nn.Module], size: int) -> None:
     counts: dict[str, tuple[str, int]] = {}
     for part in parts:
         sharing: list[Any] = [module for module in part.modules() if hasattr(module, "columns")]
@@ -107,12 +95,18 @@ def _require_shares(parts: list[nn.Module], size: int) -> None:
                 f"parallel.tp: {type(part).__name__} does not say how processes share it (see `columns` in "
                 "tune.distributed.tensor_parallel); models of tune.models.build do. Set parallel.tp=1"
             )
-        for module in sharing:
-            for fields in module.columns.values():
-                for field in fields:
-                    counts[f"{field}={getattr(module.config, field)}"] = field, getattr(module.config, field)
-
-    require_even(counts, size)
+        for config, fields in ((each.config, fields) for each in sharing for fields in each.columns.values()):
+            found = {field: getattr(config, field) for field in fields}
+            counts |= {f"{field}={count}": (field, count) for field, count in found.items()}
+    require_even(counts, mesh.size())
+    uses: Uses = {}
+    for part in blocks if shares_tokens else parts:
+        uses |= {(module, kind): Use(part=True) for module in part.modules() for kind in module._parameters}
+    for part in parts:
+        for module in part.modules():
+            uses |= _uses(module, mesh)
+        _sum_outputs(part, peers, shares_tokens)
+    return uses
 
 
 def _uses(module: Any, mesh: DeviceMesh) -> Uses:

@@ -94,7 +94,7 @@ def in_actors(chosen: Any, make: Callable[[], Callable[[Any], Any]], items: Sequ
         count = min(max(least, min(most, room)), len(items))
         actors = [kind.remote(make, os.getcwd()) for _ in range(count)]
         ray.get([actor.start.remote() for actor in actors])
-        yield _in_order(ray, actors, items)
+        yield _in_order(ray.util.ActorPool(actors), items)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, TuneError):
             raise TuneError(str(error.cause)) from error
@@ -118,24 +118,18 @@ class _Actor:
     def start(self) -> None:
         self.function = self.function or self.make()
 
-    def call(self, item: Any) -> Any:
+    def call(self, position: int, item: Any) -> tuple[int, Any]:
         self.start()
-        return self.function(item)
+        return position, self.function(item)
 
 
-def _in_order(ray: Any, actors: Sequence[Any], items: Sequence[Any]) -> Iterator[Any]:
-    idle, waiting = list(actors), list(enumerate(items))[::-1]
-    running: dict[Any, tuple[int, Any]] = {}
+def _in_order(pool: Any, items: Sequence[Any]) -> Iterator[Any]:
+    """`pool.map` gives no work to an actor that is done before an earlier one."""
+    done = pool.map_unordered(lambda actor, numbered: actor.call.remote(*numbered), enumerate(items))
     results: dict[int, Any] = {}
     for position in range(len(items)):
         while position not in results:
-            while idle and waiting:
-                (at, item), actor = waiting.pop(), idle.pop()
-                running[actor.call.remote(item)] = at, actor
-            (done,), _ = ray.wait([*running])
-            at, actor = running.pop(done)
-            results[at] = ray.get(done)
-            idle.append(actor)
+            results |= [next(done)]
         yield results.pop(position)
 
 
