@@ -48,8 +48,7 @@ dist.ProcessGroup.set_timeout = lambda *_: None  # this backend has none
 world = distributed.init("cpu", **{axis: size}, zero_stage=stage, reduce_every_micro_batch=True)
 with torch.device("meta"):
     model = build(path)
-sent = {"tokens": 120, "micro_batches": count, "reduce_every_micro_batch": world.reduce_every_micro_batch}
-expected = distributed.bytes_sent(model, world, "fp32", "fp32", **sent)
+expected = distributed.bytes_sent(model, world, "fp32", "fp32", tokens=120, micro_batches=count)
 distributed.parallelize(model, world, dtype="fp32")
 for parameter in model.parameters():
     torch.nn.init.zeros_(parameter)

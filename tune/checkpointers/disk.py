@@ -189,4 +189,4 @@ def load_torch_file(file: Path) -> dict[str, Tensor]:
     return content
 
 
-SAFETENSORS_DTYPES = {**_TYPES, "F8_E8M0": torch.float8_e8m0fnu}
+SAFETENSORS_DTYPES: dict[str, Any] = {**_TYPES, "F8_E8M0": torch.float8_e8m0fnu}

@@ -1,6 +1,7 @@
 """Writing a model, with its tokenizer and chat template, as a GGUF file, which llama.cpp and Ollama load."""
 
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,8 +138,7 @@ def export_gguf(
             for name, each in factors.items():
                 writer.add_tensor_info(name, each.shape, "float32", each.nbytes, kinds.F32)
             for name in model.names.on_disk:
-                owner, _, last = name.rpartition(".")
-                for new, part, kind in plan(name, getattr(model.get_submodule(owner), last).detach().to("meta")):
+                for new, part, kind in plan(name, operator.attrgetter(name)(model).detach().to("meta")):
                     size = math.prod(gguf.quants.quant_shape_to_byte_shape(part.shape, kind))
                     writer.add_tensor_info(new, part.shape, "float32", size, kind)
             writer.write_header_to_file()

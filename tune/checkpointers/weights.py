@@ -63,10 +63,9 @@ class Pretrained:
         names = [f"{tensor.name} {tensor.shape} {tensor.dtype}" for tensor in self.tensors.values()]
         digest = sampled_digest(names, {tensor.file for tensor in self.tensors.values()})
         settings = "quantization.weights=null"
-        for module in self.model.modules():
-            if isinstance(module, NF4Weight):
-                double = str(module.ranges is not None).lower()
-                settings = f"quantization.weights=nf4 quantization.double={double}"
+        if quantized := next((module for module in self.model.modules() if isinstance(module, NF4Weight)), None):
+            double = str(quantized.ranges is not None).lower()
+            settings = f"quantization.weights=nf4 quantization.double={double}"
         return {"sha256": digest, "quantization": settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -103,8 +103,10 @@ def _of_whole(head: Any, batch: Batch, part: Any, size: int) -> Callable[..., An
             count = batch.num_supervised
             return type(found)(*(part.of_all(each.float(), part.supervised, count).to(each.dtype) for each in found))
         hidden = part.of_all(hidden[0], part.places, part.whole.ids.shape[1])[: batch.tokens.numel()]
-        # Each process computes the gradient of the weight as a whole.
-        return head(hidden.view(*batch.tokens.shape, -1), _Scaled.apply(weight, 1 / size), batch, **options)
+        weight = weight.view_as(weight)
+        if weight.requires_grad:  # each process computes the gradient as a whole
+            weight.register_hook(lambda gradient: gradient * (1 / size))
+        return head(hidden.view(*batch.tokens.shape, -1), weight, batch, **options)
 
     of_whole.takes_shares = bool(of_parts) and getattr(head, "takes_shares", False)  # type: ignore[attr-defined]
     return of_whole
@@ -189,16 +191,3 @@ def part_of(batch: Batch, mesh: DeviceMesh) -> Batch:
         num_supervised=len(of_part),
         shared=None,
     )
-
-
-class _Scaled(torch.autograd.Function):
-    """The same; in backward the gradient times `factor`."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return input.view_as(input)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None

@@ -18,7 +18,6 @@ def bytes_sent(
     *,
     tokens: float,
     micro_batches: int,
-    reduce_every_micro_batch: bool = True,
 ) -> dict[str, float]:
     """Bytes that a process sends in a step in which it computes `tokens` tokens, on average of the processes, by axis.
 
@@ -37,7 +36,7 @@ def bytes_sent(
     _, *embeddings = reversed(units_of(model, blocks)[len(blocks) :])
     twice = {id(each) for block in blocks for each in block.parameters()}
     twice |= {id(each) for unit in embeddings for each in unit.parameters() if each.requires_grad}
-    reductions = micro_batches if reduce_every_micro_batch else 1
+    reductions = micro_batches if world.reduce_every_micro_batch else 1
     sharding = replicas = 0.0
     seen = set()
     for name, module in model.named_modules():

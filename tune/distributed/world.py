@@ -262,23 +262,21 @@ def init(
         replicas = mesh["dp_replicate", "cp"]._flatten("replicas")
     elif cp > 1:
         sharding = mesh["dp_shard", "cp"]._flatten("shards")
-    experts, groups = None, [each.get_group() for each in (data, peers, replicas, sharding)]
+    experts = None
     if ep > 1:
         names = "pp", "dp_replicate", "dp_shard", "ep"
         copies = data.size() * cp // ep if zero_stage == 0 else dp_replicate
         sizes = pp, copies, data.size() * cp // ep // copies, ep
         grid = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)
         experts = grid[names[1:]]
-        groups += experts.get_all_groups()
     links: list[Any] = []
     if pp > 1:
         ranks = mesh.mesh.view(pp, -1).T.tolist()
         links = [dist.new_subgroups_by_enumeration(ranks)[0] for _ in range(3 if virtual > 1 else 1)]
         links = [mesh.get_group("pp"), *links]
-        groups += links
-    for group in [*mesh.get_all_groups(), *groups]:
+    for group in dist.distributed_c10d._world.pg_map:  # a mesh makes groups with torch's default
         if dist.get_backend() != "fake":  # of `tune validate`: no processes, nothing to wait for
-            group.set_timeout(duration)  # a mesh makes groups with torch's default
+            group.set_timeout(duration)
     if replicas.size() > 1:
         sharding = DeviceMesh._concatenate([replicas, sharding])
     PACE.device = here

@@ -180,7 +180,6 @@ class Run:
         sent = bytes_sent(
             model, self.world, cfg.dtype, cfg.master_dtype, tokens=tokens,
             micro_batches=-(-rows // cfg.micro_batch_size),
-            reduce_every_micro_batch=self.world.reduce_every_micro_batch,
         )  # fmt: skip
         by_axis = ", ".join(f"{axis} {size / 2**20:,.1f}" for axis, size in sent.items())
         self.info(f"sent by each process in a step of {tokens:,.0f} tokens, MiB: {by_axis}")
