@@ -50,14 +50,11 @@ def disk_tensors(folder: Path) -> dict[str, DiskTensor]:
         index = folder / f"{whole}.index.json"
         if index.exists():
             return _indexed(index)
-        if (folder / whole).exists():
-            return {tensor.name: tensor for tensor in headers(folder / whole)}
         stem, _, suffix = whole.rpartition(".")
-        files = sorted(folder.glob(f"{stem}-*.{suffix}"))
+        files = [*folder.glob(whole)] or sorted(folder.glob(f"{stem}-*.{suffix}"))
         if suffix == "safetensors":
             files = files or sorted(folder.glob("*.safetensors"))
-        files = [file for file in files if not file.name.startswith("adapter_")]
-        if files:
+        if files := [file for file in files if not file.name.startswith("adapter_")]:
             _require_all_shards(files)
             return _disjoint(files)
     others = sorted(child.name for child in folder.glob("*") if child.suffix in (".pt", ".pth", ".gguf"))
