@@ -281,8 +281,22 @@ def add_vocabulary(writer: Any, tokenizer: Tokenizer, rows: int) -> None:
         tokens[index], types[index] = token, TokenType.NORMAL
     for added in definition["added_tokens"]:
         types[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
-    if model.get("byte_fallback"):
-        _add_sentencepiece(writer, definition, merges, tokens, types)
+    if model.get("byte_fallback"):  # sentencepiece, which merges the pair first whose union has the highest score
+        ranks: dict[str, int] = {}
+        for rank, pair in enumerate(merges):
+            ranks.setdefault(pair.replace(" ", ""), rank)
+        for index, token in enumerate(tokens):
+            if len(token) == 6 and token.startswith("<0x"):
+                types[index] = TokenType.BYTE
+            elif token == model["unk_token"]:
+                types[index] = TokenType.UNKNOWN
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_scores([-float(ranks.get(token, len(ranks))) for token in tokens])
+        outer, normalizer = definition["pre_tokenizer"] or {}, definition["normalizer"] or {}
+        steps = [*outer.get("pretokenizers", [outer]), *normalizer.get("normalizers", [normalizer])]
+        prepends = any(step.get("prepend") or step.get("prepend_scheme") in ("first", "always") for step in steps)
+        writer.add_add_space_prefix(prepends)
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_words(definition, tokenizer))
@@ -316,26 +330,3 @@ def _words(definition: dict[str, Any], tokenizer: Tokenizer) -> str:
             "llama.cpp's own converter may know it: `python convert_hf_to_gguf.py FOLDER`"
         )
     return name
-
-
-def _add_sentencepiece(
-    writer: Any, definition: dict[str, Any], merges: list[str], tokens: list[str], types: list[Any]
-) -> None:
-    """Of a sentencepiece model, which merges the pair first whose union has the highest score."""
-    from gguf import TokenType
-
-    ranks: dict[str, int] = {}
-    for rank, pair in enumerate(merges):
-        ranks.setdefault(pair.replace(" ", ""), rank)
-    for index, token in enumerate(tokens):
-        if len(token) == 6 and token.startswith("<0x"):
-            types[index] = TokenType.BYTE
-        elif token == definition["model"]["unk_token"]:
-            types[index] = TokenType.UNKNOWN
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_scores([-float(ranks.get(token, len(ranks))) for token in tokens])
-    outer, normalizer = definition["pre_tokenizer"] or {}, definition["normalizer"] or {}
-    steps = [*outer.get("pretokenizers", [outer]), *normalizer.get("normalizers", [normalizer])]
-    prepends = any(step.get("prepend") or step.get("prepend_scheme") in ("first", "always") for step in steps)
-    writer.add_add_space_prefix(prepends)

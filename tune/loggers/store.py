@@ -51,7 +51,7 @@ class Store:
         self.nodes = [rank for rank, is_first in enumerate(world.all_gather(first)) if is_first]
         self.held, self.since = "", 0.0  # the checkpoint at work, and since when
         self.sent: dict[str, tuple[int, int]] = {}  # time and size of each file when it was uploaded
-        self.there, self.next_files, self.failure = set[str](), 0.0, ""
+        self.there, self.next_files = set[str](), 0.0
         self.ended = threading.Event()
         self.thread: threading.Thread | None = None
         if len(self.nodes) > 1 and (checkpointer.get("keep_best") or checkpointer.get("on_nan") == "rollback"):
@@ -142,11 +142,12 @@ class Store:
                 self._remove({name.split("/")[1] for name in self._listed("checkpoints")} - self.there)
 
         def run() -> None:
+            told = ""
             while not self.ended.wait(PAUSE):
-                if (failure := self._try()) != self.failure:
+                if (failure := self._try()) != told:
                     behind = f"warning: {self.name} is behind: {failure}. The run goes on and tries again"
                     tell(behind if failure else f"{self.name} is reached again")
-                self.failure = failure
+                told = failure
 
         self._on_each_node(begin)
         if self.world.rank in self.nodes:
@@ -217,9 +218,9 @@ class Store:
                 if path.exists():
                     raise
                 return False
-            self.held, self.since = step, time.monotonic()
             if self.world.is_main and len(self.nodes) > 1:
                 self.files.pipe_file(HELD, step.encode())
+            self.held, self.since = step, time.monotonic()
         for file in sorted((held / step).iterdir()):
             if file.name != DIGESTS:
                 self._send(file, f"checkpoints/{step}/{file.name}")
