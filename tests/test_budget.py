@@ -8,16 +8,16 @@ HOUSE = Path(tune.__file__).parent
 
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
-    "checkpointers": 1872,
+    "checkpointers": 1855,
     "cli": 2099,
     "collators": 264,
     "config": 885,
     "datasets": 4002,
-    "distributed": 2359,
+    "distributed": 2334,
     "evaluation": 492,
     "generation": 868,
-    "launchers": 424,
-    "loggers": 1423,
+    "launchers": 418,
+    "loggers": 1403,
     "losses": 850,
     "models": 3399,
     "optimizers": 333,
