@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tune.datasets import DataLoader, load, ray
+from tune.datasets.ray_data import map_by_ray
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
@@ -71,6 +72,20 @@ def test_mistakes_come_in_their_place(cluster, checkpoint: Path, tmp_path: Path,
         taken = []
         with pytest.raises(TuneError, match=message):
             taken += [step for step, _ in steps]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_tasks_do_not_wait_for_the_cpus_of_those_who_wait_for_them(cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    @cluster.remote
+    class Training: ...
+
+    cpus = cluster.cluster_resources()["CPU"]
+    training = Training.options(num_cpus=cpus).remote()
+    cluster.get(training.__ray_ready__.remote())
+    monkeypatch.setattr(cluster, "available_resources", lambda: {"CPU": cpus})  # Ray's view is seconds late
+    assert sum(map_by_ray(len, lambda: iter(range(1000)), None)) == 1000
+    cluster.kill(training)
 
 
 @pytest.mark.slow
