@@ -54,7 +54,6 @@ def test_a_frozen_model_beside_may_be_dense(tmp_path):
     ("axes", "message"),
     [
         ({"ep": 2}, r"parallel\.ep: 2 processes cannot be among the 1 of dp_shard x cp. Set it to 1, or start more$"),
-        ({"ep": 2, "tp": 2}, r"parallel\.ep: it does not go with parallel\.tp=2.* Set one of both to 1"),
     ],
 )
 def test_axes_that_do_not_fit(axes, message):

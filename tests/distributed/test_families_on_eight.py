@@ -13,6 +13,7 @@ MIXED = {
     "dp x tp x pp": {"tp": 2, "pp": 2},
     "dp_replicate x cp x pp": {"dp_replicate": 2, "cp": 2, "pp": 2},
     "ep x cp x pp": {"ep": 2, "cp": 2, "pp": 2},
+    "ep x dp x tp": {"ep": 2, "tp": 2},
 }
 DENSE = ["llama", "qwen3-windows", "gemma3_text", "phi3", "glm4", "qwen3_5_text"]
 WITH_EXPERTS = ["qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral-window"]

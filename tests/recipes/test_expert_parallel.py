@@ -19,6 +19,7 @@ LAYOUTS = {
     "ep x FSDP": ["parallel.ep=2", "micro_batch_size=2"],
     "ep x cp": ["parallel.ep=2", "parallel.cp=2", "micro_batch_size=2"],
     "ep x HSDP": ["parallel.ep=2", "parallel.dp_replicate=2", "micro_batch_size=2"],
+    "ep x tp": ["parallel.ep=2", "parallel.tp=2", "micro_batch_size=2"],
 }
 ADAPTER = [*LORA, "adapter.target_modules='.*(q_proj|experts.*)'"]
 ROUTED = ("expert_load", "router_entropy", "router_loss")
@@ -61,7 +62,7 @@ def test_two_processes_have_the_experts(common, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_families(name, common, tmp_path):  # noqa: F811
     variants = {name: [of_family(name, tmp_path)]}
-    layouts = {each: LAYOUTS[each] for each in ("ep x FSDP", "ep x HSDP")}
+    layouts = {each: LAYOUTS[each] for each in ("ep x FSDP", "ep x HSDP", "ep x tp")}
     assert_one_curve("full_finetune", common, variants, layouts, 4, tmp_path / "runs")
 
 
@@ -94,8 +95,9 @@ def test_adapters(common, tmp_path):  # noqa: F811
         "LoRA on transposed experts": [of_family("gpt_oss", tmp_path), *ADAPTER],
         "NF4, DoRA": [model, *LORA, *NF4, "adapter.dora=true"],
     }
-    layouts = {each: LAYOUTS[each] for each in ("ep", "ep x cp")}
-    assert_one_curve("lora_finetune", common, variants, layouts, 4, tmp_path / "runs")
+    layouts = {name: ["ep", "ep x cp", "ep x tp"] for name in variants}
+    layouts["NF4, DoRA"].remove("ep x tp")  # its rows are too short to be cut into blocks
+    assert_one_curve("lora_finetune", common, variants, LAYOUTS, 4, tmp_path / "runs", layouts)
 
 
 @pytest.mark.slow

@@ -23,8 +23,8 @@ def map_by_ray(
     function: Callable[[list[Any]], Chunk], rows: Callable[[], Iterator[Any]], workers: int | None
 ) -> Iterator[Chunk]:
     """`function` of 64 of the `rows` at a time, in their order, as `map_chunks`; by tasks of Ray Data, `workers` at a
-    time (None: one for each CPU that is free). One task reads. No task reserves a CPU: what is free is known late, and
-    a task that waits for the CPU of the process that waits for its rows would wait for ever."""
+    time (None: one for each CPU that is free); one task reads. None reserves a CPU: what is free is known late, and it
+    would wait for ever for that of the process that waits for its rows."""
     import ray
     from ray import data
 
@@ -33,7 +33,7 @@ def map_by_ray(
     context.execution_options.resource_limits = data.ExecutionResources(object_store_memory=IN_FLIGHT)
     context.target_max_block_size, context.target_min_block_size = BLOCK, 1
     context.enable_progress_bars = context.print_on_execution_start = False
-    workers = workers or max(1, int(ray.available_resources().get("CPU", 0)))
+    free = int(ray.available_resources().get("CPU", 0))
 
     def read(_: Any) -> Iterator[dict[str, list[bytes]]]:
         os.chdir(here)
@@ -49,8 +49,8 @@ def map_by_ray(
         return {"samples": [pickle.dumps(_result(function, pickle.loads(each))) for each in block["rows"]]}
 
     read_rows = data.from_items([0]).map_batches(read, num_cpus=0)
-    tasks = {"compute": data.TaskPoolStrategy(workers), "scheduling_strategy": "SPREAD"}  # over all nodes
-    samples = read_rows.map_batches(work, batch_size=None, num_cpus=0, **tasks)
+    tasks = data.TaskPoolStrategy(workers or max(1, free))
+    samples = read_rows.map_batches(work, batch_size=None, num_cpus=0, compute=tasks)
     for row in samples.iter_rows():
         found = pickle.loads(row["samples"])
         if isinstance(found, TuneError):

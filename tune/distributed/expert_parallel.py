@@ -2,7 +2,8 @@
 
 A module that can do so has `expert_mesh`, for the processes that share its experts, and a child `experts`, all of whose
 parameters have the experts as their first dimension. It sends tokens to the processes that have their experts. FSDP
-shards experts over the processes that have the same, and all other parameters over all of `dp_shard`.
+shards experts over the processes that have the same, and all other parameters over all of `dp_shard`. With `tp` a
+process has its share of the widths of its experts, and sends what it makes of a token where that of the others goes.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tune.distributed.uses import Use, parameters_of, see_shares
 from tune.errors import TuneError
@@ -61,16 +62,22 @@ def shared_experts(model: nn.Module) -> list[nn.Module]:
 def whole_experts(model: nn.Module) -> Iterator[None]:
     """Each process has all experts within, where FSDP has gathered its own."""
     sharing = [(mixture, mixture.expert_mesh) for mixture in _mixtures(model) if mixture.expert_mesh is not None]
+    before: list[dict[Any, Any]] = []
     for mixture, _ in sharing:
         uses = mixture.experts.uses
-        uses |= {(owner, kind): Whole(owner._parameters[kind].detach().full_tensor()) for owner, kind in uses}
+        before.append({**uses})
+        uses |= {key: Whole(use.of(_of_all_experts(key[0]._parameters[key[1]]))) for key, use in uses.items()}
         mixture.expert_mesh = None
     try:
         yield
     finally:
-        for mixture, mesh in sharing:
-            mixture.experts.uses |= dict.fromkeys(mixture.experts.uses, Use(0))
+        for (mixture, mesh), uses in zip(sharing, before, strict=True):
+            mixture.experts.uses |= uses
             mixture.expert_mesh = mesh
+
+
+def _of_all_experts(parameter: DTensor) -> DTensor:
+    return parameter.detach().redistribute(placements=[Replicate(), *parameter.placements[1:]])
 
 
 def _mixtures(model: nn.Module) -> list[Any]:

@@ -60,15 +60,16 @@ def parallelize(
         cut(model, world, DTYPES[dtype])
     blocks = repeated_blocks(model)
     units = units_of(model, blocks)
-    if world.mesh["tp"].size() > 1:
-        trained = any(parameter.requires_grad for parameter in model.parameters())
-        share(model, blocks, units, world.mesh["tp"], world.plan if trained else None)
     if world.experts is not None:
         if compile:
             raise TuneError(
                 "compile: with parallel.ep above 1 the sizes in blocks depend on the data. Set compile=false"
             )
         share_experts(model, world.experts["ep"])
+    if world.mesh["tp"].size() > 1:
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        on_both = world.experts and world.experts["ep", "tp"]
+        share(model, blocks, units, world.mesh["tp"], world.plan if trained else None, on_both)
     if world.mesh["cp"].size() > 1:
         split(model, world.mesh["cp"])
     needs_cast = cast_by_fsdp(model, dtype, master_dtype)

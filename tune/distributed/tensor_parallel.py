@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from tune.distributed.exchanges import Peers
+from tune.distributed.expert_parallel import shared_experts
 from tune.distributed.plans import SharingPlan
 from tune.distributed.uses import WHOLE, Use, Uses, column, columns_of, require_even, rows_of, see_shares
 from tune.errors import TuneError
@@ -33,10 +34,12 @@ def share(
     units: list[nn.Module],
     mesh: DeviceMesh,
     plan: Mapping[str, str] | None = None,
+    experts: DeviceMesh | None = None,
 ) -> None:
     """Make the parameters of `model`, on the meta device, DTensors on `mesh`, and its forwards see their shares.
 
-    The parameters of each of the `units`, among them the `blocks`, become plain when its forward begins.
+    The parameters of each of the `units`, among them the `blocks`, become plain when its forward begins. Those that
+    processes of `ep` share are DTensors already, and become ones on the mesh of both, `experts`.
 
     Raises:
         TuneError: a part of a block does not say how it is shared, and no `plan` does, or heads or widths cannot be.
@@ -66,19 +69,27 @@ def share(
                 _share_head(model, mesh, peers)
     shared: dict[Tensor, nn.Parameter] = {}
     taken: set[nn.Module] = set()
-    for unit in units:
+    shared_among_more = shared_experts(model)
+    for unit in [*shared_among_more, *units]:
         mine: Uses = {}
         for module in (each for each in unit.modules() if each not in taken):  # in one order: some shares are gathered
             for kind, parameter in module._parameters.items():
                 if parameter is not None:
                     use = mine[module, kind] = uses.get((module, kind), Use())
                     if parameter not in shared:
-                        placement = Replicate() if use.dim is None else Shard(use.dim)
-                        tensor = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+                        placements: list[Placement] = [Replicate() if use.dim is None else Shard(use.dim)]
+                        on = mesh
+                        if experts is not None and isinstance(parameter, DTensor):
+                            on, placements = experts, [*parameter.placements, *placements]
+                        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                        tensor = distribute_tensor(whole, on, placements, src_data_rank=None)
                         shared[parameter] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
                     module._parameters[kind] = shared[parameter]
         taken |= set(unit.modules())
-        see_shares(unit, mine)
+        if unit in shared_among_more:
+            unit.uses |= mine  # type: ignore[operator]
+        else:
+            see_shares(unit, mine)
         if unit in inside and planned is not None:
             planned.seen.append(mine)
 

@@ -31,10 +31,11 @@ class Use(NamedTuple):
 
     def of(self, parameter: DTensor) -> Tensor:
         is_own = self.dim is not None and self.slices is None
+        others = parameter.placements[:-1]  # before `tp`: experts may be shared among the processes of `ep`, too
         if self.slices is not None:
             with waiting():
-                parameter = parameter.redistribute(placements=[Replicate()])
-        local = parameter.to_local(grad_placements=[Partial()] if self.part and not is_own else None)
+                parameter = parameter.redistribute(placements=[*others, Replicate()])
+        local = parameter.to_local(grad_placements=[*others, Partial()] if self.part and not is_own else None)
         if self.slices is not None and self.dim is not None:
             local = torch.cat([local[(slice(None),) * self.dim + (each,)] for each in self.slices], dim=self.dim)
         return local if self.divisor == 1 else local / self.divisor

@@ -221,10 +221,6 @@ def init(
     Raises:
         TuneError: the device is not available, or the mesh does not match the number of processes.
     """
-    if ep > 1 and tp > 1:
-        raise TuneError(
-            f"parallel.ep: it does not go with parallel.tp={tp}, which shares experts. Set one of both to 1"
-        )
     if zero_stage == 3 and pp > 1:
         raise TuneError(
             f"parallel.zero_stage: with parallel.pp={pp} weights stay gathered in a step. Set it to 2 or less, or null"
@@ -264,9 +260,9 @@ def init(
         sharding = mesh["dp_shard", "cp"]._flatten("shards")
     experts = None
     if ep > 1:
-        names = "pp", "dp_replicate", "dp_shard", "ep"
+        names = "pp", "dp_replicate", "dp_shard", "ep", "tp"
         copies = data.size() * cp // ep if zero_stage == 0 else dp_replicate
-        sizes = pp, copies, data.size() * cp // ep // copies, ep
+        sizes = pp, copies, data.size() * cp // ep // copies, ep, tp
         grid = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)
         experts = grid[names[1:]]
     links: list[Any] = []

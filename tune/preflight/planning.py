@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -164,8 +165,6 @@ class Job:
             )
         if found.shards % found.ep:
             raise TuneError(f"parallel.ep: {found.ep} does not divide dp_shard x cp, which are {found.shards}")
-        if found.ep > 1 and found.tp > 1:
-            raise TuneError(f"parallel.ep: it does not go with parallel.tp={found.tp}. Set one of both to 1")
         return found
 
     def _settings(self, *keys: str) -> dict[str, Any]:
@@ -247,7 +246,7 @@ class Job:
         }
         for pp, cp, ep, tp in itertools.product(*sizes.values()):
             rest = processes // (tp * cp * pp)
-            if rest * tp * cp * pp == processes and rest * cp % ep == 0 and (tp == 1 or ep == 1):
+            if rest * tp * cp * pp == processes and rest * cp % ep == 0:
                 yield tp, cp, ep, pp
 
     def _plans(self, processes: int, tp: int, cp: int, ep: int, pp: int) -> Iterator[Plan]:
@@ -294,11 +293,11 @@ def _powers(number: int) -> list[int]:
 @functools.cache
 def _meshes(tp: int, cp: int, ep: int) -> dict[str, DeviceMesh]:
     """Those of the axes that are used, of processes that are not there."""
-    strides = {"tp": (tp, 1), "cp": (cp, tp), "ep": (ep, 1)}
-    used = {name: torch.arange(size) * stride for name, (size, stride) in strides.items() if size > 1}
+    grids = {("tp",): (tp,), ("cp", "tp"): (cp, tp), ("ep", "tp"): (ep, tp)}
+    used = {names: torch.arange(math.prod(grid)).view(grid) for names, grid in grids.items() if grid[0] > 1}
     if used and not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4096)
-    return {name: DeviceMesh("cpu", ranks, mesh_dim_names=(name,)) for name, ranks in used.items()}
+    return {names[0]: DeviceMesh("cpu", ranks, mesh_dim_names=names) for names, ranks in used.items()}
 
 
 def calibrate(run: Path, device: Device) -> Device:

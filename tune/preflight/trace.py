@@ -243,7 +243,7 @@ def trace(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     units = _allocated(model, cfg, plain, meshes, fake)
     if "cp" in meshes:
-        split(model, meshes["cp"])
+        split(model, meshes["cp"]["cp"])
     for block in blocks:
         wrap_forward(block, checkpointing, False, False)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -332,10 +332,10 @@ def _allocated(
             is_cast = casts and parameter.is_floating_point()
             seen = DTYPES[cfg.dtype] if is_cast else stored_dtype(module, parameter, cfg.dtype, cfg.master_dtype)
             parameter.data = parameter.data.to(seen)
-    if "tp" in meshes:
-        share(model, repeated_blocks(model), units, meshes["tp"], cfg.parallel.get("plan"))
     if "ep" in meshes:
-        share_experts(model, meshes["ep"])
+        share_experts(model, meshes["ep"]["ep"])
+    if "tp" in meshes:
+        share(model, repeated_blocks(model), units, meshes["tp"], cfg.parallel.get("plan"), meshes.get("ep"))
     shared = {parameter for experts in shared_experts(model) for parameter in experts.parameters()}
     with fake:
         model.to_empty(device="cpu")
@@ -349,7 +349,7 @@ def _allocated(
                 stored = stored_dtype(module, parameter, cfg.dtype, cfg.master_dtype).itemsize
                 gathered, trained = 0 if plain else number * parameter.itemsize, number * parameter.requires_grad
                 gradients, reduced = trained * parameter.itemsize, 0 if plain else trained * REDUCED
-                of_all = stored * (meshes["ep"].size() if parameter in shared else 1)
+                of_all = stored * (meshes["ep"].size(0) if parameter in shared else 1)
                 whole = trained * of_all // stored
                 sizes.append(Unit(number * of_all, gathered, whole, gradients, reduced, trained * of_all))
                 counted.add(parameter)
