@@ -22,9 +22,8 @@ IN_FLIGHT = 2**28  # bytes that Ray Data may hold between reading and training, 
 def map_by_ray(
     function: Callable[[list[Any]], Chunk], rows: Callable[[], Iterator[Any]], workers: int | None
 ) -> Iterator[Chunk]:
-    """`function` of 64 of the `rows` at a time, in their order, as `map_chunks`; by tasks of Ray Data, `workers` at a
-    time (None: one for each CPU that is free); one task reads. None reserves a CPU: what is free is known late, and it
-    would wait for ever for that of the process that waits for its rows."""
+    """`function` of 64 of the `rows` at a time, in order; by `workers` tasks of Ray Data (None: as many as CPUs are free
+    now). They reserve none: the process that waits for their rows may have taken it, and both would wait for ever."""
     import ray
     from ray import data
 
