@@ -22,7 +22,7 @@ CEILINGS = {
     "models": 3399,
     "optimizers": 333,
     "peft": 1482,
-    "preflight": 1906,
+    "preflight": 1905,
     "records": 324,
     "rules": 422,
     "quantization": 426,

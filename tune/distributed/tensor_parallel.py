@@ -170,16 +170,16 @@ def _share_tokens(model: Any, peers: Peers) -> None:
     def on_parts(hidden: Tensor, positions: Tensor, documents: Any, cache: Any = None) -> Tensor:
         if cache is not None:  # what is generated is a token a row
             return run_blocks(hidden, positions, documents, cache)
-        hidden = run_blocks(peers.own(_padded(hidden, peers))[None], positions, documents)
-        return _rows(peers.whole(hidden[0]), positions)
+        parts = [peers.own(_padded(hidden, peers))[None]]
+        del hidden  # so that neither those of all tokens nor this part are kept while blocks run
+        return _rows(peers.whole(run_blocks(parts.pop(), positions, documents)[0]), positions)
 
     model.run_blocks = on_parts
 
 
 def _padded(hidden: Tensor, peers: Peers) -> Tensor:
     """`[rows, seq, hidden]` -> `[tokens, hidden]`, as many tokens for each process."""
-    tokens = hidden.flatten(0, 1)
-    return F.pad(tokens, (0, 0, 0, -len(tokens) % peers.size))
+    return F.pad(hidden.flatten(0, 1), (0, 0, 0, -hidden.shape[:2].numel() % peers.size))
 
 
 def _rows(tokens: Tensor, positions: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
@@ -123,6 +122,7 @@ class Recorder(TorchDispatchMode):
         self.device, self.dtype, self.fused = device, dtype, fused
         self.live = self.peak = self.compute = self.products = self.exchange = 0.0
         self.storages: dict[int, Any] = {}
+        self.before_next: list[Any] = []  # called when an operation begins: what the one before took has been freed
 
     def ignore(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -139,6 +139,8 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # its own operations come here one by one
         if function is torch.ops.prim.device.default:  # autograd asks this of each tensor; nothing runs
             return args[0].fake_device
+        while self.before_next:
+            self.before_next.pop()()
         output = function(*args, **(kwargs or {}))
         outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
         for tensor in outputs:
@@ -291,21 +293,18 @@ def in_equal_shares(mesh: DeviceMesh, experts: nn.Module, rows: Tensor, plan: An
 def _step(model: nn.Module, blocks: list[nn.Module], batch: Batch, loss_fn: Any, recorder: Recorder) -> list[Any]:
     """The marks of a forward and a backward: at the beginning of each block, before the loss, and back again."""
     marks = [recorder.mark()]
-    handles, ended = [], []
 
-    def at(hidden: Any) -> None:
+    def mark(*_: Any) -> None:
         marks.append(recorder.mark())
-        tensor = next(each for each in tree_leaves(hidden) if isinstance(each, Tensor))
-        if tensor.requires_grad:
-            tensor.register_hook(lambda _: marks.append(recorder.mark()))
 
-    for block in blocks:
-        handles.append(
-            block.register_forward_pre_hook(lambda module, args, kwargs: at((args, kwargs)), with_kwargs=True)
-        )
-    # The last block ends where another module begins: until it has returned, its input is held by who called it.
-    handles.append(blocks[-1].register_forward_hook(lambda *_: ended.append(True)))
-    handles.append(register_module_forward_pre_hook(lambda module, args: at(args) if ended and ended.pop() else None))
+    def at(block: nn.Module, *given: Any) -> None:
+        tensor = next(each for each in tree_leaves(given) if isinstance(each, Tensor))
+        if tensor.requires_grad:
+            tensor.register_hook(mark)
+        recorder.before_next.append(mark)
+
+    handles = [block.register_forward_pre_hook(at, with_kwargs=True) for block in blocks]
+    handles.append(blocks[-1].register_forward_hook(lambda block, _, output: at(block, output)))
     try:
         loss = model(batch, loss_fn) + balance_loss(model)
         loss.backward()
