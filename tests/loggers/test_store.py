@@ -201,6 +201,15 @@ def test_nodes_upload_parts_of_the_same_checkpoints(url: str, tmp_path: Path, mo
                     (path / "state.json").unlink()
 
         first = [*threads.map(started, nodes)]
+        pipe_file, failed = first[0].files.pipe_file, list[str]()
+
+        def fails_once(name: str, content: bytes) -> None:
+            if name == ".uploading" and not failed:
+                failed.append(name)
+                raise OSError("no way there")
+            pipe_file(name, content)
+
+        monkeypatch.setattr(first[0].files, "pipe_file", fails_once)  # what the first one asks for is asked for again
         write(1, 0, 1)
         wait_until(lambda: names(url) == ["step-00000001"])
         write(2, 0)  # the other node has it no more
