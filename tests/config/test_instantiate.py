@@ -89,3 +89,10 @@ def test_what_a_component_finds_wrong_is_said_with_its_place() -> None:
 
 def test_null_is_no_function():
     assert instantiate_weighted(None) == []
+
+
+def test_an_argument_that_a_reward_does_not_have(folder: Path) -> None:
+    with pytest.raises(
+        TuneError, match=r"^reward: Writer cannot be called so: got an unexpected keyword argument 'x'$"
+    ):
+        instantiate_weighted({"_component_": "parts.Writer", "folder": "y", "x": 1})

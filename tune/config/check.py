@@ -165,8 +165,7 @@ class _Combination:
         if COMPONENT in node:
             problem = self._argument_problem(str(node[COMPONENT]), str(name), value, default, prefix)
             return problem or mismatch(value, OPTIONS.get(key, Any))
-        says_nothing = place is None or _is_open(place)
-        return mismatch(value, OPTIONS.get(key, Any if says_nothing else type(place)))
+        return mismatch(value, OPTIONS.get(key, Any if place is None or _is_open(place) else type(place)))
 
     def _rows_problem(self, component: str, default: Values) -> str:
         """A loss of preferences where the recipe has one of tokens, scores where it has log-probs, or the reverse."""
@@ -188,8 +187,7 @@ class _Combination:
         if self.signature(component).accepts_any:
             return ""
         hint = did_you_mean(name, parameters) or self._place_of(name, [], prefix)
-        title = component.rpartition(".")[2]
-        return f"{title} has no argument '{name}'.{hint or ' It has: ' + ', '.join(parameters) + '.'}"
+        return f"{component.rpartition('.')[2]} has no argument '{name}'.{hint or ' It has: ' + ', '.join(parameters)}"
 
     def _place_of(self, name: str, siblings: Iterable[str], prefix: str) -> str:
         """Where the default has a setting with a name like this."""

@@ -38,14 +38,15 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
     if value("memory.activation_offload") and is_selective:
         problem = "what activation_checkpointing=selective keeps is offloaded only from compiled blocks."
         yield "memory.activation_offload", f"{problem} Set that to full or none, or compile=true."
-    if is_selective and value("parallel.pp_schedule") == "zero_bubble" and (value("parallel.pp") or 1) > 1:
-        problem = "what selective keeps is there for one backward, and parallel.pp_schedule=zero_bubble does two."
-        yield "memory.activation_checkpointing", f"{problem} Set it to full or none, or take another schedule."
+    if value("parallel.pp_schedule") == "zero_bubble" and (value("parallel.pp") or 1) > 1:
+        for key, wrong in (("compile", True), ("memory.activation_checkpointing", "selective")):
+            if value(key) == wrong:
+                yield key, "parallel.pp_schedule=zero_bubble has two backwards, and what this makes one: leave one out."
     if value("quantization.weights") and "adapter" in cfg and not cfg.adapter:
         yield "quantization.weights", "quantised weights are frozen, and nothing else is trained: give adapter.rank=16."
     if value("quantization.qat"):
-        whole = value("adapter.modules_to_save") and value("dtype") != value("master_dtype")
         of_transformers = value("model._component_") == "tune.models.hf"
+        whole = value("adapter.modules_to_save") and value("dtype") != value("master_dtype")
         for key, is_wrong, problem in (
             ("adapter.dropout", value("adapter.dropout"), "leaves no weight that could be rounded. Set it to 0"),
             ("adapter.modules_to_save", whole, "casts adapters before merging. Set dtype and master_dtype alike"),
@@ -104,8 +105,7 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
         yield "checkpointer.keep_best", f"{best} is that of a few rows. Take validation_loss, or another of validation."
     if value("evaluate.every") and not value("evaluate.prompts") and not value("evaluate.tasks"):
         yield "evaluate.every", "there is nothing to evaluate on. Give evaluate.prompts or .tasks, or leave it out."
-    of_validation = ["checkpointer.keep_best"] if best.startswith("validation_") else []
-    for key in ("validate_every", "validate_first", *of_validation):
+    for key in ("validate_every", "validate_first", *["checkpointer.keep_best"] * best.startswith("validation_")):
         if value(key) and is_loaded and value("validation_dataset.path", default=True) is None:
             choices = "validation_dataset.path" + ("" if "reward" in cfg else " or dataset.validation_fraction")
             yield key, f"there is nothing to validate on. Give {choices}, or leave it out."

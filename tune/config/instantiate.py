@@ -27,8 +27,7 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
     component = locate(path)
     key = node._get_full_key(None) if isinstance(node, DictConfig) else ""
     given = {f"{name}_" if keyword.iskeyword(name) else name: value for name, value in values.items()}
-    twice = sorted(given.keys() & kwargs.keys())
-    if twice:
+    if twice := sorted(given.keys() & kwargs.keys()):
         raise TuneError(f"{path}: {', '.join(twice)} is given by the recipe: remove it from the configuration")
     try:
         inspect.signature(component).bind(*args, **given, **kwargs)
@@ -84,8 +83,9 @@ def instantiate_weighted(setting: Any, key: str = "reward") -> list[tuple[str, C
         name = getattr(component, "__name__", type(component).__name__)
         try:
             is_class = inspect.isclass(component)
+            inspect.signature(component).bind(*(() if is_class else (None, None)), **values)
             function: Any = component(**values) if is_class else functools.partial(component, **values)
-            if not hasattr(function, "scores"):  # a reward model's: of tokens
+            if is_class and not hasattr(function, "scores"):  # a reward model's: of tokens
                 inspect.signature(function).bind(None, None)
         except (TypeError, ValueError) as error:
             raise TuneError(f"{key}: {name} cannot be called so: {error}") from error

@@ -37,11 +37,13 @@ def find_default(recipe: Path, name: str) -> Path:
 
 def local_folder(output_dir: str) -> Path:
     """The run folder on this machine; of a URL such as s3://bucket/run that is $TUNE_LOCAL/bucket/run, or
-    runs/bucket/run."""
+    runs/bucket/run. Raises TuneError for a URL that names none."""
     if "://" not in output_dir:
         return Path(output_dir)
     place = re.sub(r"^\w+://([^/]*@)?", "", output_dir).split("?")[0]
-    return Path(os.environ.get("TUNE_LOCAL") or "runs", *(part for part in place.split("/") if part not in ("", "..")))
+    if not (parts := [part for part in place.split("/") if part not in ("", "..")]):
+        raise TuneError(f"output_dir: {output_dir} names no folder in its store: add one, {output_dir}runs/mine")
+    return Path(os.environ.get("TUNE_LOCAL") or "runs", *parts)
 
 
 def _folder(kind: str) -> Path:
