@@ -1,6 +1,7 @@
 """What a block gets beside hidden states: rotation, documents, positions and cache."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,14 +65,13 @@ class KeyValueCache:
         """Next are the documents of `batch`, which is one row on the host: each becomes one of `rows`."""
         lengths = np.array(batch.documents.lengths)
         row, position, ends = np.repeat(rows, lengths), batch.positions[0].numpy(), np.repeat(lengths, lengths)
-        places: dict[int | None, Place] = {None: Place((torch.tensor(rows, device=device),))}
-        for layer in self.layers:
-            if layer.slots is not None and layer.slots not in places:
-                kept = np.flatnonzero(position >= ends - layer.slots)  # the last ones of each document
-                indices = kept, row[kept], position[kept] % layer.slots
-                tokens, *written = (torch.from_numpy(each).to(device) for each in indices)
-                places[layer.slots] = Place(tuple(written), tokens)
-            layer.place = places[layer.slots]
+
+        def place(slots: int) -> Place:
+            kept = np.flatnonzero(position >= ends - slots)  # the last ones of each document
+            tokens, *written = (torch.from_numpy(each).to(device) for each in (kept, row[kept], position[kept] % slots))
+            return Place(tuple(written), tokens)
+
+        self._set_places(Place((torch.tensor(rows, device=device),)), place)
 
     def extend(self, positions: list[int], device: torch.device, length: int = 1) -> Tensor:
         """Next are `length` tokens from each of `positions` on, of rows 0, 1, ..., see `together`. Returns all their
@@ -79,15 +79,19 @@ class KeyValueCache:
         count, longest = len(positions), max(positions) + length
         new = torch.tensor(positions, device=device)[:, None] + torch.arange(length, device=device)
         row = torch.arange(count, device=device).repeat_interleave(length)
-        places: dict[int | None, Place] = {None: Place((slice(count),), read=(slice(count),))}
-        for layer in self.layers:
-            if layer.slots is not None and layer.slots not in places:
-                used = min(longest, layer.slots)
-                visible = torch.arange(used, device=device) <= new[..., None]
-                read = slice(count), slice(used)
-                places[layer.slots] = Place((row, new.flatten() % layer.slots), read=read, visible=visible)
-            layer.place = places[layer.slots]
+
+        def place(slots: int) -> Place:
+            used = min(longest, slots)
+            visible = torch.arange(used, device=device) <= new[..., None]
+            return Place((row, new.flatten() % slots), read=(slice(count), slice(used)), visible=visible)
+
+        self._set_places(Place((slice(count),), read=(slice(count),)), place)
         return new
+
+    def _set_places(self, of_states: Place, of_slots: Callable[[int], Place]) -> None:
+        of_slots = functools.cache(of_slots)  # most layers have as many
+        for layer in self.layers:
+            layer.place = of_states if layer.slots is None else of_slots(layer.slots)
 
     def together(self, start: int) -> int:
         """How many tokens from position `start` on can come together: as long as no window loses what they read."""

@@ -101,16 +101,15 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, context: Context) -> tuple[Tensor, RoutingStats | None]:
         """The new hidden states, and in training of a layer with experts the statistics of its router."""
-        if self.config.parallel:
-            normed = self.attention_norm(hidden)
-            return hidden + self.attention(normed, context) + self.mlp(normed, context), None
-        multiplier = self.config.residual_multiplier
-        added = self.attention_output_norm(self.attention(self.attention_norm(hidden), context))
-        hidden = hidden + (added if multiplier == 1 else added * multiplier)
-        output = self.mlp(self.mlp_norm(hidden), context)
+        normed = self.attention_norm(hidden)
+        hidden = self._add(hidden, self.attention_output_norm(self.attention(normed, context)))
+        output = self.mlp(normed if self.config.parallel else self.mlp_norm(hidden), context)
         output, stats = output if isinstance(output, tuple) else (output, None)
-        added = self.mlp_output_norm(output)
-        return hidden + (added if multiplier == 1 else added * multiplier), stats
+        return self._add(hidden, self.mlp_output_norm(output)), stats
+
+    def _add(self, hidden: Tensor, output: Tensor) -> Tensor:
+        multiplier = self.config.residual_multiplier
+        return hidden + (output if multiplier == 1 else output * multiplier)
 
 
 class Decoder(nn.Module):

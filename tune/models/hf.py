@@ -1,5 +1,6 @@
 """Any causal language model of transformers, wrapped for recipes: `model._component_: tune.models.hf`."""
 
+import contextlib
 import copy
 import inspect
 import math
@@ -71,11 +72,11 @@ class HuggingFaceModel(nn.Module):
 
     def __init__(self, model: Any):
         super().__init__()
-        name = type(model).__name__
+        name, tensors = type(model).__name__, model.state_dict(keep_vars=True)
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or model.config.is_encoder_decoder:
             raise TuneError(f"model: {name} has no linear output head over a decoder: it cannot be trained here")
-        on_disk = _disk_names(model)
+        on_disk = {each: (id(tensor), _on_disk(model, each, tensor.detach())) for each, tensor in tensors.items()}
         self.config = model.config.get_text_config()
         self.routing = None
         self.tp_plan = getattr(self.config, "base_model_tp_plan", None)
@@ -98,7 +99,7 @@ class HuggingFaceModel(nn.Module):
         self.head = None if self.tied else head
         ours = {id(tensor): each for each, tensor in [*self.named_parameters(), *self.named_buffers()]}
         self.names = Names({}, ignored=(*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"))
-        for identity, name, names in on_disk:
+        for name, (identity, names) in on_disk.items():
             if ours[identity] not in self.names.on_disk:
                 self.names.on_disk[ours[identity]] = names
                 self.names.alternatives[ours[identity]] = name  # the name in memory, which transformers also loads
@@ -302,21 +303,9 @@ def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     return found.shape == expected.shape and bool(difference <= tolerance * expected.float().norm())
 
 
-def _disk_names(model: Any) -> list[tuple[int, str, OnDisk]]:
-    """(id, name in memory, name or names on disk) of every tensor of `model` that transformers saves."""
-    names = []
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if (on_disk := _parts(model, name, tensor.detach())) is None:
-            raise TuneError(
-                f"model: how transformers converts {name} of {type(model).__name__} is not supported. Use "
-                "tune.models.build if it has this architecture"
-            )
-        names.append((id(tensor), name, on_disk))
-    return names
-
-
-def _parts(model: Any, name: str, whole: Tensor) -> OnDisk | None:
-    """The names on disk of a tensor (see `OnDisk`); None if it is stored in another way.
+def _on_disk(model: Any, name: str, whole: Tensor) -> OnDisk:
+    """The names on disk of a tensor that transformers saves. Raises TuneError if it is stored in a way that `OnDisk`
+    cannot say.
 
     transformers tells it only by what it would save, so a small tensor of distinct values is converted and compared.
     """
@@ -327,16 +316,16 @@ def _parts(model: Any, name: str, whole: Tensor) -> OnDisk | None:
     if len(saved) == 1 and saved[first] is whole:
         return first
     parts, rest = divmod(len(saved), len(whole))
-    if rest or not parts or whole.ndim < 2 or whole.shape[1] % parts:
-        return None
-    small = (*whole.shape[:2], *(min(size, 4) for size in whole.shape[2:]))
-    values = torch.arange(math.prod(small), device="cpu").view(small)
-    try:
-        found: dict[str, Tensor] = revert_weight_conversion(model, {name: values})
-    except (RuntimeError, ValueError):
-        return None
-    ordered = sorted(found, key=lambda each: int(found[each].min()))
-    expected = [part for member in values for part in member.chunk(parts)]
-    if not all(torch.equal(found[each], part) for each, part in zip(ordered, expected, strict=True)):
-        return None
-    return ordered if parts == 1 else [ordered[start : start + parts] for start in range(0, len(ordered), parts)]
+    if parts and not rest and whole.ndim > 1 and whole.shape[1] % parts == 0:
+        small = (*whole.shape[:2], *(min(size, 4) for size in whole.shape[2:]))
+        values = torch.arange(math.prod(small), device="cpu").view(small)
+        with contextlib.suppress(RuntimeError, ValueError):
+            found: dict[str, Tensor] = revert_weight_conversion(model, {name: values})
+            names = sorted(found, key=lambda each: int(found[each].min()))
+            expected = [part for member in values for part in member.chunk(parts)]
+            if all(torch.equal(found[each], part) for each, part in zip(names, expected, strict=True)):
+                return names if parts == 1 else [names[start : start + parts] for start in range(0, len(names), parts)]
+    raise TuneError(
+        f"model: how transformers converts {name} of {type(model).__name__} is not supported. Use tune.models.build if "
+        "it has this architecture"
+    )

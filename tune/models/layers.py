@@ -141,18 +141,13 @@ class Attention(nn.Module):
             if context.rotation.query_scale is not None:
                 query = query * context.rotation.query_scale
         scoring = Scoring(config.window, config.scale, config.softcap, self.sinks)
-        found = attend_in(context, query, key, value, scoring)
+        if context.cache is not None:
+            context.cache.write(key, value)
+        if context.cache is not None and context.cache.place.visible is not None:
+            found = attend_cached(query, *context.cache.read(), context.cache.place.visible, scoring)
+        else:
+            found = attend(query, key, value, context.documents, scoring)
         return self.output((found if gate is None else found * gate.sigmoid()).flatten(-2))
-
-
-def attend_in(context: Context, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """`attend` within the context's documents, or `attend_cached` for more tokens per row of a cache."""
-    if context.cache is not None:
-        context.cache.write(key, value)
-        if (visible := context.cache.place.visible) is not None:
-            key, value = context.cache.read()
-            return attend_cached(query, key, value, visible, scoring)
-    return attend(query, key, value, context.documents, scoring)
 
 
 @dataclass(frozen=True)

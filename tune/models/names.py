@@ -45,13 +45,10 @@ class Names:
             own = own_name(on_disk)
             return by_own.get(own) or by_own.get(own.partition(".")[2], on_disk)
 
-        def first(on_disk: Any) -> str:
-            return on_disk if isinstance(on_disk, str) else first(on_disk[0])
-
         chosen: dict[str, OnDisk] = {}
         for ours, usual in self.on_disk.items():
             ways = [there(usual), there(self.alternatives.get(ours, usual))]
-            chosen[ours] = next((way for way in ways if first(way) in found), usual)
+            chosen[ours] = next((way for way in ways if disk_names(way)[0] in found), usual)
         return chosen
 
     def is_ignored(self, on_disk: str) -> bool:
@@ -80,9 +77,7 @@ class Names:
     def stacked_modules(self) -> set[str]:
         """The modules on disk that are members of a stack of ours: the projections of experts."""
         stacks = [on_disk for on_disk in self.on_disk.values() if isinstance(on_disk, list)]
-        members = [member for stack in stacks for member in stack]
-        flat = [name for member in members for name in ([member] if isinstance(member, str) else member)]
-        return {name.removesuffix(".weight") for name in flat}
+        return {name.removesuffix(".weight") for stack in stacks for name in disk_names(stack)}
 
     def spellings(self, name: str) -> list[str]:
         """All names of the module `name` in settings: ours, on disk, PEFT's; for experts, of each."""
@@ -95,6 +90,11 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | {
         name: buffer for name, buffer in model.named_buffers() if name in persistent
     }
+
+
+def disk_names(on_disk: Any) -> list[str]:
+    """All names in `on_disk`, an `OnDisk` or a part of one."""
+    return [on_disk] if isinstance(on_disk, str) else [name for each in on_disk for name in disk_names(each)]
 
 
 def disk_parts(on_disk: OnDisk, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
