@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tune.generation.choose import _kept, choose, uniforms
+from tune.generation.sampler import _kept, choose, uniforms
 
 transformers = pytest.importorskip("transformers")
 

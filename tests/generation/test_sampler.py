@@ -17,7 +17,7 @@ from tune.checkpointers import Pretrained, load_model
 from tune.collators import Batch
 from tune.errors import TuneError
 from tune.generation import Completion, Sampler, choose
-from tune.generation.choose import uniforms
+from tune.generation.sampler import uniforms
 from tune.models import build
 from tune.models.delta_net import DeltaNetConfig
 from tune.models.latent_attention import LatentAttentionConfig

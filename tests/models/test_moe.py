@@ -9,8 +9,7 @@ from tune.collators import Batch
 from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy
 from tune.models import balance_loss, build
-from tune.models.grouped_product import grouped_product, product_by_group
-from tune.models.moe import Dispatch, combine, dispatch
+from tune.models.moe import Dispatch, combine, dispatch, grouped_product, product_by_group
 from tune.models.routing import Router, RouterConfig
 
 transformers = pytest.importorskip("transformers")

@@ -118,7 +118,7 @@ def test_what_is_none_of_these(checkpoint, adapters, tmp_path):
         ((tmp_path / "not_there",), "does not exist"),
         (("org/name",), "tune download org/name"),
         ((tmp_path / "model.gguf",), "tune convert"),
-        ((checkpoint / "config.json",), "is a file; name its folder"),
+        ((checkpoint / "config.json",), "is a file; it must be a folder"),
         ((empty,), r"neither a model \(config.json\), nor an adapter .* it has nothing"),
         ((moved,), r"is an adapter of org/base, .* BASE --adapter .*moved"),
         ((checkpoint, [checkpoint]), "is no adapter: it has no adapter_config.json"),

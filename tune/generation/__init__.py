@@ -2,10 +2,9 @@
 of logits, `answer` shares prompts over processes, `rollout` adds rewards,
 `own_answers` puts samples into the batches of a dataset. `VLLM` samples for a rollout by another engine."""
 
-from tune.generation.choose import choose
 from tune.generation.continuation import Continuation
 from tune.generation.own_answers import own_answers
 from tune.generation.reward_model import RewardModel
 from tune.generation.rollout import Environment, Episode, Reward, is_live, micro_batches, rollout, statistics
-from tune.generation.sampler import Completion, Sampler, answer
+from tune.generation.sampler import Completion, Sampler, answer, choose
 from tune.generation.vllm_engine import VLLM

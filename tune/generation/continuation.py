@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from tune.collators import Batch
-from tune.generation.choose import uniforms
-from tune.generation.sampler import Completion, GenerativeModel, Sampler
+from tune.generation.sampler import Completion, GenerativeModel, Sampler, uniforms
 
 CHUNK = 512  # tokens that are read together behind what the cache has
 

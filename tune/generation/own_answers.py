@@ -9,8 +9,7 @@ from torch import nn
 from tune.collators import IGNORE, Batch, Sample, collate
 from tune.datasets import GlobalBatch
 from tune.distributed import World
-from tune.generation.choose import uniforms
-from tune.generation.sampler import Sampler
+from tune.generation.sampler import Sampler, uniforms
 
 
 def own_answers(

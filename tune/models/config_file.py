@@ -57,6 +57,8 @@ class ConfigFile:
             near = did_you_mean(folder.name, (each.name for each in folder.parent.glob("*/")))
             to_download = f". To download it from the Hugging Face hub: `tune download {folder}`"
             hint = to_download if is_of_the_hub else near and f".{near}"
+            if folder.suffix == ".gguf" and folder.is_file():
+                hint = ". `tune convert` makes one of a GGUF file"
             raise TuneError(f"{setting}: {folder} {what}; it must be a folder with config.json and *.safetensors{hint}")
         self.fields = read_json(self.path, setting)
         self._read: set[str] = set()

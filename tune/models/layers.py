@@ -144,7 +144,8 @@ class Attention(nn.Module):
         if context.cache is not None:
             context.cache.write(key, value)
         if context.cache is not None and context.cache.place.visible is not None:
-            found = attend_cached(query, *context.cache.read(), context.cache.place.visible, scoring)
+            key, value = context.cache.read()
+            found = attend_cached(query, key, value, context.cache.place.visible, scoring)
         else:
             found = attend(query, key, value, context.documents, scoring)
         return self.output((found if gate is None else found * gate.sigmoid()).flatten(-2))

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tune.distributed.pace import waiting
 from tune.models.context import Context
-from tune.models.grouped_product import grouped_product
 from tune.models.layers import ACTIVATIONS, MLP, MLPConfig
 from tune.models.routing import Router, RouterConfig, RoutingStats
 
@@ -133,23 +133,24 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], mesh: DeviceMesh) -> Tensor:
-        ctx.back = received, sent, mesh
-        with waiting():
-            return wait_tensor(all_to_all_single(rows.contiguous(), received, sent, mesh))
+        ctx.back = sent, received, mesh
+        return _all_to_all(rows, received, sent, mesh)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, received, mesh = ctx.back
-        with waiting():
-            return wait_tensor(all_to_all_single(gradient.contiguous(), received, sent, mesh)), None, None, None
+        return _all_to_all(gradient, *ctx.back), None, None, None
+
+
+def _all_to_all(rows: Tensor, received: list[int] | None, sent: list[int] | None, mesh: DeviceMesh) -> Tensor:
+    with waiting():
+        return wait_tensor(all_to_all_single(rows.contiguous(), received, sent, mesh))
 
 
 def on_processes(mesh: DeviceMesh, experts: nn.Module, rows: Tensor, plan: Dispatch) -> Tensor:
     """What all experts make of the `rows` of `plan`, where each process of `mesh` has a part of them, `experts`."""
     count = len(plan.ends) // mesh.size()
     counts = plan.ends.diff(prepend=plan.ends.new_zeros(1))
-    with waiting():
-        arriving = wait_tensor(all_to_all_single(counts, None, None, mesh))
+    arriving = _all_to_all(counts, None, None, mesh)
     # The only wait for the device in a forward: the sizes of what is exchanged.
     sent, received = torch.stack([counts, arriving]).view(2, mesh.size(), count).sum(dim=2).tolist()
     moved = Moved(plan, sent, received, mesh)
@@ -233,3 +234,53 @@ class ExpertLinear(nn.Module):
         """`rows` `[rows, in]` sorted by expert -> `[rows, out]`."""
         output = grouped_product(rows, self.weight if self.transposed else self.weight.mT, plan.ends)
         return output if self.bias is None else output + self.bias[plan.experts]
+
+
+def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`rows` `[rows, in]` times `weight` `[groups, in, out]`: `[rows, out]`. Rows of group g end before `ends[g]`."""
+    return F.grouped_mm(rows, weight, offs=ends) if _fits(rows, weight) else product_by_group(rows, weight, ends)
+
+
+def _fits(rows: Tensor, weight: Tensor) -> bool:
+    aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
+    if not aligned or not len(rows) or (torch.compiler.is_compiling() and rows.dtype != torch.bfloat16):
+        return False
+    if rows.is_cuda:
+        return torch.cuda.get_device_capability(rows.device) >= (8, 0)
+    return rows.device.type == "cpu"
+
+
+# A custom operator, as the sizes of groups depend on the data: torch.compile must not trace it.
+@torch.library.custom_op("tune::product_by_group", mutates_args=())
+def product_by_group(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    parts = rows.tensor_split(ends[:-1].tolist())
+    return torch.cat([part @ matrix for part, matrix in zip(parts, weight, strict=True)])
+
+
+@torch.library.custom_op("tune::product_by_group_weight", mutates_args=())
+def _weight_gradient(rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
+    starts = ends[:-1].tolist()
+    pairs = zip(rows.tensor_split(starts), gradient.tensor_split(starts), strict=True)
+    return torch.stack([part.T @ its_gradient for part, its_gradient in pairs])
+
+
+@product_by_group.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(len(rows), weight.shape[2])
+
+
+@_weight_gradient.register_fake
+def _(rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(len(ends), rows.shape[1], gradient.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, weight, ends = ctx.saved_tensors
+    return product_by_group(gradient, weight.mT, ends), _weight_gradient(rows, gradient, ends), None
+
+
+product_by_group.register_autograd(_backward, setup_context=_save)

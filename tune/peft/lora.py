@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from tune.distributed import full_tensor, summed
 from tune.errors import TuneError
-from tune.models.grouped_product import grouped_product
-from tune.models.moe import Dispatch, ExpertLinear
+from tune.models.moe import Dispatch, ExpertLinear, grouped_product
 from tune.peft.dropout import THIRD, dropout, mix, prepare_dropout
 from tune.quantization import NF4Weight, Rounding
 from tune.types import Fraction, PositiveFloat, PositiveInt
@@ -50,12 +49,10 @@ class LoRA:
     def at(self, *names: str) -> tuple[int, float]:
         """Rank and alpha of the layer of these names: of the first pattern that matches one, as in PEFT."""
 
-        def is_meant(item: tuple[str, float]) -> bool:
-            return any(matches(item[0], name) for name in names)
+        def first(patterns: dict[str, Any], default: Any) -> Any:
+            return next((patterns[each] for each in patterns if any(matches(each, name) for name in names)), default)
 
-        _, rank = next(filter(is_meant, self.rank_pattern.items()), ("", self.rank))
-        _, alpha = next(filter(is_meant, self.alpha_pattern.items()), ("", self.alpha))
-        return rank, alpha
+        return first(self.rank_pattern, self.rank), first(self.alpha_pattern, self.alpha)
 
     def scaling(self, rank: int, alpha: float) -> float:
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)

@@ -134,25 +134,23 @@ def load_combined(
         raise TuneError(f"there are {len(weights)} weights for {len(adapters)} adapters: give one for each")
     if not 0 < density <= 1:
         raise TuneError(f"a density of {density} is no share: it is above 0 and at most 1")
-    weights = weights or [1.0] * len(adapters)
-    loaded: list[dict[str, Any]] = []
-    for folder in adapters:
+    factors: dict[str, list[tuple[Tensor, Tensor, float]]] = {name: [] for name in layers}
+    for folder, weight in zip(adapters, weights or [1.0] * len(adapters), strict=True):
         lora = read_adapter(str(folder))
         if lora.dora or lora.modules_to_save or not all(isinstance(layer, LoRALinear) for layer in layers.values()):
             raise TuneError(f"{folder} has more than LoRA's matrices of linear layers: it cannot be one of several")
         load_adapter(model, str(folder))
-        loaded.append({})
         for name, layer in layers.items():
-            alpha = lora.at(*Names.of(model).spellings(name))[1]
-            loaded[-1][name] = layer.lora_a.clone(), layer.lora_b.clone(), lora.scaling(layer.rank, alpha)
+            _, alpha = lora.at(*Names.of(model).spellings(name))
+            share = weight * lora.scaling(layer.rank, alpha)
+            factors[name].append((layer.lora_a.clone(), layer.lora_b.clone(), share))
     torch.manual_seed(seed)
     for name, layer in layers.items():
-        *both, scales = zip(*(each[name] for each in loaded), strict=True)
-        products = [weight * scale for weight, scale in zip(weights, scales, strict=True)]
-        roots = torch.tensor([math.sqrt(abs(product)) for product in products])
-        signs = torch.tensor([math.copysign(1, product) for product in products])
-        for parameter, tensors, factors in zip((layer.lora_a, layer.lora_b), both, (roots * signs, roots), strict=True):
-            parameter.copy_(_combined(tensors, factors, method, density))
+        all_a, all_b, shares = zip(*factors[name], strict=True)
+        roots = torch.tensor([math.sqrt(abs(share)) for share in shares])
+        signs = torch.tensor([math.copysign(1, share) for share in shares])
+        layer.lora_a.copy_(_combined(all_a, roots * signs, method, density))
+        layer.lora_b.copy_(_combined(all_b, roots, method, density))
         layer.scaling = 1.0
 
 

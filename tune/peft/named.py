@@ -75,17 +75,12 @@ def exported_folder(path: Path) -> Path:
             f"to its end (the command that began it, with output_dir={run}, continues after its last checkpoint), or "
             f"make a model of a checkpoint: `tune export {run} --step N --to hf --out FOLDER`"
         )
-    if path.is_file():
-        hint = "`tune convert` makes a folder of a GGUF file" if path.suffix == ".gguf" else "name its folder"
-        raise TuneError(f"{path} is a file; {hint}")
-    if path.is_dir():
-        found = ", ".join(sorted(child.name for child in path.iterdir())[:8]) or "nothing"
-        raise TuneError(
-            f"{path} is neither a model (config.json), nor an adapter ({CONFIG}), nor a run (config.yaml); "
-            f"it has {found}"
-        )
-    ConfigFile(path)  # says what a missing folder could mean
-    raise AssertionError(path)
+    if not path.is_dir():
+        ConfigFile(path)  # says what it could mean
+    found = ", ".join(sorted(child.name for child in path.iterdir())[:8]) or "nothing"
+    raise TuneError(
+        f"{path} is neither a model (config.json), nor an adapter ({CONFIG}), nor a run (config.yaml); it has {found}"
+    )
 
 
 def open_model(
