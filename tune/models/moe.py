@@ -123,9 +123,6 @@ class Moved(NamedTuple):
     def there(self, rows: Tensor) -> Tensor:
         return _Exchanged.apply(rows, self.sent, self.received, self.mesh)
 
-    def back(self, rows: Tensor) -> Tensor:
-        return _Exchanged.apply(rows, self.received, self.sent, self.mesh)
-
 
 class _Exchanged(torch.autograd.Function):
     """The rows that all processes of `mesh` have sent to this one, which sends them its own; in backward gradients go
@@ -158,7 +155,7 @@ def on_processes(mesh: DeviceMesh, experts: nn.Module, rows: Tensor, plan: Dispa
     numbers = numbers.repeat_interleave(arriving, output_size=sum(received))
     mine = Dispatch.of(numbers[:, None], count)._replace(first=mesh.get_local_rank() * count, moved=moved)
     output = experts(dispatch(moved.there(rows), mine), mine)
-    return moved.back(_Reorder.apply(output, mine.places, mine.order, 1))
+    return _Exchanged.apply(_Reorder.apply(output, mine.places, mine.order, 1), received, sent, mesh)
 
 
 class _Reorder(torch.autograd.Function):

@@ -13,9 +13,8 @@ from torch import nn
 
 from tune.distributed import local_shard
 from tune.errors import TuneError
-from tune.models.moe import ExpertLinear
 from tune.models.names import Names
-from tune.peft.lora import LoRA, LoRAEmbedding, LoRAExperts, LoRALinear, LowRank
+from tune.peft.lora import KINDS, LoRA, LoRAExperts, LowRank
 from tune.peft.targets import adapted_layers, modules_to_save, token_modules
 from tune.peft.tokens import TokenEmbedding, TokenHead, TokenRows
 
@@ -78,8 +77,7 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
                 )
             alpha *= lora.scaling(rank, 1) / lora.scaling(largest, 1)  # keeps the scaling of the other layers
             rank = largest
-        embeds, of_experts = isinstance(layer, nn.Embedding), isinstance(layer, ExpertLinear)
-        kind = LoRAExperts if of_experts else LoRAEmbedding if embeds else LoRALinear
+        kind = next(kind for base, kind in KINDS.items() if isinstance(layer, base))
         kind.adapt(layer, name, rank, alpha, lora)
     if token_rows is not None:
         embedding, head = token_rows

@@ -98,12 +98,9 @@ class LowRank(nn.Module):
     layer_seed: Tensor
 
     @classmethod
-    def adapt(cls, layer: nn.Module, name: str, rank: int, alpha: float, lora: LoRA) -> None:
+    def adapt(cls, layer: Any, name: str, rank: int, alpha: float, lora: LoRA) -> None:
         """Give the `layer` called `name` an adapter, whose parameters are undefined until they are initialized."""
-        base = type(layer)
-        layer.__class__ = cls
-        assert isinstance(layer, LowRank)
-        layer.base = base
+        layer.base, layer.__class__ = type(layer), cls
         layer.rank, layer.alpha, layer.scaling = rank, alpha, lora.scaling(rank, alpha)
         prepare_dropout(layer, name, lora.dropout)
         layer.add_parameters(lora)
@@ -301,6 +298,10 @@ class LoRAExperts(LowRank, ExpertLinear):
         )
         low_rank = grouped_product(dropped, a, plan.ends) * self.scaling
         return super().forward(rows, plan) + grouped_product(low_rank, b, plan.ends)
+
+
+# The layers that can be adapted.
+KINDS: dict[Any, type[LowRank]] = {nn.Linear: LoRALinear, nn.Embedding: LoRAEmbedding, ExpertLinear: LoRAExperts}
 
 
 def _pissa(weight: Tensor, rank: int, scaling: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:

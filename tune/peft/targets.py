@@ -10,16 +10,14 @@ from tune.errors import TuneError
 from tune.lookup import did_you_mean
 from tune.models.moe import ExpertLinear
 from tune.models.names import Names
-from tune.peft.lora import LoRA, matches
+from tune.peft.lora import KINDS, LoRA, matches
 from tune.quantization import NF4Weight
-
-ADAPTABLE = (nn.Linear, nn.Embedding, ExpertLinear)
 
 
 def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
     """The layers that `lora.target_modules` names. Raises TuneError if it names none, or one that cannot be adapted."""
     names, wanted = Names.of(model), lora.target_modules
-    layers: dict[str, Any] = {name: each for name, each in model.named_modules() if isinstance(each, ADAPTABLE)}
+    layers: dict[str, Any] = {name: each for name, each in model.named_modules() if isinstance(each, tuple(KINDS))}
     of_experts = {_last(name) for name in names.stacked_modules()}
     if wanted == "all-linear":
         # Not the head, which is no part of another module, and not a gate with one output. Not what has the name of an

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +28,8 @@ class TokenRows(nn.Module):
     token_ids: Tensor
 
     @classmethod
-    def adapt(cls, module: nn.Module, tokens: list[int], tied_to: "TokenRows | None" = None) -> "TokenRows":
-        module.__class__ = cls
-        assert isinstance(module, TokenRows)
-        module.tokens = tokens
+    def adapt(cls, module: Any, tokens: list[int], tied_to: "TokenRows | None" = None) -> "TokenRows":
+        module.__class__, module.tokens = cls, tokens
         module.register_buffer("token_ids", torch.tensor(tokens, device="cpu"), persistent=False)
         rows = module.weight.new_empty(len(tokens), module.weight.shape[1])
         module.rows = nn.Parameter(rows) if tied_to is None else tied_to.rows

@@ -39,7 +39,8 @@ def read_deepseek_v3(file: ConfigFile) -> DecoderConfig:
 def read_layers(file: ConfigFile, attention: AttentionPartConfig) -> list[LayerConfig]:
     """The first ones dense, the others with experts."""
     mlp, experts, dense = read.mlp(file), _corrected_experts(file), file.integer("first_k_dense_replace", minimum=0)
-    return [LayerConfig(attention, mlp if layer < dense else experts) for layer in range(read.num_layers(file))]
+    layers = range(file.integer("num_hidden_layers"))
+    return [LayerConfig(attention, mlp if layer < dense else experts) for layer in layers]
 
 
 def _latent_attention(file: ConfigFile) -> LatentAttentionConfig:

@@ -44,7 +44,7 @@ def decoder(
     return DecoderConfig(
         vocab_size=file.integer("vocab_size"),
         hidden_size=file.integer("hidden_size"),
-        layers=(layers,) * num_layers(file) if isinstance(layers, LayerConfig) else tuple(layers),
+        layers=(layers,) * file.integer("num_hidden_layers") if isinstance(layers, LayerConfig) else tuple(layers),
         norm=norm or rms_norm(file),
         tied_head=file.flag("tie_word_embeddings"),
         initializer_range=file.number("initializer_range", 0.02),
@@ -52,13 +52,9 @@ def decoder(
     )
 
 
-def num_layers(file: ConfigFile) -> int:
-    return file.integer("num_hidden_layers")
-
-
 def by_layer(file: ConfigFile, name: str, default: Callable[[int], T], known: Collection[T] = ()) -> list[T]:
     """A list with an entry for each layer, of those that are `known`, if given."""
-    count = num_layers(file)
+    count = file.integer("num_hidden_layers")
     found = file.entries(name, [default(layer) for layer in range(count)])
     if len(found) != count:
         raise TuneError(f"{file.path}: {name} has {len(found)} entries for num_hidden_layers={count}")
