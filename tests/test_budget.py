@@ -21,7 +21,7 @@ CEILINGS = {
     "losses": 850,
     "models": 3377,
     "optimizers": 333,
-    "peft": 1480,
+    "peft": 1454,
     "preflight": 1905,
     "records": 324,
     "rules": 422,

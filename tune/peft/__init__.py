@@ -1,7 +1,7 @@
 """Adapters: small trainable additions to the layers of any frozen `nn.Module`.
 
-A new kind of adapter is a class beside `LoRALinear`; `adapters.py` chooses the class, `targets.py` the layers, and
-`files.py` reads and writes PEFT's format.
+A new kind of adapter is a class beside `LoRALinear`; `adapters.py` chooses the layers, and `files.py` reads and writes
+PEFT's format.
 """
 
 from tune.peft.adapters import adapted_modules, add_adapters, initialize, switched_off

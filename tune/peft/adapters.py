@@ -1,9 +1,9 @@
-"""Adding adapters to a model."""
+"""Adding adapters to a model: which modules the settings name, which are refused, and what is made of the others."""
 
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -13,10 +13,12 @@ from torch import nn
 
 from tune.distributed import local_shard
 from tune.errors import TuneError
+from tune.lookup import did_you_mean
+from tune.models.moe import ExpertLinear
 from tune.models.names import Names
-from tune.peft.lora import KINDS, LoRA, LoRAExperts, LowRank
-from tune.peft.targets import adapted_layers, modules_to_save, token_modules
+from tune.peft.lora import KINDS, LoRA, LoRAExperts, LowRank, matches
 from tune.peft.tokens import TokenEmbedding, TokenHead, TokenRows
+from tune.quantization import NF4Weight
 
 # Both have `PARTS` (their trained parameters, with the ends of the names in PEFT's files) and `initial_values`.
 Adapter: TypeAlias = LowRank | TokenRows
@@ -143,3 +145,165 @@ def _how(layer: Any) -> str:
     if isinstance(layer, LoRAExperts):
         return f"rank {layer.rank} for each of {layer.num_experts} experts"
     return f"rank {layer.rank}" + (" (the layer's width)" if layer.rank == _largest_rank(layer) else "")
+
+
+def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
+    """The layers that `lora.target_modules` names. Raises TuneError if it names none, or one that cannot be adapted."""
+    names, wanted = Names.of(model), lora.target_modules
+    layers: dict[str, Any] = {name: each for name, each in model.named_modules() if isinstance(each, tuple(KINDS))}
+    of_experts = {_last(name) for name in names.stacked_modules()}
+    if wanted == "all-linear":
+        # Not the head, which is no part of another module, and not a gate with one output. Not what has the name of an
+        # expert's projection either: PEFT would take its adapter for one of an expert.
+        chosen: dict[str, Any] = {
+            name: layer
+            for name, layer in layers.items()
+            if isinstance(layer, nn.Linear)
+            and layer.out_features > 1
+            and "." in name
+            and _last(names.module(name)) not in of_experts
+        }
+    elif isinstance(wanted, str):
+        try:
+            pattern = re.compile(wanted)
+        except re.error as error:
+            raise TuneError(f"adapter.target_modules: '{wanted}' is not a regular expression: {error}") from error
+        chosen = {name: layers[name] for name in layers if any(map(pattern.fullmatch, names.spellings(name)))}
+    else:
+        chosen = _named(model, "target_modules", wanted, layers)
+    if not chosen:
+        raise _no_match(model, "target_modules", str(wanted), layers)
+    for name, layer in chosen.items():
+        if is_tied(model, layer):
+            raise _tied(names.module(name), names.module(name))
+        reason = _unsupported(name, layer, chosen, names, lora)
+        if not isinstance(layer, ExpertLinear) and _last(names.module(name)) in of_experts:
+            reason = "has the name of an expert's projection, and PEFT would take its adapter for one of an expert. To "
+            reason += r"adapt experts alone give a regular expression: '.*(q_proj|v_proj|experts\.\d+\.\w+)'"
+        if reason:
+            raise TuneError(f"adapter.target_modules: {names.module(name)} {reason}")
+    known = {spelling for name in chosen for spelling in names.spellings(name)}
+    for setting, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for key in patterns:
+            if not any(matches(key, name) for name in known):
+                ends = ", ".join(sorted(set(map(_last, known))))
+                raise TuneError(
+                    f"adapter.{setting}: no adapted layer's name ends with '{key}' or matches it; they end with {ends}"
+                )
+    return chosen
+
+
+def _unsupported(name: str, layer: nn.Module, chosen: Collection[str], names: Names, lora: LoRA) -> str | None:
+    """Why the layer `name` cannot be adapted together with all that are `chosen`."""
+    kind = "dora=true" if lora.dora else f"init={lora.init}" if lora.init != "default" else ""
+    if isinstance(layer, nn.Embedding):
+        kind = kind if type(layer) is nn.Embedding else type(layer).__name__
+        return f"is an embedding, which {kind} does not support; leave it out" if kind else None
+    if isinstance(layer, nn.Linear):
+        return None
+    if kind:
+        return f"is a layer of experts, which {kind} does not support; leave it out"
+    if names.is_joined(name):
+        return None
+    # PEFT finds experts by the last part of their name in transformers, adapts gate and up together, and has one rank
+    # for all of them.
+    if not isinstance(names.on_disk[f"{name}.weight"], list):
+        return "has another name in transformers than in a checkpoint, and PEFT finds experts by the former; omit it"
+    parent, _, last = name.rpartition(".")
+    if (other := {"gate": "up", "up": "gate"}.get(last)) and f"{parent}.{other}" not in chosen:
+        return f"is a layer of experts: PEFT adapts their gate and up together; name {other} too"
+    if lora.at(*names.spellings(name)) != (lora.rank, lora.alpha):
+        return "is a layer of experts, and experts take adapter.rank and adapter.alpha; leave it out of the patterns"
+    return None
+
+
+def modules_to_save(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The modules that are trained in full. Raises TuneError if a name matches none, or one that cannot be."""
+    quantised = {name for name, module in model.named_modules() if isinstance(getattr(module, "weight", 0), NF4Weight)}
+    candidates = {
+        name: module
+        for name, module in model.named_modules()
+        if name in quantised or any(True for _ in module.parameters(recurse=False))
+    }
+    chosen = _named(model, "modules_to_save", lora.modules_to_save, candidates)
+    for names, reason in (
+        (chosen.keys() & targets.keys(), "has an adapter too (target_modules); choose one"),
+        (chosen.keys() & quantised, "is quantised and cannot be trained; leave it out"),
+        ({name for name in chosen if isinstance(chosen[name], ExpertLinear)}, "are experts, which PEFT cannot save"),
+    ):
+        if names:
+            raise TuneError(f"adapter.modules_to_save: {min(names)} {reason}")
+    return chosen
+
+
+def token_modules(
+    model: nn.Module, lora: LoRA, others: Mapping[str, nn.Module]
+) -> tuple[nn.Embedding, nn.Linear | None] | None:
+    """The embedding, and the head if it is a module of its own, of which rows are trained; None without such tokens."""
+    if not (tokens := lora.trainable_tokens):
+        return None
+    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    name, embedding = max(embeddings.items(), key=lambda item: item[1].num_embeddings)
+    size = embedding.num_embeddings
+    heads = {
+        name: module
+        for name, module in model.named_children()
+        if isinstance(module, nn.Linear) and module.out_features == size
+    }
+    if clash := {name, *heads} & others.keys():
+        raise TuneError(f"adapter.trainable_tokens: {clash.pop()} is trained already in another way; choose one")
+    if type(embedding) is not nn.Embedding:
+        raise TuneError(f"adapter.trainable_tokens: {name} is a {type(embedding).__name__}, which is not supported")
+    if outside := [token for token in tokens if not 0 <= token < size]:
+        raise TuneError(
+            f"adapter.trainable_tokens: {outside[0]} is no row of the embedding, which has {size}. To add tokens to "
+            "the base first: tune add-tokens"
+        )
+    if len(set(tokens)) < len(tokens):
+        raise TuneError("adapter.trainable_tokens: a token is named twice")
+    return embedding, next(iter(heads.values()), None)
+
+
+def is_tied(model: nn.Module, layer: nn.Module) -> bool:
+    """Whether embedding and head share the weight of `layer`, which is one of them."""
+    if isinstance(layer, nn.Embedding) and getattr(getattr(model, "config", None), "tied_head", False):
+        return True
+    return sum(getattr(module, "weight", None) is layer.weight for module in model.modules()) > 1
+
+
+def _named(
+    model: nn.Module, setting: str, wanted: Iterable[str], candidates: Mapping[str, nn.Module]
+) -> dict[str, nn.Module]:
+    """The `candidates` whose name in any spelling is one of the `wanted`, or ends with `.wanted`."""
+    spellings = {name: Names.of(model).spellings(name) for name in candidates}
+    found: dict[str, nn.Module] = {}
+    for each in wanted:
+        matching = [name for name in candidates if any(f".{known}".endswith(f".{each}") for known in spellings[name])]
+        if not matching:
+            raise _no_match(model, setting, each, candidates)
+        found |= {name: candidates[name] for name in matching}
+    return found
+
+
+def _no_match(model: nn.Module, setting: str, wanted: str, candidates: Mapping[str, nn.Module]) -> TuneError:
+    names = Names.of(model)
+    tied = [name for name, each in candidates.items() if isinstance(each, nn.Embedding) and is_tied(model, each)]
+    if tied and wanted in ("lm_head", "head", "output"):
+        return _tied(wanted, names.module(tied[0]))
+    known = sorted({_last(name) for candidate in candidates for name in names.spellings(candidate)})
+    hint = did_you_mean(wanted, known)
+    if setting == "target_modules":
+        hint += " A list names layers; a string is a regular expression that matches their whole name."
+        hint += " Modules of other kinds are trained in full by adapter.modules_to_save."
+    return TuneError(f"adapter.{setting}: '{wanted}' matches no layer.{hint} There are {', '.join(known)}")
+
+
+def _tied(wanted: str, embedding: str) -> TuneError:
+    return TuneError(
+        f"adapter: {wanted} is both embedding and output head in this model: an adapter would change only one of the "
+        f"two. Train it in full, adapter.modules_to_save=[{embedding}], or some rows, adapter.trainable_tokens=[...]"
+    )
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -21,9 +21,8 @@ from tune.distributed import World, from_its_stage, full_tensor, local_shard, un
 from tune.errors import TuneError
 from tune.models.config_file import read_json
 from tune.models.names import Names, OnDisk, disk_parts, own_name, peft_name
-from tune.peft.adapters import Adapter, adapted_modules, initialize
+from tune.peft.adapters import Adapter, adapted_modules, initialize, is_tied
 from tune.peft.lora import LoRA, LoRAExperts, LowRank
-from tune.peft.targets import is_tied
 from tune.peft.tokens import TokenRows
 from tune.tokenizers import Tokenizer
 
