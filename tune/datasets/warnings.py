@@ -48,49 +48,45 @@ def warnings_about(
 def warnings_of(dataset: Dataset, tokenizer: Tokenizer) -> list[str]:
     """The warnings about one dataset."""
     accounting, found = dataset.accounting, []
+
+    def warn(count: int, of: int, what: str, said: str, least: float = MANY) -> None:
+        """`said`, with the share in it, of what is as frequent as that."""
+        if count and count >= least * of:
+            found.append(said.replace("{}", f"{count:,} of {of:,} {what} ({count / of:.1%})"))
+
     meant = (HELD_OUT, FOR_TRAINING, LEFT_OUT)
     dropped = {reason: count for reason, count in accounting.dropped.most_common() if not reason.startswith(meant)}
-    read = accounting.kept + sum(dropped.values())
+    rows, samples = accounting.kept, len(dataset.lengths)
     for reason, count in dropped.items():
-        if count >= MANY * read:
-            found.append(f"{_share(count, read, 'rows')} are dropped, {reason}: {ADVICE.get(reason, OTHERWISE)}")
-    rows, all_tokens = accounting.kept, accounting.tokens + accounting.cut_tokens
-    if accounting.cut_tokens >= MUCH_CUT * all_tokens:
-        shorter = "raise max_seq_len" + ", or set dataset.too_long=split" * ("group" not in dataset.columns)
-        found.append(f"{_share(accounting.cut_tokens, all_tokens, 'tokens')} are cut off: {shorter}")
-    if accounting.clipped and accounting.clipped >= MANY * rows:
-        ends = f"{_share(accounting.clipped, rows, 'rows')} end inside an answer, without its end"
-        found.append(f"{ends}: raise max_seq_len, or set dataset.too_long=drop")
-    if not dataset.learns_any(stops := sorted(tokenizer.stop_ids)):
+        advice = ADVICE.get(reason, OTHERWISE)
+        warn(count, rows + sum(dropped.values()), "rows", f"{{}} are dropped, {reason}: {advice}")
+    shorter = "raise max_seq_len" + ", or set dataset.too_long=split" * ("group" not in dataset.columns)
+    all_tokens = accounting.tokens + accounting.cut_tokens
+    warn(accounting.cut_tokens, all_tokens, "tokens", f"{{}} are cut off: {shorter}", MUCH_CUT)
+    inside = "{} end inside an answer, without its end: raise max_seq_len, or set dataset.too_long=drop"
+    warn(accounting.clipped, rows, "rows", inside)
+    if dataset.learns_any(stops := sorted(tokenizer.stop_ids)):
+        warn(accounting.endless, rows, "rows", "{} have no end of turn to learn: see the chat template", 0)
+    else:
         ends = ", ".join(tokenizer.decode([stop]) for stop in stops) or "none is known of this tokenizer"
         found.append(
             f"no end of turn is learned anywhere ({ends}): the model will not learn to stop. See the chat template and "
             "dataset.train_on_end_of_turn"
         )
-    elif accounting.endless:
-        found.append(f"{_share(accounting.endless, rows, 'rows')} have no end of turn to learn: see the chat template")
     share = f"{accounting.supervised_share:.1%} of the tokens are learned"
     if accounting.supervised_share < LITTLE_LEARNED:
         found.append(f"only {share}: are the answers where dataset.train_on looks for them?")
     elif accounting.supervised_share > NEARLY_ALL and accounting.format in HAVE_PROMPTS:
         found.append(f"{share}, those of the prompts too: see dataset.train_on and the chat template's marks")
-    samples = len(dataset.lengths)
-    if (blank := int((dataset.supervised <= 1).sum())) >= MANY * samples:
-        little = f"{_share(blank, samples, 'samples')} have no more than one token to learn"
-        found.append(f"{little}: are the answers blank? dataset.filter leaves rows out")
-    if (copies := dataset.copies) >= MANY * samples:
-        found.append(
-            f"{_share(copies, samples, 'samples')} are copies of others, and learned as often: leave them out of "
-            "dataset.path. To read rows more often, give their source a weight in tune.datasets.mix"
-        )
+    blank = "{} have no more than one token to learn: are the answers blank? dataset.filter leaves rows out"
+    warn(int((dataset.supervised <= 1).sum()), samples, "samples", blank)
+    copies = (
+        "{} are copies of others, and learned as often: leave them out of dataset.path. To read rows more often, give "
+        "their source a weight in tune.datasets.mix"
+    )
+    warn(dataset.copies, samples, "samples", copies)
+    named = "dataset.columns gives it to a format, dataset.ignore says that this is meant"
     for remark, count in accounting.remarks.most_common():
-        if not remark.startswith(COLUMN):
-            found.append(f"{remark}: in {_share(count, rows, 'rows')}")
-        elif count >= MANY * rows:
-            what = "dataset.columns gives it to a format, dataset.ignore says that this is meant"
-            found.append(f"{remark}, in {_share(count, rows, 'rows')}: {what}")
+        is_column = remark.startswith(COLUMN)
+        warn(count, rows, "rows", f"{remark}, in {{}}: {named}" if is_column else f"{remark}: in {{}}", MANY * is_column)
     return found
-
-
-def _share(count: int, of: int, what: str) -> str:
-    return f"{count:,} of {of:,} {what} ({count / max(1, of):.1%})"
