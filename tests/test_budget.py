@@ -12,7 +12,7 @@ CEILINGS = {
     "cli": 2099,
     "collators": 264,
     "config": 885,
-    "datasets": 4002,
+    "datasets": 3973,
     "distributed": 2350,
     "evaluation": 492,
     "generation": 856,
@@ -26,8 +26,8 @@ CEILINGS = {
     "records": 324,
     "rules": 422,
     "quantization": 426,
-    "tokenizers": 1176,
-    "beside": 424,  # the files beside the packages
+    "tokenizers": 1159,
+    "beside": 422,  # the files beside the packages
 }
 
 

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.lookup import did_you_mean
 
 
@@ -82,8 +82,6 @@ def device(name: str) -> Device:
             f"--device: {name} is neither a known device nor a file.{did_you_mean(name, DEVICES)} Known are "
             f"{', '.join(DEVICES)}; `tune plan --calibrate RUN` writes a file"
         )
-    try:
+    known = ", ".join(each.name for each in fields(Device))
+    with explained(f"--device: {name} is not a device, which is a JSON object with {known}", ValueError, TypeError):
         return Device(**json.loads(file.read_text()))
-    except (ValueError, TypeError) as error:
-        known = ", ".join(each.name for each in fields(Device))
-        raise TuneError(f"--device: {name} is not a device: {error}. It is a JSON object with {known}") from error

@@ -1,5 +1,8 @@
 """The one exception for mistakes that the user can mend."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from tune.secrets import without_secrets
 
 
@@ -8,3 +11,19 @@ class TuneError(Exception):
 
     def __init__(self, message: str):
         super().__init__(without_secrets(message))
+
+
+@contextmanager
+def explained(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Around what the user can get wrong: an error of these kinds (default: a TuneError) becomes a TuneError that says
+    `what` is wrong before the error's own words. `Exception` stands for whatever the code of others may raise: the
+    error's type is told too, and TuneErrors pass as they are."""
+    kinds = kinds or (TuneError,)
+    try:
+        yield
+    except kinds as error:
+        if Exception not in kinds:
+            raise TuneError(f"{what}: {error}") from error
+        if isinstance(error, TuneError):
+            raise
+        raise TuneError(f"{what}: {type(error).__name__}: {error}") from error

@@ -2,13 +2,13 @@
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -22,14 +22,10 @@ def absent(path: Path) -> str:
     return "does not exist" if path.is_absolute() else f"does not exist in {Path.cwd()}"
 
 
-@contextmanager
-def needs(extra: str, what: str) -> Iterator[None]:
+def needs(extra: str, what: str) -> AbstractContextManager[None]:
     """Around imports of packages that come with an extra of this library. Raises TuneError, which says `what` needs
-    them, if they are not installed, or do not fit together."""
-    try:
-        yield
-    except (ImportError, RuntimeError) as error:  # protobuf's VersionError is a RuntimeError
-        raise TuneError(f"{what} needs the {extra} extra ({error}): pip install 'tune-recipes[{extra}]'") from error
+    them, if they are not installed, or do not fit together (protobuf's VersionError is a RuntimeError)."""
+    return explained(f"{what} needs the {extra} extra (pip install 'tune-recipes[{extra}]')", ImportError, RuntimeError)
 
 
 def locate(path: str) -> Callable[..., Any]:

@@ -8,7 +8,8 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from tune.errors import TuneError
+from tune.errors import explained
+from tune.lookup import needs
 
 PATIENCE = 20  # seconds for a cluster to answer
 VARIABLES = {
@@ -19,30 +20,21 @@ VARIABLES = {
 
 
 def connect(address: str | None, cores: int) -> tuple[Any, dict[str, float]]:
-    """Ray's module and the resources of the cluster at `address`, or of a new one that has `cores` at least.
-
-    Raises:
-        TuneError: Ray is not installed, or no cluster is reached.
-    """
+    """Ray's module and the resources of the cluster at `address`, or of a new one that has `cores` at least. Raises
+    TuneError if Ray is not installed, or no cluster is reached."""
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
-    try:
+    with needs("ray", "Ray"):
         import ray
-    except ImportError as error:
-        raise TuneError("Ray is not installed: pip install 'tune-recipes[ray]'") from error
     if cores:
         address = address or os.environ.get("RAY_ADDRESS")
         new = {"address": "local", "num_cpus": max(os.cpu_count() or 1, cores), "include_dashboard": False}
         hook = {"worker_process_setup_hook": quiet}
-        try:
+        hint = "Start one by `ray start --head`, or leave the address out for one on this machine"
+        with explained(f"--address: no Ray cluster is reached at {address}. {hint}", OSError, ValueError, RuntimeError):
             if address:
                 _require_answer(address)
             ray.init(**({"address": address} if address else new), logging_level="warning", runtime_env=hook)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise TuneError(
-                f"--address: no Ray cluster is reached at {address} ({str(error).splitlines()[0]}). Start one by `ray "
-                "start --head`, or leave the address out for one on this machine"
-            ) from error
     return ray, ray.cluster_resources() if cores else {}
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from tune.types import Range
 
-SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", Path: "a path"}
-SCALARS |= {NoneType: "null"}
+SCALARS: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+SCALARS |= {Path: "a path", NoneType: "null"}
 LISTS = (list, tuple, Sequence, Iterable)
 GROUPS = (dict, Mapping)
 
@@ -31,7 +31,7 @@ def fits(value: Any, kind: Any) -> bool:
         return kinds in ([], [NoneType]) or any(fits(value, each) for each in kinds)
     if origin is Annotated:
         ranges = [each for each in arguments[1:] if isinstance(each, Range)]
-        return fits(value, arguments[0]) and all(value in each for each in ranges)
+        return fits(value, arguments[0]) and all(each.has(value) for each in ranges)
     if origin is Literal:
         return any(type(value) is type(each) and value == each for each in arguments)
     if origin is tuple and arguments and arguments[-1] is not Ellipsis:

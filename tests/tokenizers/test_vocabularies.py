@@ -360,7 +360,7 @@ def test_a_library_that_is_not_there(tmp_path, monkeypatch, library, ranked):
     else:
         (tmp_path / "tokenizer.model").touch()
         extra = "sentencepiece"
-    with pytest.raises(TuneError, match=rf"needs the {extra} extra .*: pip install 'tune-recipes\[{extra}\]'"):
+    with pytest.raises(TuneError, match=rf"needs the {extra} extra \(pip install 'tune-recipes\[{extra}\]'\): "):
         Tokenizer(str(tmp_path))
 
 

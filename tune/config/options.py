@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {
     "max_prompt_len": PositiveInt,
     "prompts_per_step": PositiveInt,
     "updates": PositiveInt,
-    "group_size": Annotated[int, Range("an integer from 2: the completions of a prompt are compared", minimum=2)],
+    "group_size": Annotated[int, Range("an integer from 2: the completions of a prompt are compared", lambda x: x > 1)],
     "max_turns": PositiveInt,
     "baseline": Literal["mean", "leave_one_out"],
     "dynamic_sampling": NonNegativeInt,

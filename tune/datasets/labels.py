@@ -14,7 +14,7 @@ from tokenizers import Encoding
 from tune.collators import IGNORE, Sample
 from tune.datasets.formats.content import Chat, Content, Plain, Tokens
 from tune.datasets.formats.messages import ROLES, is_empty_answer
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.tokenizers import Message, Span, Tokenizer
 from tune.tokenizers.supervision import around_content
 
@@ -63,10 +63,8 @@ def rendered(content: Content, tokenizer: Tokenizer, train_on: TrainOn) -> Draft
         spans = [(0, border)] * ("user" in roles) + [(border, len(text))] * ("assistant" in roles)
     else:
         text, spans = "", []
-    try:
+    with explained("the text holds half of a character pair (a lone \\ud800-\\udfff escape)", UnicodeEncodeError):
         text.encode()
-    except UnicodeEncodeError as error:
-        raise TuneError("the text holds half of a character pair (a lone \\ud800-\\udfff escape)") from error
     return Draft(content, text, spans)
 
 

@@ -12,7 +12,7 @@ from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset, drawn_places, permuted, renumbered
 from tune.datasets.formats.formats import Kind
 from tune.datasets.from_path import load
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.lookup import did_you_mean
 from tune.tokenizers import Tokenizer
 from tune.type_check import mismatch
@@ -43,10 +43,8 @@ def mix(
     datasets = {}
     for name, source in sources.items():
         arguments = {key: value for key, value in source.items() if key != "weight"}
-        try:
+        with explained(f"sources.{name}"):
             part = load(tokenizer, max_seq_len=max_seq_len, packed=packed, kind=kind, **arguments)
-        except TuneError as error:
-            raise TuneError(f"sources.{name}: {error}") from error
         assert isinstance(part, Dataset)
         datasets[name] = part
     weights = {name: source["weight"] for name, source in sources.items() if "weight" in source}

@@ -17,7 +17,7 @@ from tune.datasets.loader import require_continuable
 from tune.datasets.rows import LEFT_OUT, TOO_LONG
 from tune.datasets.sources.opening import open_source
 from tune.datasets.user_functions import applied
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.tokenizers import Message, Tokenizer
 from tune.types import PositiveInt
 
@@ -88,7 +88,7 @@ def load_prompts(
     prompts: list[Prompt] = []
     dropped: Counter[str] = Counter()
     for place, row in open_source(path, split, subset, take):
-        try:
+        with explained(place):
             if isinstance(row, TuneError):  # a malformed line
                 raise row
             if filter and not applied(filter, "filter", row):
@@ -96,8 +96,6 @@ def load_prompts(
                 continue
             left_out = [*ignore, *FOR_REWARDS]
             prompt = _prompt(tokenizer, row, columns or {}, left_out, len(prompts))
-        except TuneError as error:
-            raise TuneError(f"{place}: {error}") from error
         if len(prompt.tokens) > max_prompt_len:
             dropped[TOO_LONG.replace("max_seq_len", "max_prompt_len")] += 1
         else:
@@ -116,7 +114,7 @@ def placed_rows(path: str | None, setting: str) -> list[tuple[str, Any]]:
     if path and not path.endswith(".txt"):
         rows = list(open_source(path))
     else:
-        try:
+        with explained(f"{name} cannot be read", ValueError):
             lines = (Path(path).read_text(encoding="utf-8") if path else sys.stdin.read()).splitlines()
             is_json = not path and lines and lines[0].startswith("{")
             rows = [
@@ -124,8 +122,6 @@ def placed_rows(path: str | None, setting: str) -> list[tuple[str, Any]]:
                 for number, line in enumerate(lines, 1)
                 if line.strip()
             ]
-        except ValueError as error:
-            raise TuneError(f"{name} cannot be read: {error}") from error
     if not rows:
         raise TuneError(f"{name} has no prompt")
     return rows
@@ -140,7 +136,7 @@ def open_prompts(
     is_chat = not raw and tokenizer.chat_template is not None
     for place, row in rows:
         text = row.get("prompt") if isinstance(row, dict) else None
-        try:
+        with explained(place):
             if isinstance(row, TuneError):
                 raise row
             if system and (raw or (isinstance(text, str) and not is_chat)):
@@ -150,8 +146,6 @@ def open_prompts(
             asked = {**row, "prompt": None, "instruction": text} if isinstance(text, str) and is_chat else row
             asked = {**asked, "system": system} if system else asked
             prompts.append(replace(_prompt(tokenizer, asked, None, FOR_REWARDS, len(prompts)), row=row))
-        except TuneError as error:
-            raise TuneError(f"{place}: {error}") from error
     return prompts
 
 

@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from tune.errors import TuneError
+from tune.errors import explained
 from tune.lookup import locate
 
 INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
@@ -20,10 +20,8 @@ INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "p
 
 def load_function(path: str, asked: str) -> Callable[..., Any]:
     """The user's function with this dotted path; `asked` is the setting that names it, for messages."""
-    try:
+    with explained(asked):
         return locate(path)
-    except TuneError as error:
-        raise TuneError(f"{asked}: {error}") from error
 
 
 def sources_of(path: str, asked: str) -> dict[str, str]:
@@ -70,9 +68,5 @@ def applied(path: str, setting: str, row: dict[str, Any]) -> Any:
 
 def called(what: str, function: Callable[..., Any], *given: Any) -> Any:
     """What the user's function gives. Raises TuneError, which says that `what` fails, if it raises."""
-    try:
+    with explained(what, Exception):
         return function(*given)
-    except TuneError:
-        raise
-    except Exception as error:
-        raise TuneError(f"{what}: {type(error).__name__}: {error}") from error

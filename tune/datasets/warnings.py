@@ -87,6 +87,8 @@ def warnings_of(dataset: Dataset, tokenizer: Tokenizer) -> list[str]:
     warn(dataset.copies, samples, "samples", copies)
     named = "dataset.columns gives it to a format, dataset.ignore says that this is meant"
     for remark, count in accounting.remarks.most_common():
-        is_column = remark.startswith(COLUMN)
-        warn(count, rows, "rows", f"{remark}, in {{}}: {named}" if is_column else f"{remark}: in {{}}", MANY * is_column)
+        if remark.startswith(COLUMN):
+            warn(count, rows, "rows", f"{remark}, in {{}}: {named}")
+        else:
+            warn(count, rows, "rows", f"{remark}: in {{}}", least=0)
     return found

@@ -162,7 +162,7 @@ class JensenShannon(Divergence):
     1 - b times the reverse KL.
     """
 
-    beta: Annotated[float, Range("a number between 0 and 1", above=0, below=1)] = 0.5
+    beta: Annotated[float, Range("a number between 0 and 1", lambda x: 0 < x < 1)] = 0.5
 
     def of(self, student: Distribution, teacher: Distribution) -> tuple[Tensor, Tensor]:
         mixture = student.p.lerp(teacher.p, self.beta)

@@ -17,7 +17,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.lookup import did_you_mean
 
 Message = dict[str, Any]
@@ -63,7 +63,13 @@ class ChatTemplate:
         **variables: Any,
     ) -> tuple[str, list[Span]]:
         """The text, and the character spans that the template's `{% generation %}` blocks rendered to."""
-        try:
+        calls = any(message.get("tool_calls") and not message.get("content") for message in messages)
+        hint = " (it may not know of tool calls, which a message has in place of text)" if calls else ""
+        # A template is a program: anything can go wrong in it.
+        with (
+            explained(f"{self.origin} fails on the conversation", Exception),
+            explained(f"{self.origin} refuses the conversation{hint}", jinja2.TemplateError),
+        ):
             marked = self._template.render(
                 **{**self.variables, **variables},
                 messages=[_plain_message(message) for message in messages],
@@ -71,12 +77,6 @@ class ChatTemplate:
                 tools=_plain(tools),
                 documents=_plain(documents),
             )
-        except jinja2.TemplateError as error:
-            calls = any(message.get("tool_calls") and not message.get("content") for message in messages)
-            hint = ". It may not know of tool calls, which a message has in place of text" if calls else ""
-            raise TuneError(f"{self.origin} refuses the conversation: {error}{hint}") from error
-        except Exception as error:  # a template is a program: anything can go wrong in it
-            raise TuneError(f"{self.origin} fails on the conversation: {type(error).__name__}: {error}") from error
         if not self.marks_generation:
             return marked, []
         text, spans, start = "", [], 0

@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, processors
 
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.lookup import absent
 from tune.tokenizers import ranks, sentencepiece
 
@@ -53,10 +53,8 @@ def mapping_in(file: Path) -> dict[str, Any]:
     """What a JSON file holds; empty if there is no such file. Raises TuneError if it is no mapping."""
     if not file.is_file():
         return {}
-    try:
+    with explained(f"{file} is not valid JSON", ValueError):
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TuneError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise TuneError(f"{file} must hold a mapping; found {type(content).__name__}")
     return content
@@ -83,9 +81,14 @@ def _source(folder: Path) -> Path:
 def _read(file: Path, legacy: bool) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
     """The tokenizer in a file, with the special tokens that the file itself names."""
     data = file.read_bytes()
-    try:
-        if file.name == "tokenizer.json":
-            return _read_tokenizer_json(data), {}
+    unreadable = f"{file} is not a tokenizer that can be read"
+    if file.name == "tokenizer.json":
+        with explained(unreadable, Exception):  # the library raises nothing narrower
+            tokenizer = tokenizers.Tokenizer.from_str(data.decode())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer, {}
+    with explained(unreadable, ValueError):
         if file.name == "tekken.json":
             names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
             return ranks.tekken(data), names
@@ -94,18 +97,6 @@ def _read(file: Path, legacy: bool) -> tuple[tokenizers.Tokenizer, SpecialTokens
         if ranks.is_tiktoken(data):
             return ranks.llama3(file), {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
         return sentencepiece.convert(data, legacy)
-    except ValueError as error:
-        raise TuneError(f"{file} is not a tokenizer that can be read: {error}") from error
-
-
-def _read_tokenizer_json(data: bytes) -> tokenizers.Tokenizer:
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(data.decode())
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(error) from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _configured(folder: Path, config: Mapping[str, Any], special: list[str]) -> dict[int, AddedToken]:
@@ -117,17 +108,13 @@ def _configured(folder: Path, config: Mapping[str, Any], special: list[str]) -> 
             for index, token in listed
         }
     flags = ("special", "normalized", "lstrip", "rstrip", "single_word")
-    try:
+    place = f"added_tokens_decoder in {folder / 'tokenizer_config.json'}"
+    with explained(f"{place} must give a token with content to each id; it cannot be read", Exception):
         entries = sorted((int(index), token) for index, token in config["added_tokens_decoder"].items())
         return {
             index: AddedToken(token["content"], **{name: token[name] for name in flags if name in token})
             for index, token in entries
         }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise TuneError(
-            f"added_tokens_decoder in {folder / 'tokenizer_config.json'} must give a token with content to each id; "
-            f"it cannot be read: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _add(

@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.tokenizers.chat_template import SHIPPED, ChatTemplate, Message, Span, chosen_template, markers
 from tune.tokenizers.folder import SOURCES, mapping_in, read_vocabulary
 from tune.tokenizers.supervision import end_of_turn, supervised_spans
@@ -320,7 +320,8 @@ class Tokenizer:
         files = {file.stem: file for file in sorted(self.path.glob("additional_chat_templates/*.jinja"))}
         if (file := self.path / "chat_template.jinja").is_file():
             files["default"] = file
-        try:
+        meant = "must be a text, or a list of texts with names"
+        with explained(f"the chat template in {self.path} {meant}; it cannot be read", Exception):
             if files:
                 return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
             configured = mapping_in(self.path / "tokenizer_config.json").get("chat_template") or []
@@ -329,11 +330,6 @@ class Tokenizer:
             if not all(isinstance(template, str) for template in templates.values()):
                 raise TypeError(f"found {configured!r}")
             return templates
-        except (KeyError, TypeError, UnicodeDecodeError) as error:
-            raise TuneError(
-                f"the chat template in {self.path} must be a text, or a list of texts with names; it cannot be read: "
-                f"{type(error).__name__}: {error}"
-            ) from error
 
 
 class TextStream:

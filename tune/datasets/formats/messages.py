@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from tune.datasets.formats.content import Row, require, shown
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.lookup import did_you_mean
 from tune.tokenizers import Message
 
@@ -149,7 +149,5 @@ def _with_train(message: Message, place: str) -> Message:
 
 
 def _parsed(text: str, place: str) -> Any:
-    try:
+    with explained(f"{place} is not valid JSON", ValueError, RecursionError):
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TuneError(f"{place} is not valid JSON: {error}") from error

@@ -16,7 +16,7 @@ from typing import IO, Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.lookup import absent, did_you_mean
 
 KINDS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
@@ -114,16 +114,13 @@ def is_on_the_hub(path: str) -> bool:
 
 def place_at(path: str) -> File:
     """Raises TuneError for a URL that fsspec cannot open, or a path that leads nowhere."""
-    try:
+    absent_package = explained(f"{path} needs a package: pip install it", ImportError)
+    with explained(f"{path} cannot be opened", Exception), absent_package:  # each file system has errors of its own
         if "://" in path:
             filesystem, root = fsspec.url_to_fs(path)
         else:
             filesystem, root = LocalFileSystem(), str(Path(path).expanduser())
         exists = filesystem.exists(root) or glob.has_magic(root)
-    except ImportError as error:
-        raise TuneError(f"{path}: {error}: pip install that package") from error
-    except Exception as error:  # each file system has its own
-        raise TuneError(f"{path} cannot be opened: {error}") from error
     if not exists:
         leads = f" is a link that leads nowhere ({os.readlink(root)})" if os.path.islink(root) else " does not exist"
         raise TuneError(f"{path}{leads}")

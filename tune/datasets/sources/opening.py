@@ -8,7 +8,7 @@ from typing import Any
 from tune.datasets.sources.data_files import File, choose_files, is_on_the_hub, place_at, require_train
 from tune.datasets.sources.readers import PlacedRows, numbered, read
 from tune.datasets.user_functions import load_function
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 
 FUNCTION = "python:"
 
@@ -70,8 +70,6 @@ def _by_datasets(function: str, otherwise: str, name: str, *arguments: Any, **op
     import datasets
 
     datasets.disable_progress_bars()
-    try:
+    with explained(f"{name} {otherwise}", OSError, ValueError, datasets.exceptions.DatasetsError):
         rows = getattr(datasets, function)(name, *arguments, **options)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise TuneError(f"{name} {otherwise}: {error}") from error
     yield from numbered(name, rows.with_format("arrow").iter(batch_size=1024))

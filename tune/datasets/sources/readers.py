@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from tune.datasets.sources.data_files import File
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 
 PlacedRows = Iterator[tuple[str, Any]]
 """Rows, each with its place. What is wrong with a row alone (a malformed line) is a TuneError in its stead."""
@@ -26,14 +26,12 @@ WRAPPERS = ("data", "rows", "examples", "samples", "instances", "records", "item
 
 def read(file: File) -> PlacedRows:
     """The file's rows, each with its place. Raises TuneError, with the line where there are lines, if it is damaged."""
-    try:
+    with explained(f"{file.path} cannot be read", OSError, EOFError, zlib.error, lzma.LZMAError):
         with file.filesystem.open(file.path, "rb") as stream:
             is_git_pointer = stream.read(len(GIT_POINTER)) == GIT_POINTER
         if is_git_pointer:  # the file was left on a Git server
             raise TuneError(f"{file.path} is a pointer of Git LFS and not the file itself: run git lfs pull")
         yield from READERS[file.kind](file)
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise TuneError(f"{file.path} cannot be read: {error}") from error
 
 
 def numbered(name: str, tables: Iterable[Any]) -> PlacedRows:
@@ -145,20 +143,18 @@ def _columnar(file: File) -> PlacedRows:
     import pyarrow
     import pyarrow.parquet
 
-    try:
-        with file.open() as stream:
-            is_ipc_file = stream.read(6) == b"ARROW1"
-            stream.seek(0)
-            if file.kind == ".parquet":
-                batches = pyarrow.parquet.ParquetFile(stream).iter_batches(1024)
-            elif is_ipc_file:
-                table = pyarrow.ipc.open_file(stream)
-                batches = map(table.get_batch, range(table.num_record_batches))
-            else:
-                batches = pyarrow.ipc.open_stream(stream)
-            yield from numbered(file.name, batches)
-    except pyarrow.ArrowException as error:
-        raise TuneError(f"{file.path}: malformed {file.kind[1:].title()}: {error}") from error
+    malformed = explained(f"{file.path}: malformed {file.kind[1:].title()}", pyarrow.ArrowException)
+    with malformed, file.open() as stream:
+        is_ipc_file = stream.read(6) == b"ARROW1"
+        stream.seek(0)
+        if file.kind == ".parquet":
+            batches = pyarrow.parquet.ParquetFile(stream).iter_batches(1024)
+        elif is_ipc_file:
+            table = pyarrow.ipc.open_file(stream)
+            batches = map(table.get_batch, range(table.num_record_batches))
+        else:
+            batches = pyarrow.ipc.open_stream(stream)
+        yield from numbered(file.name, batches)
 
 
 def _text(file: File) -> PlacedRows:
