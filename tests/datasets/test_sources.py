@@ -302,5 +302,5 @@ def test_package_that_is_missing_for_a_url(monkeypatch):
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec, "url_to_fs", url_to_fs)
-    with pytest.raises(TuneError, match=r"s3://bucket/a\.jsonl: Install s3fs to access S3"):
+    with pytest.raises(TuneError, match=r"s3://bucket/a\.jsonl needs a package .*: Install s3fs to access S3"):
         rows_of("s3://bucket/a.jsonl")

@@ -161,7 +161,7 @@ CHATS = {
     "calls": (calling({"name": "f"}), r'tool_calls is {"name": "f"}; it must be a list of calls'),
     "a call without a name": (
         calling([{"function": {"arguments": {}}}]),
-        r"tool_calls\[0\].function.name is missing; a tool call needs",
+        r"tool_calls\[0\].function.name is missing; it must be the name of the tool",
     ),
     "a call of nothing": (calling([{"function": "f"}]), r"function.name is missing"),
     "arguments": (calling([{"name": "f", "arguments": [1]}]), r"arguments is \[1\]; it must be an object"),
@@ -188,9 +188,12 @@ def test_conversations(read, row, message):
 
 OTHERS = {
     "text": ({"text": 5}, "text is 5; it must be a string"),
-    "prompt": ({"prompt": None, "completion": "a"}, "prompt is missing; prompt and completion must be two strings"),
-    "completion": ({"prompt": "a", "completion": float("nan")}, "completion is NaN; prompt and completion must be"),
-    "two kinds": ({"prompt": [USER], "completion": "a"}, "prompt and completion must be two strings or two lists"),
+    "prompt": ({"prompt": None, "completion": "a"}, "prompt is missing; it must be a string, as prompt and"),
+    "completion": (
+        {"prompt": "a", "completion": float("nan")},
+        "completion is NaN; it must be a string, as prompt",
+    ),
+    "two kinds": ({"prompt": [USER], "completion": "a"}, "prompt and completion are two strings or two lists"),
     "instruction": ({"instruction": 1, "output": "a"}, "instruction is 1; it must be a string"),
     "ids": ({"input_ids": [1.0, 2]}, r"input_ids is \[1.0, 2\]; it must be a list of integers"),
     "ids as text": ({"input_ids": "1 2"}, 'input_ids is "1 2"; it must be a list of integers'),

@@ -186,9 +186,7 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     rows_in_order = np.empty_like(row_of)
     rows_in_order[decreasing] = row_of
     firsts = np.unique(rows_in_order, return_index=True)[1]
-    rank = np.empty(num_rows, dtype=np.int64)
-    rank[np.argsort(firsts)] = np.arange(num_rows)
-    rows_in_order = rank[rows_in_order]
+    rows_in_order = np.argsort(np.argsort(firsts))[rows_in_order]
     starts = np.concatenate([[0], np.cumsum(np.bincount(rows_in_order, minlength=num_rows))])
     return np.argsort(rows_in_order, kind="stable"), starts
 

@@ -89,9 +89,7 @@ def load_prompts(
     dropped: Counter[str] = Counter()
     for place, row in open_source(path, split, subset, take):
         with explained(place):
-            if isinstance(row, TuneError):  # a malformed line
-                raise row
-            if filter and not applied(filter, "filter", row):
+            if filter and isinstance(row, dict) and not applied(filter, "filter", row):
                 dropped[LEFT_OUT + filter] += 1
                 continue
             left_out = [*ignore, *FOR_REWARDS]
@@ -137,8 +135,6 @@ def open_prompts(
     for place, row in rows:
         text = row.get("prompt") if isinstance(row, dict) else None
         with explained(place):
-            if isinstance(row, TuneError):
-                raise row
             if system and (raw or (isinstance(text, str) and not is_chat)):
                 raise TuneError("a system message needs a chat template, and a text as it is has none")
             if raw and not isinstance(text, str):
@@ -153,6 +149,8 @@ def _prompt(
     tokenizer: Tokenizer, row: Any, columns: Mapping[str, str] | None, ignore: Sequence[str], index: int
 ) -> Prompt:
     """`columns` is None where no setting gives them."""
+    if isinstance(row, TuneError):  # a malformed line
+        raise row
     if not isinstance(row, dict):
         raise TuneError(f"the row is {shown(row)}; it must be an object with columns")
     named = {**row, **{ours: row.get(theirs) for ours, theirs in (columns or {}).items()}}

@@ -45,7 +45,9 @@ def map_by_ray(
 
     def work(block: dict[str, Any]) -> dict[str, list[bytes]]:
         os.chdir(here)
-        return {"samples": [pickle.dumps(_result(function, pickle.loads(each))) for each in block["rows"]]}
+        rows_or_error = map(pickle.loads, block["rows"])
+        found = (each if isinstance(each, TuneError) else _attempted(function, each) for each in rows_or_error)
+        return {"samples": [*map(pickle.dumps, found)]}
 
     read_rows = data.from_items([0]).map_batches(read, num_cpus=0)
     tasks = data.TaskPoolStrategy(workers or max(1, free))
@@ -57,9 +59,10 @@ def map_by_ray(
         yield found
 
 
-def _result(function: Callable[[list[Any]], Chunk], rows: list[Any] | TuneError) -> Chunk | TuneError:
+def _attempted(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What it gives, or the TuneError in its place, which Ray would hand on in an error of its own."""
     try:
-        return rows if isinstance(rows, TuneError) else function(rows)
+        return function(*arguments)
     except TuneError as error:
         return error
 
@@ -131,10 +134,6 @@ class _Passes:
             self.passes[number] = self.chunks(start), {}
         source, held = self.passes[number]
         if index not in held:
-            found: Chunk | TuneError | None
-            try:
-                found = next(source, None)
-            except TuneError as error:
-                found = error
+            found = _attempted(next, source, None)
             held[index] = None if found is None else ray.put(found)
         return (held[index],)

@@ -176,74 +176,65 @@ class RowReader:
             is_cut = any(outcome.cut for outcome in outcomes)
             raise Dropped(f"chosen equal to rejected{' as far as they fit' * is_cut}")
         group = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big")
-        return Outcome(
-            [replace(sample, columns={**sample.columns, "group": group}) for sample in samples],
-            cut=sum(outcome.cut for outcome in outcomes),
-            clipped=any(outcome.clipped for outcome in outcomes),
-            ends=all(outcome.ends for outcome in outcomes),
-            remarks=list(dict.fromkeys(remark for outcome in outcomes for remark in outcome.remarks)),
-        )
+        samples = [replace(sample, columns={**sample.columns, "group": group}) for sample in samples]
+        return replace(_joined(outcomes), samples=samples)
 
     def _finished(self, draft: Draft, whole: Sample) -> Outcome:
-        content, too_long, cut, clipped = draft.content, self.too_long, 0, False
+        content, too_long = draft.content, self.too_long
         if too_long is None:
             too_long = "split" if isinstance(content, Plain) and not content.prompt else "truncate"
-        samples = [whole]
-        if len(whole.tokens) > self.max_seq_len:
-            shorten = self._split if too_long == "split" else self._truncated
-            samples, cut, clipped = shorten(content, whole)
-        samples = [replace(sample, columns=draft.columns) for sample in samples]
-        outcome = replace(_supervised(samples, cut, whole), clipped=clipped, remarks=draft.remarks)
+        shorten = self._split if too_long == "split" else self._truncated
+        pieces = shorten(content, whole) if len(whole.tokens) > self.max_seq_len else Outcome([whole])
+        outcome = _supervised(pieces, whole)
+        samples = [replace(sample, columns=draft.columns) for sample in outcome.samples]
+        outcome = replace(outcome, samples=samples, remarks=draft.remarks)
         if not isinstance(content, Chat):
             return outcome
-        ends = cut or not self.train_on_end_of_turn or self.tokenizer.ends_turn(draft.text[slice(*draft.spans[-1])])
+        text = draft.text[slice(*draft.spans[-1])]
+        ends = pieces.cut or not self.train_on_end_of_turn or self.tokenizer.ends_turn(text)
         return replace(outcome, ends=bool(ends))
 
-    def _truncated(self, content: Content, whole: Sample) -> tuple[list[Sample], int, bool]:
-        """What fits, how many tokens do not, and whether the end of an answer is among these: a conversation up to its
-        last learned message that fits, if one does, anything else up to the last token."""
-        sample, clipped = None, False
+    def _truncated(self, content: Content, whole: Sample) -> Outcome:
+        """What fits: a conversation up to its last learned message that does, if there is one, anything else up to the
+        last token."""
         if isinstance(content, Chat):
             ends = [end for end, message in enumerate(content.messages, 1) if message["train"]]
-            sample = self._longest(content, 0, 0, ends)[1]
-        if sample is None:
-            sample, clipped = _cut(whole, self.max_seq_len)
-        return [sample], len(whole.tokens) - len(sample.tokens), clipped
+            if sample := self._longest(content, 0, 0, ends)[1]:
+                return Outcome([sample], cut=len(whole.tokens) - len(sample.tokens))
+        return _cut(whole, self.max_seq_len)
 
-    def _split(self, content: Content, whole: Sample) -> tuple[list[Sample], int, bool]:
-        """Pieces that fit, how many tokens are in none of them, and whether the end of an answer is among these: a
-        conversation between its turns, each piece behind the system message; anything else anywhere, and a piece's last
-        label is then the next one's first token."""
+    def _split(self, content: Content, whole: Sample) -> Outcome:
+        """Pieces that fit: a conversation between its turns, each piece behind the system message; anything else
+        anywhere, and a piece's last label is then the next one's first token."""
         if not isinstance(content, Chat):
-            return self._split_anywhere(whole), 0, False
+            return self._split_anywhere(whole)
         roles = [message["role"] for message in content.messages]
         head = content.prompt or int(roles[0] == "system")
         borders = [end for end in range(head + 1, len(roles)) if roles[end] == "user"] + [len(roles)]
-        start, samples, cut, clipped = head, [], 0, False
+        start, pieces = head, []
         while borders:
             end, sample = self._longest(content, head, start, borders)
-            if sample is None:  # a turn that is too long alone
+            if sample:
+                pieces.append(Outcome([sample]))
+            else:  # a turn that is too long alone
                 end, turn = borders[0], _messages_of(content, head, start, borders[0])
-                (sample,), lost, in_answer = self._truncated(turn, self.sample(turn))
-                cut, clipped = cut + lost, clipped or in_answer
-            samples.append(sample)
+                pieces.append(self._truncated(turn, self.sample(turn)))
             start, borders = end, [border for border in borders if border > end]
-        return samples, cut, clipped
+        return _joined(pieces)
 
-    def _split_anywhere(self, whole: Sample) -> list[Sample]:
+    def _split_anywhere(self, whole: Sample) -> Outcome:
         """Models that begin with BOS are far worse without: where the whole begins so, each piece does. What stands
         behind it is learned in the piece before."""
         prefix = self.tokenizer.prefix_ids if self.bos_in_pieces else []
         if len(prefix) >= self.max_seq_len or list(whole.tokens[: len(prefix)]) != prefix:
             prefix = []
         bos, no_labels = (np.array(ids, dtype=np.int32) for ids in (prefix, [IGNORE] * len(prefix)))
-        first = slice(self.max_seq_len)
-        pieces = [Sample(whole.tokens[first], whole.labels[first])]
+        tokens, labels = whole.tokens[len(prefix) :], whole.labels[len(prefix) :]
         length = self.max_seq_len - len(prefix)
-        for start in range(self.max_seq_len, len(whole.tokens), length):
-            tokens, labels = whole.tokens[start : start + length], whole.labels[start : start + length]
-            pieces.append(Sample(np.append(bos, tokens), np.append(no_labels, labels)))
-        return pieces
+        pieces = [slice(start, start + length) for start in range(0, len(tokens), length)]
+        samples = [Sample(np.append(bos, tokens[piece]), np.append(no_labels, labels[piece])) for piece in pieces]
+        samples[0].labels[: len(prefix)] = whole.labels[: len(prefix)]
+        return Outcome(samples)
 
     def _longest(self, chat: Chat, head: int, start: int, ends: list[int]) -> tuple[int, Sample | None]:
         """The last of the `ends` up to which the messages from `start` on, behind the first `head` ones, fit, and these
@@ -268,28 +259,38 @@ class RowReader:
 
 def fitted(sample: Sample, max_seq_len: int) -> Outcome:
     """A sample, cut at its end if it is longer than `max_seq_len`; dropped if nothing is learned in it then."""
-    if len(sample.tokens) <= max_seq_len:
-        return _supervised([sample], 0, sample)
-    start, clipped = _cut(sample, max_seq_len)
-    return replace(_supervised([start], len(sample.tokens) - max_seq_len, sample), clipped=clipped)
+    pieces = _cut(sample, max_seq_len) if len(sample.tokens) > max_seq_len else Outcome([sample])
+    return _supervised(pieces, sample)
 
 
-def _cut(sample: Sample, max_seq_len: int) -> tuple[Sample, bool]:
-    """The start of a sample, and whether what is learned would have gone on."""
+def _cut(sample: Sample, max_seq_len: int) -> Outcome:
+    """The start of a sample."""
     labels = np.array(sample.labels[:max_seq_len], dtype=np.int32)
     clipped = bool(labels[-1] != IGNORE)
     labels[-1] = IGNORE  # its target was cut off
     columns = {name: value[:max_seq_len] if np.ndim(value) else value for name, value in sample.columns.items()}
-    return replace(sample, tokens=sample.tokens[:max_seq_len], labels=labels, columns=columns), clipped
+    start = replace(sample, tokens=sample.tokens[:max_seq_len], labels=labels, columns=columns)
+    return Outcome([start], cut=len(sample.tokens) - max_seq_len, clipped=clipped)
 
 
-def _supervised(samples: list[Sample], cut: int, whole: Sample) -> Outcome:
-    """The samples in which something is learned, which were made of the whole one."""
-    kept = [sample for sample in samples if (np.asarray(sample.labels) != IGNORE).any()]
+def _joined(outcomes: Sequence[Outcome]) -> Outcome:
+    """What became of a row of which these are parts."""
+    return Outcome(
+        [sample for outcome in outcomes for sample in outcome.samples],
+        cut=sum(outcome.cut for outcome in outcomes),
+        clipped=any(outcome.clipped for outcome in outcomes),
+        ends=all(outcome.ends for outcome in outcomes),
+        remarks=list(dict.fromkeys(remark for outcome in outcomes for remark in outcome.remarks)),
+    )
+
+
+def _supervised(pieces: Outcome, whole: Sample) -> Outcome:
+    """The pieces of the whole sample in which something is learned."""
+    kept = [sample for sample in pieces.samples if (np.asarray(sample.labels) != IGNORE).any()]
     if kept:
-        return Outcome(kept, cut=cut)
+        return replace(pieces, samples=kept)
     first = np.flatnonzero(np.asarray(whole.labels) != IGNORE)
-    return Outcome(dropped=FULLY_MASKED, cut=cut, needs=int(first[0]) + 1 if len(first) else 0)
+    return replace(pieces, samples=(), dropped=FULLY_MASKED, needs=int(first[0]) + 1 if len(first) else 0)
 
 
 def _messages_of(chat: Chat, head: int, start: int, end: int) -> Chat:

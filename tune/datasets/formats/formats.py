@@ -47,10 +47,8 @@ def prompt_completion(row: Row) -> Content:
             raise Dropped("empty completion")
         return Chat(before + behind, checked_tools(row.get("tools")), prompt=len(before))
     for name, value in (("prompt", prompt), ("completion", answer)):
-        if not isinstance(value, str):
-            raise TuneError(
-                f"{name} is {shown(value)}; prompt and completion must be two strings or two lists of messages"
-            )
+        kind = "a string, as prompt and completion are two strings or two lists of messages"
+        require(isinstance(value, str), name, value, kind)
     return Plain(prompt, answer)
 
 

@@ -1,6 +1,7 @@
 """Messages in the spellings that datasets have, in the one that chat templates are written for."""
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from tune.datasets.formats.content import Row, require, shown
@@ -67,10 +68,7 @@ def _checked(message: Any, place: str) -> Message:
     if "from" in message and "role" not in message:
         message = _from_share_gpt(message, place)
     role = message.get("role")
-    if role not in ROLES:
-        raise TuneError(
-            f"{place}.role is {shown(role)}; it must be one of {', '.join(ROLES)}.{did_you_mean(str(role), ROLES)}"
-        )
+    _require_one_of(ROLES, role, f"{place}.role")
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], role, f"{place}.tool_calls")
         if not message["tool_calls"]:
@@ -82,16 +80,25 @@ def _checked(message: Any, place: str) -> Message:
         message["content"] = content
     for name in REASONING:
         require(isinstance(message.get(name, ""), str), f"{place}.{name}", message.get(name), "a string")
-    return _with_train(message, place)
+    if "weight" in message:  # as OpenAI's files have it
+        weight = message.pop("weight")
+        require(weight in (0, 1), f"{place}.weight", weight, "0 (not learned) or 1")
+        message.setdefault("train", bool(weight))
+    require(isinstance(message.get("train", True), bool), f"{place}.train", message.get("train"), "true or false")
+    return message
+
+
+def _require_one_of(known: Collection[str], value: Any, place: str) -> None:
+    if not isinstance(value, str) or value not in known:
+        hint = did_you_mean(str(value), known)
+        raise TuneError(f"{place} is {shown(value)}; it must be one of {', '.join(known)}.{hint}")
 
 
 def _from_share_gpt(message: Message, place: str) -> Message:
     """`from` and `value` as `role` and `content`."""
     name: Any = message["from"]
     value: Any = message.get("value")
-    if not isinstance(name, str) or name not in SHARE_GPT_ROLES:
-        hint = did_you_mean(str(name), SHARE_GPT_ROLES)
-        raise TuneError(f"{place}.from is {shown(name)}; it must be one of {', '.join(SHARE_GPT_ROLES)}.{hint}")
+    _require_one_of(SHARE_GPT_ROLES, name, f"{place}.from")
     require(isinstance(value, str), f"{place}.value", value, "a string")
     rest = {key: item for key, item in message.items() if key not in ("from", "value")}
     if name == "function_call":
@@ -129,23 +136,12 @@ def _tool_call(call: dict[str, Any], place: str) -> dict[str, Any]:
         function = {key: call[key] for key in keys if key in call}
         rest = {key: value for key, value in call.items() if key not in keys}
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name:
-        raise TuneError(f"{place}.name is {shown(name)}; a tool call needs the name of the tool")
+    require(isinstance(name, str) and name != "", f"{place}.name", name, "the name of the tool, which a call needs")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"{place}.arguments") if arguments.strip() else None
     require(isinstance(arguments, dict | None), f"{place}.arguments", arguments, "an object, or an object as JSON")
     return {"type": "function", **rest, "function": {**function, "arguments": arguments or {}}}
-
-
-def _with_train(message: Message, place: str) -> Message:
-    """`weight: 0 | 1`, as OpenAI's files have it, as `train`."""
-    weight = message.pop("weight", None)
-    if weight is not None:
-        require(weight in (0, 1), f"{place}.weight", weight, "0 (not learned) or 1")
-        message.setdefault("train", bool(weight))
-    require(isinstance(message.get("train", True), bool), f"{place}.train", message.get("train"), "true or false")
-    return message
 
 
 def _parsed(text: str, place: str) -> Any:

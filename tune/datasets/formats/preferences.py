@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tune.datasets.formats.content import Answers, Chat, Content, Dropped, Plain, Row, Tokens, require, shown
+from tune.datasets.formats.content import Answers, Chat, Content, Dropped, Plain, Row, Tokens, require
 from tune.datasets.formats.messages import checked_messages, checked_tools, conversation, question_of
 from tune.errors import TuneError
 from tune.tokenizers.supervision import common_prefix
@@ -20,18 +20,16 @@ def preference(row: Row) -> Answers:
     """
     chosen, rejected = row["chosen"], row["rejected"]
     several = isinstance(rejected, list) and (not rejected or not isinstance(rejected[0], dict))
-    answers = [chosen, *(rejected if several else [rejected])]
-    names = ["chosen", *([f"rejected[{index}]" for index in range(len(rejected))] if several else ["rejected"])]
-    if empty := [name for name, answer in zip(names, answers, strict=True) if answer in (None, "", [])]:
-        raise Dropped(f"empty {empty[0].partition('[')[0]}")
-    if len(answers) == 1:
-        raise Dropped("empty rejected")
-    if all(isinstance(answer, str) for answer in answers):
-        return _compared(row, _texts(row, answers))
-    for name, answer in zip(names, answers, strict=True):
-        if not isinstance(answer, list):
-            raise TuneError(f"{name} is {shown(answer)}; chosen and rejected must be strings or lists of messages")
-    return _chats(row, [checked_messages(answer, name) for name, answer in zip(names, answers, strict=True)])
+    worse = {f"rejected[{index}]": each for index, each in enumerate(rejected)} if several else {"rejected": rejected}
+    answers = {"chosen": chosen, **(worse or {"rejected": None})}
+    for name, answer in answers.items():
+        if answer in (None, "", []):
+            raise Dropped(f"empty {name.partition('[')[0]}")
+    if all(isinstance(answer, str) for answer in answers.values()):
+        return _compared(row, _texts(row, [*answers.values()]))
+    for name, answer in answers.items():
+        require(isinstance(answer, list), name, answer, "a list of messages, or all answers strings")
+    return _chats(row, [checked_messages(answer, name) for name, answer in answers.items()])
 
 
 def instructed(row: Row) -> Answers:
@@ -40,12 +38,10 @@ def instructed(row: Row) -> Answers:
     question, rejected = question_of(row), row["rejected"]
     require(question != "", "instruction", row["instruction"], "a string")
     several = rejected if isinstance(rejected, list) else [rejected]
-    for name, answer in (("chosen", row["chosen"]), *(("rejected", each) for each in several or [None])):
+    for name, answer in (("chosen", row["chosen"]), *(("rejected", each) for each in several)):
         require(isinstance(answer, str | None), name, answer, "a string")
-        if not answer:
-            raise Dropped(f"empty {name}")
-    answers = [[{"role": "assistant", "content": answer}] for answer in (row["chosen"], *several)]
-    return _chats({**row, "prompt": question}, answers)
+    chosen, *worse = (answer and [{"role": "assistant", "content": answer}] for answer in (row["chosen"], *several))
+    return preference({**row, "prompt": question, "chosen": chosen, "rejected": worse})
 
 
 def labelled(read: Callable[[Row], Content]) -> Callable[[Row], Answers]:
@@ -65,8 +61,7 @@ def labelled(read: Callable[[Row], Content]) -> Callable[[Row], Answers]:
 
 def _texts(row: Row, answers: list[str]) -> list[Plain]:
     prompt = row.get("prompt")
-    if not isinstance(prompt, str | None):
-        raise TuneError(f"prompt is {shown(prompt)}; where chosen and rejected are strings it must be a string")
+    require(isinstance(prompt, str | None), "prompt", prompt, "a string, as chosen and rejected are")
     if prompt is None:
         if asked := next((name for name, value in row.items() if value and name.lower() in QUESTIONS), None):
             raise TuneError(

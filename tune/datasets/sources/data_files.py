@@ -72,12 +72,8 @@ class File:
         """All that is in the folder and in those below it, without hidden ones. Links to folders stay closed: they may
         lead in circles."""
         root = self.path.rstrip("/")
-        if self.is_local:
-            found = (path for path in Path(root).rglob("*") if path.is_symlink() or not path.is_dir())
-            names = [str(path.relative_to(root)) for path in found]
-        else:
-            names = [path.removeprefix(root).lstrip("/") for path in self.filesystem.find(root)]
-        shown = (name for name in sorted(names) if not re.search(r"(^|/)\.", name))
+        names = sorted(os.path.relpath(path, root) for path in self.filesystem.find(root))
+        shown = (name for name in names if not re.search(r"(^|/)\.", name))
         return [File(self.filesystem, f"{root}/{name}", name) for name in shown]
 
     def matching(self) -> "list[File]":
@@ -114,7 +110,7 @@ def is_on_the_hub(path: str) -> bool:
 
 def place_at(path: str) -> File:
     """Raises TuneError for a URL that fsspec cannot open, or a path that leads nowhere."""
-    absent_package = explained(f"{path} needs a package: pip install it", ImportError)
+    absent_package = explained(f"{path} needs a package (pip install it)", ImportError)
     with explained(f"{path} cannot be opened", Exception), absent_package:  # each file system has errors of its own
         if "://" in path:
             filesystem, root = fsspec.url_to_fs(path)
