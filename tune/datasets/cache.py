@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from threading import Timer
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -27,7 +28,6 @@ from tune.datasets.sources.data_files import File
 from tune.errors import TuneError
 
 ARRAYS = ("tokens", "labels", "lengths", "supervised", "digests")
-POLL = 0.2  # seconds between attempts to get a lock
 TELL = 10.0  # seconds between lines on how far it is
 LARGE = 2**24  # bytes of a file whose hash is remembered
 
@@ -135,34 +135,29 @@ def _read(folder: Path, accounting: Accounting) -> Samples | None:
 
 @contextmanager
 def _locked(file: Path, source: str) -> Iterator[None]:
-    """Hold the lock. What its holder finds wrong is raised here too, where that was waited for."""
+    """Hold the lock, which is this process's alone: flock's would live on in processes that are forked from it. What
+    its holder finds wrong is raised here too, where that was waited for."""
+    line = f"waiting for another process to prepare {source}"
+    telling = Timer(TELL, print, [line], {"file": sys.stderr, "flush": True})
     with file.open("a+") as lock:
-        waited = told = False
-        start = time.monotonic()
-        while not _taken(lock):
-            if not told and time.monotonic() - start >= TELL and os.environ.get("RANK", "0") == "0":
-                print(f"waiting for another process to prepare {source}", file=sys.stderr, flush=True)
-                told = True
-            waited = True
-            time.sleep(POLL)
-        lock.seek(0)
-        if waited and (found := lock.read()):
-            raise TuneError(found)
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            if os.environ.get("RANK", "0") == "0":
+                telling.start()
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX)
+            finally:
+                telling.cancel()
+            lock.seek(0)
+            if found := lock.read():
+                raise TuneError(found) from None
         lock.truncate(0)
         try:
             yield
         except TuneError as error:
             lock.write(str(error))
             raise
-
-
-def _taken(lock: TextIO) -> bool:
-    """A lock of this process alone: flock's would live on in processes that are forked from it."""
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
 
 
 def _told(chunks: Iterable[Chunk], source: str) -> Iterator[Chunk]:
