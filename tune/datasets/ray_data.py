@@ -45,9 +45,7 @@ def map_by_ray(
 
     def work(block: dict[str, Any]) -> dict[str, list[bytes]]:
         os.chdir(here)
-        rows_or_error = map(pickle.loads, block["rows"])
-        found = (each if isinstance(each, TuneError) else _attempted(function, each) for each in rows_or_error)
-        return {"samples": [*map(pickle.dumps, found)]}
+        return {"samples": [pickle.dumps(_result(function, pickle.loads(each))) for each in block["rows"]]}
 
     read_rows = data.from_items([0]).map_batches(read, num_cpus=0)
     tasks = data.TaskPoolStrategy(workers or max(1, free))
@@ -59,10 +57,9 @@ def map_by_ray(
         yield found
 
 
-def _attempted(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What it gives, or the TuneError in its place, which Ray would hand on in an error of its own."""
+def _result(function: Callable[[list[Any]], Chunk], rows: list[Any] | TuneError) -> Chunk | TuneError:
     try:
-        return function(*arguments)
+        return rows if isinstance(rows, TuneError) else function(rows)
     except TuneError as error:
         return error
 
@@ -134,6 +131,10 @@ class _Passes:
             self.passes[number] = self.chunks(start), {}
         source, held = self.passes[number]
         if index not in held:
-            found = _attempted(next, source, None)
+            found: Chunk | TuneError | None
+            try:
+                found = next(source, None)
+            except TuneError as error:
+                found = error
             held[index] = None if found is None else ray.put(found)
         return (held[index],)
