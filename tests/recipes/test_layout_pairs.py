@@ -1,0 +1,84 @@
+"""All pairs of a layout and another setting: two steps on two processes give the numbers of one."""
+
+import json
+import random
+from collections import defaultdict
+
+import pytest
+from helpers import run_processes, save_checkpoint
+from recipes.test_pairs import FACTORS, covering
+from recipes.test_tensor_parallel import RUN_VARIANTS
+
+STAGES = ["parallel.pp=2", "micro_batch_size=2"]
+LAYOUTS = {
+    "ZeRO 0": ["parallel.zero_stage=0", "micro_batch_size=2"],
+    "ZeRO 1": ["parallel.zero_stage=1", "micro_batch_size=2"],
+    "HSDP": ["parallel.dp_replicate=2", "parallel.reduce_every_micro_batch=false", "micro_batch_size=2"],
+    "tp": ["parallel.tp=2", "micro_batch_size=4"],
+    "cp": ["parallel.cp=2", "micro_batch_size=4"],
+    "ep": ["parallel.ep=2", "micro_batch_size=2"],
+    "interleaved": [*STAGES, "parallel.pp_schedule=interleaved"],
+    "zero bubble": [*STAGES, "parallel.pp_schedule=zero_bubble"],
+}
+RECIPES = {"all": "full_finetune", "DPO": "preference_finetune"}
+TRAINED = ("all", "lora", "dora", "tokens", "experts", "DPO")
+WHAT = {
+    "trained": {name: FACTORS["trained"][name] for name in TRAINED},
+    "quantization": {name: FACTORS["quantization"][name] for name in ("null", "nf4")},
+    "optimizer": FACTORS["optimizer"],
+    "packed": FACTORS["packed"],
+}
+HOW = {
+    "layout": LAYOUTS,
+    "checkpointing": FACTORS["checkpointing"],
+    "cpu_offload": FACTORS["cpu_offload"],
+    "in_backward": {"false": [], "true": ["optimizer_in_backward=true"]},
+}
+PIPELINES = ("interleaved", "zero bubble")
+REFUSED = [
+    {"trained": "all", "quantization": "nf4"},
+    {"cpu_offload": "true", "in_backward": "true"},
+    *({"layout": each, "trained": "DPO"} for each in PIPELINES),
+    *({"layout": each, "in_backward": "true"} for each in ("ZeRO 1", *PIPELINES)),
+    {"layout": "zero bubble", "checkpointing": "selective"},
+]
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_numbers_of_one(chats, pairs, tmp_path):
+    shape = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256}
+    dense = save_checkpoint(tmp_path / "dense", **shape)
+    experts = save_checkpoint(
+        tmp_path / "experts", "Qwen3MoeConfig", **shape, num_experts=4, num_experts_per_tok=2, head_dim=32,
+        moe_intermediate_size=128,
+    )  # fmt: skip
+    common = [
+        "max_seq_len=128", "device=cpu", "dtype=fp32", "global_batch_size=8", "max_steps=2", "max_grad_norm=null",
+        "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
+    ]  # fmt: skip
+    alone, shared, expected = defaultdict(dict), defaultdict(dict), {}
+    for row in covering(random.Random(2), WHAT | HOW, REFUSED):
+        recipe = RECIPES.get(row["trained"], "lora_finetune")
+        mixture = row["trained"] == "experts" or row["layout"] == "ep"
+        plain = [f"model.path={experts if mixture else dense}"]
+        plain += [f"dataset.path={pairs if row['trained'] == 'DPO' else chats}"]
+        plain += [setting for name in WHAT for setting in WHAT[name][row[name]]]
+        name = ", ".join(row.values())
+        expected[name] = ", ".join([*(row[each] for each in WHAT), "experts" if mixture else "dense"])
+        alone[recipe][expected[name]] = [*plain, "micro_batch_size=8"]
+        shared[recipe][name] = plain + [setting for each in HOW for setting in HOW[each][row[each]]]
+        if row["in_backward"] == "true":  # which wants one backward in a step
+            shared[recipe][name].append(f"micro_batch_size={8 if row['layout'] in ('tp', 'cp') else 4}")
+
+    def measured(run):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return [line[name] for line in lines for name in ("loss", "grad_norm")]
+
+    for recipe in shared:
+        run_processes(RUN_VARIANTS, 1, recipe, str(tmp_path / "alone"), json.dumps(common), json.dumps(alone[recipe]))
+        run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "two"), json.dumps(common), json.dumps(shared[recipe]))
+    for name, one in expected.items():
+        tolerance = 1e-3 if "Muon" in name else 1e-4  # Muon scales the smallest directions of an update up, in bf16
+        assert measured(tmp_path / "two" / name) == pytest.approx(measured(tmp_path / "alone" / one), rel=tolerance), (
+            name
+        )
