@@ -56,11 +56,17 @@ def refusal(path: Path, resume: str, mark: Path, adapts: bool) -> str:
     return ""
 
 
+def continued(path: Path, resume: str, intact: bool = True) -> Path | None:
+    """The checkpoint from which a run in the folder `path` goes on, if any. Raises TuneError as `checkpoint_at`."""
+    if resume in ("auto", "never"):
+        return max(path.glob("checkpoints/step-*"), default=None) if resume == "auto" else None
+    return checkpoint_at(Path(resume), intact)
+
+
 def _require_same_kind(path: Path, resume: str, adapts: bool) -> None:
-    newest = max(path.glob("checkpoints/step-*"), default=None)
-    found = newest if resume in ("auto", "never") else checkpoint_at(Path(resume), intact=False)
+    found = continued(path, resume, intact=False)
     with contextlib.suppress(OSError, ValueError):  # what is damaged is told when it is read
-        if found and resume != "never" and ("adapter" in json.loads((found / "state.json").read_text())) != adapts:
+        if found and ("adapter" in json.loads((found / "state.json").read_text())) != adapts:
             had, has = ("no adapter", "one") if adapts else ("an adapter", "none")
             raise TuneError(
                 f"resume: {found} is of another training: it has {had}, and this one trains {has}. Continue with that "

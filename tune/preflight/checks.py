@@ -48,12 +48,14 @@ NONE = torch.device("meta")  # shapes alone
 
 @dataclass
 class Told:
-    """Calls checks, and keeps what they find. What follows from wrong `settings` may fail in any way."""
+    """Calls checks of `cfg`, and keeps what they find. What follows from wrong `settings` may fail in any way."""
 
-    settings: Sequence[str] = ()
+    cfg: DictConfig
+    settings: Sequence[str]
     findings: list[Finding] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.value = Facts(self.cfg)
         for problem in self.settings:
             self.add(problem)
 
@@ -93,25 +95,24 @@ def validate(
 
     `settings` are problems of `cfg` itself. Of the data the first `rows` are read, or all of them (None).
     """
-    told = Told(settings)
+    told = Told(cfg, settings)
     kind = device or told("device", lambda: device_type(cfg.device)) or "cpu"
     told.findings += judge(Facts(cfg, kind, processes), strict)
-    with _world(processes, kind, cfg, told) as world:
-        _check(cfg, told, world, rows)
+    with _world(processes, kind, told) as world:
+        _check(told, world, rows)
     return sorted(told.findings, key=lambda finding: (finding.place, finding.level != Level.ERROR))
 
 
 @contextmanager
-def _world(processes: int, kind: str, cfg: DictConfig, told: Told) -> Iterator[World | None]:
+def _world(processes: int, kind: str, told: Told) -> Iterator[World | None]:
     """The first of so many processes, none of which is started; None if they make no mesh."""
     if kind == "mps" and processes > 1:
         told.add(f"device: mps is one device; found {processes} processes. Start one process, or set device=cpu")
     is_new = not dist.is_initialized()
     if is_new:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
-    parallel = cfg.get("parallel")
     known = signature(distributed.init).parameters
-    given = parallel.items() if isinstance(parallel, DictConfig) else ()
+    given = parallel.items() if isinstance(parallel := told.value("parallel"), DictConfig) else ()
     axes = {str(axis): size for axis, size in given if axis in known}
     try:
         world = told("parallel", lambda: distributed.init("cpu", **axes))
@@ -121,25 +122,25 @@ def _world(processes: int, kind: str, cfg: DictConfig, told: Told) -> Iterator[W
             dist.destroy_process_group()
 
 
-def _check(cfg: DictConfig, told: Told, world: World | None, rows: int | None) -> None:
+def _check(told: Told, world: World | None, rows: int | None) -> None:
+    cfg = told.cfg
     _require_versions(told)
     if "logger" in cfg:
         told("logger", lambda: require_installed(cfg.logger.tensorboard, cfg.logger.wandb))
     told("output_dir", _require_folder, cfg)
-    model, groups = _model(cfg, told, world)
-    tokenizer = None
-    if "tokenizer" in cfg and (model or Path(str(Facts(cfg)("model.path"))).is_dir()):  # else it is told once
+    model, groups = _model(told, world)
+    tokenizer = data = None
+    if "tokenizer" in cfg and (model or Path(str(told.value("model.path"))).is_dir()):  # else it is told once
         tokenizer = told("tokenizer", lambda: instantiate(cfg.tokenizer))
-    rewards = _others(cfg, told, tokenizer)
+    rewards = _others(told, tokenizer)
     if world and "global_batch_size" in cfg:
         sizes = cfg.global_batch_size, cfg.micro_batch_size, not cfg.get("optimizer_in_backward")
         told("global_batch_size", require_batches, world.data_size, *sizes, world.num_stages)
-    data = None
     if tokenizer:
-        data = _data(cfg, told, tokenizer, model, world, rows, rewards)
-    elif OmegaConf.select(cfg, "dataset._component_") in LOADED:
+        data = _data(told, tokenizer, model, world, rows, rewards)
+    elif told.value("dataset._component_") in LOADED:
         told("dataset", lambda: open_source(cfg.dataset.path, cfg.dataset.get("split", "train")))
-    _require_continuable(cfg, told, data)
+    _require_continuable(told, data)
     groups = groups or [{"params": [torch.zeros(2, 2)], "in_blocks": True}]  # of a model that cannot be made
     if "optimizer" in cfg and (optimizer := told("optimizer", _optimizer, cfg, groups)):
         steps = (len(data) if data else cfg.get("max_steps")) or 10**9
@@ -182,9 +183,10 @@ def _require_folder(cfg: DictConfig) -> None:
         raise TuneError(found)
 
 
-def _model(cfg: DictConfig, told: Told, world: World | None) -> tuple[Any, Any]:
+def _model(told: Told, world: World | None) -> tuple[Any, Any]:
     """The model as the run trains it, on the meta device, and its groups for the optimizer; None if they cannot be
     made."""
+    cfg = told.cfg
     if cfg.model.get("_component_") is None:  # of `evaluate`: whatever is to be evaluated
         found = told("model.path", lambda: peft.resolve_model(cfg.model.path, cfg.adapters))
         opened = found and told("model.path", open_checkpoint, found.base)
@@ -195,13 +197,13 @@ def _model(cfg: DictConfig, told: Told, world: World | None) -> tuple[Any, Any]:
         return None, None
     if not cfg.get("from_scratch"):
         told("model.path", lambda: checkpointers.Pretrained(cfg.model.path, model))
-    if cfg.get("quantization", {}).get("weights"):
+    if told.value("quantization.weights"):
         told("quantization", lambda: quantization.quantize_linears(model, double=cfg.quantization.double))
-    if scaling := cfg.get("quantization", {}).get("float8"):
+    if scaling := told.value("quantization.float8"):
         told("quantization", lambda: quantization.compute_in_float8(model, scaling, torch.device("cpu")))
     if cfg.get("adapter"):
         told("adapter", lambda: _adapt(cfg, model))
-    folder, keep = local_folder(cfg.get("output_dir") or "."), Facts(cfg)("checkpointer.keep")
+    folder, keep = local_folder(cfg.get("output_dir") or "."), told.value("checkpointer.keep")
     if note := told("output_dir", lambda: disk_note(folder, model, cfg.master_dtype, keep)):
         told.add(note, level=Level.WARN)
     whole, groups = model, None
@@ -226,13 +228,13 @@ def _adapt(cfg: DictConfig, model: Any) -> None:
     peft.add_adapters(model, lora)
 
 
-def _others(cfg: DictConfig, told: Told, tokenizer: Tokenizer | None) -> list[Any]:
+def _others(told: Told, tokenizer: Tokenizer | None) -> list[Any]:
     """The models beside the one that is trained, and what rewards it, which it gives."""
-    rewards: list[Any] = []
+    cfg, rewards = told.cfg, list[Any]()
     for key in ("value.path", "teacher.path", "reference"):
-        path = Facts(cfg)(key)
+        path = told.value(key)
         if path and (key != "reference" or Path(path).is_dir()):
-            head = {"head": Facts(cfg)("value.head")} if key == "value.path" else {}
+            head = {"head": told.value("value.head")} if key == "value.path" else {}
             opened = told(key, open_checkpoint, path, setting=key, **head)
             if opened and tokenizer:
                 told(key, require_same_vocabulary, key, path, opened[0], tokenizer)
@@ -246,17 +248,11 @@ def _others(cfg: DictConfig, told: Told, tokenizer: Tokenizer | None) -> list[An
 
 
 def _data(
-    cfg: DictConfig,
-    told: Told,
-    tokenizer: Tokenizer,
-    model: Any,
-    world: World | None,
-    rows: int | None,
-    rewards: list[Any],
+    told: Told, tokenizer: Tokenizer, model: Any, world: World | None, rows: int | None, rewards: list[Any]
 ) -> Any:
     """What the steps of the run are drawn from, if all rows were read."""
-    given, fraction = cfg.copy(), Facts(cfg).number("dataset.validation_fraction")
-    is_limited = rows and cfg.dataset.get("_component_") in LOADED and (Facts(cfg)("dataset.take") or rows) >= rows
+    cfg, given, fraction = told.cfg, told.cfg.copy(), told.value.number("dataset.validation_fraction")
+    is_limited = rows and cfg.dataset.get("_component_") in LOADED and told.value("dataset.take", rows) >= rows
     for key in ("dataset", "validation_dataset"):
         if rows and OmegaConf.select(given, f"{key}._component_") in LOADED:
             given[key].take = min(given[key].get("take") or rows, rows)
@@ -293,7 +289,7 @@ def _data(
         found = told("dataset", lambda: instantiate_data(cfg, tokenizer, size)) or found
     dataset, validation = found
     compares = getattr(locate(cfg.loss._component_), "needs_reference", False) and cfg.reference != "adapter_off"
-    if compares or Facts(cfg)("teacher.top_k"):
+    if compares or told.value("teacher.top_k"):
         told("dataset", require_kept, dataset, "reference" if compares else "teacher")
     for warning in warnings_about(parts_of(dataset, "training"), parts_of(validation, "validation"), tokenizer):
         told.add(warning, "dataset", Level.WARN)
@@ -303,10 +299,9 @@ def _data(
     ))  # fmt: skip
 
 
-def _require_continuable(cfg: DictConfig, told: Told, data: Any) -> None:
+def _require_continuable(told: Told, data: Any) -> None:
     """What a checkpoint says of itself, without its tensors."""
-    resume, folder = cfg.get("resume", "never"), local_folder(cfg.get("output_dir") or "runs") / "checkpoints"
-    newest = max(folder.glob("step-*"), default=None, key=lambda path: path.name)
-    found = newest if resume in ("auto", "never") else told("resume", checkpointers.checkpoint_at, Path(resume))
-    if found and resume != "never" and data is not None:
+    folder, resume = local_folder(told.cfg.get("output_dir") or "runs"), told.cfg.get("resume", "never")
+    found = told("resume", run_folder.continued, folder, resume)
+    if found and data is not None:
         told("resume", lambda: data.load_state_dict(json.loads((found / "state.json").read_text())["data"]))
