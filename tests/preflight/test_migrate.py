@@ -382,7 +382,7 @@ def test_options_of_a_command_line(tmp_path):
     [
         (["missing.yaml"], "No such file"),
         (["."], "Is a directory"),
-        (["theirs.yaml", "--world-size", "0"], "must be 1 or more"),
+        (["theirs.yaml", "--world-size", "0"], "--world-size: 0 is not a positive integer"),
         (["theirs.yaml", "--out", "theirs.yaml"], "exists already"),
         (["theirs.yaml", "--from", "axolotll"], "invalid choice"),
         (["theirs.yaml", "--method", "dpoo"], "--method: dpoo is no method. Did you mean 'dpo'?"),

@@ -8,6 +8,7 @@ import json
 import sys
 from argparse import ArgumentParser
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +38,19 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--compare", metavar="BASE", help="have this model answer too")
     options = parser.parse_args(arguments)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    dialogue = Dialogue(console, options.max_new_tokens, options.system)
+    tell = partial(console.print, style="dim")
     world = distributed.init(options.device)
     if world.size > 1:
         raise TuneError("a chat is in one process: start it without torchrun")
-    model, tokenizer, settings = opened(options, world.device, dialogue.tell)
-    tokenizer.require_chat_template()
-    speakers = [Speaker(options.model, Continuation(model), tokenizer, settings)]
+    model, tokenizer, settings = opened(options, world.device, tell)
+    models = [(options.model, model, tokenizer)]
     if options.compare:
-        base, its_own = open_model(options.compare, device=world.device, dtype=options.dtype)
+        models.append((options.compare, *open_model(options.compare, device=world.device, dtype=options.dtype)))
+    speakers = []
+    for name, each, its_own in models:
         its_own.require_chat_template()
-        its_settings = settings | {"stop_ids": its_own.stop_ids}
-        speakers.append(Speaker(options.compare, Continuation(base), its_own, its_settings))
-    dialogue.run(speakers)
+        speakers.append(Speaker(name, Continuation(each), its_own, settings | {"stop_ids": its_own.stop_ids}))
+    Dialogue(console, tell, speakers, options.max_new_tokens, options.system).run()
     world.finish()
 
 
@@ -67,21 +68,16 @@ class Speaker:
 class Dialogue:
     """Reads messages and commands until the end of the input."""
 
-    speakers: list[Speaker]
-
-    def __init__(self, console: Console, max_new_tokens: int | None, system: str | None):
-        self.console, self.max_new_tokens, self.system, self.answers = console, max_new_tokens, system, 0
+    def __init__(self, console: Console, tell: Any, speakers: list[Speaker], longest: int | None, system: str | None):
+        self.console, self.tell, self.speakers, self.max_new_tokens = console, tell, speakers, longest
+        self.system, self.answers = system, 0
+        self.begin()
 
     def begin(self) -> None:
         for speaker in self.speakers:
             speaker.messages = [{"role": "system", "content": self.system}] if self.system else []
 
-    def tell(self, message: str) -> None:
-        self.console.print(message, style="dim")
-
-    def run(self, speakers: list[Speaker]) -> None:
-        self.speakers = speakers
-        self.begin()
+    def run(self) -> None:
         if sys.stdin.isatty():
             import readline  # noqa: F401  # lines can be edited
 

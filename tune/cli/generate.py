@@ -138,20 +138,18 @@ def generate(options: Namespace, rows: list[tuple[str, Any]], actors: Namespace 
     """Print and write the answers to all rows, in their order, some batches at a time; `actors` are Ray's options."""
     if options.out and options.prompts and options.out.exists() and options.out.samefile(options.prompts):
         raise TuneError(f"--out {options.out} is the file of the prompts, which would be lost. Name another file")
-    size = 4 * options.batch_size
+    out, size = sys.stdout, 4 * options.batch_size
     if actors and not actors.local:
-        share = -(-len(rows) // (actors.nnodes[1] * actors.nproc_per_node))
-        parts = shares(len(rows), min(size, share))
-        out = sys.stdout
+        parts = shares(len(rows), min(size, -(-len(rows) // (actors.nnodes[1] * actors.nproc_per_node))))
         with redirect_stdout(sys.stderr), ray.in_actors(actors, partial(Answerer, options, rows), parts) as found:
-            write(options, rows, parts, found, out)  # and not what Ray itself prints
+            write(options, rows, zip(parts, found, strict=True), out)  # and not what Ray itself prints
         return
     answers = Answerer(options, rows)
-    parts = shares(len(rows), size * answers.world.size)
+    answered = ((part, answers(part)) for part in shares(len(rows), size * answers.world.size))
     if answers.world.is_main:
-        write(options, rows, parts, map(answers, parts), sys.stdout)
+        write(options, rows, answered, out)
     else:
-        deque(map(answers, parts), maxlen=0)
+        deque(answered, maxlen=0)
     answers.world.finish()
 
 
@@ -160,19 +158,13 @@ def shares(count: int, size: int) -> list[range]:
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def write(
-    options: Namespace,
-    rows: list[tuple[str, Any]],
-    parts: list[range],
-    answers: Iterable[list[list[Any]]],
-    out: TextIO,
-) -> None:
-    """Print to `out`, and write, the `answers` to `parts` of the rows as they come."""
+def write(options: Namespace, rows: list[tuple[str, Any]], answers: Iterable[tuple[range, Any]], out: TextIO) -> None:
+    """Print to `out`, and write, the `answers` to the rows of these numbers as they come."""
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="backslashreplace")
     begin, tokens = time.perf_counter(), 0
     with nullcontext(lambda records: None) if options.out is None else records_file(options.out, rows) as put:
-        for numbers, found in zip(parts, answers, strict=True):
+        for numbers, found in answers:
             records = [
                 {
                     "index": number, "sample": sample,

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from tune import config
+from tune.cli.run import positive
 from tune.config.check import combine
 from tune.errors import TuneError
 from tune.preflight.migration import PEERS, STATUSES, Migration, NotConverted, Setting, leaves, migrate, peer_of, show
@@ -36,18 +37,16 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--out", metavar="FILE.yaml", type=Path, help="the file to write (default: print it)")
     parser.add_argument("--from", dest="peer", choices=PEERS, help="whose config it is (default: by its keys)")
     parser.add_argument("--method", help="sft, dpo, grpo, ...: where the file does not say it (TRL's do not)")
-    parser.add_argument("--world-size", metavar="N", type=int, help="devices it ran on (default: what FILE says, or 1)")
+    devices = "devices it ran on (default: what FILE says, or 1)"
+    parser.add_argument("--world-size", metavar="N", type=positive, help=devices)
     options = parser.parse_args(arguments)
     if options.out and options.out.exists():
         raise TuneError(f"{options.out} exists already. Name another --out, or move it away.")
-    values, method, devices = read(options.file)
+    values, method, processes = read(options.file)
     peer = options.peer or ("trl" if method else peer_of(values, options.file))
-    world_size = options.world_size if options.world_size is not None else devices
-    if world_size < 1:
-        raise TuneError(f"--world-size: {world_size} devices: must be 1 or more.")
     recipes = {name: dict(leaves(config.read_file(config.find_config(name)))) for name in config.list_recipes()}
     try:
-        run = migrate(values, peer, options.method or method, recipes, world_size)
+        run = migrate(values, peer, options.method or method, recipes, options.world_size or processes)
     except NotConverted as reason:
         print(f"not converted: {reason}.", file=sys.stderr)
         sys.exit(3)

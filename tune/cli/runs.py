@@ -1,7 +1,6 @@
 """List run folders with their state, step, loss and size: those in FOLDER (default: runs) and in the folders in it, the
 newest last."""
 
-import os
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,10 +32,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 def gib(folder: Path) -> str:
     """The size of all files in a folder."""
     size = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(FileNotFoundError):  # a run that goes on removes files
-                size += Path(parent, name).stat().st_size
+    for file in (each for each in folder.rglob("*") if each.is_file()):
+        with suppress(FileNotFoundError):  # a run that goes on removes files
+            size += file.stat().st_size
     return f"{size / 2**30:.2f}"
 
 

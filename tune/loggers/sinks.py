@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
+from unittest import mock
 
 from omegaconf import DictConfig, OmegaConf
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -199,8 +200,7 @@ class WeightsAndBiases(Sink):
     def __init__(self, folder: Path, options: WandbOptions, settings: DictConfig):
         import wandb
 
-        arguments, sys.argv = sys.argv, without_secrets(sys.argv)  # W&B keeps the command line too
-        try:
+        with mock.patch.object(sys, "argv", without_secrets(sys.argv)):  # W&B keeps the command line too
             self.run = wandb.init(
                 project=options["project"],
                 name=options["name"] or folder.name,
@@ -209,8 +209,6 @@ class WeightsAndBiases(Sink):
                 dir=str(folder),
                 config=without_secrets(OmegaConf.to_container(settings, resolve=True)),
             )
-        finally:
-            sys.argv = arguments
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         self.run.log(values, step=step)

@@ -26,20 +26,19 @@ def layout_of(cfg: DictConfig) -> dict[str, Any]:
     """
     if cfg.parallel.get("auto"):
         here = distributed.join(cfg.device, cfg.parallel.timeout)
-        box: list[Any] = [None, None]
+        box: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
                 settings: Any = OmegaConf.to_container(cfg, resolve=True)
                 # In a process of its own: planning makes groups of processes that are not there.
                 with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                    found = pool.submit(best, settings, described(here), dist.get_world_size()).result()
-                print("parallel=auto:", *(f"{key}={as_given(value)}" for key, value in found.items()), flush=True)
-                box = [found, None]
+                    box = [pool.submit(best, settings, described(here), dist.get_world_size()).result()]
+                print("parallel=auto:", *(f"{key}={as_given(value)}" for key, value in box[0].items()), flush=True)
             except TuneError as error:
-                box = [None, f"parallel.auto: {error}"]
+                box = [TuneError(f"parallel.auto: {error}")]
         dist.broadcast_object_list(box, src=0)
-        if box[1]:
-            raise TuneError(box[1])
+        if isinstance(box[0], TuneError):
+            raise box[0]
         for key, value in box[0].items():
             OmegaConf.update(cfg, key, value)
         cfg.parallel.auto = False  # config.yaml says what was chosen

@@ -14,6 +14,7 @@ import yaml
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tune.config import read_file
 from tune.config.check import signature_of
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
@@ -76,6 +77,10 @@ class Migration:
             return name in signature_of(component).parameters
         return key.startswith(("_", "recipe")) or key in self.defaults or component is not None
 
+    def is_own(self, key: str, value: Any) -> bool:
+        """Whether the recipe's own setting has this value."""
+        return key in self.defaults and self.defaults[key] == value
+
     def set(self, key: str, value: Any, *sources: str, note: str = "") -> None:
         if isinstance(value, float) and value.is_integer() and isinstance(self.defaults.get(key), int | None):
             value = int(value)
@@ -114,7 +119,7 @@ class Migration:
         note = rule.get("note", "")
         if "values" in rule:
             value = value[0] if isinstance(value, list) and len(value) == 1 else value
-            choices = common()[rule["values"]] if isinstance(rule["values"], str) else rule["values"]
+            choices = table("common")[rule["values"]] if isinstance(rule["values"], str) else rule["values"]
             word, chosen = first(choices, str(value).lower())
             if word is None:
                 hint = did_you_mean(str(value), [name for each in choices for name in names(each)])
@@ -139,8 +144,8 @@ class Migration:
         target = next(filter(self.takes, targets), None)
         if target is not None:
             if target == "recipe" or not (implied and target in self.settings):
-                is_usual = target in self.defaults and self.defaults[target] == value
-                self.set(target, self.recipe if target == "recipe" else value, key, note="" if is_usual else note)
+                note = "" if self.is_own(target, value) else note
+                self.set(target, self.recipe if target == "recipe" else value, key, note=note)
         elif targets[0].startswith("adapter."):
             self.said[key] = "same by default", "no adapter is trained"
         elif value is False or (value == 1 and targets[0].startswith("parallel.")):
@@ -155,7 +160,7 @@ class Migration:
             into = {name: each for name, each in self.settings.items() if key in each.sources}
             notes = list(dict.fromkeys(note for each in into.values() for note in each.notes))
             ours = [f"{name}={show(each.value)}" for name, each in into.items() if name[0] != "_"]
-            usual = all(name in self.defaults and self.defaults[name] == into[name].value for name in into)
+            usual = all(self.is_own(name, each.value) for name, each in into.items())
             status = "differs" if notes else "same by default" if usual else "converted"
             if key not in self.said and not ours:
                 self.said[key] = "no counterpart", "nothing here takes it"
@@ -165,11 +170,8 @@ class Migration:
 
     def changed(self) -> dict[str, Setting]:
         """What differs from the recipe's own settings: all that a config has to say."""
-        return {
-            key: each
-            for key, each in self.settings.items()
-            if key[0] != "_" and key != "recipe" and not (key in self.defaults and self.defaults[key] == each.value)
-        }
+        shown = {key: each for key, each in self.settings.items() if key[0] != "_" and key != "recipe"}
+        return {key: each for key, each in shown.items() if not self.is_own(key, each.value)}
 
     def refuse(self, key: str, problem: str) -> None:
         """Take back a setting that the recipe does not accept."""
@@ -199,9 +201,9 @@ def migrate(
     line = next(each for each in rules["method"] if holds(each.get("when", {}), theirs))
     source = "--method" if method else line.get("key") or next(iter(line.get("when", {})), "method")
     given = str(method or (theirs[line["key"]] if "key" in line else line["is"]))
-    word, found = first(common()["methods"], given.lower())
+    word, found = first(table("common")["methods"], given.lower())
     if word is None:
-        known = [name for each in common()["methods"] for name in names(each)]
+        known = [name for each in table("common")["methods"] for name in names(each)]
         raise TuneError(f"{source}: {given} is no method.{did_you_mean(given, known)} There are: {', '.join(known)}.")
     if isinstance(found, str):
         raise NotConverted(f"{source}: {given} {found}")
@@ -241,22 +243,13 @@ def peer_of(values: Fields, file: Path) -> str:
 
 
 @functools.cache
-def common() -> Fields:
-    return _load("common")
-
-
-@functools.cache
-def table(peer: str) -> Fields:
-    """The lines of a peer, then those of transformers' arguments where it takes these too."""
-    own, shared = _load(peer), _load("training_arguments")
+def table(name: str) -> Fields:
+    """A table of `peers/`: of a peer its lines, then those of transformers' arguments where it takes these too."""
+    own = read_file(Path(__file__).parent / "peers" / f"{name}.yaml")
     if own.get("takes_training_arguments"):
+        shared = table("training_arguments")
         own |= {part: own[part] | shared[part] for part in PARTS} | {"faults": own["faults"] + shared["faults"]}
     return own
-
-
-def _load(name: str) -> Fields:
-    file = Path(__file__).parent / "peers" / f"{name}.yaml"
-    return {str(key): value for key, value in OmegaConf.to_container(OmegaConf.load(file)).items()}  # type: ignore[union-attr]
 
 
 def look_up(peer: str, key: str) -> tuple[str, Any, Any]:

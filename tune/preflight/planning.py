@@ -144,7 +144,11 @@ class Job:
         every, last, self.copies = cfg.checkpointer.every, cfg.max_steps, ""
         if cfg.checkpointer.get("async"):
             self.copies = "beside" if every and not (last and last <= every) else "end"
-        self.trace = functools.cache(self._trace)
+        # By rows, the sizes of (tp, cp, ep), checkpointing, whether FSDP has nothing to do, and whether it accumulates.
+        self.trace = functools.cache(lambda rows, axes, checkpointing, plain, accumulates: trace(
+            self.short, self.loss_fn, cfg, device, rows=rows, meshes=_meshes(*axes), checkpointing=checkpointing,
+            plain=plain, accumulates=accumulates,
+        ))  # fmt: skip
         self.layers = len(repeated_blocks(model))
         self.experts = max(getattr(each, "num_experts", 1) for each in model.modules())
         self.blocks = functools.cache(functools.partial(split_blocks, model))
@@ -205,14 +209,6 @@ class Job:
             sent = (2 - sum(ends)) * min(layout.pp, layout.micro_batches) * hop
             found.setdefault((*ends, *kinds), Stage(whole.stage(kinds, *ends), held, sent))  # the first holds most
         return list(found.values())
-
-    def _trace(
-        self, rows: int, axes: tuple[int, int, int], checkpointing: str, plain: bool, accumulates: bool
-    ) -> Trace:
-        return trace(
-            self.short, self.loss_fn, self.cfg, self.device, rows=rows, meshes=_meshes(*axes),
-            checkpointing=checkpointing, plain=plain, accumulates=accumulates,
-        )  # fmt: skip
 
     def search(self, processes: int) -> list[Plan]:
         """Layouts of so many processes, the fastest that fit first, then those that need the least memory beyond.
