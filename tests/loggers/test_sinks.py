@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tune import records
-from tune.loggers.sinks import Console, JsonLines, NonFatal, Sink, TensorBoard, WeightsAndBiases, lines_after
+from tune.loggers.sinks import Console, Files, NonFatal, Sink, TensorBoard, WeightsAndBiases, lines_after
 
 VALUES = {"loss": 1 / 3, "lr": 1e-5, "grad_norm": 2.0, "tokens_per_second": 1234.5, "peak_memory_gib": 0.5}
 
@@ -14,7 +14,7 @@ def written(path):
 
 
 def test_metrics_keep_full_precision(tmp_path):
-    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink = Files(tmp_path)
     sink.start(0, 1)
     sink.metrics(1, VALUES)
     (line,) = written(tmp_path / "metrics.jsonl")
@@ -24,7 +24,7 @@ def test_metrics_keep_full_precision(tmp_path):
 def test_a_resumed_run_has_each_step_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 6)) + '{"step": 6, "lo')
-    sink = JsonLines(path)
+    sink = Files(path.parent)
     sink.start(3, 10)
     sink.metrics(4, {"loss": 2.0})
     assert [(line["step"], line["loss"]) for line in written(path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
@@ -105,7 +105,7 @@ def test_a_continued_file_keeps_whole_lines_with_any_text(tmp_path):
     samples = tmp_path / "samples.jsonl"
     whole = [json.dumps({"step": step, "text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n" for step in (1, 2)]
     samples.write_text("".join(whole) + '{"step": 3, "row": {"text": ""}', encoding="utf-8")
-    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink = Files(tmp_path)
     sink.start(2, 5)
     sink.close()
     assert samples.read_text(encoding="utf-8") == "".join(whole)

@@ -44,10 +44,6 @@ def push(source: Path, repo: str, private: bool = False, token_file: Path | None
         raise TuneError(f"--token-file {token_file} cannot be read: {getattr(error, 'strerror', error)}") from error
     if not token:
         raise TuneError("you are not logged in to the hub: run `hf auth login`, set HF_TOKEN, or give --token-file")
-    explanations = {
-        errors.HFValidationError: f"'{repo}' is no name for a repository: OWNER/NAME of letters, digits, - _ and .",
-        errors.RepositoryNotFoundError: f"the hub does not let this login write {repo}: check the owner, and the token",
-    }
     try:
         hub = huggingface_hub.HfApi(token=token)
         name = hub.create_repo(repo, private=private or None, exist_ok=True).repo_id
@@ -55,11 +51,11 @@ def push(source: Path, repo: str, private: bool = False, token_file: Path | None
             repo_id=name, folder_path=folder, allow_patterns=[file.name for file in folder.iterdir() if file.is_file()],
             ignore_patterns=".*", commit_message="Upload by tune push",
         )  # fmt: skip
-    except tuple(explanations) as error:
-        raise TuneError(next(text for kind, text in explanations.items() if isinstance(error, kind))) from error
+    except errors.HFValidationError as error:
+        raise TuneError(f"'{repo}' is no name for a repository: OWNER/NAME of letters, digits, - _ and .") from error
     except (errors.HTTPError, errors.OfflineModeIsEnabled, ValueError) as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        if status in (401, 403):
+        if status in (401, 403) or isinstance(error, errors.RepositoryNotFoundError):
             raise TuneError(f"the hub does not let this login write {repo}: check the owner, and the token") from error
         said = without_secrets(str(error).replace(token, "***"))
         raise TuneError(f"the hub did not take {repo} ({said}). Check the network, and run it again") from error

@@ -16,9 +16,9 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -124,19 +124,17 @@ def train(parameters: dict[str, Any]) -> None:
     with (folder / "output.txt").open("a") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=dies_too)
     try:
-        while True:
-            ended = process.poll() is not None
+        ended = False
+        while not ended:
+            with suppress(subprocess.TimeoutExpired):
+                ended = process.wait(POLL) is not None
             for step, value in measured(folder, place["metric"]):
                 if step > seen:
                     seen = step
                     ray_tune.report({"step": step, place["metric"]: value})
-            if ended:
-                break
-            time.sleep(POLL)
     finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
+        process.terminate()
+        process.wait()
     if process.returncode:
         raise TuneError(f"{shlex.join(settings)} has ended with {process.returncode}: see {folder / 'output.txt'}")
 

@@ -37,7 +37,7 @@ class Sink:
 
 def open_sinks(folder: Path, tensorboard: bool, wandb: WandbOptions, settings: DictConfig) -> list[Sink]:
     """The sinks besides the console; the files in the run folder are always among them."""
-    sinks: list[Sink] = [LogFile(folder / "log.txt"), JsonLines(folder / "metrics.jsonl")]
+    sinks: list[Sink] = [Files(folder)]
     if tensorboard:
         sinks.append(NonFatal("TensorBoard", lambda: TensorBoard(folder / "tensorboard")))
     if wandb["project"]:
@@ -55,24 +55,30 @@ def require_installed(tensorboard: bool, wandb: WandbOptions) -> None:
             )
 
 
-class JsonLines(Sink):
-    """metrics.jsonl: one object an optimizer step. A resumed run continues it, and samples.jsonl, after the step it
-    resumes from."""
+class Files(Sink):
+    """log.txt: every message, with a lock by which others see that the run goes on. metrics.jsonl: one object an
+    optimizer step; a resumed run continues it, and samples.jsonl, after the step it resumes from."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.log = (folder / "log.txt").open("a", encoding="utf-8", buffering=1)  # a line at a time
+        require_free(self.log)
+        self.lines = (folder / "metrics.jsonl").open("a", buffering=1)
 
     def start(self, step: int, total: int) -> None:
-        for file in (self.path, self.path.with_name("samples.jsonl")):
+        for file in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
             if file.exists():
                 os.truncate(file, lines_after(file, step)[0])
-        self.file = self.path.open("a", buffering=1)  # a line at a time
+
+    def message(self, text: str) -> None:
+        self.log.write(text + "\n")
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
+        self.lines.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
 
     def close(self) -> None:
-        self.file.close()
+        self.log.close()
+        self.lines.close()
 
 
 def lines_after(file: Path, step: int) -> tuple[int, list[int]]:
@@ -93,20 +99,6 @@ def lines_after(file: Path, step: int) -> tuple[int, list[int]]:
                     steps.append(logged)
                 end = begin
     return end, steps[::-1]
-
-
-class LogFile(Sink):
-    """log.txt: every message. A run holds a lock on it, by which others see that it goes on."""
-
-    def __init__(self, path: Path):
-        self.file = path.open("a", encoding="utf-8", buffering=1)  # a line at a time
-        require_free(self.file)
-
-    def message(self, text: str) -> None:
-        self.file.write(text + "\n")
-
-    def close(self) -> None:
-        self.file.close()
 
 
 def require_free(log: TextIO) -> None:
@@ -139,21 +131,19 @@ class Console(Sink):
     """A progress bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, every: int):
+        columns = TextColumn("{task.description}"), TimeRemainingColumn()
+        self.progress = Progress(BarColumn(16), MofNCompleteColumn(), *columns, disable=not sys.stdout.isatty())
         self.every = every
-        self.progress: Progress | None = None
         if isinstance(sys.stdout, io.TextIOWrapper):  # a character that a terminal lacks must not end a run
             sys.stdout.reconfigure(errors="backslashreplace")
 
     def start(self, step: int, total: int) -> None:
         self.total = total
-        if sys.stdout.isatty():
-            text = TextColumn("{task.description}")
-            self.progress = Progress(BarColumn(bar_width=16), MofNCompleteColumn(), text, TimeRemainingColumn())
-            self.task = self.progress.add_task("", total=total, completed=step)
-            self.progress.start()
+        self.task = self.progress.add_task("", total=total, completed=step)
+        self.progress.start()
 
     def message(self, text: str) -> None:
-        if self.progress:
+        if self.progress.live.is_started:
             self.progress.console.print(text, markup=False, highlight=False)
             return
         try:
@@ -169,15 +159,13 @@ class Console(Sink):
             if "slowest_rank" in values:
                 speed += f" | rank {values['slowest_rank']:.0f} takes {values['slowest_excess']:.0%} longer"
             at = len(shown) - len(validated)
-            if self.progress:
-                self.progress.update(self.task, completed=step, description=f"{shown[0]} | {speed}")
+            self.progress.update(self.task, completed=step, description=" | ".join([*shown[:1], speed]))
             shown[at:at] = [speed]
-        if validated or (not self.progress and step % self.every == 0):
+        if validated or (self.progress.disable and step % self.every == 0):
             self.message(" | ".join([f"step {step}/{self.total}", *shown]))
 
     def close(self) -> None:
-        if self.progress:
-            self.progress.stop()
+        self.progress.stop()
 
 
 class TensorBoard(Sink):

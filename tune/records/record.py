@@ -174,9 +174,9 @@ def _metrics(file: Path, tail: int | None) -> tuple[dict[str, np.ndarray], int]:
                 continue
             rows = len(columns["step"]) - 1
             for name, value in numbers.items():
-                if name not in columns or len(columns[name]) < rows:
-                    columns.setdefault(name, array("d")).extend([math.nan] * (rows - len(columns.get(name, ()))))
-                columns[name].append(value)
+                column = columns.setdefault(name, array("d"))
+                column.extend([math.nan] * (rows - len(column)))
+                column.append(value)
     for column in columns.values():
         column.extend([math.nan] * (len(columns["step"]) - len(column)))
     steps, places = np.unique(np.array(columns["step"])[::-1], return_index=True)
