@@ -11,8 +11,6 @@ This is the recipe `evaluate`; options are its settings, which are these (others
 import json
 from argparse import ArgumentParser
 
-from omegaconf import OmegaConf
-
 from tune import config
 from tune.cli import run
 from tune.errors import TuneError
@@ -27,9 +25,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.epilog = defaults.read_text()
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--nproc-per-node", metavar="N", help="processes that share the work")
-    values = OmegaConf.to_container(OmegaConf.load(defaults))
-    assert isinstance(values, dict)
-    keys = {str(name): str(name) for name, value in values.items() if not isinstance(value, dict)} | NESTED
+    values = config.read_file(defaults)
+    keys = {name: name for name, value in values.items() if not isinstance(value, dict)} | NESTED
     for name, key in keys.items():
         option = "--adapter" if name == "adapters" else f"--{name.replace('_', '-')}"
         action = "store_true" if values.get(key) is False else "append"

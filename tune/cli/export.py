@@ -32,7 +32,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if options.to == "gguf" and recipe.exists():
         raise TuneError(f"{recipe}, which is for Ollama, exists already. Name another --out, or move it")
     with new_folder(out):
-        from tune import checkpointers, distributed, peft
+        from tune import checkpointers, peft
         from tune.models.config_file import ConfigFile
         from tune.tokenizers import Tokenizer
 
@@ -43,10 +43,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             found = peft.resolve_model(options.source)
             model, base, tokenizer = peft.open_on_disk(found.base, next(iter(found.adapters), None))
             path, title = str(found.base), found.title
-        card = f"---\nbase_model: {Path(path).name}\ntags: [tune]\n---\n\n{title}, written by `tune export`.\n"
         if options.to == "hf":
-            world = distributed.init("cpu")
-            checkpointers.export(model, tokenizer, out, world, source=path, card=card, base=base)
+            write(model, tokenizer, out, path, f"{title}, written by `tune export`.", base=base)
             commands = [f"vllm serve {out}"]
         elif options.to == "gguf-lora":
             peft.export_gguf_lora(model, out, str(ConfigFile(Path(path)).get("model_type")))
@@ -60,6 +58,14 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             name = out.stem.lower()
             commands = [f"llama-cli -m {out}", f"ollama create {name} -f {recipe} && ollama run {name}"]
     print("to use it:", *commands, sep="\n  ")
+
+
+def write(model: Any, tokenizer: Any, out: Path, path: str, what: str, **others: Any) -> None:
+    """Write a model in Hugging Face layout, with a card; `path` is that of its base."""
+    from tune import checkpointers, distributed
+
+    card = f"---\nbase_model: {Path(path).name}\ntags: [tune]\n---\n\n{what}\n"
+    checkpointers.export(model, tokenizer, out, distributed.init("cpu"), source=path, card=card, **others)
 
 
 def at_step(run: Path, step: int) -> tuple[Any, Any, str, Any]:

@@ -50,9 +50,8 @@ def average(run: Path, steps: Sequence[int] | None, out: Path) -> None:
     """Write the model whose weights, adapters merged, are the means of those of the checkpoints of `run`, in fp32."""
     import torch
 
-    from tune import checkpointers, distributed
     from tune.checkpointers.weights import full_tensors
-    from tune.cli.export import at_step
+    from tune.cli.export import at_step, write
     from tune.models import Decoder, build, hf
 
     steps = sorted(set(steps or (int(each.name.removeprefix("step-")) for each in run.glob("checkpoints/step-*"))))
@@ -69,5 +68,4 @@ def average(run: Path, steps: Sequence[int] | None, out: Path) -> None:
         model = build(path, head="score" if model.config.scores else "tokens") if is_ours else hf(path)
     model.load_state_dict(means, strict=False, assign=True)
     what = f"the mean of the steps {', '.join(map(str, steps))} of the run `{run.name}`, by tune"
-    card = f"---\nbase_model: {Path(path).name}\ntags: [tune]\n---\n\n`{Path(path).name}` fine-tuned: {what}.\n"
-    checkpointers.export(model, tokenizer, out, distributed.init("cpu"), source=path, card=card)
+    write(model, tokenizer, out, path, f"`{Path(path).name}` fine-tuned: {what}.")

@@ -6,6 +6,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from tune.cli.convert import new_folder
+from tune.cli.export import write
 from tune.errors import TuneError
 
 
@@ -16,7 +17,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--out", required=True, metavar="FOLDER", type=Path, help="to write: absent or empty")
     options = parser.parse_args(arguments)
     with new_folder(options.out):
-        from tune import checkpointers, distributed, peft
+        from tune import peft
         from tune.models import HuggingFaceModel
         from tune.quantization import Compressor, quantised_linears
 
@@ -28,9 +29,6 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             )
         linears = quantised_linears(model)
         columns = {str(base.names[f"{name}.weight"]): each.in_features for name, each in linears.items()}
-        card = f"---\nbase_model: {found.base.name}\ntags: [tune]\n---\n\n{found.title}, in {options.to}, by tune.\n"
-        checkpointers.export(
-            model, tokenizer, options.out, distributed.init("cpu"), source=str(found.base), card=card, base=base,
-            compressor=Compressor(options.to, columns, options.dynamic),
-        )  # fmt: skip
+        what, compressor = f"{found.title}, in {options.to}, by tune.", Compressor(options.to, columns, options.dynamic)
+        write(model, tokenizer, options.out, str(found.base), what, base=base, compressor=compressor)
     print(f"to use it:\n  vllm serve {options.out}")
