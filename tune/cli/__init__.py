@@ -3,6 +3,7 @@ its beginning what the list of verbs says."""
 
 import argparse
 import importlib
+import io
 import re
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ VERBS = [
 def main(arguments: list[str] | None = None) -> None:
     """Run one verb. A TuneError ends in its message on stderr and exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that a terminal does not know is written as its number
+        sys.stdout.reconfigure(errors="backslashreplace")
     summaries = "\n".join(f"  {verb:<13} {_summary(verb)}" for verb in VERBS)
     parser = argparse.ArgumentParser(
         prog="tune",

@@ -17,13 +17,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--revision", help="a branch, tag or commit (default: the main branch)")
     parser.add_argument("--out", type=Path, help="the folder to write (default: the last part of HUB_ID)")
     options = parser.parse_args(arguments)
-    out = options.out or Path(options.hub_id.rpartition("/")[2])
-    download(options.hub_id, options.revision, out)
-    print(f"wrote {out}")
-
-
-def download(hub_id: str, revision: str | None, out: Path) -> None:
-    """Write the files of a model that training needs to `out`; complete files there are not fetched again."""
+    hub_id, revision = options.hub_id, options.revision
+    out = options.out or Path(hub_id.rpartition("/")[2])
     with needs("hf", "`tune download`"):
         import huggingface_hub
         from huggingface_hub import errors
@@ -39,7 +34,7 @@ def download(hub_id: str, revision: str | None, out: Path) -> None:
     try:
         model = huggingface_hub.HfApi().model_info(hub_id, revision=revision)
         for file in wanted(sibling.rfilename for sibling in model.siblings):
-            huggingface_hub.hf_hub_download(hub_id, file, revision=model.sha, local_dir=out)
+            huggingface_hub.hf_hub_download(hub_id, file, revision=model.sha, local_dir=out)  # unless it is there
         (out / HUB_ID).write_text(model.id)  # for the model cards of what is trained from it
     except tuple(explanations) as error:
         raise TuneError(next(text for kind, text in explanations.items() if isinstance(error, kind))) from error
@@ -48,6 +43,7 @@ def download(hub_id: str, revision: str | None, out: Path) -> None:
             f"the hub did not answer as it should for {hub_id} ({error}). Check the network and run the same "
             "command again: what has arrived is kept."
         ) from error
+    print(f"wrote {out}")
 
 
 def wanted(files: Iterable[str]) -> list[str]:

@@ -7,7 +7,6 @@ to standard error; under torchrun the prompts are shared by its processes, with 
     tune generate --launcher ray --nproc-per-node 2 ./model --prompts questions.jsonl --out answers.parquet
 """
 
-import io
 import json
 import sys
 import time
@@ -160,8 +159,6 @@ def shares(count: int, size: int) -> list[range]:
 
 def write(options: Namespace, rows: list[tuple[str, Any]], answers: Iterable[tuple[range, Any]], out: TextIO) -> None:
     """Print to `out`, and write, the `answers` to the rows of these numbers as they come."""
-    if isinstance(out, io.TextIOWrapper):
-        out.reconfigure(errors="backslashreplace")
     begin, tokens = time.perf_counter(), 0
     with nullcontext(lambda records: None) if options.out is None else records_file(options.out, rows) as put:
         for numbers, found in answers:

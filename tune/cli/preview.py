@@ -4,7 +4,6 @@ weights and no GPU. The arguments are those of `tune run`; RECIPE may be a confi
 its keys."""
 
 import io
-import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from itertools import chain
@@ -73,8 +72,6 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     warnings = warnings_about(training, held_out, tokenizer)
     if isinstance(dataset, Stream):
         tables.append("a stream: only its first rows were read")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that a terminal does not know is written as its number
-        sys.stdout.reconfigure(errors="backslashreplace")
     console = Console()
     if options.html is not None:
         console = Console(
