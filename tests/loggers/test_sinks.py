@@ -30,6 +30,14 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
     assert [(line["step"], line["loss"]) for line in written(path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
 
 
+def test_files_are_closed_before_the_first_step_too(tmp_path):
+    """As by an error between opening the folder and the first step, which nothing may hide."""
+    sink = Files(tmp_path)
+    sink.message("opened")
+    sink.close()
+    assert (tmp_path / "log.txt").read_text() == "opened\n"
+
+
 def test_console_in_plain_lines(capsys):
     console = Console(every=2)
     console.start(0, 4)
