@@ -21,7 +21,10 @@ TYPES: list[tuple[Any, str]] = [
     ),
     (NonNegativeInt, "seed dynamic_sampling"),
     (NonNegativeInt | None, "num_fewshot evaluate.num_fewshot"),
-    (Annotated[int, Range("an integer from 2: the completions of a prompt are compared", lambda x: x > 1)], "group_size"),
+    (
+        Annotated[int, Range("an integer from 2: the completions of a prompt are compared", lambda x: x > 1)],
+        "group_size",
+    ),
     (PositiveFloat, "sampling.temperature value_clip parallel.timeout"),
     (PositiveFloat | None, "limit evaluate.limit max_grad_norm"),
     (
