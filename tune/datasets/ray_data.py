@@ -22,8 +22,8 @@ IN_FLIGHT = 2**28  # bytes that Ray Data may hold between reading and training, 
 def map_by_ray(
     function: Callable[[list[Any]], Chunk], rows: Callable[[], Iterator[Any]], workers: int | None
 ) -> Iterator[Chunk]:
-    """`function` of 64 of the `rows` at a time, in order; by `workers` tasks of Ray Data (None: as many as there are free
-    CPUs). They reserve none: the process that waits for their rows may have taken it, and both would wait for ever."""
+    """`function` of 64 of the `rows` at a time, in order; by `workers` tasks of Ray Data (None: one for each free
+    CPU). They reserve none: the process that waits for their rows may have taken it, and both would wait for ever."""
     import ray
     from ray import data
 
