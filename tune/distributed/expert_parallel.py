@@ -76,7 +76,7 @@ def whole_experts(model: nn.Module) -> Iterator[None]:
             mixture.expert_mesh = mesh
 
 
-def _of_all_experts(parameter: DTensor) -> DTensor:
+def _of_all_experts(parameter: Any) -> DTensor:
     return parameter.detach().redistribute(placements=[Replicate(), *parameter.placements[1:]])
 
 
