@@ -39,8 +39,9 @@ REFUSED = [
     {"trained": "all", "quantization": "nf4"},
     {"cpu_offload": "true", "in_backward": "true"},
     *({"layout": each, "trained": "DPO"} for each in PIPELINES),
-    *({"layout": each, "in_backward": "true"} for each in ("ZeRO 1", *PIPELINES)),
+    *({"layout": each, "in_backward": "true"} for each in PIPELINES),
     {"layout": "zero bubble", "checkpointing": "selective"},
+    {"layout": "tp", "optimizer": "Muon"},
 ]
 
 
