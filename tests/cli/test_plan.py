@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict
 
 import pytest
+from helpers import save_checkpoint
 
 from tune import config
 from tune.checkpointers import load_model
@@ -31,6 +32,13 @@ def test_what_it_says(tmp_path, checkpoint, capsys):
     assert " minutes; a checkpoint" in plan(capsys, *run, "max_steps=1")
     text = plan(capsys, *run)
     assert "it fits: 8 x h100" in text and "a billion tokens" in text
+
+
+def test_experts_in_any_type(tmp_path, capsys):
+    """torch's product of groups takes bf16 alone where tensors are fake."""
+    save_checkpoint(tmp_path, "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+    run = ["full_finetune", f"model.path={tmp_path}", "max_seq_len=128", "--device", "cpu", "--world-size", "1"]
+    assert json.loads(plan(capsys, *run, "dtype=fp32", "--json"))["fits"]
 
 
 def test_utilisation_is_of_the_higher_peak(checkpoint, capsys):

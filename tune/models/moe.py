@@ -240,11 +240,10 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def _fits(rows: Tensor, weight: Tensor) -> bool:
     aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
-    if not aligned or not len(rows) or (torch.compiler.is_compiling() and rows.dtype != torch.bfloat16):
+    is_traced = torch.compiler.is_compiling() or hasattr(rows, "fake_mode")  # where torch knows bf16 alone
+    if not aligned or not len(rows) or (is_traced and rows.dtype != torch.bfloat16):
         return False
-    if rows.is_cuda:
-        return torch.cuda.get_device_capability(rows.device) >= (8, 0)
-    return rows.device.type == "cpu"
+    return torch.cuda.get_device_capability(rows.device) >= (8, 0) if rows.is_cuda else rows.device.type == "cpu"
 
 
 # A custom operator, as the sizes of groups depend on the data: torch.compile must not trace it.
