@@ -17,7 +17,7 @@ RANGES = {
 }
 
 
-@pytest.mark.parametrize("kind", RANGES, ids=str)
+@pytest.mark.parametrize("kind", RANGES, ids=lambda kind: kind.__metadata__[0].description)
 @pytest.mark.parametrize("number", [-math.inf, -1, -0.5, 0, 0.0, 1e-9, 0.5, 0.999, 1, 1.0, 1.5, 2, math.inf, math.nan])
 def test_a_range_is_its_formula(kind: Any, number: float) -> None:
     assert fits(number, kind) == RANGES[kind](number)
