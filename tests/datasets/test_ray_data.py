@@ -10,6 +10,7 @@ import pytest
 
 from tune.datasets import DataLoader, load, ray
 from tune.datasets.ray_data import map_by_ray
+from tune.datasets.workers import ALONE, CHUNK, map_chunks
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
@@ -75,7 +76,6 @@ def test_mistakes_come_in_their_place(cluster, checkpoint: Path, tmp_path: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_tasks_do_not_wait_for_the_cpus_of_those_who_wait_for_them(cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     @cluster.remote
     class Training: ...
@@ -86,6 +86,12 @@ def test_tasks_do_not_wait_for_the_cpus_of_those_who_wait_for_them(cluster, monk
     monkeypatch.setattr(cluster, "available_resources", lambda: {"CPU": cpus})  # Ray's view is seconds late
     assert sum(map_by_ray(len, lambda: iter(range(1000)), None)) == 1000
     cluster.kill(training)
+
+
+@pytest.mark.slow
+def test_nothing_is_forked_beside_a_connection(cluster) -> None:
+    """A fork has the connection's sockets without its threads: answers got lost, and a run waited for ever."""
+    assert {*map_chunks(lambda chunk: os.getpid(), range(ALONE + 9 * CHUNK), 2)} == {os.getpid()}
 
 
 @pytest.mark.slow

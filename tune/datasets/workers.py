@@ -50,7 +50,8 @@ def map_chunks(
     chunks = iter(lambda: list(islice(source, CHUNK)), [])
     yield from map(function, islice(chunks, ALONE // CHUNK))
     # Forking is what makes processes cheap here; macOS has libraries that do not stand it.
-    if workers > 1 and sys.platform == "linux":
+    ray = sys.modules.get("ray")  # where a process is connected, a fork may take the answer to its next question
+    if workers > 1 and sys.platform == "linux" and not (ray and ray.is_initialized()):
         yield from _in_processes(function, chunks, workers)
     else:
         yield from map(function, chunks)
