@@ -92,7 +92,7 @@ for kind, lora in KINDS.items():
         saved.append(whole(world, model, optimizer))
         expected.append(step(world, model, optimizer))
     for number, layout in enumerate(LAYOUTS):
-        for other in (LAYOUTS * 2)[number + 1 : number + (2 if lora else 3)]:
+        for other in (LAYOUTS * 2)[number + 1 : number + (3 if path.name == "experts" else 2)]:
             world, model, optimizer, checkpointer = started[LAYOUTS.index(other)]  # they are after step 2
             assert checkpointer.resume(folder / f"{kind} {number}" / "step-00000001") == 1
             loaded = whole(world, model, optimizer)
@@ -112,7 +112,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "shape", "pairs"),
-    [("dense", "Qwen3Config", {"tie_word_embeddings": True}, 39), ("experts", "Qwen3MoeConfig", EXPERTS, 12)],
+    [("dense", "Qwen3Config", {"tie_word_embeddings": True}, 26), ("experts", "Qwen3MoeConfig", EXPERTS, 12)],
 )
 def test_pairs_of_layouts_of_four_processes(name, kind, shape, pairs, tmp_path):
     save_checkpoint(tmp_path / name, kind, num_hidden_layers=4, **shape)

@@ -73,7 +73,7 @@ def test_trace_events_and_another_type(checkpoint, chats, tmp_path):
     ]  # fmt: skip
     full_finetune.main(config.load("full_finetune", overrides))
     trace = json.loads((tmp_path / "profile" / "steps-2-to-2.json").read_text())
-    assert any("SummedBackward" in event["name"] for event in trace["traceEvents"])
+    assert any("SumOfChunksBackward" in event["name"] for event in trace["traceEvents"])
     assert list((tmp_path / "tensorboard").glob("events.*"))
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     assert exported.dtype == torch.bfloat16
