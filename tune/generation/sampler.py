@@ -109,7 +109,7 @@ class Sampler:
             for sample in range(samples)
         ]
         self.complete(self.check(model, prompts, indices), rows)
-        return [[row.completion for row in rows[at : at + samples]] for at in range(0, len(rows), samples)]
+        return [[row.completion for row in rows[at * samples :][:samples]] for at in range(len(prompts))]
 
     def complete(self, model: GenerativeModel, rows: list[SampledRow]) -> None:
         """Sample what completes the `rows`, of which there may be none."""
