@@ -62,12 +62,15 @@ def uninduced(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
-@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize(
-    ("checkpointing", "products", "attentions"),
+    ("checkpointing", "products", "attentions", "compile"),
     # Of 3 blocks of 7 products and 1 attention; backward has no use for the result of the last product of a block.
-    [("none", 0, 0), ("selective", 9, 0), ("full", 18, 3)],
-)
+    [
+        ("none", 0, 0, False), ("selective", 9, 0, False), ("full", 18, 3, False), ("selective", 9, 0, True),
+        pytest.param("none", 0, 0, True, marks=pytest.mark.slow),
+        pytest.param("full", 18, 3, True, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_what_is_recomputed(checkpoint, checkpointing, products, attentions, compile, uninduced):
     expected, plain = backward_of(checkpoint)
     gradients, counted = backward_of(checkpoint, checkpointing, compile=compile)
@@ -85,7 +88,7 @@ def test_the_narrow_products_of_lora_do_not_count(checkpoint):
     assert counted["narrow"] - plain["narrow"] == 3 * 6  # by B, but for the last of a block; those by A are kept
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_offloaded_activations_come_back(checkpoint, checkpointing, compile, uninduced):
     expected, _ = backward_of(checkpoint, checkpointing, compile=compile)
@@ -95,8 +98,11 @@ def test_offloaded_activations_come_back(checkpoint, checkpointing, compile, uni
 
 @pytest.mark.parametrize(
     ("checkpointing", "compile"),
-    [("none", False), ("full", False), ("none", True), ("selective", True), ("full", True)],
-)
+    [
+        ("none", False), ("full", False), ("selective", True),
+        pytest.param("none", True, marks=pytest.mark.slow), pytest.param("full", True, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_all_but_weights_is_offloaded(checkpoint, checkpointing, compile, uninduced, monkeypatch):
     """What autograd keeps goes to the host, less the weights, which stay on the device anyway."""
     kept, moved = [], []

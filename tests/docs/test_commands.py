@@ -40,10 +40,13 @@ NOT_RUN = {
 }
 
 
+LONG = ("examples/", "docs/planning.md", "docs/evaluation.md", "docs/distillation.md", "docs/layouts.md")
+
+
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=pytest.mark.slow if page.startswith("examples/") else ())
+        pytest.param(page, marks=pytest.mark.slow if page.startswith(LONG) else ())
         for page in PAGES
         if page not in FOLLOWED_ELSEWHERE and "```" in PAGES[page]
     ],

@@ -44,6 +44,7 @@ def build(out: Path, config: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
 
 
+@pytest.mark.slow
 def test_it_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs", reason="the site is built by `make docs`, which installs mkdocs")
     built = build(tmp_path / "site", ROOT / "mkdocs.yml")
@@ -53,6 +54,7 @@ def test_it_builds_without_a_warning(tmp_path):
     assert "supervised tokens" in (tmp_path / "site" / "reference" / "tune.losses" / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_broken_links_are_errors(tmp_path):
     pytest.importorskip("mkdocs", reason="the site is built by `make docs`, which installs mkdocs")
     for entry in ROOT.iterdir():

@@ -215,6 +215,7 @@ def test_whole_tasks(name, chat, models, folder, world):
     assert found["chat_template"] == (ours.tokenizer.chat_template if chat else None)
 
 
+@pytest.mark.slow
 def test_names_of_tasks(models, folder, world, tmp_path):
     """Of one, of several, of a group, and of a file."""
     ours, _ = both(models["llama"], world)

@@ -115,6 +115,11 @@ def test_documents_that_share_a_row_and_gradients(pair):
             assert (parameter.grad - reference).norm() <= 1e-5 * reference.norm() + 1e-5, name
 
 
+@pytest.mark.parametrize(
+    "pair",
+    [pytest.param(kind, marks=() if kind.startswith(("gpt2:", "gpt:")) else pytest.mark.slow) for kind in VARIANTS],
+    indirect=True,
+)
 def test_what_is_generated_is_that_of_transformers(pair):
     """Three rows at a time of texts of unequal length, one of them twice, and a conversation that goes on."""
     _, ours, theirs, _ = pair

@@ -339,7 +339,11 @@ def test_it_is_wrong_before_the_training(body, setting, says, checkpoint, chats,
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    "name",
+    # It reads all files of tasks for the names that are like it.
+    [pytest.param(name, marks=pytest.mark.slow if name == "unknown task" else ()) for name in WRONG],
+)
 def test_wrong_inputs(name, checkpoint, folder, prompts, tmp_path, capsys, monkeypatch):
     given, *says = WRONG[name]
     if given == "far":

@@ -94,17 +94,18 @@ def covering(draw, factors, refused):
         if not is_refused(dict(pair))
     }
 
-    def greedy():
-        row = dict(draw.choice(sorted(map(sorted, left))))
+    def greedy(pairs):
+        row = dict(draw.choice(pairs))
         for name in draw.sample(sorted(factors.keys() - row), len(factors) - len(row)):
             allowed = [value for value in values[name] if not is_refused(row | dict([value]))]
             row |= [max(allowed, key=lambda value: sum(frozenset([value, each]) in left for each in row.items()))]
         return row
 
     while left:
+        first = sorted(map(sorted, left))
         tries = {
             frozenset(map(frozenset, itertools.combinations(row.items(), 2))): row
-            for row in (greedy() for _ in range(30))
+            for row in (greedy(first) for _ in range(30))
         }
         pairs = max(tries, key=lambda pairs: len(pairs & left))
         left -= pairs
