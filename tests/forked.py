@@ -37,7 +37,7 @@ def share_a_device() -> None:
     device = gloo.create_default_device()
 
     class Sharing(gloo):
-        def __init__(self, store, rank, size, timeout):
+        def __init__(self, store, rank, size, timeout, **_):  # torch 2.14 gives what a plain group does not need
             options = gloo._Options()
             options._devices, options._timeout = [device], timeout
             super().__init__(store, rank, size, options)
