@@ -1,5 +1,6 @@
 """Runs a recipe several times in one process group: `run_variants.py RECIPE OUTPUT COMMON_JSON VARIANTS_JSON`."""
 
+import functools
 import importlib
 import json
 import sys
@@ -14,8 +15,10 @@ def run_variants(recipe: str, output: Path, common: list[str], variants: dict[st
     """Each variant's overrides come on top of the common ones; its run folder is `output`/name."""
     sys.path[:0] = [str(config.find_recipe(recipe).parent), str(Path(__file__).parents[1])]  # with tests' own functions
     main = importlib.import_module(recipe).main
-    with torch.compiler.set_stance("force_eager"):  # torchao's optimizers compile themselves
-        for name, overrides in variants.items():
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    for name, overrides in variants.items():
+        is_compiled = "compile=true" in overrides  # else torchao's optimizers compile themselves
+        with torch.compiler.set_stance("default" if is_compiled else "force_eager"):
             main(config.load(recipe, [*common, *overrides, f"output_dir={output / name}"]))
 
 

@@ -46,6 +46,7 @@ def test_two_processes_have_the_experts(common, tmp_path):  # noqa: F811
     layouts = {
         "ep": ["parallel.ep=2", "micro_batch_size=2"],
         "recomputed": ["parallel.ep=2", "micro_batch_size=1", "memory.activation_checkpointing=selective"],
+        "compiled": ["parallel.ep=2", "micro_batch_size=2", "compile=true", "memory.activation_checkpointing=full"],
     }
     assert_one_curve("full_finetune", common, variants, layouts, 2, tmp_path)
     ours, alone = (tmp_path / run for run in ("all, ep", "alone/all"))

@@ -65,8 +65,12 @@ LAYOUTS = {
 
 
 def test_two_processes_share_each_block(wide, common, tmp_path):
-    variants = {"all": [f"model.path={wide}"]}
-    assert_one_curve("full_finetune", common, variants, {"tp": ["parallel.tp=2", "micro_batch_size=2"]}, 2, tmp_path)
+    deep = save_checkpoint(tmp_path / "deep", hidden_size=32, num_hidden_layers=10)  # more than Dynamo compiles anew
+    variants = {"all": [f"model.path={wide}"], "deep": [f"model.path={deep}", "max_steps=2"]}
+    compiled = ["parallel.tp=2", "micro_batch_size=8", "compile=true", "memory.activation_checkpointing=full"]
+    layouts = {"tp": ["parallel.tp=2", "micro_batch_size=2"], "compiled": compiled}
+    names = {"all": ["tp"], "deep": ["compiled"]}
+    assert_one_curve("full_finetune", common, variants, layouts, 2, tmp_path, names)
     merged, alone = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("all, tp", "alone/all"))
     torch.testing.assert_close(merged, alone, rtol=1e-3, atol=2e-5)
 

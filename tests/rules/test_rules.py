@@ -50,8 +50,8 @@ CASES = {
     "offload-from-host-to-host": (FULL, ["memory.activation_offload=true"], ["memory.cpu_offload=true"]),
     "recomputing-compiled-shares": (
         FULL,
+        ["compile=true", "parallel.ep=2", "memory.activation_checkpointing=selective"],
         ["compile=true", "parallel.tp=2", "memory.activation_checkpointing=full"],
-        ["compile=true", "parallel.tp=2"],
     ),
     "compiling-without-a-compiler": (FULL, ["compile=true"], [], {"environ": {"CXX": "/nowhere/g++"}}),
     "optimizer-without-a-compiler": (

@@ -28,14 +28,19 @@ def wrap_forward(
     block: nn.Module, checkpointing: Literal["none", "selective", "full"], compile: bool, offload: bool
 ) -> None:
     """Wrap `block.forward` in activation checkpointing, then torch.compile, then offload of saved tensors to the host.
+    What sees shares of parameters, which is another function for each block, or exchanges rows is compiled first.
 
     `full` recomputes the whole block in backward. `selective` saves the results of attention, communication, matrix
     products that make a narrow result, and every second of the other products.
     """
+    is_whole = all(getattr(module, "expert_mesh", None) is None for module in block.modules())
+    name = "seeing_forward" if hasattr(block, "seeing_forward") else "forward"
+    if is_first := compile and (name != "forward" or not is_whole):
+        setattr(block, name, torch.compile(getattr(block, name), fullgraph=is_whole))
     forward = block.forward
     if checkpointing != "none":
         forward = _checkpointed(forward, {"context_fn": _save_expensive} if checkpointing == "selective" else {})
-    if compile:
+    if compile and not is_first:
         forward = torch.compile(forward, fullgraph=True)
     if offload:  # outermost: its hooks then see what the compiled forward saves
         forward = _offloaded(block, forward)

@@ -61,10 +61,6 @@ def parallelize(
     blocks = repeated_blocks(model)
     units = units_of(model, blocks)
     if world.experts is not None:
-        if compile:
-            raise TuneError(
-                "compile: with parallel.ep above 1 the sizes in blocks depend on the data. Set compile=false"
-            )
         share_experts(model, world.experts["ep"])
     if world.mesh["tp"].size() > 1:
         trained = any(parameter.requires_grad for parameter in model.parameters())

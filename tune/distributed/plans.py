@@ -245,9 +245,8 @@ def check_plan(model: Any) -> None:
     dist.all_reduce(apart, op=dist.ReduceOp.MAX)
     is_wrong = ~(apart < (1e-2 if hidden.dtype == torch.float32 else 0.2))
     if is_wrong.any():
-        worst = (
-            len(trained) if is_wrong[-1] else int(apart.argmax())
-        )  # from wrong hidden states all gradients are wrong
+        # From wrong hidden states all gradients are wrong.
+        worst = len(trained) if is_wrong[-1] else int(apart.argmax())
         what = "its hidden states differ" if is_wrong[-1] else f"the gradient of {trained[worst][0]} differs"
         raise TuneError(
             f"parallel.plan: by it the model computes something else: {what} by {apart[worst]:.0%} from those of one "

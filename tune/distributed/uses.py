@@ -113,9 +113,9 @@ def parameters_of(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Paramet
         yield from ((owner, kind, each) for kind, each in owner._parameters.items() if each is not None)
 
 
-def see_shares(unit: nn.Module, uses: Uses) -> None:
-    """Replace, while `unit` runs, its parameters by what it sees of them."""
-    forward = unit.forward
+def see_shares(unit: Any, uses: Uses) -> None:
+    """Replace, while `unit` runs, its parameters by what it sees of them. What runs then is its `seeing_forward`."""
+    unit.seeing_forward = unit.forward
 
     def seeing(*args: Any, **kwargs: Any) -> Any:
         whole: dict[tuple[nn.Module, str], Any] = {key: key[0]._parameters[key[1]] for key in uses}
@@ -123,7 +123,7 @@ def see_shares(unit: nn.Module, uses: Uses) -> None:
         try:
             for (module, kind), tensor in seen.items():
                 module._parameters[kind] = tensor  # type: ignore[assignment]
-            return forward(*args, **kwargs)
+            return unit.seeing_forward(*args, **kwargs)
         finally:
             for (module, kind), parameter in whole.items():
                 module._parameters[kind] = parameter

@@ -54,10 +54,8 @@ class MixtureOfExperts(nn.Module):
         routing = self.router(tokens)
         plan = Dispatch.of(routing.experts, self.router.config.num_experts)
         rows = dispatch(tokens, plan)
-        if self.expert_mesh is None:
-            rows = self.experts(rows, plan)
-        else:
-            rows = on_processes(self.expert_mesh, self.experts, rows, plan)
+        mesh = self.expert_mesh
+        rows = self.experts(rows, plan) if mesh is None else on_processes(mesh, self.experts, rows, plan)
         output = combine(rows, routing.weights, plan).view_as(hidden)
         if self.shared is not None:
             shared = self.shared(hidden, context)
@@ -143,6 +141,7 @@ def _all_to_all(rows: Tensor, received: list[int] | None, sent: list[int] | None
         return wait_tensor(all_to_all_single(rows.contiguous(), received, sent, mesh))
 
 
+@torch.compiler.disable  # its sizes depend on the data
 def on_processes(mesh: DeviceMesh, experts: nn.Module, rows: Tensor, plan: Dispatch) -> Tensor:
     """What all experts make of the `rows` of `plan`, where each process of `mesh` has a part of them, `experts`."""
     count = len(plan.ends) // mesh.size()

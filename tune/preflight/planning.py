@@ -237,7 +237,7 @@ class Job:
         sizes = {
             "pp": _up_to(self.layers if parallel.get("pp_schedule") in ("1f1b", "gpipe") else 1),
             "cp": _up_to(max(1, self.cfg.max_seq_len // LEAST_TOKENS) if "cp" in parallel else 1),
-            "ep": _up_to(min(node, self.experts) if "ep" in parallel and not self.cfg.compile else 1),
+            "ep": _up_to(min(node, self.experts) if "ep" in parallel else 1),
             "tp": _up_to(min(node, 8) if "tp" in parallel else 1),
         }
         for pp, cp, ep, tp in itertools.product(*sizes.values()):

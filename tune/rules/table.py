@@ -130,11 +130,11 @@ RULES = [
          lambda run: run.device == "cpu" and run("memory.activation_offload")),
     # With which tools
     Rule("recomputing-compiled-shares", ERROR, "compile", "meta-pytorch/torchtune#2684", "torch 2.4",
-         "with parallel.tp above 1 compiled blocks cannot be recomputed. Set compile=false, or "
-         "memory.activation_checkpointing=none",
-         "the run would end in its first backward",
-         lambda run: run("compile") and run.number("parallel.tp", 1) > 1
-         and run("memory.activation_checkpointing", "none") != "none"),
+         "with parallel.tp or parallel.ep above 1 compiled blocks are recomputed as a whole. Set compile=false, or "
+         "memory.activation_checkpointing=full or none",
+         "what is saved of a block is chosen by operations, which a compiled block does not show",
+         lambda run: run("compile") and max(run.number("parallel.tp", 1), run.number("parallel.ep", 1)) > 1
+         and run("memory.activation_checkpointing", "none") == "selective"),
     Rule("compiling-without-a-compiler", HEAL, "compile", "pytorch/pytorch#92745", "torch 2.0",
          "there is no C++ compiler here (g++, or the one that CXX names): blocks are not compiled",
          "the run would end in its first step",
