@@ -1,10 +1,11 @@
 """`tune plan` against runs on this machine: peak memory (resident set) and seconds of a step, predicted and measured.
 
-    python benchmarks/planning.py WORK
+    python benchmarks/planning.py WORK [PATTERN ...]
 
 Each configuration is a run of its own, of a model whose layers are as wide as memory needs to be told from the
-interpreter's. WORK keeps the runs, and what is there is not run again. Seconds need a machine that does nothing else.
-malloc is told to give freed memory back, which as a rule it keeps: what it keeps is not predicted.
+interpreter's. WORK keeps the runs, and what is there is not run again. With PATTERNs, only configurations that have one
+of them. Seconds need a machine that does nothing else. malloc is told to give freed memory back, which as a rule it
+keeps: what it keeps is not predicted.
 """
 
 import json
@@ -19,6 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 from helpers import free_port, save_checkpoint  # noqa: E402
+
+from tune.cli.plan import without_data  # noqa: E402
+from tune.devices import DEVICES  # noqa: E402
+from tune.preflight.planning import Job, calibrate  # noqa: E402
 
 WORDS = [f"word{number}" for number in range(22)]
 STEPS = int(os.environ.get("STEPS", "4"))  # memory is at its peak in the second; seconds want more
@@ -124,27 +129,21 @@ def measured(case: tuple, folder: Path) -> tuple[str, list[str], list[dict], Pat
     return name, command, [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [], run
 
 
-def tune(*arguments: str) -> str:
-    run = [sys.executable, "-m", "tune.cli", *arguments]
-    done = subprocess.run(run, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert not done.returncode, done.stderr[-1500:]
-    return done.stdout
-
-
 def main() -> None:
     if len(sys.argv) < 2 or "--help" in sys.argv:
         sys.exit(__doc__)
-    folder = Path(sys.argv[1])
+    folder, patterns = Path(sys.argv[1]), sys.argv[2:]
     folder.mkdir(parents=True, exist_ok=True)
-    device, errors = "cpu", {"GiB": [], "s": []}
+    device, errors = None, {"GiB": [], "s": []}
     for case in CASES:
+        if device and patterns and not any(pattern in " ".join(map(str, case)) for pattern in patterns):
+            continue
         name, command, metrics, run = measured(case, folder)
         if not metrics:
             continue
-        if device == "cpu":
-            device = str(run / "device.json")
-            tune("plan", "--calibrate", str(run), "--device", "cpu")
-        plan = json.loads(tune("plan", *command, "--world-size", str(case[1]), "--device", device, "--json"))
+        device = device or calibrate(run, DEVICES["cpu"])
+        job = Job(without_data(command[0], command[1:]), device)
+        plan = job.plan(job.layout(case[1])).as_dict()
         seconds = statistics.median(each["step_seconds"] - each["data_seconds"] for each in metrics[1:])
         pairs = {
             "GiB": (plan["memory_gib"]["total"], metrics[-1]["peak_memory_gib"]),
