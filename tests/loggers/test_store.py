@@ -70,6 +70,8 @@ def test_the_folder_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_folder("s3://key:secret@bucket/../run?token=x") == Path("runs/bucket/run")
     with pytest.raises(TuneError, match=r"output_dir: file:// names no folder in its store"):
         local_folder("file://")
+    with pytest.raises(TuneError, match=r"output_dir: memory://run is gone when the process ends"):
+        local_folder("memory://run")
     monkeypatch.setenv("TUNE_LOCAL", "/scratch")
     assert local_folder("gs://bucket/run") == Path("/scratch/bucket/run")
 

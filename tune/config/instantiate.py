@@ -76,9 +76,7 @@ def instantiate_weighted(setting: Any, key: str = "reward") -> list[tuple[str, C
             raise TuneError(f"{key}: {each} is not the dotted path of a function, nor has it the key {COMPONENT}")
         values = dict(values)
         if problem := mismatch(weight := values.pop("weight", 1), float):
-            raise TuneError(
-                f"{key}.weight: {problem} It says how much {values[COMPONENT]} counts; 0: it is only logged"
-            )
+            raise TuneError(f"{key}.weight: {problem} It says how much {values[COMPONENT]} counts; 0 only logs it")
         component = locate(values.pop(COMPONENT))
         name = getattr(component, "__name__", type(component).__name__)
         try:

@@ -37,9 +37,11 @@ def find_default(recipe: Path, name: str) -> Path:
 
 def local_folder(output_dir: str) -> Path:
     """The run folder on this machine; of a URL such as s3://bucket/run that is $TUNE_LOCAL/bucket/run, or
-    runs/bucket/run. Raises TuneError for a URL that names none."""
+    runs/bucket/run. Raises TuneError for a URL that names none, or nothing that lasts."""
     if "://" not in output_dir:
         return Path(output_dir)
+    if output_dir.startswith("memory://"):
+        raise TuneError(f"output_dir: {output_dir} is gone when the process ends. Give a folder, or a store that stays")
     place = re.sub(r"^\w+://([^/]*@)?", "", output_dir).split("?")[0]
     if not (parts := [part for part in place.split("/") if part not in ("", "..")]):
         raise TuneError(f"output_dir: {output_dir} names no folder in its store: add one, {output_dir}runs/mine")
