@@ -288,12 +288,11 @@ class Run:
         is_first = not (self.path / "config.yaml").exists()
         changed = config.save(self.settings, self.path)
         if start or not is_first:
-            beginning = f"continued after step {start}" if start else "started anew: no checkpoint was complete"
-            self.info("; changed: ".join(filter(None, [beginning, ", ".join(changed)])))
-        _, after = lines_after(self.path / "metrics.jsonl", start)
-        if lost := [step for step in after if step]:
-            which = f"step {lost[0]} was" if len(lost) == 1 else f"steps {lost[0]} to {lost[-1]} were"
-            self.info(f"{which} trained but not saved, and will be trained again")
+            said = [f"continued after step {start}" if start else "started anew: no checkpoint was complete"]
+            if lost := [step for step in lines_after(self.path / "metrics.jsonl", start)[1] if step]:
+                which = f"step {lost[0]} was" if len(lost) == 1 else f"steps {lost[0]} to {lost[-1]} were"
+                said.append(f"{which} trained but not saved, and will be trained again")
+            self.info("; ".join([*said, f"changed: {', '.join(changed)}"] if changed else said))
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
