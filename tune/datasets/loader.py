@@ -168,7 +168,7 @@ def require_batches(
     together = ranks * micro_batch_size
     if stages * together > global_batch_size and global_batch_size % together == 0:
         raise TuneError(
-            f"parallel.pp: {stages} stages take turns with {global_batch_size // together} micro-batches a step, and "
+            f"parallel.pp: {stages} stages take turns, and a step has {global_batch_size // together} micro-batch(es): "
             f"some always wait. Set global_batch_size to {stages * together} or more, or parallel.pp or "
             "micro_batch_size lower"
         )
