@@ -9,9 +9,16 @@ losses of all steps are those of a run that nobody disturbed, and whether proces
 with 1 if one is not as wanted.
 
     worker      SIGKILL of a worker; the launcher starts the processes again (--max-restarts)
-    driver      SIGKILL of what `tune run` started: torchrun's agent, or Ray's driver; then the same command again
-    sigterm     SIGTERM to it: a checkpoint is saved at once; then the same command again
-    truncated   SIGKILL of it, then the newest checkpoint is cut short: the one before is taken
+    agent       SIGKILL of torchrun's agent, which is what `tune run` started; then the same command again
+    driver      SIGKILL of Ray's driver, which is what `tune run` started; then the same command again
+    node        SIGKILL of one of two nodes of Ray; another joins, and the launcher starts the processes again
+    store       SIGKILL of what the processes meet by: the agent of torchrun's two that has the store, or Ray's tables
+                (gcs_server); the rest must end by itself; then the same command again
+    sigterm     SIGTERM to what `tune run` started, and SIGKILL to all after 30 seconds: a checkpoint is saved at
+                once; then the same command again
+    full        the disk is full (a file system in memory; needs root, else it is left out) until that is told; the
+                run goes on, or the same command does when there is room
+    truncated   SIGKILL as of agent and driver, then the newest checkpoint is cut short: the one before is taken
     hanging     SIGSTOP of a worker: it is named; killed by hand, the launcher starts the processes again
     elastic     two agents of torchrun, or nodes of Ray, as of two machines: one is killed, and the other goes on
                 alone; then one joins. Losses within 1e-5 of an undisturbed run's, as on other numbers of processes
@@ -30,9 +37,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -40,7 +48,10 @@ from typing import NamedTuple
 from tune.ray_cluster import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
-DRILLS = ("worker", "driver", "sigterm", "truncated", "hanging", "elastic", "apart")
+DRILLS = ("worker", "agent", "driver", "node", "store", "sigterm", "full", "truncated", "hanging", "elastic", "apart")
+ONLY = {"agent": "torchrun", "driver": "ray", "node": "ray", "apart": "torchrun"}  # drills of one launcher
+AS_ROOT = ("full", "apart")  # drills that mount a file system
+NOTICE = 30  # seconds from a SIGTERM to the SIGKILL of a cluster
 OPTIONS = {"torchrun": ["--nproc-per-node", "2"], "ray": ["--launcher", "ray", "--nproc-per-node", "2"]}
 EVERY, STEPS = 5, 40
 
@@ -79,7 +90,11 @@ class Launch:
         command = [*before, sys.executable, "-m", "tune.cli", "run", *options, *settings]
         with self.log.open("a") as output:
             self.process = subprocess.Popen(
-                [*command, f"output_dir={output_dir or folder}"], stdout=output, stderr=output, start_new_session=True
+                [*command, f"output_dir={output_dir or folder}"],
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=os.environ | {"DRILL": str(folder)},
             )
 
     def wait_for(self, step: int) -> None:
@@ -99,17 +114,19 @@ def losses(folder: Path) -> dict[int, float]:
     return {each["step"]: each["loss"] for each in (json.loads(line) for line in lines if line.endswith("\n"))}
 
 
+def continuations(folder: Path) -> list[int]:
+    """The steps after which the run in `folder` was continued."""
+    return [int(step) for step in re.findall(r"^continued after step (\d+)", (folder / "log.txt").read_text(), re.M)]
+
+
 def processes(folder: Path, kind: str = "") -> list[int]:
-    """Those of the run in `folder`, which they have in their command; Ray's workers have not, so all of them."""
+    """Those of the run in `folder`, which they have in their environment."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (process / "cmdline").read_bytes().decode(errors="replace")
-            is_its = str(folder) in command or "ray::RayTrainWorker" in command
-        except OSError:
-            continue
-        if is_its and kind in command:
-            found.append(int(process.name))
+        with suppress(OSError):
+            environment = (process / "environ").read_bytes().split(b"\0")
+            if f"DRILL={folder}".encode() in environment and kind in (process / "cmdline").read_text(errors="replace"):
+                found.append(int(process.name))
     return found
 
 
@@ -122,14 +139,14 @@ def free_port() -> int:
 class Agents:
     """Two nodes on this machine, each an agent of torchrun; the first has the store."""
 
-    def __init__(self, settings: list[str], folder: Path):
-        self.settings, self.folder = settings, folder
+    def __init__(self, settings: list[str], folder: Path, nnodes: str = "1:2"):
+        self.settings, self.folder, self.nnodes = settings, folder, nnodes
         self.endpoint = f"127.0.0.1:{free_port()}"
         self.first, self.second = self.agent(1), self.agent(0)
 
     def agent(self, is_host: int) -> Launch:
         store = f"is_host={is_host},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
-        options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
+        options = ["--nnodes", self.nnodes, "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
         options += ["--rdzv-id", "drill", "--rdzv-endpoint", self.endpoint, "--rdzv-conf", store]
         return Launch("torchrun", self.settings, self.folder, options)
 
@@ -150,13 +167,14 @@ class Agents:
 class Raylets:
     """Two nodes of Ray on this machine, with room for a worker each; the first has the cluster's tables."""
 
-    def __init__(self, settings: list[str], folder: Path):
+    def __init__(self, settings: list[str], folder: Path, nnodes: str = "1:2"):
         os.environ.update(VARIABLES)  # which Ray reads when it is imported
+        os.environ["DRILL"] = str(folder)  # for the workers, which the nodes start
         from ray.cluster_utils import Cluster
 
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         self.add_one()
-        options = ["--launcher", "ray", "--address", self.cluster.address, "--nnodes", "1:2", "--max-restarts", "3"]
+        options = ["--launcher", "ray", "--address", self.cluster.address, "--nnodes", nnodes, "--max-restarts", "3"]
         self.first = Launch("ray", settings, folder, options)
 
     def lose_one(self) -> None:
@@ -177,14 +195,10 @@ def elastic(launcher: str, settings: list[str], folder: Path) -> Outcome:
     nodes = (Raylets if launcher == "ray" else Agents)([*settings, *many], folder)
     stays = nodes.first
 
-    def continued() -> list[int]:
-        lines = (folder / "log.txt").read_text().splitlines()
-        return [int(line.split()[-1]) for line in lines if line.startswith("continued after step")]
-
     def seconds_to_go_on(times: int) -> float:
         """Until the run has been continued so many times, and has a new step."""
         began, reached = time.monotonic(), max(losses(folder))
-        while len(continued()) < times or max(losses(folder)) <= max(reached, continued()[-1]):
+        while len(continuations(folder)) < times or max(losses(folder)) <= max(reached, continuations(folder)[-1]):
             assert stays.process.poll() is None, f"the agent that stays has ended:\n{stays.log.read_text()[-2000:]}"
             time.sleep(0.1)
         return time.monotonic() - began
@@ -204,7 +218,7 @@ def elastic(launcher: str, settings: list[str], folder: Path) -> Outcome:
     found, expected = losses(folder), losses(undisturbed.folder)
     difference = max(abs(found[step] / expected[step] - 1) for step in range(1, last + 1))
     numbers = re.findall(r": (\d+) process\(es\)", (folder / "log.txt").read_text())
-    left, again = processes(folder), max(0, reached - continued()[0])  # it may still save one
+    left, again = processes(folder), max(0, reached - continuations(folder)[0])  # it may still save one
     good = difference <= 1e-5 and numbers == ["2", "1", "2"] and not left and again <= 2 * EVERY
     print(
         f"| elastic | {launcher} | {again} | {alone:.0f} | {difference:.0e} | {len(left) or 'none'} | "
@@ -237,9 +251,7 @@ def apart(settings: list[str], folder: Path) -> Outcome:
     while not list(run.glob("checkpoints/*/digests.json")):
         assert not both[0].process.poll(), both[0].log.read_text()[-2000:]
         time.sleep(0.05)
-    for process in processes(run):
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+    kill(processes(run))
     for each in both:
         each.process.wait()
     began, reached = time.monotonic(), max(losses(run))
@@ -247,8 +259,7 @@ def apart(settings: list[str], folder: Path) -> Outcome:
     both[0].wait_for(reached + 1)
     seconds = time.monotonic() - began
     codes = [each.process.wait() for each in both]
-    text = (run / "log.txt").read_text()
-    after = max(int(line.split()[-1]) for line in text.splitlines() if line.startswith("continued after step"))
+    after = max(continuations(run))
     undisturbed.process.wait()
     same, left = losses(run) == losses(undisturbed.folder), processes(run)
     good = is_refused and same and not left and codes == [0, 0]
@@ -261,48 +272,113 @@ def apart(settings: list[str], folder: Path) -> Outcome:
 
 
 def drill(name: str, launcher: str, settings: list[str], folder: Path, expected: dict[int, float]) -> Outcome:
-    if name == "elastic":
-        return elastic(launcher, settings, folder)
-    if name == "apart":
-        return apart(settings, folder)
-    launch = Launch(launcher, settings, folder)
+    with_nodes = name == "node" or (name, launcher) == ("store", "torchrun")
+    nodes = (Raylets if launcher == "ray" else Agents)(settings, folder, nnodes="2") if with_nodes else None
+    launch = nodes.first if nodes else Launch(launcher, settings, folder)
     launch.wait_for(EVERY * 2 + 3)
-    began, victim = time.monotonic(), launch.process.pid
+    began, reached, note = time.monotonic(), max(losses(folder)), ""
+    ends = name in ("agent", "driver", "store", "sigterm", "truncated")
     if name in ("worker", "hanging"):
         worker = launch.worker()
         os.kill(worker, signal.SIGKILL if name == "worker" else signal.SIGSTOP)
-        while name == "hanging" and "says nothing" not in launch.log.read_text():
-            time.sleep(0.2)
-        named = time.monotonic() - began
         if name == "hanging":
-            os.kill(worker, signal.SIGKILL)
+            wait_until(lambda: "says nothing" in launch.log.read_text(), 120, "it is not named")
+            note = f", named after {time.monotonic() - began:.0f} s"
+            kill([worker])
+    elif name == "node":
+        assert isinstance(nodes, Raylets)
+        nodes.lose_one()
+        nodes.add_one()
+    elif name == "full":
+        fill(folder)
+        told = ("could not be written", "the disk is full")
+        wait_until(lambda: any(each in launch.log.read_text() for each in told), 60, "a full disk is not told")
+        reached = max(losses(folder))
+        (folder / "filler").unlink()
+        wait_until(lambda: launch.process.poll() is not None or max(losses(folder)) > reached, 60, "it does not go on")
+        ends = bool(launch.process.poll())
+        note = ", ended with an error" if ends else ", went on"
+    elif name == "store":
+        kill([launch.process.pid] if launcher == "torchrun" else processes(folder, "gcs_server"))
     else:
-        os.kill(victim, signal.SIGTERM if name == "sigterm" else signal.SIGKILL)
-        launch.process.wait()
-        while processes(folder, "ray::RayTrainWorker" if launcher == "ray" else "full_finetune.py"):
-            assert time.monotonic() - began < 60, "processes are left over"
-            time.sleep(0.1)
+        os.kill(launch.process.pid, signal.SIGTERM if name == "sigterm" else signal.SIGKILL)
+    if ends:
+        patience = NOTICE if name == "sigterm" else 120
+        for each in [nodes.first, nodes.second] if isinstance(nodes, Agents) else [launch]:
+            threading.Thread(target=each.process.wait, daemon=True).start()  # else it stays in /proc
+        wait_until(lambda: not processes(folder), patience, "processes are left over")
+        reached = max(losses(folder))  # without Ray's tables that may be the last one
+        ended = f", all ended after {time.monotonic() - began:.0f} s at step {reached}"
+        note = note or ended * (name in ("store", "sigterm"))
         if name == "truncated":
             file = next(max((folder / "checkpoints").glob("step-*")).glob("*.distcp"))
             file.write_bytes(file.read_bytes()[:100])
-    reached = max(losses(folder))
-    if name not in ("worker", "hanging"):
         launch = Launch(launcher, settings, folder)
-    launch.wait_for(reached + 1)
+    if reached < STEPS:
+        launch.wait_for(reached + 1)
     seconds = time.monotonic() - began
     code = launch.process.wait()
-    text = (folder / "log.txt").read_text()
-    after = max(int(line.split()[-1]) for line in text.splitlines() if line.startswith("continued after step"))
+    if isinstance(nodes, Raylets):
+        nodes.end()
+    with suppress(AssertionError):
+        wait_until(lambda: not processes(folder), 10, "")
+    after = max(continuations(folder), default=reached)
     same, left = losses(folder) == expected, processes(folder)
-    limit = EVERY * (2 + (name == "truncated"))  # one interval, and what was being saved
+    limit = EVERY * (2 + (name in ("truncated", "full")))  # one interval, and what was being saved
     good = same and not left and code == 0 and reached - after <= limit and (name != "sigterm" or reached == after)
-    note = f", named after {named:.0f} s" if name == "hanging" else ", the one before taken" * ("is damaged" in text)
+    note += ", the one before taken" * ("is damaged" in (folder / "log.txt").read_text())
     print(
         f"| {name} | {launcher} | {reached - after} | {seconds:.0f} | {'bitwise' if same else 'DIFFERS'} | "
         f"{len(left) or 'none'} | {'as wanted' if good else 'WRONG'}{note} |",
         flush=True,
     )
     return Outcome(good, reached - after, seconds)
+
+
+def fill(folder: Path) -> None:
+    """Take all the room of the file system of `folder`."""
+    with suppress(OSError), (folder / "filler").open("wb", buffering=0) as filler:
+        while filler.write(b"0" * 4096):
+            pass
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, otherwise: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{otherwise} after {seconds:.0f} s"
+        time.sleep(0.1)
+
+
+def kill(found: Iterable[int]) -> None:
+    for process in found:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A file system of its own for `folder`, of 32 MiB in memory."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "none", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def done(name: str, launcher: str, settings: list[str], folder: Path, expected: dict[int, float]) -> Outcome:
+    """The drill's outcome; if it does not come to an end that is its outcome, and all that is left of it is killed."""
+    try:
+        if name == "elastic":
+            return elastic(launcher, settings, folder)
+        if name == "apart":
+            return apart(settings, folder)
+        with small_disk(folder) if name == "full" else nullcontext():
+            return drill(name, launcher, settings, folder, expected)
+    except AssertionError as error:
+        print(f"| {name} | {launcher} | | | | | WRONG: {' '.join(str(error).split())} |", flush=True)
+        kill(processes(folder))
+        return Outcome(False, 0, 0.0)
 
 
 def main() -> None:
@@ -322,10 +398,10 @@ def main() -> None:
         results: dict[tuple[str, str], list[Outcome]] = {}
         for time_ in range(options.times):
             for launcher, each in itertools.product(options.launchers, options.drills):
-                if each == "apart" and (launcher == "ray" or os.geteuid()):
+                if launcher != ONLY.get(each, launcher) or (each in AS_ROOT and os.geteuid()):
                     continue
                 run = folder / f"{launcher}-{each}-{time_}"
-                results.setdefault((each, launcher), []).append(drill(each, launcher, settings, run, expected))
+                results.setdefault((each, launcher), []).append(done(each, launcher, settings, run, expected))
     if options.times > 1:
         print("\n| drill | launcher | as wanted | steps again, at most | seconds: median, most |\n|" + "---|" * 5)
     for (each, launcher), found in results.items() if options.times > 1 else ():
