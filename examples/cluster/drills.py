@@ -13,7 +13,8 @@ with 1 if one is not as wanted.
     driver      SIGKILL of Ray's driver, which is what `tune run` started; then the same command again
     node        SIGKILL of one of two nodes of Ray; another joins, and the launcher starts the processes again
     store       SIGKILL of what the processes meet by: the agent of torchrun's two that has the store, or Ray's tables
-                (gcs_server); the rest must end by itself; then the same command again
+                (gcs_server), without which the run may reach its end; all must end by itself; then the same command
+                again
     sigterm     SIGTERM to what `tune run` started, and SIGKILL to all after 30 seconds: a checkpoint is saved at
                 once; then the same command again
     full        the disk is full (a file system in memory; needs root, else it is left out) until that is told; the
@@ -120,7 +121,8 @@ def continuations(folder: Path) -> list[int]:
 
 
 def processes(folder: Path, kind: str = "") -> list[int]:
-    """Those of the run in `folder`, which they have in their environment."""
+    """Those of the run in `folder`, which they have in their environment: not Ray's own agents, which show it not, write
+    nothing there, and end minutes after their node."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -128,6 +130,12 @@ def processes(folder: Path, kind: str = "") -> list[int]:
             if f"DRILL={folder}".encode() in environment and kind in (process / "cmdline").read_text(errors="replace"):
                 found.append(int(process.name))
     return found
+
+
+def command(process: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_text(errors="replace").replace("\0", " ")[-80:].strip()
+    return "(ended)"
 
 
 def free_port() -> int:
@@ -306,7 +314,10 @@ def drill(name: str, launcher: str, settings: list[str], folder: Path, expected:
         patience = NOTICE if name == "sigterm" else 120
         for each in [nodes.first, nodes.second] if isinstance(nodes, Agents) else [launch]:
             threading.Thread(target=each.process.wait, daemon=True).start()  # else it stays in /proc
-        wait_until(lambda: not processes(folder), patience, "processes are left over")
+        deadline = time.monotonic() + patience
+        while left := processes(folder):
+            assert time.monotonic() < deadline, f"left over after {patience} s: {', '.join(map(command, left))}"
+            time.sleep(0.1)
         reached = max(losses(folder))  # without Ray's tables that may be the last one
         ended = f", all ended after {time.monotonic() - began:.0f} s at step {reached}"
         note = note or ended * (name in ("store", "sigterm"))
