@@ -121,7 +121,7 @@ def continuations(folder: Path) -> list[int]:
 
 
 def processes(folder: Path, kind: str = "") -> list[int]:
-    """Those of the run in `folder`, which they have in their environment: not Ray's own agents, which show it not, write
+    """Those of the run in `folder`, which they have in their environment. Ray's own agents are not seen: they write
     nothing there, and end minutes after their node."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
