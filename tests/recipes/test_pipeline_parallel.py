@@ -1,5 +1,6 @@
 """One loss curve, also where processes are stages that have some of the blocks each (pipeline parallelism)."""
 
+import itertools
 import json
 
 import full_finetune
@@ -97,22 +98,30 @@ def test_several_stages_of_each_process(schedule, common, tmp_path):  # noqa: F8
 
 
 @pytest.mark.slow
-def test_continued(tied_checkpoint, common, tmp_path):  # noqa: F811
-    """On the same stages to the bit, and on other layouts."""
+def test_continued(common, tmp_path):  # noqa: F811
+    """On the same stages to the bit, by each schedule from the one before, compiled, and without stages."""
+    model = save_checkpoint(tmp_path / "tied", num_hidden_layers=4, tie_word_embeddings=True)
     stages, fsdp = ["parallel.pp=2", "micro_batch_size=1"], ["micro_batch_size=2"]
-    ways = {"stages": (stages, "whole"), "FSDP": (fsdp, "whole"), "stages once more": (stages, "of FSDP")}
-    common = [*common, f"model.path={tied_checkpoint}", "max_steps=6", "checkpointer.every=3", "checkpointer.keep=null"]
-    variants = {"whole": stages, "of FSDP": fsdp}
-    for name, (way, start) in ways.items():
-        variants[name] = [*way, f"resume={tmp_path / start / 'checkpoints' / 'step-00000003'}"]
+    schedules = {each: [*stages, f"parallel.pp_schedule={each}"] for each in ("gpipe", "interleaved", "zero_bubble")}
+    ways = {"whole": stages, **schedules, "FSDP": fsdp, "stages once more": stages}
+    common = [*common, f"model.path={model}", "max_steps=7", "checkpointer.every=1", "checkpointer.keep=null"]
+    starts = {name: (before, step) for step, (before, name) in enumerate(itertools.pairwise(ways), 1)}
+    ways |= {"stages": stages, "alone": fsdp, "compiled": [*schedules["interleaved"], "compile=true"]}
+    starts |= {"stages": ("whole", 3), "alone": ("zero_bubble", 4), "compiled": ("whole", 5)}
+    resumed = {
+        name: f"resume={tmp_path / before / 'checkpoints' / f'step-{step:08d}'}"
+        for name, (before, step) in starts.items()
+    }
+    variants = {name: [*way, resumed.get(name, "resume=auto")] for name, way in ways.items() if name != "alone"}
     run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path), json.dumps(common), json.dumps(variants))
-    full_finetune.main(
-        config.load("full_finetune", [*common, variants["FSDP"][-1], f"output_dir={tmp_path / 'alone'}"])
-    )
-    whole = measured(tmp_path / "whole")[6:]
-    assert len(whole) == 7 and measured(tmp_path / "stages") == whole
-    for name in ("FSDP", "stages once more", "alone"):
-        assert measured(tmp_path / name) == pytest.approx(whole, rel=1e-5)
+    full_finetune.main(config.load("full_finetune", [*common, resumed["alone"], f"output_dir={tmp_path / 'alone'}"]))
+    found = {name: measured(tmp_path / name) for name in ways}
+    assert found["stages"] == found["whole"][6:] and len(found["whole"]) == 15
+    for name, (before, step) in starts.items():
+        rest = found["whole"][2 * step :]
+        assert found[name] == pytest.approx(rest, rel=1e-5), name
+        loss = found[before][-len(rest)]
+        assert found[name][0] == pytest.approx(loss, rel=1e-6), name
 
 
 @pytest.mark.slow
