@@ -96,7 +96,7 @@ def main(cfg):
                 micro_batch_size=cfg.micro_batch_size, pad_to=pad_to, folder=run.path,
                 made_of=[of_weights.state_dict(), peft.digest(lora), cfg.dtype],
             )  # fmt: skip
-        del frozen  # frees a second model
+        del frozen, of_weights  # frees a second model, which its weights know
         model.train()
 
     def score(batch):
