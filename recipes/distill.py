@@ -80,6 +80,7 @@ def main(cfg):
     distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
 
     tokenizer = instantiate(cfg.tokenizer)
+    checkpointers.open_checkpoint(cfg.teacher.path, setting="teacher.path")  # what is wrong with it is told now
     tokenizer.require_same_ids(Tokenizer(cfg.teacher.path), "teacher.path")
     dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape

@@ -57,6 +57,7 @@ def main(cfg):
     tokenizer = instantiate(cfg.tokenizer)
     has_own_reference = loss_fn.needs_reference and cfg.reference not in ("precomputed", "adapter_off")
     if has_own_reference:
+        checkpointers.open_checkpoint(cfg.reference, setting="reference")  # what is wrong with it is told now
         tokenizer.require_same_ids(Tokenizer(cfg.reference), "reference")
     dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape

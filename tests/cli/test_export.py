@@ -11,6 +11,7 @@ from typing import Any
 import full_finetune
 import lora_finetune
 import pytest
+import reward_finetune
 import torch
 from helpers import save_checkpoint
 from llama_cpp import LlamaCpp
@@ -220,6 +221,24 @@ def test_the_adapter_of_a_run_is_merged_or_a_file_of_its_own(
     base = export(checkpoint, tmp_path / "base.gguf", "--to", "gguf")
     lora = export(runs["lora"] / "adapter", tmp_path / "lora.gguf", "--to", "gguf-lora")
     require_same(base, model, tokens, within=0.01, lora=lora)
+
+
+def test_a_checkpoint_of_a_reward_model_with_adapters(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its head is trained in full, which the settings of the adapter do not say."""
+    pairs = tmp_path / "pairs.jsonl"
+    rows = ({"instruction": f"Say {n}", "chosen": f"{n}", "rejected": "No."} for n in range(12))
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = tmp_path / "run"
+    monkeypatch.setattr("sys.argv", ["reward_finetune", *settings(checkpoint, pairs, run, "adapter.rank=4")])
+    reward_finetune.main()
+    end, last = (
+        export(run, tmp_path / name, "--to", "hf", *step) for name, step in (("a", []), ("b", ["--step", "3"]))
+    )
+    merged, stored = load_file(end / "model.safetensors"), load_file(last / "model.safetensors")
+    assert "score.weight" in stored and stored.keys() == merged.keys()
+    assert all(torch.equal(stored[name], merged[name]) for name in stored)
 
 
 @pytest.mark.filterwarnings("error:torch.distributed is disabled")

@@ -97,7 +97,9 @@ def folders(checkpoint, tmp_path_factory):
         file = at / name / "tokenizer.json"
         file.write_text((checkpoint / "tokenizer.json").read_text().replace("<|im_start|>", "<|turn|>"))
     shutil.copyfile(checkpoint / "tokenizer.json", at / "two_labels" / "tokenizer.json")
-    return {"language": checkpoint, "nowhere": at / "nowhere", **{each.name: each for each in at.iterdir()}}
+    found = {"language": checkpoint, "nowhere": at / "nowhere", **{each.name: each for each in at.iterdir()}}
+    (at / "texts.jsonl").write_text("".join(json.dumps({"prompt": f"{each} and"}) + "\n" for each in range(20)))
+    return found | {"texts": at / "texts.jsonl"}
 
 
 REWARD_MODEL = "reward={{_component_: tune.generation.RewardModel, path: {%s}}}"
@@ -106,7 +108,7 @@ BOTH = {
     "NaN": ([f"reward={HERE}.gives_nan"], "reward: gives_nan gives nan for", "it must give a finite number"),
     "None": ([f"reward={HERE}.gives_none"], "reward: gives_none gives None for", "it must give a finite number"),
     "one argument": ([f"reward={HERE}.of_one_argument"], "reward: of_one_argument cannot be called so"),
-    "not importable": (["reward=no_such_module.good"], "there is no module 'no_such_module'"),
+    "not importable": (["reward=no_such_module.good"], "reward: there is no module 'no_such_module'"),
     "no dotted path": (["reward=good"], "'good' is not the dotted path of a function or class. Name its module too"),
     "too few scores": ([f"reward={HERE}.TooFew"], "reward: TooFew gives [1.0] for 16 completions; it must give a list"),
     "no list of scores": ([f"reward={HERE}.NoList"], "reward: NoList gives 3 for 16 completions"),
@@ -122,6 +124,7 @@ BOTH = {
     "no adapter": (["kl=0.1", "reference=adapter_off"], "the adapter cannot be switched off: there is none"),
     "greedy": (["sampling.temperature=0"], "sampling.temperature: 0 is not a positive number"),
     "negative kl": (["kl=-1"], "kl: -1 is not a non-negative number"),
+    "no room": (["sampling.max_new_tokens=9999"], "tokens and max_new_tokens is 9999, together more than the"),
     "empty stop string": (["sampling.stop_strings=['']"], "stop_strings: none may be empty"),
     "no prompt wanted": ([f"dataset.filter={HERE}.unwanted"], "no prompt is left of 22 rows", "left out by"),
     "no prompt fits": (["max_prompt_len=2"], "no prompt is left of 22 rows", "longer than max_prompt_len"),
@@ -140,6 +143,7 @@ ENVIRONMENTS = {
 }
 OF_GRPO = {
     "group of one": (["group_size=1"], "group_size: 1 is not an integer from 2"),
+    "texts": ([f"environment={HERE}.Pair", "dataset.path={texts}"], "environment: its prompts must be conversations"),
     "no turns": (["max_turns=0"], "max_turns: 0 is not a positive integer"),
     **{
         name: ([f"environment={HERE}.{name}", "max_turns=2", "sampling.stop_strings=[a,e,n,r,s,t,l]"], *messages)
@@ -150,7 +154,7 @@ OF_PPO = {
     "another value tokenizer": (["value.path={other_tokenizer}"], "value.path: ", "has another tokenizer than"),
     "a value model of few rows": (["value.path={few_rows}"], "value.path: ", "has rows for 280 tokens, and the"),
     "a value model of two labels": (["value.path={two_labels}"], "the model scores 2 labels"),
-    "no value model": (["value.path={nowhere}"], "nowhere does not exist"),
+    "no value model": (["value.path={nowhere}"], "value.path: ", "nowhere does not exist"),
     "a value model of tokens": (["value.head=tokens"], "a value is one: set value.head=score"),
     "no samples": (["samples_per_prompt=0"], "samples_per_prompt: 0 is not a positive integer"),
     "negative weight": (["value_weight=-1"], "value_weight: -1 is not a non-negative number"),
@@ -190,8 +194,9 @@ def test_is_told(recipe, case, settings, folders, run_recipe, capsys, told):
         found = " ".join(told(recipe.__name__, [*settings, *counts(recipe), *given]).split())
         assert [message for message in messages if message not in found] == []
     assert run_recipe([*settings, *counts(recipe), *given], recipe) == 2
-    shown = " ".join(capsys.readouterr().err.split())
+    out, shown = (" ".join(each.split()) for each in capsys.readouterr())
     assert all(message in shown for message in messages), shown
+    assert case[0] not in ("no room", "texts") or "an epoch" not in out  # before weights are read
 
 
 @pytest.mark.parametrize("recipe", [grpo, ppo_finetune])

@@ -2,6 +2,7 @@
 or of an adapter, which is merged into its base; or an adapter alone as GGUF (gguf-lora)."""
 
 from argparse import ArgumentParser
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,7 @@ def at_step(run: Path, step: int) -> tuple[Any, Any, str, Any]:
     settings = sorted(run.glob("config*.yaml"), key=lambda file: (len(file.name), file.name))
     if step not in found or not settings:
         steps = ", ".join(map(str, found)) or "none"
-        raise TuneError(
-            f"{run} has no checkpoint of step {step}; it has {steps}. Name a run folder and one of its steps"
-        )
+        raise TuneError(f"{run} has no checkpoint of step {step}; it has {steps}. Name a run and one of its steps")
     cfg: Any = OmegaConf.load(settings[-1])
     for key, known in COMPONENTS.items():
         if cfg.get(key) and (component := cfg[key].get("_component_")) not in known:
@@ -92,12 +91,12 @@ def at_step(run: Path, step: int) -> tuple[Any, Any, str, Any]:
                 "be any code. Export the result of the run, without --step"
             )
     if cfg.model.get("trust_remote_code"):
-        raise TuneError(
-            f"{settings[-1]}: model.trust_remote_code would run code; export the result of the run, without --step"
-        )
+        raise TuneError(f"{settings[-1]}: model.trust_remote_code would run code. Export the result, without --step")
     with torch.device("meta"):
         model = instantiate(cfg.model)
     lora = instantiate(cfg.adapter) if cfg.get("adapter") else None
+    if lora and cfg.model.get("head") == "score":  # which reward_finetune trains in full
+        lora = replace(lora, modules_to_save=sorted({*lora.modules_to_save, "score"}))
     base = checkpointers.Pretrained(cfg.model.path, model) if lora else None
     if lora:
         peft.add_adapters(model, lora)

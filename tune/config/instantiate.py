@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.lookup import locate
 from tune.type_check import mismatch
 
@@ -36,9 +36,9 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
     try:
         return component(*args, **given, **kwargs)
     except TuneError as error:
-        if str(error).startswith(key):
-            raise
-        raise TuneError(f"{key}: {error}") from error
+        is_path = str(error).startswith("model.path: ")  # as tune.models.build calls it, whatever it is made for
+        told = str(error).replace("model.path", f"{key or 'model'}.path") if is_path else str(error)
+        raise TuneError(told if told.startswith(key) else f"{key}: {told}") from error
     except (ValueError, AssertionError) as error:
         if not component.__module__.startswith("torch"):
             raise  # in our code or the user's it may be a bug
@@ -77,7 +77,8 @@ def instantiate_weighted(setting: Any, key: str = "reward") -> list[tuple[str, C
         values = dict(values)
         if problem := mismatch(weight := values.pop("weight", 1), float):
             raise TuneError(f"{key}.weight: {problem} It says how much {values[COMPONENT]} counts; 0 only logs it")
-        component = locate(values.pop(COMPONENT))
+        with explained(key):
+            component = locate(values.pop(COMPONENT))
         name = getattr(component, "__name__", type(component).__name__)
         try:
             is_class = inspect.isclass(component)

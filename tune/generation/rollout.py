@@ -129,6 +129,13 @@ def statistics(groups: Sequence[Sequence[Episode]], rewards: Sequence[Reward]) -
     return {name: torch.tensor([sum(each), len(each)], dtype=torch.float64) for name, each in values.items()}
 
 
+def check_all(model: nn.Module, sampler: Sampler, prompts: Sequence[Prompt], environment: Any = None) -> None:
+    """Raises TuneError if a prompt leaves no room for a completion, or is no conversation, as an environment's are."""
+    sampler.check(model, [each.tokens for each in prompts], range(len(prompts)))
+    if environment and any(each.messages is None for each in prompts):
+        raise TuneError("environment: its prompts must be conversations: messages, or instruction")
+
+
 def rollout(
     model: nn.Module,
     sampler: Sampler,
@@ -172,14 +179,9 @@ def rollout(
 
 
 def _converse(
-    sample: Callable[..., list[list[Completion]]],
-    tokenizer: Tokenizer,
-    groups: list[list[Episode]],
-    world: World,
-    step: int,
-    environment: Callable[[], Environment],
-    max_turns: int,
-) -> None:
+    sample: Callable[..., list[list[Completion]]], tokenizer: Tokenizer, groups: list[list[Episode]], world: World,
+    step: int, environment: Callable[[], Environment], max_turns: int,
+) -> None:  # fmt: skip
     """Completions and an environment's answers in turn. Sampled ids are never tokenised again: what the template writes
     behind an answer is appended. Of tensor-parallel processes only the first has environments."""
     running = [*chain(*groups)]
@@ -188,8 +190,6 @@ def _converse(
 
     def begin() -> None:
         for episode in running:
-            if episode.prompt.messages is None:
-                raise TuneError("environment: its prompts must be conversations: messages, or instruction")
             made = environments[id(episode)] = called("environment: it cannot be made", environment)
             called("environment: start fails", methodcaller("start", episode.prompt.row), made)
 
