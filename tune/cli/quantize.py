@@ -24,11 +24,10 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         found = peft.resolve_model(options.model)
         model, base, tokenizer = peft.open_on_disk(found.base, *found.adapters)
         if isinstance(model, HuggingFaceModel):
-            raise TuneError(
-                f"{found.base} is of a family that only transformers has: its layers are not quantised here"
-            )
+            raise TuneError(f"{found.base} is of a family that only transformers has: not quantised here")
         linears = quantised_linears(model)
         columns = {str(base.names[f"{name}.weight"]): each.in_features for name, each in linears.items()}
         what, compressor = f"{found.title}, in {options.to}, by tune.", Compressor(options.to, columns, options.dynamic)
         write(model, tokenizer, options.out, str(found.base), what, base=base, compressor=compressor)
-    print(f"to use it:\n  vllm serve {options.out}")
+    reader = "transformers, with bitsandbytes:" if options.to == "nf4" else "vllm serve"
+    print(f"to use it:\n  {reader} {options.out}")

@@ -18,10 +18,9 @@ class VLLM(Sampler):
 
         sampling={_component_: tune.generation.VLLM, path: ./Qwen3-8B, max_new_tokens: 4096, memory: 0.4}
 
-    Each process has an engine of its own, which takes the share `memory` of its device for the whole run and holds a
-    second copy of the model, in `dtype`; `path` is a folder with the model's config.json and tokenizer. Before each
-    rollout the weights are handed over, adapters merged. At most `max_rows` completions are computed at a time, and
-    `max_len` tokens are the most of a prompt and its completion (null: as many as the model takes).
+    Each process has an engine with a copy of the model in `dtype`, which keeps the share `memory` of its device; `path`
+    has the model's config.json and tokenizer. Before each rollout the weights are handed over, adapters merged. At most
+    `max_rows` completions are computed at a time, of `max_len` tokens with their prompts (null: what the model takes).
 
     The seed of a completion is a function of seed, step, prompt and sample, but rounding is that of vLLM's kernels: the
     loss has to correct for `mismatch_kl`.
@@ -46,14 +45,17 @@ class VLLM(Sampler):
         """See `Sampler`."""
         from vllm import SamplingParams
 
-        engine = _engine(self.path, self.dtype, self.memory, self.max_len, self.max_rows)
-        engine.apply_model(lambda theirs: len(theirs.load_weights(hf_tensors(model))))  # in this process
+        is_on_cpu = next(model.parameters()).device.type == "cpu"
+        engine = _engine(self.path, self.dtype, self.memory, self.max_len, self.max_rows, is_on_cpu)
+        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": hf_tensors(model)})  # in this process
+        if is_on_cpu:
+            engine.apply_model(_pack)
         engine.reset_prefix_cache()
         settings = [
             SamplingParams(
                 temperature=self.temperature, max_tokens=self.max_new_tokens, logprobs=0, ignore_eos=True,
                 stop_token_ids=[*self.stop_ids], stop=[*self.stop_strings], detokenize=bool(self.stop_strings),
-                seed=int(next(row.uniforms) * 2**31),
+                skip_special_tokens=False, seed=int(next(row.uniforms) * 2**31),
             )
             for row in rows
         ]  # fmt: skip
@@ -62,20 +64,30 @@ class VLLM(Sampler):
         for row, output in zip(rows, outputs, strict=True):
             found, completion = output.outputs[0], row.completion
             completion.tokens = [*found.token_ids]
-            completion.log_probs = [
-                each[token].logprob for token, each in zip(found.token_ids, found.logprobs, strict=True)
-            ]
+            completion.log_probs = [found.logprobs[at][token].logprob for at, token in enumerate(found.token_ids)]
             completion.finish = "stop" if found.finish_reason == "stop" else "length"
 
 
 @cache
-def _engine(path: str, dtype: str, memory: float, max_len: int | None, max_rows: int) -> Any:
+def _engine(path: str, dtype: str, memory: float, max_len: int | None, max_rows: int, is_on_cpu: bool) -> Any:
     from vllm import LLM
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where the weights are
-    return LLM(
+    engine = LLM(
         model=path, load_format="dummy", dtype={"bf16": "bfloat16", "fp32": "float32"}[dtype],
         distributed_executor_backend="external_launcher" if "RANK" in os.environ else "uni",
         gpu_memory_utilization=memory, max_model_len=max_len, max_num_seqs=max_rows,
         logprobs_mode="processed_logprobs",  # those at the temperature
+        enforce_eager=is_on_cpu,  # compiled blocks keep packed copies of the first weights
     )  # fmt: skip
+    engine.llm_engine.engine_core._finalizer.atexit = False  # the process group has been left when it would leave it
+    return engine
+
+
+def _pack(model: Any) -> None:
+    """On a CPU vLLM computes with packed copies; reloading leaves out experts, and a head that is the embedding."""
+    for module in model.modules():
+        if kernel := getattr(getattr(module, "quant_method", None), "moe_kernel", None):
+            kernel.fused_experts.process_weights_after_loading(module)
+        elif hasattr(module, "cpu_linear") and module.weight.numel():
+            module.quant_method.process_weights_after_loading(module)

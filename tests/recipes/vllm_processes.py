@@ -1,0 +1,16 @@
+"""Each process has prompts of its own, and vLLM itself as an engine of its own; run by test_vllm_itself.py."""
+
+import sys
+
+from tune import distributed
+from tune.checkpointers import load_model
+from tune.generation import VLLM, Sampler
+
+if __name__ == "__main__":
+    world, model = distributed.init("cpu"), load_model(sys.argv[1])
+    common, prompts = {"max_new_tokens": 8, "temperature": 0}, [[[5, 6, 7, 30, 41]], [[9, 8]]][world.rank]
+    ((expected,),) = Sampler(**common)(model, prompts)
+    ((found,),) = VLLM(**common, path=sys.argv[1], dtype="fp32", max_len=64, max_rows=8)(model, prompts)
+    assert found.tokens == expected.tokens
+    (total,) = {sum(world.all_gather(world.rank + 1))}  # the group of the training is as it was
+    print("agrees in", total - 1, "processes")
