@@ -1,7 +1,7 @@
 """Training on what the model itself answers."""
 
 from dataclasses import replace
-from itertools import chain, takewhile
+from itertools import takewhile
 
 import numpy as np
 from torch import nn
@@ -27,7 +27,8 @@ def own_answers(
     parts = [_documents(micro_batch) for micro_batch in batch.micro_batches]
     chosen = [
         document
-        for document in chain(*parts)
+        for documents in parts
+        for document in documents
         if next(uniforms(sampler.seed, step, document.index, 1)) < share  # the sampler's own has 0 there
     ]
     prompts = [document.tokens[: _start_of_answer(document.labels)] for document in chosen]
@@ -42,10 +43,11 @@ def own_answers(
     padding = [-length % (pad_to or 1) for length in lengths]
     micro_batches = [collate([row], sum(each)) for row, *each in zip(rows, lengths, padding, strict=True)]
     counts = world.fetch(
-        num_tokens=world.sum(sum(each.num_tokens for each in micro_batches)),
-        num_supervised=world.sum(sum(each.num_supervised for each in micro_batches)),
+        tokens=world.sum(sum(each.num_tokens for each in micro_batches)),
+        supervised=world.sum(sum(each.num_supervised for each in micro_batches)),
     )
-    return replace(batch, micro_batches=micro_batches, **{name: int(count) for name, count in counts.items()})
+    num_tokens, num_supervised = int(counts["tokens"]), int(counts["supervised"])
+    return replace(batch, micro_batches=micro_batches, num_tokens=num_tokens, num_supervised=num_supervised)
 
 
 def _documents(batch: Batch) -> list[Sample]:
