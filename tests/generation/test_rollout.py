@@ -161,11 +161,6 @@ def test_environments_that_are_wrong(environment, says, tokenizer, world, prompt
     assert all(each in str(raised.value) for each in ("environment: ", *says))
 
 
-def test_an_environment_needs_conversations(tokenizer, world, prompt):
-    with pytest.raises(TuneError, match="environment: its prompts must be conversations"):
-        converse(tokenizer, world, dataclasses.replace(prompt, messages=None), Scripted())
-
-
 def test_a_prompt_that_is_drawn_twice_in_a_step_gets_other_samples():
     """At the end of an epoch, or in the place of a dead group."""
     prompts = Prompts("three", [Prompt(index, [1], {}) for index in range(3)], {})
