@@ -1,7 +1,6 @@
 """Rollouts with a sampler that gives what a test wants: an environment of several turns, and what is learned."""
 
 import ast
-import dataclasses
 from pathlib import Path
 
 import pytest
