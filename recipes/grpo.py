@@ -65,7 +65,7 @@ def main(cfg):
     environment = locate(cfg.environment) if cfg.environment else None
     held_out = cfg.validation_dataset
     validation = instantiate(held_out, tokenizer, max_prompt_len=cfg.max_prompt_len).prompts if held_out.path else []
-    generation.check_all(model, sampler, [*dataset.prompts, *validation], environment)
+    generation.check_prompts(model, sampler, [*dataset.prompts, *validation], environment)
     data = datasets.PromptLoader(dataset, cfg.prompts_per_step, cfg.epochs, max_steps=cfg.max_steps, seed=cfg.seed)
     longest = cfg.max_prompt_len + sampler.max_new_tokens
     pad_to = longest if cfg.compile and not environment else None  # batches of one shape

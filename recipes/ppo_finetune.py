@@ -65,7 +65,7 @@ def main(cfg):
     validation = []
     if cfg.validation_dataset.path:
         validation = instantiate(cfg.validation_dataset, tokenizer, max_prompt_len=cfg.max_prompt_len).prompts
-    generation.check_all(model, sampler, [*dataset.prompts, *validation])
+    generation.check_prompts(model, sampler, [*dataset.prompts, *validation])
     data = datasets.PromptLoader(dataset, cfg.prompts_per_step, cfg.epochs, max_steps=cfg.max_steps, seed=cfg.seed)
     longest = cfg.max_prompt_len + sampler.max_new_tokens
     pad_to = longest if cfg.compile else None  # batches of one shape

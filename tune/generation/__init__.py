@@ -5,6 +5,15 @@ of logits, `answer` shares prompts over processes, `rollout` adds rewards,
 from tune.generation.continuation import Continuation
 from tune.generation.own_answers import own_answers
 from tune.generation.reward_model import RewardModel
-from tune.generation.rollout import Environment, Episode, Reward, check_all, is_live, micro_batches, rollout, statistics
+from tune.generation.rollout import (
+    Environment,
+    Episode,
+    Reward,
+    check_prompts,
+    is_live,
+    micro_batches,
+    rollout,
+    statistics,
+)
 from tune.generation.sampler import Completion, Sampler, answer, choose
 from tune.generation.vllm_engine import VLLM

@@ -129,7 +129,7 @@ def statistics(groups: Sequence[Sequence[Episode]], rewards: Sequence[Reward]) -
     return {name: torch.tensor([sum(each), len(each)], dtype=torch.float64) for name, each in values.items()}
 
 
-def check_all(model: nn.Module, sampler: Sampler, prompts: Sequence[Prompt], environment: Any = None) -> None:
+def check_prompts(model: nn.Module, sampler: Sampler, prompts: Sequence[Prompt], environment: Any = None) -> None:
     """Raises TuneError if a prompt leaves no room for a completion, or is no conversation, as an environment's are."""
     sampler.check(model, [each.tokens for each in prompts], range(len(prompts)))
     if environment and any(each.messages is None for each in prompts):

@@ -80,7 +80,8 @@ def _engine(path: str, dtype: str, memory: float, max_len: int | None, max_rows:
         logprobs_mode="processed_logprobs",  # those at the temperature
         enforce_eager=is_on_cpu,  # compiled blocks keep packed copies of the first weights
     )  # fmt: skip
-    engine.llm_engine.engine_core._finalizer.atexit = False  # the process group has been left when it would leave it
+    if finalizer := getattr(engine.llm_engine.engine_core, "_finalizer", None):
+        finalizer.atexit = False  # the process group has been left when it would leave it
     return engine
 
 

@@ -32,7 +32,7 @@ from tune.datasets.sources.opening import open_source
 from tune.datasets.warnings import warnings_about
 from tune.distributed.world import World, device_type
 from tune.errors import TuneError
-from tune.generation.rollout import Reward, check_all
+from tune.generation.rollout import Reward, check_prompts
 from tune.loggers import run_folder
 from tune.loggers.hardware import disk_note
 from tune.loggers.sinks import require_installed
@@ -267,7 +267,7 @@ def _data(
         ends = {"stop_ids": tokenizer.stop_ids, "decode": tokenizer.decode}
         sampler = told("sampling", lambda: instantiate(cfg.sampling, **ends, seed=cfg.seed))
         if model and sampler and prompts:
-            told("sampling", check_all, model, sampler, prompts.prompts, told.value("environment"))
+            told("sampling", check_prompts, model, sampler, prompts.prompts, told.value("environment"))
         for name, function, _ in rewards if prompts else ():
             if isinstance(function, partial):  # not a judge, which may be elsewhere
                 first = prompts.prompts[0]
