@@ -22,8 +22,7 @@ def explained(what: str, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        if Exception not in kinds:
-            raise TuneError(f"{what}: {error}") from error
-        if isinstance(error, TuneError):
+        if Exception in kinds and isinstance(error, TuneError):
             raise
-        raise TuneError(f"{what}: {type(error).__name__}: {error}") from error
+        kind = f"{type(error).__name__}: " if Exception in kinds else ""
+        raise TuneError(f"{what}: {kind}{error}") from error

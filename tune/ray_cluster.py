@@ -12,42 +12,45 @@ from tune.errors import explained
 from tune.lookup import needs
 
 PATIENCE = 20  # seconds for a cluster to answer
-VARIABLES = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_TRAIN_V2_ENABLED": "1",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # which prints every line twice
-}
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # gRPC answers it with a frame of the last one's kind, 4
+# Ray Train's own printing would print every line twice.
+VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
+LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"  # after which Ray's processes end without its tables (gcs_server)
+# Of a cluster of this machine alone: nobody starts its tables again. Ray's niceness, 15, leaves workers little time.
+ITS_OWN = {LIMIT: "30", "RAY_worker_niceness": "0"}
 
 
 def connect(address: str | None, cores: int) -> tuple[Any, dict[str, float]]:
     """Ray's module and the resources of the cluster at `address`, or of a new one that has `cores` at least. Raises
     TuneError if Ray is not installed, or no cluster is reached."""
-    for name, value in VARIABLES.items():
+    address = address or os.environ.get("RAY_ADDRESS")
+    for name, value in (VARIABLES if address else VARIABLES | ITS_OWN).items():
         os.environ.setdefault(name, value)
     with needs("ray", "Ray"):
         import ray
     if cores:
-        address = address or os.environ.get("RAY_ADDRESS")
-        new = {"address": "local", "num_cpus": max(os.cpu_count() or 1, cores), "include_dashboard": False}
+        here = {"address": "local", "num_cpus": max(os.cpu_count() or 1, cores), "include_dashboard": False}
         hook = {"worker_process_setup_hook": quiet}
         hint = "Start one by `ray start --head`, or leave the address out for one on this machine"
         with explained(f"--address: no Ray cluster is reached at {address}. {hint}", OSError, ValueError, RuntimeError):
             if address:
-                _require_answer(address)
-            ray.init(**({"address": address} if address else new), logging_level="warning", runtime_env=hook)
+                print(f"--address: trying Ray at {address}, for {PATIENCE} seconds at most", file=sys.stderr)
+                require_answer(address, PATIENCE)
+            ray.init(**({"address": address} if address else here), logging_level="warning", runtime_env=hook)
     return ray, ray.cluster_resources() if cores else {}
 
 
-def _require_answer(address: str) -> None:
-    """Raises OSError if nobody listens at HOST:PORT, or ray://HOST:PORT: Ray itself tries for minutes, and silently."""
-    place = urlsplit(address if "://" in address else f"//{address}")
-    if not place.port:  # `auto`, of which Ray knows at once
-        return
-    print(f"--address: trying Ray at {address}, for {PATIENCE} seconds at most", file=sys.stderr, flush=True)
-    deadline = time.monotonic() + PATIENCE
-    while True:
+def require_answer(address: str, patience: float) -> None:
+    """Raises OSError if nobody answers in time at HOST:PORT, or ray://HOST:PORT: Ray itself tries for minutes, and
+    silently; RuntimeError if it is not Ray. `auto` has no port, and Ray knows at once."""
+    place, deadline = urlsplit(address if "://" in address else f"//{address}"), time.monotonic() + patience
+    while place.port:
         try:
-            return socket.create_connection((place.hostname, place.port), max(1, deadline - time.monotonic())).close()
+            with socket.create_connection((place.hostname, place.port), max(1, deadline - time.monotonic())) as server:
+                server.sendall(HELLO)
+                if server.recv(4)[3:] == b"\4" or os.environ.get("RAY_USE_TLS", "0") != "0":
+                    return
+            raise RuntimeError("what answers there is not Ray")
         except OSError:
             if time.monotonic() + 1 > deadline:
                 raise

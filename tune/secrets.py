@@ -17,12 +17,10 @@ PATTERNS = (
 
 
 def without_secrets(value: Any) -> Any:
-    """A copy of settings or text (lists and dicts of these too) that may be shown and stored.
-
-    None stands for the value of a key that is named like a secret (`api_key`, `hf_token`, ...). In text, user and
-    password of URLs are left out, and *** stands for secrets by name (`token=...`), by form (`hf_...`), and for what
-    environment variables of such names hold.
-    """
+    """A copy of settings or text (lists and dicts of these too) that may be shown and stored. None stands for the value
+    of a key that is named like a secret (`api_key`, `hf_token`, ...). In text, user and password of URLs are left out,
+    and *** stands for secrets by name (`token=...`), by form (`hf_...`), and for what environment variables of such
+    names hold."""
     if isinstance(value, dict):
         return {key: None if SECRET_NAME.fullmatch(str(key)) else without_secrets(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -18,9 +18,8 @@ def mismatch(value: Any, kind: Any) -> str:
     """What is wrong with `value` as a `kind`, as a sentence; empty if nothing is."""
     if fits(value, kind):
         return ""
-    if isinstance(value, bool | int | float) and fits(show(value), kind):
-        return f"{show(value)} is not {describe(kind)}. Quote it twice: '\"{show(value)}\"'."
-    return f"{show(value)} is not {describe(kind)}."
+    is_text = isinstance(value, bool | int | float) and fits(show(value), kind)
+    return f"{show(value)} is not {describe(kind)}." + f" Quote it twice: '\"{show(value)}\"'." * is_text
 
 
 def fits(value: Any, kind: Any) -> bool:

@@ -121,13 +121,14 @@ def continuations(folder: Path) -> list[int]:
 
 
 def processes(folder: Path, kind: str = "") -> list[int]:
-    """Those of the run in `folder`, which they have in their environment. Ray's own agents are not seen: they write
-    nothing there, and end minutes after their node."""
+    """Those of the run in `folder`, which they have in their environment, without Ray's two agents of each node: they
+    write nothing there, and end a minute after it."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             environment = (process / "environ").read_bytes().split(b"\0")
-            if f"DRILL={folder}".encode() in environment and kind in (process / "cmdline").read_text(errors="replace"):
+            name = (process / "cmdline").read_text(errors="replace")
+            if f"DRILL={folder}".encode() in environment and kind in name and not re.match(r"ray::\w+Agent", name):
                 found.append(int(process.name))
     return found
 

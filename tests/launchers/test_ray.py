@@ -2,10 +2,12 @@ import contextlib
 import json
 import os
 import signal
+import socketserver
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,9 +34,9 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--nproc-per-node", "0"], "'0' is not a number of at least 1. --local runs without workers"),
+        (["--nproc-per-node", "0"], "'0' is not a number of at least 1"),
         (["--nnodes", "2:1"], "--nnodes 2:1: the first number, the least, is more than the second"),
-        (["--gpus-per-worker=-1"], "'-1' is not a number of GPUs"),
+        (["--gpus-per-worker=-1"], "'-1' is not a number of at least 0"),
         (["--cpus-per-worker=half"], "'half' is not a number of at least 1"),
     ],
 )
@@ -73,6 +75,48 @@ def test_an_address_where_nobody_answers_is_told_soon(
     with pytest.raises(TuneError, match=r"no Ray cluster is reached at 127\.0\.0\.1:1\. Start one by .*refused"):
         ray_cluster.connect("127.0.0.1:1", 1)
     assert "trying Ray at 127.0.0.1:1, for 1 seconds at most" in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def server(answer: bytes) -> Iterator[str]:
+    """The address of one that gives this answer to whoever says something."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(100)
+            self.request.sendall(answer)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as found:
+        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"127.0.0.1:{found.server_address[1]}"
+        found.shutdown()
+
+
+def test_an_address_where_something_else_answers_is_told_at_once() -> None:
+    with (
+        server(b"HTTP/1.1 400 Bad Request\r\n") as address,
+        pytest.raises(TuneError, match=rf"no Ray cluster is reached at {address}.*: what answers there is not Ray"),
+    ):
+        ray_cluster.connect(address, 1)
+    with server(b"\0\0\6\4\0\0\0\0\0\0\5\0\0\x40\0") as address:  # the settings of gRPC
+        ray_cluster.require_answer(address, 0)
+        ray_cluster.require_answer(f"ray://{address}", 0)
+
+
+def test_a_cluster_that_is_lost_is_told_and_ends_the_command(tmp_path: Path) -> None:
+    """Ray would wait on in a thread, and end the process a minute later without a word."""
+    program = f"""
+import threading
+from types import SimpleNamespace
+from pathlib import Path
+from tune.launchers.ray import _wait
+_wait(SimpleNamespace(fit=threading.Event().wait), Path({str(tmp_path)!r}) / "stop", "127.0.0.1:1")
+"""
+    variables = os.environ | {ray_cluster.LIMIT: "10"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables, timeout=HANGS)
+    assert done.returncode == 2
+    assert "error: --launcher ray: its tables (gcs_server) are gone: [Errno 111] Connection refused" in done.stderr
+    assert f"The same command with output_dir={tmp_path} continues after the last checkpoint" in done.stderr
 
 
 def curve(folder: Path) -> dict[int, float]:

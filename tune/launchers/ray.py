@@ -9,12 +9,14 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from tune.errors import TuneError
-from tune.ray_cluster import connect, quiet
+from tune.launchers import count
+from tune.ray_cluster import LIMIT, connect, quiet, require_answer
 
 PASSED_ON = ("TUNE_", "HF_", "PYTHONPATH", "OMP_NUM_THREADS")  # variables that workers on other nodes need too
 SAVED = 130  # exit code of a recipe that has saved a checkpoint because it was told to stop
@@ -33,6 +35,7 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
     from ray import train
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    tables = "" if chosen.local or ray.util.client.ray.is_connected() else ray.get_runtime_context().gcs_address
     folder, stop = folder.absolute(), folder.absolute() / f".stop-{uuid.uuid4().hex[:8]}"
     place = {
         "folder": os.getcwd(),
@@ -60,7 +63,7 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
         ),
     )
     try:
-        code = _wait(trainer, stop)
+        code = _wait(trainer, stop, tables)
     except (train.TrainingFailedError, RecipeFailed) as error:  # the second one with --local
         failures: dict[int, Exception] = getattr(error, "worker_failures", {0: error})
         if any(RecipeFailed.__name__ in repr(each) for each in failures.values()):
@@ -136,14 +139,14 @@ def _in_order(pool: Any, items: Sequence[Any]) -> Iterator[Any]:
 def parser(command: str) -> ArgumentParser:
     """Of the options that choose a cluster and its workers."""
     parser = ArgumentParser(command, allow_abbrev=False)
-    parser.add_argument("--nproc-per-node", type=_count, default=1, help="workers of a node (default: 1)")
+    parser.add_argument("--nproc-per-node", type=count, default=1, help="workers of a node (default: 1)")
     parser.add_argument(
         "--nnodes", type=_range, default=(1, 1), help="nodes; MIN:MAX as many as there are (default: 1)"
     )
     parser.add_argument("--address", help="of a cluster, or auto; default: RAY_ADDRESS, or a new one on this machine")
     parser.add_argument("--max-restarts", type=int, default=0, help="continue after so many failures (default: 0)")
-    parser.add_argument("--cpus-per-worker", type=_count, default=1, help="default: 1")
-    parser.add_argument("--gpus-per-worker", type=_whole, help="default: 1 where the cluster has GPUs")
+    parser.add_argument("--cpus-per-worker", type=count, default=1, help="default: 1")
+    parser.add_argument("--gpus-per-worker", type=partial(count, least=0), help="default: 1 where the cluster has GPUs")
     parser.add_argument("--local", action="store_true", help="in this process, without a cluster, to try it")
     return parser
 
@@ -163,28 +166,17 @@ def _passed_on() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or text == "0":
-        raise TuneError(f"--launcher ray: '{text}' is not a number of at least 1. --local runs without workers")
-    return int(text)
-
-
-def _whole(text: str) -> int:
-    if not text.isdigit():
-        raise TuneError(f"--launcher ray: '{text}' is not a number of GPUs")
-    return int(text)
-
-
 def _range(text: str) -> tuple[int, int]:
     least, _, most = text.partition(":")
-    found = _count(least), _count(most or least)
+    found = count(least), count(most or least)
     if found[0] > found[1]:
         raise TuneError(f"--launcher ray: --nnodes {text}: the first number, the least, is more than the second")
     return found
 
 
-def _wait(trainer: Any, stop: Path) -> int:
-    """The exit code of the recipe. A first signal makes the file by which the workers see that they have to stop."""
+def _wait(trainer: Any, stop: Path, tables: str) -> int:
+    """The exit code of the recipe. A first signal makes the file by which the workers see that they have to stop.
+    Without the cluster's `tables` this process ends, since Ray would end it later, and say nothing."""
 
     def request(number: int, frame: FrameType | None) -> None:
         if stop.exists():
@@ -198,6 +190,12 @@ def _wait(trainer: Any, stop: Path) -> int:
             signal.signal(number, request)
         while not result.done():
             wait([result], timeout=0.5)  # so that Python comes to handle signals
+            try:
+                require_answer(tables, int(os.environ.get(LIMIT, "60")) - 10)
+            except OSError as error:
+                again = f"The same command with output_dir={stop.parent} continues after the last checkpoint"
+                print(f"error: --launcher ray: its tables (gcs_server) are gone: {error}. {again}", file=sys.stderr)
+                os._exit(2)
         return int(result.result().return_value or 0)
 
 

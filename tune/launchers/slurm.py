@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tune.errors import TuneError
+from tune.launchers import count
 
 NOTICE = 600  # seconds before the time limit in which the last checkpoint is saved, or a fifth of a short limit
 
@@ -91,9 +92,9 @@ def _options(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     parser = ArgumentParser(
         "tune run --launcher slurm", allow_abbrev=False, epilog="Other options, as --option=value, go to sbatch."
     )
-    parser.add_argument("--nodes", type=_count, default=1, help="default: 1")
-    parser.add_argument("--gpus-per-node", type=_count, help="also how many processes a node has")
-    parser.add_argument("--nproc-per-node", type=_count, help="processes of a node where it is not one for each GPU")
+    parser.add_argument("--nodes", type=count, default=1, help="default: 1")
+    parser.add_argument("--gpus-per-node", type=count, help="also how many processes a node has")
+    parser.add_argument("--nproc-per-node", type=count, help="processes of a node where it is not one for each GPU")
     parser.add_argument("--time", help="limit of one start, as sbatch takes it: MINUTES, HH:MM:SS, DAYS-HH:MM:SS ...")
     parser.add_argument("--dry-run", action="store_true", help="print the script and submit nothing")
     chosen, others = parser.parse_known_args(arguments)
@@ -102,12 +103,6 @@ def _options(arguments: Sequence[str]) -> tuple[Any, list[str]]:
             f"--launcher slurm: '{wrong[0]}' is not an option. Those for sbatch are given as --option=value"
         )
     return chosen, others
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or text == "0":
-        raise TuneError(f"--launcher slurm: '{text}' is not a number of at least 1")
-    return int(text)
 
 
 def _seconds(limit: str | None) -> int:
