@@ -31,7 +31,7 @@ def connect(address: str | None, cores: int) -> tuple[Any, dict[str, float]]:
     if cores:
         here = {"address": "local", "num_cpus": max(os.cpu_count() or 1, cores), "include_dashboard": False}
         hook = {"worker_process_setup_hook": quiet}
-        hint = "Start one by `ray start --head`, or leave the address out for one on this machine"
+        hint = "Start one by `ray start --head`, or leave it out; if it wants a token, set RAY_AUTH_MODE=token"
         with explained(f"--address: no Ray cluster is reached at {address}. {hint}", OSError, ValueError, RuntimeError):
             if address:
                 print(f"--address: trying Ray at {address}, for {PATIENCE} seconds at most", file=sys.stderr)
