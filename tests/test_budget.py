@@ -22,7 +22,7 @@ CEILINGS = {
     "models": 3375,
     "optimizers": 333,
     "peft": 1454,
-    "preflight": 1887,
+    "preflight": 1896,
     "records": 324,
     "rules": 422,
     "quantization": 426,
