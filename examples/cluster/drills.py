@@ -23,8 +23,9 @@ with 1 if one is not as wanted.
     hanging     SIGSTOP of a worker: it is named; killed by hand, the launcher starts the processes again
     elastic     two agents of torchrun, or nodes of Ray, as of two machines: one is killed, and the other goes on
                 alone; then one joins. Losses within 1e-5 of an undisturbed run's, as on other numbers of processes
-    apart       two agents of torchrun that see different folders, by mount namespaces (needs root, else it is left
-                out): refused; then with an object store as output_dir, killed, and continued by two empty machines
+    apart       two agents of torchrun, or nodes of Ray, that see different folders, by mount namespaces (needs root,
+                else it is left out): refused; then with an object store as output_dir, killed, and continued by two
+                empty machines
 """
 
 import argparse
@@ -33,6 +34,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -42,15 +44,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from tune.ray_cluster import VARIABLES
+from tune.ray_cluster import ITS_OWN, VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 DRILLS = ("worker", "agent", "driver", "node", "store", "sigterm", "full", "truncated", "hanging", "elastic", "apart")
-ONLY = {"agent": "torchrun", "driver": "ray", "node": "ray", "apart": "torchrun"}  # drills of one launcher
+ONLY = {"agent": "torchrun", "driver": "ray", "node": "ray"}  # drills of one launcher
 AS_ROOT = ("full", "apart")  # drills that mount a file system
 NOTICE = 30  # seconds from a SIGTERM to the SIGKILL of a cluster
 OPTIONS = {"torchrun": ["--nproc-per-node", "2"], "ray": ["--launcher", "ray", "--nproc-per-node", "2"]}
@@ -177,7 +180,7 @@ class Raylets:
     """Two nodes of Ray on this machine, with room for a worker each; the first has the cluster's tables."""
 
     def __init__(self, settings: list[str], folder: Path, nnodes: str = "1:2"):
-        os.environ.update(VARIABLES)  # which Ray reads when it is imported
+        os.environ.update(VARIABLES | ITS_OWN)  # which Ray reads when it is imported
         os.environ["DRILL"] = str(folder)  # for the workers, which the nodes start
         from ray.cluster_utils import Cluster
 
@@ -237,23 +240,40 @@ def elastic(launcher: str, settings: list[str], folder: Path) -> Outcome:
     return Outcome(good, again, alone)
 
 
-def apart(settings: list[str], folder: Path) -> Outcome:
-    """Two nodes, each with a disk of its own (a file system in memory that the other does not see)."""
+def on_disks(launcher: str, settings: list[str], run: Path, disk: Path, output_dir: str) -> list[Launch]:
+    """`run` on two nodes, for each of which `disk` is a file system of its own, in memory."""
+    port = str(free_port())
+    alone = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && TUNE_LOCAL="$0" exec "$@"', str(disk)]
+    if launcher == "torchrun":
+        options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+        ranked = [[*options, "--node-rank", str(rank)] for rank in (0, 1)]
+        return [Launch("torchrun", settings, run, each, alone, output_dir) for each in ranked]
+    os.environ.update(VARIABLES | ITS_OWN | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)})
+    start = [*alone, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", "1"]
+    ways = (["--head", "--port", port, "--include-dashboard", "false"], ["--address", f"127.0.0.1:{port}"])
+    started, environment = [], os.environ | {"DRILL": str(run)}
+    with run.with_suffix(".nodes.txt").open("a") as out:
+        for rank, way in enumerate(ways, 1):
+            node = [*start, *way, "--node-ip-address", f"127.0.0.{rank}"]  # which tells Ray that they are two
+            started.append(subprocess.Popen(node, stdout=out, stderr=out, env=environment))
+    time.sleep(1)  # until it sees its disk
+    inside = ["nsenter", "--target", str(started[0].pid), "--mount", "env", f"TUNE_LOCAL={disk}"]
+    options = ["--launcher", "ray", "--nnodes", "2", "--address", f"127.0.0.1:{port}"]
+    return [Launch("ray", settings, run, options, inside, output_dir)]
+
+
+def apart(launcher: str, settings: list[str], folder: Path) -> Outcome:
+    """Two nodes, each with a disk of its own."""
     disk, run = folder.with_name(f"{folder.name}-disk"), folder.with_name(f"{folder.name}-store")
     disk.mkdir()
     # A checkpoint must live until both have uploaded it: some seconds.
     settings = [*settings, "max_steps=400", "epochs=10000", "checkpointer.every=20", "checkpointer.keep=10"]
-
-    def nodes(output_dir: str) -> list[Launch]:
-        before = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && TUNE_LOCAL="$0" exec "$@"', str(disk)]
-        options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
-        options += ["--master-port", str(free_port()), "--node-rank"]
-        return [Launch("torchrun", settings, run, [*options, str(rank)], before, output_dir) for rank in (0, 1)]
-
+    nodes = partial(on_disks, launcher, settings, run, disk)
     began = time.monotonic()
     codes = [each.process.wait() for each in nodes(f"{disk}/run")]
     refused = time.monotonic() - began
     is_refused = 0 not in codes and "is not one folder for all processes" in run.with_suffix(".txt").read_text()
+    kill(processes(run))
     undisturbed = Launch("torchrun", settings, folder.with_name("undisturbed-apart"))
     both = nodes(f"file://{run}")
     both[0].wait_for(EVERY * 2 + 3)
@@ -268,12 +288,16 @@ def apart(settings: list[str], folder: Path) -> Outcome:
     both[0].wait_for(reached + 1)
     seconds = time.monotonic() - began
     codes = [each.process.wait() for each in both]
+    kind = "ray::RayTrainWorker" if launcher == "ray" else ""
+    with suppress(AssertionError):
+        wait_until(lambda: not processes(run, kind), 10, "")
     after = max(continuations(run))
     undisturbed.process.wait()
-    same, left = losses(run) == losses(undisturbed.folder), processes(run)
-    good = is_refused and same and not left and codes == [0, 0]
+    same, left = losses(run) == losses(undisturbed.folder), processes(run, kind)
+    kill(processes(run))  # the nodes of Ray
+    good = is_refused and same and not left and not any(codes)
     print(
-        f"| apart | torchrun | {reached - after} | {seconds:.0f} | {'bitwise' if same else 'DIFFERS'} | "
+        f"| apart | {launcher} | {reached - after} | {seconds:.0f} | {'bitwise' if same else 'DIFFERS'} | "
         f"{len(left) or 'none'} | {'as wanted' if good else 'WRONG'}: without a store refused after {refused:.0f} s |",
         flush=True,
     )
@@ -384,12 +408,12 @@ def done(name: str, launcher: str, settings: list[str], folder: Path, expected: 
         if name == "elastic":
             return elastic(launcher, settings, folder)
         if name == "apart":
-            return apart(settings, folder)
+            return apart(launcher, settings, folder)
         with small_disk(folder) if name == "full" else nullcontext():
             return drill(name, launcher, settings, folder, expected)
     except AssertionError as error:
         print(f"| {name} | {launcher} | | | | | WRONG: {' '.join(str(error).split())} |", flush=True)
-        kill(processes(folder))
+        kill([*processes(folder), *processes(folder.with_name(f"{folder.name}-store"))])
         return Outcome(False, 0, 0.0)
 
 

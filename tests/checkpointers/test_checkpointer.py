@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torchao import optim as low_bit
 
 from tune import distributed
-from tune.checkpointers import Checkpointer
+from tune.checkpointers import Checkpointer, checkpointer
 from tune.errors import TuneError
 
 
@@ -66,6 +66,19 @@ def test_saved_and_restored(tmp_path, async_):
     assert torch.equal(second.model.weight, saved) and second.small["data"].step == 2
     train(second, 3)
     assert torch.equal(second.model.weight, first.model.weight)
+
+
+def test_ray_is_told_of_checkpoints_that_all_nodes_see(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(checkpointer, "is_ray_worker", lambda: True)
+    monkeypatch.setattr(checkpointer, "report", lambda step, *_: told.append(step))
+    found = make(tmp_path / "checkpoints", every=1)
+    for step in (1, 2):
+        train(found, step)
+        found.step(step)
+        found.wait()
+        (tmp_path / checkpointer.STORED).touch()  # from here on uploaded from the disk of each node
+    assert told == [1]
 
 
 class Average(Position):

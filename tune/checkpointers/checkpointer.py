@@ -267,10 +267,10 @@ class Checkpointer:
 
     def wait(self) -> int:
         """Wait for the checkpoint that is being written, on all processes; return the step of the last complete one,
-        or 0. Under Ray Train it is reported."""
+        or 0. Under Ray Train it is reported, unless it lies on a disk that its other nodes do not see."""
         self._collect()
         saved = self.world.broadcast(self.saved)  # also: no process ends before rank 0 has renamed the folder
-        if saved > self.reported and is_ray_worker():
+        if saved > self.reported and is_ray_worker() and not (self.folder.parent / STORED).exists():
             report(saved, self.folder / f"step-{saved:08d}", self.world.is_main)
             self.reported = saved
         return saved
