@@ -9,7 +9,7 @@ HOUSE = Path(tune.__file__).parent
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
     "checkpointers": 1855,
-    "cli": 2043,
+    "cli": 2053,
     "collators": 264,
     "config": 860,
     "datasets": 3951,
@@ -21,7 +21,7 @@ CEILINGS = {
     "losses": 850,
     "models": 3375,
     "optimizers": 333,
-    "peft": 1454,
+    "peft": 1462,
     "preflight": 1896,
     "records": 324,
     "rules": 422,

@@ -280,7 +280,7 @@ WRONG_MEANS = {
     "weights": (["RUN", "NEW", "--method", "average", "--weights", "1", "1"], "takes the folder of a run, OUT"),
     "another method": (["RUN", "A", "B", "NEW", "--method", "ties", "--steps", "1"], "it goes with --method average"),
     "one step": (["RUN", "NEW", "--method", "average", "--steps", "1"], "of several checkpoints, and here is 1;"),
-    "no run": (["MODEL", "NEW", "--method", "average"], "of several checkpoints, and here is none"),
+    "no run": (["MODEL", "NEW", "--method", "average"], "is no run folder: it has no checkpoints to average"),
     "no such step": (
         ["RUN", "NEW", "--method", "average", "--steps", "1", "9"],
         "no checkpoint of step 9; it has 1",

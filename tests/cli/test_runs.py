@@ -178,7 +178,9 @@ def test_damaged_files_hide_nothing_else(case, make_run, tmp_path, capsys):
     assert loss in row and row[1] == ("killed" if file == "run.json" else "done")
     for verb in ("report", "watch"):
         main([verb, str(folder)])
+    capsys.readouterr()
     main(["diff", str(folder), str(folder)])
+    assert ("config.yaml" in capsys.readouterr().err) == (file == "config.yaml")
     told = "is not YAML" in (page := (folder / "report.html").read_text()) or "must have" in page
     assert told == (file == "config.yaml")
     assert ("1 lines of metrics.jsonl are left out" in page) == (case == "a line of something else")

@@ -48,7 +48,8 @@ def test_as_in_peft(
     method: str, adapters: dict[str, Path], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, weights, density = ["a", "b", "c"], [0.7, 1.5, -0.4], 0.3
-    given = ["--method", method, "--weights", *map(str, weights), "--density", str(density), "--seed", "3"]
+    given = ["--method", method, "--weights", *map(str, weights)]
+    given += ["--density", str(density)] * (method != "linear") + ["--seed", "3"] * ("dare" in method)
     main(["merge", str(checkpoint), *(str(adapters[name]) for name in names), str(tmp_path / "out"), *given])
     theirs = peft.PeftModel.from_pretrained(
         transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval(), adapters["a"], adapter_name="a"
@@ -81,6 +82,12 @@ WRONG = {
     "unknown method": (["a", "b", "--method", "slerp"], "invalid choice: 'slerp'"),
     "too few weights": (["a", "b", "--method", "linear", "--weights", "1"], "1 weights for 2 adapters"),
     "a weight that is none": (["a", "b", "--method", "linear", "--weights", "x", "1"], "invalid float value: 'x'"),
+    "a weight that is not finite": (
+        ["a", "b", "--method", "ties", "--weights", "nan", "1"],
+        "the weights nan, 1.0 are not all",
+    ),
+    "density of linear": (["a", "b", "--method", "linear", "--density", "0.3"], "--density is for ties and dare"),
+    "seed of ties": (["a", "b", "--method", "ties", "--seed", "3"], "--seed for dare; the method is ties"),
     "density": (["a", "b", "--method", "ties", "--density", "1.5"], "a density of 1.5 is no share"),
     "another rank": (["a", "wide", "--method", "linear"], "is for another model"),
     "other layers": (["a", "few", "--method", "linear"], "is for another model"),

@@ -127,6 +127,11 @@ def test_what_is_none_of_these(checkpoint, adapters, tmp_path):
     for named, message in wrong:
         with pytest.raises(TuneError, match=message):
             resolve_model(*named)
+    (run / "model").mkdir()
+    with pytest.raises(
+        TuneError, match=r"is a checkpoint to continue from\. `tune export .*run --step N` makes a model"
+    ):
+        resolve_model(run / "checkpoints" / "step-00000050")
     with pytest.raises(TuneError, match="is a reward model"):
         open_model(scores)
     with pytest.raises(TuneError, match="take one adapter"):

@@ -1,6 +1,7 @@
 """Show in what two runs differ: recipe, settings, data, and the last value of each metric. A dash stands for what a run
 does not have."""
 
+import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from tune.type_check import as_given
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("runs", metavar="RUN", nargs=2, type=Path, help="a run folder")
     runs = [read(path) for path in parser.parse_args(arguments).runs]
+    for problem in [f"{run.path}: {each}" for run in runs for each in run.problems]:
+        print(f"warning: {problem}", file=sys.stderr)
     results = [{name: number(run.last(name)) for name in run.columns if name != "time"} for run in runs]
     rows = [["", *(str(run.path) for run in runs)]]
     inputs, recipes = [run.inputs for run in runs], [str(run.facts.get("recipe", "")) for run in runs]

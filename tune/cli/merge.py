@@ -17,7 +17,9 @@ from tune.errors import TuneError
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("base", metavar="BASE", help="the model that the adapter was trained on; to average: a run")
-    parser.add_argument("adapter", metavar="ADAPTER", nargs="*", help="a folder in PEFT's layout")
+    parser.add_argument(
+        "adapter", metavar="ADAPTER", nargs="*", help="a folder in PEFT's layout, or the run that made it"
+    )
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write: absent or empty")
     methods = "linear", "ties", "dare_linear", "dare_ties", "average"
     parser.add_argument("--method", choices=methods, help="of several adapters; average: of a run's checkpoints")
@@ -40,10 +42,13 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         raise TuneError("name BASE, ADAPTER and OUT; or RUN, OUT and --method average")
     if (len(options.adapter) > 1) != (options.method is not None) or (combination and not options.method):
         raise TuneError("several adapters need a --method; one adapter is merged as it is, without these options")
+    if (options.density and options.method == "linear") or (options.seed and "dare" not in str(options.method)):
+        raise TuneError(f"--density is for ties and dare, and --seed for dare; the method is {options.method}")
     with new_folder(options.out):
         from tune.peft import merge
+        from tune.peft.named import adapter_folder
 
-        merge(options.base, options.adapter, options.out, **combination)
+        merge(options.base, [*map(adapter_folder, options.adapter)], options.out, **combination)
 
 
 def average(run: Path, steps: Sequence[int] | None, out: Path) -> None:
@@ -55,6 +60,8 @@ def average(run: Path, steps: Sequence[int] | None, out: Path) -> None:
     from tune.models import Decoder, build, hf
 
     steps = sorted(set(steps or (int(each.name.removeprefix("step-")) for each in run.glob("checkpoints/step-*"))))
+    if not (run / "checkpoints").is_dir():
+        raise TuneError(f"{run} is no run folder: it has no checkpoints to average")
     if len(steps) < 2:
         found = ", ".join(map(str, steps)) or "none"
         raise TuneError(f"{run}: a mean is of several checkpoints, and here is {found}; keep more: checkpointer.keep=9")

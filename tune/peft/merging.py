@@ -132,6 +132,8 @@ def load_combined(
     layers: dict[str, Any] = dict(adapted_modules(model))
     if weights and len(weights) != len(adapters):
         raise TuneError(f"there are {len(weights)} weights for {len(adapters)} adapters: give one for each")
+    if not all(map(math.isfinite, weights)):
+        raise TuneError(f"the weights {', '.join(map(str, weights))} are not all finite")
     if not 0 < density <= 1:
         raise TuneError(f"a density of {density} is no share: it is above 0 and at most 1")
     factors: dict[str, list[tuple[Tensor, Tensor, float]]] = {name: [] for name in layers}

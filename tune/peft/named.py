@@ -43,12 +43,7 @@ def resolve_model(path: str | Path, adapters: Sequence[str | Path] = ()) -> Reso
     """
     folder = exported_folder(Path(path).expanduser())
     its_own = [folder] if (folder / CONFIG).exists() else []
-    found = [*its_own, *(exported_folder(Path(each).expanduser()) for each in adapters)]
-    for each in found:
-        if not (each / CONFIG).exists():
-            raise TuneError(
-                f"{each} is no adapter: it has no {CONFIG}. Name a folder in PEFT's layout, or a run of one"
-            )
+    found = [*its_own, *map(adapter_folder, adapters)]
     base = folder
     if its_own:
         named = read_json(folder / CONFIG, "adapter").get("base_model_name_or_path") or ""
@@ -62,12 +57,23 @@ def resolve_model(path: str | Path, adapters: Sequence[str | Path] = ()) -> Reso
     return Resolved(base, tuple(found), folders[0] if folders else base)
 
 
+def adapter_folder(path: str | Path) -> Path:
+    """The adapter that `path` is or, if it is a run, has exported. Raises TuneError if there is none."""
+    given = Path(path).expanduser()
+    folder = exported_folder(given) if given.is_dir() else given
+    if not (folder / CONFIG).exists():
+        raise TuneError(f"{folder} is no adapter: it has no {CONFIG}. Name a folder in PEFT's layout, or a run of one")
+    return folder
+
+
 def exported_folder(path: Path) -> Path:
     """A model or an adapter folder: `path` itself, or what the run there has exported."""
     for folder in (path, path / "model", path / "adapter"):
         if (folder / "config.json").exists() or (folder / CONFIG).exists():
             return folder
     run = next((each for each in (path, path.parent, path.parent.parent) if (each / "config.yaml").exists()), None)
+    if run and run != path and any((run / name).is_dir() for name in ("model", "adapter")):
+        raise TuneError(f"{path} is a checkpoint to continue from. `tune export {run} --step N` makes a model of one")
     if run:
         steps = ", ".join(each.name for each in sorted(run.glob("checkpoints/step-*"))) or "no checkpoint either"
         raise TuneError(
