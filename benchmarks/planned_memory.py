@@ -162,8 +162,8 @@ def compare(
     micro_batches = split["pp"] + (split["pp"] > 1)
     sizes = [f"max_seq_len={length}", f"global_batch_size={rows * data * micro_batches}", f"micro_batch_size={rows}"]
     cfg = config.load("full_finetune", [f"model.path={folder}", "dataset.path=none", *sizes])
-    job = Job(cfg, DEVICES["h100"])  # which also says how many tokens the loss takes at a time
-    plan = job.plan(Layout(1, data, micro_batch_size=rows, activation_checkpointing=checkpointing, **split))
+    layout = Layout(1, data, micro_batch_size=rows, activation_checkpointing=checkpointing, **split)
+    plan = Job(cfg, DEVICES["h100"]).plan(layout)
     planned = plan.peak - plan.memory["optimizer"] - plan.memory["reserve"]
     if dist.is_initialized():  # that of the plan
         _meshes.cache_clear()

@@ -29,6 +29,7 @@ WORDS = [f"word{number}" for number in range(22)]
 STEPS = int(os.environ.get("STEPS", "4"))  # memory is at its peak in the second; seconds want more
 
 FULL, LORA, QLORA = "full_finetune", "lora_finetune", "lora_finetune --config qlora"
+PREFERENCE, REWARD, DISTILL = "preference_finetune", "reward_finetune", "distill"
 SELECTIVE, ALL = "memory.activation_checkpointing=selective", "memory.activation_checkpointing=full"
 # (model, processes, recipe, rows of a micro-batch, length, other settings). The machine is calibrated on the first.
 CASES = [
@@ -69,6 +70,16 @@ CASES = [
     ("gemma3", 1, FULL, 1, 512, ""),
     ("gemma3", 1, FULL, 2, 512, "global_batch_size=4"),
     ("gemma3", 1, LORA, 2, 512, ""),
+    ("llama", 1, PREFERENCE, 2, 512, ""),
+    ("llama", 1, PREFERENCE, 4, 512, "adapter.rank=8 reference=adapter_off"),
+    ("llama", 1, PREFERENCE, 1, 512, "adapter.rank=8 reference={qwen3}"),
+    ("llama", 1, PREFERENCE, 2, 512, "loss._component_=tune.losses.KTO"),
+    ("llama", 1, REWARD, 2, 512, ""),
+    ("llama", 1, REWARD, 4, 512, "adapter.rank=8"),
+    ("llama", 1, DISTILL, 2, 512, "teacher.path={qwen3} teacher.dtype=fp32"),
+    ("llama", 1, DISTILL, 4, 512, "adapter.rank=8 teacher.path={qwen3} teacher.dtype=fp32"),
+    ("llama", 1, DISTILL, 1, 512, "adapter.rank=8 teacher.path={qwen3} teacher.dtype=fp32 teacher.top_k=8"),
+    ("llama", 2, DISTILL, 2, 512, "global_batch_size=4 teacher.path={qwen3} teacher.dtype=fp32"),
 ]
 SHAPES = {
     "llama": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -88,12 +99,18 @@ CLASSES = {
 }  # fmt: skip
 
 
-def text(folder: Path) -> Path:
-    """Documents that are longer than a row that is not packed."""
-    file = folder / "text.txt"
+def data(recipe: str, others: str, folder: Path) -> Path:
+    """Documents, or answers, that are longer than a row."""
+    kind = "text" if recipe not in (PREFERENCE, REWARD) else "labelled" if "KTO" in others else "pairs"
+    file = folder / f"{kind}.{'txt' if kind == 'text' else 'jsonl'}"
     if not file.exists():
         draw = random.Random(0)
-        file.write_text("\n".join(" ".join(draw.choices(WORDS, k=400)) for _ in range(400)))
+        texts = [" ".join(draw.choices(WORDS, k=400)) for _ in range(400)]
+        if kind == "pairs":
+            texts = [json.dumps({"prompt": each[:9], "chosen": each, "rejected": each[::-1]}) for each in texts]
+        if kind == "labelled":
+            texts = [json.dumps({"prompt": t[:9], "completion": t, "label": not n % 2}) for n, t in enumerate(texts)]
+        file.write_text("\n".join(texts))
     return file
 
 
@@ -110,13 +127,16 @@ def measured(case: tuple, folder: Path) -> tuple[str, list[str], list[dict], Pat
     run = folder / "runs" / re.sub(r"\W+", "-", name)
     sizes = f"micro_batch_size={rows} max_seq_len={length}"
     sizes += "" if "global_batch_size" in others else f" global_batch_size={rows}"
-    fixed = "dtype=fp32 dataset.train_on=all device=cpu" + ("" if "packed" in others else " packed=true")
+    fixed = "dtype=fp32 device=cpu" + ("" if recipe in (PREFERENCE, REWARD) else " dataset.train_on=all")
+    fixed += "" if "packed" in others or recipe in (PREFERENCE, REWARD) else " packed=true"
+    fixed += " dataset.too_long=truncate" if recipe == REWARD else ""
     ends = f"max_steps={STEPS} checkpointer.every=null"  # a checkpoint at the end
+    others = others.format(**{each: model(each, folder) for each in SHAPES if each in others})
     command = [*recipe.split(), f"model.path={model(kind, folder)}", *f"{fixed} {sizes} {others} {ends}".split()]
     file = run / "metrics.jsonl"
     if not file.exists() or len(file.read_text().splitlines()) < STEPS:
         launcher = [f"--nproc-per-node={processes}", f"--master-port={free_port()}"] if processes > 1 else []
-        places = [f"dataset.path={text(folder)}", f"output_dir={run}"]
+        places = [f"dataset.path={data(recipe, others, folder)}", f"output_dir={run}"]
         environment = os.environ | {
             "PYTHONPATH": str(ROOT),
             "TUNE_CACHE": str(folder / "cache"),

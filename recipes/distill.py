@@ -19,6 +19,7 @@ generalised Jensen-Shannon divergence b KL(q, m) + (1 - b) KL(p, m), where m = b
 Every setting is in configs/distill.yaml. Copy this file (`tune cp distill my.py`) and change it.
 """
 
+import gc
 import sys
 
 import torch
@@ -95,6 +96,7 @@ def main(cfg):
 
     if cfg.teacher.top_k:
         store_predictions(cfg, world, tokenizer, dataset, validation)
+        gc.collect()  # frees the teacher: wrapped or sharded, it refers to itself
     else:
         teacher, _ = load_teacher(cfg, world, dataset, validation)
     distributed.parallelize(

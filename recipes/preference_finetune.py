@@ -16,6 +16,7 @@ rejected one l, with ^ for the frozen reference: -log sigmoid(beta ((log p_w - l
 Every setting is in configs/preference_finetune.yaml. Copy this file (`tune cp preference_finetune my.py`), change it.
 """
 
+import gc
 import sys
 
 import torch
@@ -97,7 +98,8 @@ def main(cfg):
                 micro_batch_size=cfg.micro_batch_size, pad_to=pad_to, folder=run.path,
                 made_of=[of_weights.state_dict(), peft.digest(lora), cfg.dtype],
             )  # fmt: skip
-        del frozen, of_weights  # frees a second model, which its weights know
+        del frozen, of_weights
+        gc.collect()  # frees a second model: wrapped or sharded, it refers to itself
         model.train()
 
     def score(batch):

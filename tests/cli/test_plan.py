@@ -131,8 +131,8 @@ def test_wrong_inputs(name, checkpoint, capsys):
 
 
 NOT_PLANNED = {
-    "grpo": ["reward=x.y"], "ppo_finetune": ["reward=x.y"], "reward_finetune": [], "preference_finetune": [],
-    "distill": ["teacher.path=x"], "full_finetune": ["quantization.float8=rowwise"],
+    "grpo": ["reward=x.y"], "ppo_finetune": ["reward=x.y"], "distill": ["teacher.path=x", "on_policy.share=0.5"],
+    "full_finetune": ["quantization.float8=rowwise"],
 }  # fmt: skip
 
 
@@ -141,4 +141,4 @@ def test_what_is_not_planned(recipe, checkpoint, capsys):
     with pytest.raises(SystemExit):
         main(["plan", recipe, f"model.path={checkpoint}", *NOT_PLANNED[recipe], "--device", "a100"])
     told = capsys.readouterr().err
-    assert "planned are full_finetune and lora_finetune" in told or "a100 has no products in float8" in told
+    assert "reward_finetune and distill" in told or "a100 has no products in float8" in told

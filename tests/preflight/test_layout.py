@@ -41,8 +41,8 @@ def test_what_cannot_be_chosen(checkpoint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA T4")
     with pytest.raises(TuneError, match=r"the speed of NVIDIA T4 is not known; known are a100, .* Set the layout"):
         described(torch.device("cuda"))
-    with pytest.raises(TuneError, match=r"parallel.auto: plan: this recipe does more than"):
-        layout_of(settings(checkpoint, "parallel=auto", recipe="preference_finetune"))
+    with pytest.raises(TuneError, match=r"parallel.auto: plan: how long the answers of grpo, .* become"):
+        layout_of(settings(checkpoint, "parallel=auto", "teacher.path=x", "on_policy.share=1", recipe="distill"))
 
 
 def test_what_is_known_of_a_device(monkeypatch):

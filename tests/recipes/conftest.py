@@ -1,3 +1,4 @@
+import gc
 import importlib.util
 import io
 import json
@@ -5,6 +6,7 @@ import random
 import shutil
 import signal
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ import torch
 from helpers import WORDS
 from safetensors.torch import load_file, save_file
 
-from tune import cli
+from tune import checkpointers, cli
 
 
 @dataclass(frozen=True)
@@ -140,3 +142,25 @@ def finished(checkpoint, chats, run_recipe, tmp_path_factory):
 @pytest.fixture
 def inputs(finished, tmp_path):
     return Inputs(shutil.copytree(finished, tmp_path / "inputs"))
+
+
+@pytest.fixture
+def frozen_in_steps(monkeypatch):
+    """Whether the frozen model that a recipe loads is in memory, at each step; not freed by chance."""
+    found, alive = [], []
+    load, step = checkpointers.load_frozen, torch.optim.AdamW.step
+
+    def loaded(*given, **named):
+        frozen, weights = load(*given, **named)
+        found.append(weakref.ref(frozen.blocks[0]))
+        return frozen, weights
+
+    def stepped(*given, **named):
+        alive.append(found[0]() is not None)
+        return step(*given, **named)
+
+    monkeypatch.setattr(checkpointers, "load_frozen", loaded)
+    monkeypatch.setattr(torch.optim.AdamW, "step", stepped)
+    gc.disable()
+    yield alive
+    gc.enable()

@@ -321,6 +321,11 @@ def test_stored_predictions_are_read_again(common, plainly, tmp_path):
     assert len(list((tmp_path / "kept").glob("teacher-*.npy"))) == 2
 
 
+def test_a_teacher_whose_predictions_are_stored_is_gone_before_the_first_step(common, frozen_in_steps, tmp_path):
+    run(tmp_path, [*common, f"dataset.cache_dir={tmp_path / 'kept'}", "teacher.top_k=8", "max_steps=1"])
+    assert frozen_in_steps == [False]
+
+
 def test_predictions_are_stored_ahead_of_the_run(common, plainly, chats, tmp_path, capsys):
     """By `tune prepare`; the run does not compute them again."""
     more = [f"validation_dataset.path={chats}", "dataset.take=20", f"dataset.cache_dir={tmp_path / 'kept'}"]

@@ -15,9 +15,9 @@ SMALL_CHUNK = 512  # tokens
 LOGITS = 2**27  # half a GiB in fp32
 
 
-def default_chunk_tokens(weight: Tensor) -> int:
-    """The number of tokens in a chunk for `weight` `[vocab, dim]`, on its device."""
-    return SMALL_CHUNK if weight.device.type == "cpu" else max(SMALL_CHUNK, LOGITS // weight.shape[0])
+def default_chunk_tokens(vocab: int, device: str) -> int:
+    """The number of tokens in a chunk, on a type of device."""
+    return SMALL_CHUNK if device == "cpu" else max(SMALL_CHUNK, LOGITS // vocab)
 
 
 class Rows:
@@ -82,7 +82,7 @@ def chunks_of_logits(
     Logits are softcap * tanh(x / softcap) / temperature, where x = hidden @ weight.T; the derivative is by x. They may
     be changed: the next chunk overwrites them. (On a CPU, fresh memory for each takes a quarter of the product's time.)
     """
-    chunk_tokens = chunk_tokens or default_chunk_tokens(weight)
+    chunk_tokens = chunk_tokens or default_chunk_tokens(len(weight), weight.device.type)
     buffer = torch.empty(min(chunk_tokens, len(hidden)), len(weight), device=weight.device)
     for start in range(0, len(hidden), chunk_tokens):
         chunk = slice(start, min(start + chunk_tokens, len(hidden)))

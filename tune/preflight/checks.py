@@ -202,7 +202,7 @@ def _model(told: Told, world: World | None) -> tuple[Any, Any]:
     if scaling := told.value("quantization.float8"):
         told("quantization", lambda: quantization.compute_in_float8(model, scaling, torch.device("cpu")))
     if cfg.get("adapter"):
-        told("adapter", lambda: _adapt(cfg, model))
+        told("adapter", lambda: adapt(cfg, model))
     folder, keep = local_folder(cfg.get("output_dir") or "."), told.value("checkpointer.keep")
     if note := told("output_dir", lambda: disk_note(folder, model, cfg.master_dtype, keep)):
         told.add(note, level=Level.WARN)
@@ -221,7 +221,8 @@ def _model(told: Told, world: World | None) -> tuple[Any, Any]:
     return model, groups
 
 
-def _adapt(cfg: DictConfig, model: Any) -> None:
+def adapt(cfg: DictConfig, model: Any) -> None:
+    """As recipes do: the head of a reward model is trained in full."""
     lora = instantiate(cfg.adapter)
     if getattr(model.config, "scores", False):
         lora = replace(lora, modules_to_save=sorted({*lora.modules_to_save, "score"}))

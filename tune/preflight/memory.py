@@ -12,7 +12,8 @@ from tune.preflight.trace import REDUCED, Trace, Unit
 
 GIB = 2**30
 Checkpointing = Literal["none", "selective", "full"]
-PARTS = ("weights", "gradients", "optimizer", "activations", "head_and_loss", "communication", "checkpoint", "reserve")
+IN_STEP = ("activations", "head_and_loss", "communication")
+PARTS = ("weights", "gradients", "optimizer", *IN_STEP, "frozen", "checkpoint", "reserve")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class Layout:
     def size(self) -> int:
         return self.data * self.cp * self.tp * self.pp
 
+    def throughout(self, trace: Trace) -> float:
+        """Bytes that FSDP gathers once: the root, or all."""
+        return trace.whole.gathered if self.units_stay_gathered else trace.others[-1].gathered
+
 
 class Stage(NamedTuple):
     """Of a pipeline: what a micro-batch takes, how many are held between forward and backward at one time, and the
@@ -70,11 +75,13 @@ class Stage(NamedTuple):
 
 
 def memory(
-    stage: Stage, layout: Layout, states: float, plain: bool, device: Device, copies: str = ""
-) -> tuple[str, dict[str, float], float]:
+    stage: Stage, layout: Layout, states: float, plain: bool, device: Device, copies: str = "", frozen: float = 0.0,
+    in_head: float = 0.0,
+) -> tuple[str, dict[str, float], float]:  # fmt: skip
     """The moment of the peak of a step after the first, the bytes by part then, and bytes in host memory. `states` are
     the optimizer's bytes for a trained parameter. A checkpoint is written of a copy of what is trained and its states,
-    if `copies` says so: at the "end" of the run, or also "beside" later steps."""
+    if `copies` says so: at the "end" of the run, or also "beside" later steps. A `frozen` model takes so many bytes
+    throughout, and to compute `in_head`."""
     trace, whole, shards = stage.trace, stage.trace.whole, layout.shards
     gradients = whole.master / shards if layout.micro_batches > 1 else 0.0
     held = {"weights": whole.stored / shards, "gradients": gradients, "optimizer": whole.trained * states / shards}
@@ -87,10 +94,11 @@ def memory(
         held = dict.fromkeys(held, 0.0)
     if layout.activation_offload:
         host += stage.held * trace.saved
-    moments = {}
+    held["frozen"], moments = frozen, {}
     for name, *parts in _moments(stage, layout, plain):
-        moments[name] = held | dict(zip(PARTS[3:6], parts, strict=False))
+        moments[name] = held | dict(zip(IN_STEP, parts, strict=False))
         moments[name]["gradients"] += parts[3]
+    moments["head and loss"]["head_and_loss"] = max(trace.loss.extra, in_head)
     if copy and device.is_host:
         for each in moments.values():
             each["checkpoint"] = copy if copies == "beside" else 0.0
@@ -106,7 +114,7 @@ def _moments(stage: Stage, layout: Layout, plain: bool) -> Iterator[tuple[str, f
     """Moments of a step, and what is alive beside weights, states and the gradients of earlier micro-batches: in
     activations, of head and loss, for communication, in gradients of this micro-batch."""
     trace, shards, stays = stage.trace, layout.shards, layout.units_stay_gathered
-    throughout = trace.whole.gathered if stays else trace.others[-1].gathered
+    throughout = layout.throughout(trace)
     beside = 0.0 if stays else max((each.gathered for each in trace.others[:-1]), default=0.0)
     adds = layout.micro_batches == 1 and not layout.cpu_offload and not layout.optimizer_in_backward
     kept = 0.0 if layout.activation_offload else trace.saved

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tune import peft, quantization
+from tune import quantization
 from tune.checkpointers import exported_types
 from tune.config import instantiate
 from tune.datasets.loader import require_batches
@@ -27,11 +27,11 @@ from tune.distributed.pipeline import split_blocks
 from tune.errors import TuneError
 from tune.loggers import flops_per_token
 from tune.loggers.hardware import planned_memory
-from tune.lookup import locate
-from tune.losses.chunks import default_chunk_tokens
-from tune.preflight.memory import GIB, Checkpointing, Layout, Stage, bytes_of_states, memory
+from tune.preflight.checks import adapt
+from tune.preflight.memory import GIB, IN_STEP, Checkpointing, Layout, Stage, bytes_of_states, memory
+from tune.preflight.objectives import full_rows, subjects
 from tune.preflight.speed import seconds
-from tune.preflight.trace import Trace, shorten, trace
+from tune.preflight.trace import Trace, trace
 from tune.type_check import as_given
 
 # The settings of a layout that a search chooses.
@@ -110,12 +110,6 @@ class Job:
     """
 
     def __init__(self, cfg: DictConfig, device: Device):
-        component = cfg.get("loss", {}).get("_component_")
-        if not component or getattr(locate(component), "rows", None) or {"max_prompt_len", "teacher"} & set(cfg):
-            raise TuneError(
-                "plan: this recipe does more than a forward and a backward of one model; planned are full_finetune and "
-                "lora_finetune"
-            )
         with torch.device("meta"):
             model = instantiate(cfg.model)
         rounding = cfg.get("quantization", {})
@@ -126,15 +120,13 @@ class Job:
                 raise TuneError(f"quantization.float8: {device.name} has no products in float8. Leave it out")
             quantization.compute_in_float8(model, rounding.float8, torch.device("cpu" if device.is_host else "cuda"))
         if cfg.get("adapter"):
-            peft.add_adapters(model, instantiate(cfg.adapter))
+            adapt(cfg, model)
         if rounding.get("qat"):
             types = exported_types(model, cfg.model.path, cfg.export.get("dtype"))
             quantization.round_linears(model, rounding.qat, types, cfg.dtype)
-        if device.name != "cpu" and "chunk_tokens" in cfg.loss and cfg.loss.chunk_tokens is None:
-            cfg.loss.chunk_tokens = default_chunk_tokens(torch.empty(model.config.vocab_size, 1, device="meta"))
         self.cfg, self.device, self.hidden = cfg, device, getattr(model.config, "hidden_size", 0)
         self.chosen = tuple(key for key in CHOSEN if "parallel." not in key or _field(key) in cfg.parallel)
-        self.short, self.loss_fn = shorten(model), instantiate(cfg.loss)
+        self.subjects = subjects(cfg, model)
         self.flops = flops_per_token(model, cfg.max_seq_len)
         self.casts = bool(cast_by_fsdp(model, cfg.dtype, cfg.master_dtype))
         self.states = bytes_of_states(functools.partial(instantiate, cfg.optimizer), DTYPES[cfg.master_dtype])
@@ -144,9 +136,10 @@ class Job:
         every, last, self.copies = cfg.checkpointer.every, cfg.max_steps, ""
         if cfg.checkpointer.get("async"):
             self.copies = "beside" if every and not (last and last <= every) else "end"
-        # By rows, the sizes of (tp, cp, ep), checkpointing, whether FSDP has nothing to do, and whether it accumulates.
-        self.trace = functools.cache(lambda rows, axes, checkpointing, plain, accumulates: trace(
-            self.short, self.loss_fn, cfg, device, rows=rows, meshes=_meshes(*axes), checkpointing=checkpointing,
+        # By rows, the sizes of (tp, cp, ep), checkpointing, whether FSDP has nothing to do, whether it accumulates, and
+        # the number of the subject.
+        self.trace = functools.cache(lambda rows, axes, checkpointing, plain, accumulates, number=0: trace(
+            self.subjects[number], full_rows(cfg, rows), device, meshes=_meshes(*axes), checkpointing=checkpointing,
             plain=plain, accumulates=accumulates,
         ))  # fmt: skip
         self.layers = len(repeated_blocks(model))
@@ -183,20 +176,37 @@ class Job:
         layout = replace(layout, micro_batches=rows // layout.data // micro)
         plain = layout.size == 1 and not self.casts and not layout.cpu_offload  # as `parallelize` has it
         axes = layout.tp, layout.cp, layout.ep
-        key = axes, layout.activation_checkpointing, plain, plain and layout.micro_batches > 1
-        if line and micro > 2:
-            found = self.trace(1, *key).scaled(self.trace(2, *key), micro)
-        else:
-            found = self.trace(micro, *key)
+
+        def traced(*key: Any) -> Trace:
+            if line and micro > 2:
+                return self.trace(1, axes, *key).scaled(self.trace(2, axes, *key), micro)
+            return self.trace(micro, axes, *key)
+
+        found = traced(layout.activation_checkpointing, plain, plain and layout.micro_batches > 1)
         stages, hop = [Stage(found)], 0.0
         if layout.pp > 1:
             hop = micro * self.cfg.max_seq_len * self.hidden * DTYPES[self.cfg.dtype].itemsize / layout.cp
             stages = self._stages(found, layout, hop)
-        needed = [memory(each, layout, self.states, plain, self.device, self.copies) for each in stages]
         spent = [seconds(each, layout, self.states, plain, self.device, hop) for each in stages]
+        longest, needed = max(spent, key=lambda each: sum(each.values())), []
+        frozen = in_head = 0.0
+        for number, each in enumerate(self.subjects[1:], 1):
+            other, alone = traced("none", layout.size == 1, False, number), replace(layout, cpu_offload=False)
+            given = Stage(other), alone, 0.0, layout.size == 1, self.device
+            more = seconds(*given, hop)
+            longest = {name: value + each.passes * more[name] for name, value in longest.items()}
+            beside = found.whole.stored / layout.shards if each.place == "beside" else 0.0
+            _, parts, host = memory(*given, frozen=beside)
+            needed.append(("before the first step", parts, host))
+            if each.place == "head":
+                stays = layout.throughout(other)
+                frozen, in_head = parts["weights"] + stays, sum(parts[name] for name in IN_STEP) - stays
+        fixed = self.states, plain, self.device, self.copies, frozen, in_head
+        needed += [memory(each, layout, *fixed) for each in stages]
+        moment, parts, _ = max(needed, key=lambda each: sum(each[1].values()))
         return Plan(
-            layout, self.device, *max(needed, key=lambda each: sum(each[1].values())),
-            max(spent, key=lambda each: sum(each.values())), rows * self.cfg.max_seq_len, self.flops, self.chosen,
+            layout, self.device, moment, parts, max(host for *_, host in needed), longest,
+            rows * self.cfg.max_seq_len, self.flops, self.chosen,
         )  # fmt: skip
 
     def _stages(self, whole: Trace, layout: Layout, hop: float) -> list[Stage]:
@@ -205,18 +215,14 @@ class Job:
         for number, blocks in enumerate(stages):
             behind, ends = layout.pp - 1 - number, (number == 0, number == layout.pp - 1)
             held = min(behind + 1, layout.micro_batches) if layout.pp_schedule == "1f1b" else layout.micro_batches
-            kinds = [len({*places} & {*blocks}) for _, places in self.short[1]]
+            kinds = [len({*places} & {*blocks}) for _, places in self.subjects[0].kinds]
             sent = (2 - sum(ends)) * min(layout.pp, layout.micro_batches) * hop
             found.setdefault((*ends, *kinds), Stage(whole.stage(kinds, *ends), held, sent))  # the first holds most
         return list(found.values())
 
     def search(self, processes: int) -> list[Plan]:
-        """Layouts of so many processes, the fastest that fit first, then those that need the least memory beyond.
-
-        All sizes are powers of 2, beside what FSDP shards over. Tensor and expert parallelism stay inside a node;
-        context parallelism leaves each device `LEAST_TOKENS` of a row, and one row; stages have a block or more, and as
-        many micro-batches. Where a layout does not fit, neither do larger micro-batches or more copies: of these only
-        the first is here. Of equally fast ones the simplest is first."""
+        """Layouts of so many processes, the fastest that fit first, then those that need the least memory beyond. Its
+        rules are in docs/planning.md."""
         found: list[Plan] = []
         for axes in self._axes(processes):
             try:
@@ -235,12 +241,12 @@ class Job:
         """Sizes of tp, cp, ep and pp, the simplest first."""
         parallel, node = self.cfg.parallel, self.device.per_node
         sizes = {
-            "pp": _up_to(self.layers if parallel.get("pp_schedule") in ("1f1b", "gpipe") else 1),
-            "cp": _up_to(max(1, self.cfg.max_seq_len // LEAST_TOKENS) if "cp" in parallel else 1),
-            "ep": _up_to(min(node, self.experts) if "ep" in parallel else 1),
-            "tp": _up_to(min(node, 8) if "tp" in parallel else 1),
+            "pp": self.layers if parallel.get("pp_schedule") in ("1f1b", "gpipe") else 1,
+            "cp": max(1, self.cfg.max_seq_len // LEAST_TOKENS) if "cp" in parallel else 1,
+            "ep": min(node, self.experts) if "ep" in parallel else 1,
+            "tp": min(node, 8) if "tp" in parallel else 1,
         }
-        for pp, cp, ep, tp in itertools.product(*sizes.values()):
+        for pp, cp, ep, tp in itertools.product(*(_powers(0, most) for most in sizes.values())):
             rest = processes // (tp * cp * pp)
             if rest * tp * cp * pp == processes and rest * cp % ep == 0:
                 yield tp, cp, ep, pp
@@ -249,14 +255,11 @@ class Job:
         data = processes // (tp * cp * pp)
         rows = self.cfg.global_batch_size // data if self.cfg.global_batch_size % data == 0 else 0
         first = Layout(**self._settings(*KEPT), tp=tp, cp=cp, ep=ep, pp=pp)
-        micros = [rows] if first.optimizer_in_backward else [each for each in _powers(rows) if pp * each <= rows]
+        micros = [rows] if first.optimizer_in_backward else _powers(rows, rows // pp)
         offloads: list[dict[str, Any]] = [{}]
         if pp == 1 and not self.device.is_host:
-            offloads += [
-                {"activation_offload": True},
-                *([] if first.optimizer_in_backward else [{"cpu_offload": True}]),
-            ]
-        all_copies = [each for each in _powers(data) if data // each * cp % ep == 0] if micros else []
+            offloads += [{"activation_offload": True}, {"cpu_offload": True}][: 1 if first.optimizer_in_backward else 2]
+        all_copies = [each for each in _powers(data, data) if data // each * cp % ep == 0] if micros else []
         for checkpointing, offload in itertools.product(get_args(Checkpointing), offloads):
             if checkpointing == "selective" and "activation_offload" in offload and self.cfg.compile is not True:
                 continue  # see tune.config.conflicts
@@ -276,14 +279,9 @@ class Job:
                     break
 
 
-def _up_to(number: int) -> list[int]:
-    """The powers of 2 up to a number."""
-    return [2**n for n in range(number.bit_length())]
-
-
-def _powers(number: int) -> list[int]:
-    """The powers of 2 that divide a number."""
-    return [2**n for n in range(number.bit_length()) if number and number % 2**n == 0]
+def _powers(number: int, most: int) -> list[int]:
+    """The powers of 2 that divide a number, up to another."""
+    return [2**n for n in range(most.bit_length()) if number % 2**n == 0]
 
 
 @functools.cache
@@ -314,13 +312,8 @@ def calibrate(run: Path, device: Device) -> Device:
     waits = sum(plan.seconds[name] for name in ("tensor", "sharding", "offload"))
     speed = (plan.step_seconds - waits) / max(measured - waits, 0.1 * measured)
     tensors = (plan.peak - plan.memory["reserve"]) / GIB
-    found = replace(
-        device,
-        product_share=device.product_share * speed,
-        attention_share=device.attention_share * speed,
-        bandwidth_share=device.bandwidth_share * speed,
-        launch=device.launch / speed,
-        reserve=max(0.0, max(each["peak_memory_gib"] for each in steps) - (1 + device.reserve_share) * tensors),
-    )
+    shares = {name: getattr(device, name) * speed for name in ("product_share", "attention_share", "bandwidth_share")}
+    reserve = max(0.0, max(each["peak_memory_gib"] for each in steps) - (1 + device.reserve_share) * tensors)
+    found = replace(device, **shares, launch=device.launch / speed, reserve=reserve)
     (run / "device.json").write_text(json.dumps(asdict(found), indent=2) + "\n")
     return found

@@ -34,7 +34,7 @@ def seconds(stage: Stage, layout: Layout, states: float, plain: bool, device: De
     for count, unit, *intervals in trace.blocks:
         parts += [(each, count) for each in intervals]
         forward, backward = (each.compute + each.exchange for each in intervals)
-        again = 0.0 if layout.units_stay_gathered else gather(unit)
+        again = gather(unit) if backward and not layout.units_stay_gathered else 0.0
         sharding += count * gathers * max(0.0, gather(unit) - forward)
         sharding += count * every * max(0.0, again + reduce(unit) - backward)
         sharding += count * (times - every) * max(0.0, again - backward)

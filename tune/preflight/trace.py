@@ -7,16 +7,14 @@ import copy
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +31,7 @@ from tune.distributed.context_parallel import split
 from tune.distributed.expert_parallel import share_experts, shared_experts
 from tune.distributed.parallelize import cast_by_fsdp
 from tune.losses import chunks
-from tune.models import attention, balance_loss, moe
+from tune.models import attention, moe
 from tune.quantization import nf4
 
 REDUCED = 4  # bytes of a gradient while FSDP reduces it: fp32
@@ -114,6 +112,22 @@ class Trace(NamedTuple):
         return tree_map(lambda one, other: one + (rows - 1) * (other - one), self, two)
 
 
+class Subject(NamedTuple):
+    """A shortened model, of each kind of blocks the place in it and the places of all, and what is computed of it and a
+    batch: a loss, or of a frozen model anything, in so many `passes` for each micro-batch."""
+
+    model: nn.Module
+    kinds: list[tuple[int, list[int]]]
+    call: Callable[[Any, Batch], Any]
+    dtype: str
+    master_dtype: str
+    compiled: bool = False
+    plan: Any = None  # that of tensor parallelism
+    # A frozen one computes before the first step, "alone" or "beside" the weights of the trained one, or in its "head".
+    place: Literal["trained", "alone", "beside", "head"] = "trained"
+    passes: int = 0
+
+
 class Recorder(TorchDispatchMode):
     """Counts the bytes of all storages that are alive, and the seconds of operations on `device` by its roofline."""
 
@@ -191,10 +205,8 @@ def _flops(function: Any, name: str, args: Any, kwargs: Any, output: Any) -> flo
         query, key = args[1:3] if backward else args[:2]
         longest = key.shape[-2] if query.dim() == 4 else min(len(key), args[9 if backward else 6])
         return (5 if backward else 2) * query.numel() * longest  # two products, five in backward; half, as it is causal
-    if name.startswith("tune::product_by_group"):
+    if name.startswith(("tune::product_by_group", "aten::_grouped_mm")):
         return 2.0 * args[0].numel() * output.shape[-1]
-    if name == "aten::_grouped_mm":
-        return 2.0 * args[0].numel() * args[1].shape[-1]
     known = flop_registry.get(function.overloadpacket)
     return float(known(*args, **kwargs, out_val=output)) if known else 0.0
 
@@ -224,48 +236,45 @@ def shorten(model: nn.Module) -> tuple[nn.Module, list[tuple[int, list[int]]]]:
 
 
 def trace(
-    short: tuple[nn.Module, list[tuple[int, list[int]]]],
-    loss_fn: Any,
-    cfg: DictConfig,
+    subject: Subject,
+    batch: Batch,
     device: Device,
     *,
-    rows: int,
     meshes: dict[str, DeviceMesh],
     checkpointing: Any,
     plain: bool,
     accumulates: bool,
 ) -> Trace:
-    """Run a step of the shortened model on fake tensors. With `plain`, FSDP neither gathers nor casts; `meshes` are
-    those of the axes tp, cp and ep that are used."""
-    model, kinds = copy.deepcopy(short[0]), short[1]
+    """Run a step of the shortened model on fake tensors, or a forward of a frozen one. With `plain`, FSDP neither
+    gathers nor casts; `meshes` are those of the axes tp, cp and ep that are used."""
+    model = copy.deepcopy(subject.model)
     blocks = repeated_blocks(model)
-    recorder = Recorder(device, cfg.dtype, cfg.compile)
-    ones = np.ones((1, rows * cfg.max_seq_len), dtype=np.int64)
-    batch = Batch.of(ones, labels=ones, documents=np.arange(rows).repeat(cfg.max_seq_len)[None])
+    recorder = Recorder(device, subject.dtype, subject.compiled)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    units = _allocated(model, cfg, plain, meshes, fake)
+    units = _allocated(model, subject, plain, meshes, fake)
     if "cp" in meshes:
         split(model, meshes["cp"]["cp"])
     for block in blocks:
         wrap_forward(block, checkpointing, False, False)
     for tensor in (*model.parameters(), *model.buffers()):
         recorder.ignore(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-    with fake, _kernels(device), recorder:
+    with fake, _kernels(device), recorder, torch.set_grad_enabled(subject.place == "trained"):
         for _ in range(1 + accumulates):
-            marks = _step(model, blocks, batch, loss_fn, recorder)
+            marks = _step(blocks, lambda: subject.call(model, batch), recorder)
     between = [Interval(b.live - a.live, b.extra - a.live, *b[2:]) for a, b in itertools.pairwise(marks)]
     last = len(blocks)
-    embed, forward, loss, rest = between[0], between[1 : last + 1], between[last + 1], between[-1]
-    backward = between[last + 2 : -1][::-1]
-    backward = [Interval()] * (last - len(backward)) + backward  # below the first adapter there is nothing to do
-    kept = [Alike(len(places), units[at], forward[at], backward[at]) for at, places in kinds]
+    (embed, *forward), (loss, *backward) = between[: last + 1], between[last + 1 :]
+    rest = backward.pop() if backward else Interval()  # a frozen model has no backward
+    backward = [Interval()] * (last - len(backward)) + backward[::-1]  # none below the first adapter
+    kept = [Alike(len(places), units[at], forward[at], backward[at]) for at, places in subject.kinds]
     return Trace(embed, kept, loss, rest, units[last:])
 
 
 @contextmanager
 def _kernels(device: Device) -> Iterator[None]:
-    """Attention by the kernel of the device; weights of 4 bits become whole ones at once; the first process's rows;
-    experts get as many tokens from each process."""
+    """Attention and chunks of logits as on the device; weights of 4 bits become whole ones at once; the first process's
+    rows; experts get as many tokens from each process."""
+    chunk_tokens, kind = chunks.default_chunk_tokens, "cpu" if device.is_host else "cuda"
 
     def whole(codes: Tensor, scales: Tensor, ranges: Any, dtype: torch.dtype, pairs: Any = None) -> Tensor:
         return torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
@@ -278,6 +287,7 @@ def _kernels(device: Device) -> Iterator[None]:
         mock.patch.object(attention, "has_flash", lambda tensor: device.flash),
         mock.patch.object(nf4, "dequantize", whole),
         mock.patch.object(chunks, "local_shard", first),
+        mock.patch.object(chunks, "default_chunk_tokens", lambda vocab, _: chunk_tokens(vocab, kind)),
         mock.patch.object(moe, "on_processes", in_equal_shares),
     ):
         yield
@@ -290,7 +300,7 @@ def in_equal_shares(mesh: DeviceMesh, experts: nn.Module, rows: Tensor, plan: An
         return call(mesh, experts, rows, plan)
 
 
-def _step(model: nn.Module, blocks: list[nn.Module], batch: Batch, loss_fn: Any, recorder: Recorder) -> list[Any]:
+def _step(blocks: list[nn.Module], call: Callable[[], Any], recorder: Recorder) -> list[Any]:
     """The marks of a forward and a backward: at the beginning of each block, before the loss, and back again."""
     marks = [recorder.mark()]
 
@@ -306,35 +316,37 @@ def _step(model: nn.Module, blocks: list[nn.Module], batch: Batch, loss_fn: Any,
     handles = [block.register_forward_pre_hook(at, with_kwargs=True) for block in blocks]
     handles.append(blocks[-1].register_forward_hook(lambda block, _, output: at(block, output)))
     try:
-        loss = model(batch, loss_fn) + balance_loss(model)
-        loss.backward()
+        result = call()
+        if torch.is_grad_enabled():
+            result.backward()
     finally:
         for handle in handles:
             handle.remove()
-    del loss
+    del result
     return [*marks, recorder.mark()]
 
 
 def _allocated(
-    model: nn.Module, cfg: DictConfig, plain: bool, meshes: dict[str, DeviceMesh], fake: FakeTensorMode
+    model: nn.Module, subject: Subject, plain: bool, meshes: dict[str, DeviceMesh], fake: FakeTensorMode
 ) -> list[Unit]:
     """Give `model` fake parameters in the types that a forward sees; what each of its units has of its own."""
+    types = subject.dtype, subject.master_dtype
     taken: set[nn.Module] = set()
     own: list[list[nn.Module]] = []
     units = units_of(model, repeated_blocks(model))
-    needs_cast = set() if plain else cast_by_fsdp(model, cfg.dtype, cfg.master_dtype)
+    needs_cast = set() if plain else cast_by_fsdp(model, *types)
     for unit in units:
         own.append([module for module in unit.modules() if module not in taken])
         taken.update(own[-1])
         casts = any(parameter in needs_cast for _, parameter in _parameters(own[-1]))
         for module, parameter in _parameters(own[-1]):
             is_cast = casts and parameter.is_floating_point()
-            seen = DTYPES[cfg.dtype] if is_cast else stored_dtype(module, parameter, cfg.dtype, cfg.master_dtype)
+            seen = DTYPES[subject.dtype] if is_cast else stored_dtype(module, parameter, *types)
             parameter.data = parameter.data.to(seen)
     if "ep" in meshes:
         share_experts(model, meshes["ep"]["ep"])
     if "tp" in meshes:
-        share(model, repeated_blocks(model), units, meshes["tp"], cfg.parallel.get("plan"), meshes.get("ep"))
+        share(model, repeated_blocks(model), units, meshes["tp"], subject.plan, meshes.get("ep"))
     shared = {parameter for experts in shared_experts(model) for parameter in experts.parameters()}
     with fake:
         model.to_empty(device="cpu")
@@ -345,7 +357,7 @@ def _allocated(
         for module, parameter in _parameters(modules):
             if parameter not in counted:
                 number = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
-                stored = stored_dtype(module, parameter, cfg.dtype, cfg.master_dtype).itemsize
+                stored = stored_dtype(module, parameter, *types).itemsize
                 gathered, trained = 0 if plain else number * parameter.itemsize, number * parameter.requires_grad
                 gradients, reduced = trained * parameter.itemsize, 0 if plain else trained * REDUCED
                 of_all = stored * (meshes["ep"].size(0) if parameter in shared else 1)
