@@ -25,13 +25,14 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tune import config, distributed
+from tune import config, distributed, quantization
+from tune.checkpointers import exported_types
 from tune.collators import Batch
 from tune.devices import DEVICES
 from tune.distributed import pipeline as pipeline_parallel
 from tune.losses import chunks
 from tune.models import balance_loss
-from tune.preflight.memory import GIB, Layout
+from tune.preflight.memory import GIB
 from tune.preflight.planning import Job, _meshes
 from tune.preflight.trace import Recorder, _kernels
 
@@ -54,8 +55,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001,
     },
 }  # fmt: skip
-# (model, processes, rows, tokens of a row, activation checkpointing, axes); of stages the one with the most, and of
-# these so many micro-batches as it takes at one time and one more
+# (model, processes, rows, tokens of a row, activation checkpointing, other settings, without `parallel.`). Of stages
+# the one with the most, and of these so many micro-batches as it takes at one time and one more; with a zero_stage two.
 CASES: list[tuple] = [
     ("Llama-3.1-8B", 8, 1, 4096, "none"),
     ("Llama-3.1-8B", 8, 1, 4096, "selective"),
@@ -80,13 +81,20 @@ CASES: list[tuple] = [
 ]
 
 
-def tracked(cfg: Any, processes: int, rows: int, checkpointing: Any, axes: dict[str, int], stage: int = 0) -> float:
+def tracked(cfg: Any, processes: int, rows: int, checkpointing: Any, more: dict[str, Any], stage: int = 0) -> float:
     """Bytes of a process at the peak of its forwards and backwards, as the tracker counts them."""
-    stages = axes.get("pp", 1)
-    dist.init_process_group("fake", store=FakeStore(), rank=stage * (processes // stages), world_size=processes)
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=stage * (processes // cfg.parallel.pp), world_size=processes
+    )
+    axes = {name: size for name, size in more.items() if "." not in name}
     world = distributed.init("cpu", **axes, reduce_every_micro_batch=True)
     with torch.device("meta"):
         model = config.instantiate(cfg.model)
+    if cfg.quantization.float8:
+        quantization.compute_in_float8(model, cfg.quantization.float8, torch.device("cuda"))
+    if cfg.quantization.qat:
+        types = exported_types(model, cfg.model.path, cfg.export.dtype)
+        quantization.round_linears(model, cfg.quantization.qat, types, cfg.dtype)
     loss_fn = config.instantiate(cfg.loss)
     ones = np.ones((1, rows * cfg.max_seq_len), dtype=np.int64)
     batch = Batch.of(ones, labels=ones, documents=np.arange(rows).repeat(cfg.max_seq_len)[None])
@@ -98,7 +106,7 @@ def tracked(cfg: Any, processes: int, rows: int, checkpointing: Any, axes: dict[
         mock.patch.object(pipeline_parallel, "local_shard", lambda tensor: chunks.local_shard(tensor)),
     ):
         model.to_empty(device="cpu")
-        tracker: Any = Counter(model) if {"ep", "pp"} & set(axes) else FSDPMemTracker(model)
+        tracker: Any = FSDPMemTracker(model) if {*more} <= {"tp", "cp"} else Counter(model)
         with tracker:
             for turn in pipeline.turns([batch] * times):
                 loss = model(turn, loss_fn) + balance_loss(model)
@@ -153,22 +161,25 @@ class Counter(Recorder):
 
 
 def compare(
-    folder: str, processes: int, rows: int, length: int, checkpointing: Any, axes: dict[str, int] | None = None
+    folder: str, processes: int, rows: int, length: int, checkpointing: Any, more: dict[str, Any] | None = None
 ) -> tuple[float, float, str]:
     """Bytes at the peak as tracked and as planned, and the moment of the latter."""
-    axes = axes or {}
-    split = {name: axes.get(name, 1) for name in ("cp", "tp", "ep", "pp")}
-    data = processes // (split["cp"] * split["tp"] * split["pp"])
-    micro_batches = split["pp"] + (split["pp"] > 1)
+    more = more or {}
+    stages = more.get("pp", 1)
+    data = processes // (more.get("cp", 1) * more.get("tp", 1) * stages)
+    micro_batches = 2 if "zero_stage" in more else stages + (stages > 1)
     sizes = [f"max_seq_len={length}", f"global_batch_size={rows * data * micro_batches}", f"micro_batch_size={rows}"]
-    cfg = config.load("full_finetune", [f"model.path={folder}", "dataset.path=none", *sizes])
-    layout = Layout(1, data, micro_batch_size=rows, activation_checkpointing=checkpointing, **split)
-    plan = Job(cfg, DEVICES["h100"]).plan(layout)
+    sizes += [f"{name if '.' in name else f'parallel.{name}'}={value}" for name, value in more.items()]
+    cfg = config.load("full_finetune", [
+        f"model.path={folder}", "dataset.path=none", f"memory.activation_checkpointing={checkpointing}", *sizes
+    ])  # fmt: skip
+    job = Job(cfg, DEVICES["h100"])
+    plan = job.plan(job.layout(processes))
     planned = plan.peak - plan.memory["optimizer"] - plan.memory["reserve"]
     if dist.is_initialized():  # that of the plan
         _meshes.cache_clear()
         dist.destroy_process_group()
-    found = [tracked(cfg, processes, rows, checkpointing, axes, stage) for stage in sorted({0, split["pp"] - 1})]
+    found = [tracked(cfg, processes, rows, checkpointing, more, stage) for stage in sorted({0, stages - 1})]
     return max(found), planned, plan.moment
 
 

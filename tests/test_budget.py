@@ -22,7 +22,7 @@ CEILINGS = {
     "models": 3375,
     "optimizers": 333,
     "peft": 1462,
-    "preflight": 2100,
+    "preflight": 2015,
     "records": 324,
     "rules": 422,
     "quantization": 426,

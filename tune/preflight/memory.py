@@ -87,11 +87,12 @@ def memory(
     held = {"weights": whole.stored / shards, "gradients": gradients, "optimizer": whole.trained * states / shards}
     copy = (whole.master + whole.trained * states) / shards if copies else 0.0
     host = 0.0 if device.is_host else copy
-    if layout.reductions < layout.micro_batches and not plain:
-        held["gradients"] += whole.reduced
     if layout.cpu_offload:
         host += held["weights"] + held["optimizer"] + whole.master / shards
         held = dict.fromkeys(held, 0.0)
+    at_end = held["gradients"]
+    if layout.reductions < layout.micro_batches and not plain:  # until the last one gradients are whole
+        held["gradients"] = whole.reduced
     if layout.activation_offload:
         host += stage.held * trace.saved
     held["frozen"], moments = frozen, {}
@@ -99,6 +100,7 @@ def memory(
         moments[name] = held | dict(zip(IN_STEP, parts, strict=False))
         moments[name]["gradients"] += parts[3]
     moments["head and loss"]["head_and_loss"] = max(trace.loss.extra, in_head)
+    moments["optimizer step"]["gradients"] += at_end - held["gradients"]
     if copy and device.is_host:
         for each in moments.values():
             each["checkpoint"] = copy if copies == "beside" else 0.0
@@ -126,7 +128,12 @@ def _moments(stage: Stage, layout: Layout, plain: bool) -> Iterator[tuple[str, f
     lingers = lingers if stays and layout.micro_batches > 1 else 0.0
     several = 0 if stays else 2 if shards > 1 else 1  # the next block beside this one
     last_gathered = max(kind.unit.gathered for kind in trace.blocks) if shards > 1 and not stays else 0.0
-    of_blocks = adds * sum(kind.number * kind.unit.master for kind in trace.blocks) / shards
+
+    def gradients(unit: Unit) -> float:  # what is reduced over copies in fp32, FSDP keeps until backward ends
+        of_step, over_copies = adds * unit.master / shards, (layout.dp_replicate > 1) * REDUCED * unit.trained / shards
+        return of_step if of_step == over_copies else of_step + over_copies
+
+    of_blocks = sum(kind.number * gradients(kind.unit) for kind in trace.blocks)
 
     def reducing(unit: Unit) -> float:  # gradients in fp32, and the result
         return unit.reduced + (unit.reduced if shards == 1 else REDUCED * unit.trained / shards)
@@ -135,7 +142,7 @@ def _moments(stage: Stage, layout: Layout, plain: bool) -> Iterator[tuple[str, f
     for _, unit, forward, backward in trace.blocks:
         saved = 0.0 if layout.activation_offload else forward.live
         gathered = throughout + unit.gathered * several
-        one = adds * unit.master / shards
+        one = gradients(unit)
         above = max(0.0, of_blocks - one)
         yield "forward of the last block", everything - saved + forward.extra, 0.0, gathered + lingers, 0.0
         yield "backward of the last block", everything + backward.extra, tail, gathered + lingers, 0.0
