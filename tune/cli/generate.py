@@ -34,7 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a model in Hugging Face layout, an adapter, or a run folder")
     parser.add_argument("--adapter", metavar="A", action="append", default=[], help="again for several, which add up")
     longest = f"end answers there (default: {MAX_NEW_TOKENS}, or what the model has room for)"
-    parser.add_argument("--max-new-tokens", metavar="N", type=int, help=longest)
+    parser.add_argument("--max-new-tokens", metavar="N", type=positive, help=longest)
     by_file = "(default: the model's generation_config.json)"
     parser.add_argument("--temperature", metavar="T", type=float, help=f"0: the most likely tokens {by_file}")
     parser.add_argument("--top-k", metavar="K", type=int, help="choose among the K most likely; 0: all")
@@ -98,6 +98,12 @@ def sampling_settings(folder: Path, **given: float | None) -> tuple[dict[str, An
     settings |= {name: value for name, value in given.items() if value is not None}
     settings = {name: value for name, value in settings.items() if value is not None and (name, value) != ("top_k", 0)}
     temperature = settings.setdefault("temperature", 1.0)
+    if (
+        not temperature
+        and given.get("temperature") is None
+        and (idle := [name for name in SAMPLING if given.get(name)])
+    ):
+        raise TuneError(f"--{idle[0].replace('_', '-')}: the most likely token is taken anyway; add --temperature 1")
     shown = ", ".join(f"{name} {value:g}" for name, value in settings.items())
     ignored = [f"{name}={file[name]}" for name, off in NOT_APPLIED.items() if file.get(name, off) not in (off, None)]
     notes = "".join(f"; {each} of generation_config.json is not applied" for each in ignored)
@@ -114,6 +120,8 @@ class Answerer:
 
         self.world, self.samples = distributed.init(options.device), options.samples
         self.model, self.tokenizer, settings = opened(options, self.world.device, self.tell)
+        if self.samples > 1 and options.temperature is None and not settings["temperature"]:
+            raise TuneError(f"--samples {self.samples}: the most likely answer is always the same; add --temperature 1")
         self.prompts = open_prompts(self.tokenizer, rows, system=options.system, raw=options.raw)
         longest = max(len(prompt.tokens) for prompt in self.prompts)
         room = max(1, min(MAX_NEW_TOKENS, (self.model.max_generated or sys.maxsize) - longest))
