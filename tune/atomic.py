@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+CHECKPOINT = "step-" + 8 * "[0-9]"  # names of complete checkpoints; other names are the user's own
+
 
 @contextmanager
 def written_aside(path: Path, folder: bool = False) -> Iterator[Path]:

@@ -3,6 +3,7 @@ import io
 import math
 import pathlib
 import pickle
+import shutil
 import uuid
 
 import pytest
@@ -93,6 +94,21 @@ class Average(Position):
 
     def load_state_dict(self, state):
         self.tensors, self.step = state["tensors"], state["numbers"]["step"]
+
+
+def test_folders_of_other_names_are_the_users(tmp_path):
+    first = make(tmp_path, every=1, keep=1, async_=False)
+    (tmp_path / "step-junk").mkdir()
+    for step in (1, 2):
+        train(first, step)
+        first.step(step)
+        if step == 1:
+            for name in ("step-mine", "step-00000001-good"):
+                shutil.copytree(tmp_path / "step-00000001", tmp_path / name)
+    found = sorted(each.name for each in tmp_path.iterdir())
+    assert found == ["step-00000001-good", "step-00000002", "step-junk", "step-mine"]
+    assert make(tmp_path, every=1).resume("auto") == 2
+    assert make(tmp_path / "new", every=1).resume(str(tmp_path / "step-mine")) == 1
 
 
 @pytest.mark.parametrize("async_", [False, True])

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tune.atomic import written_aside
+from tune.atomic import CHECKPOINT, written_aside
 from tune.checkpointers.best import Best
 from tune.checkpointers.disk import found_damage, write_digests
 from tune.checkpointers.reading import Planner, Reader, cause_of, checkpoint_at
@@ -189,7 +189,7 @@ class Checkpointer:
 
     def _set_damaged_aside(self) -> None:
         """Rename what is newer than the newest intact checkpoint: it can be looked at, and is not taken."""
-        for path in sorted(self.folder.glob("step-*"), reverse=True):
+        for path in sorted(self.folder.glob(CHECKPOINT), reverse=True):
             if not (damage := found_damage(path)):
                 return
             aside = path.rename(self.folder / f"damaged-{path.name}.{uuid.uuid4().hex[:8]}")
@@ -197,7 +197,7 @@ class Checkpointer:
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint in the folder."""
-        return self.world.broadcast(max(self.folder.glob("step-*"), default=None, key=lambda path: path.name))
+        return self.world.broadcast(max(self.folder.glob(CHECKPOINT), default=None, key=lambda path: path.name))
 
     def step(self, step: int, now: bool = False, **metrics: float) -> None:
         """Call it after each optimizer step: it saves when a checkpoint is due, the best one, or `now`. With
@@ -314,8 +314,8 @@ class Checkpointer:
         """The checkpoint of a step is complete: those that are not to be kept go."""
         self.saved, self.best.kept = step, best
         if self.tidies and self.keep:
-            kept = {*sorted(self.folder.glob("step-*"))[-self.keep :], self.folder / f"step-{best[1]:08d}"}
-            for old in {*self.folder.glob("step-*")} - kept:
+            kept = {*sorted(self.folder.glob(CHECKPOINT))[-self.keep :], self.folder / f"step-{best[1]:08d}"}
+            for old in {*self.folder.glob(CHECKPOINT)} - kept:
                 # It is renamed first: a folder that is only partly removed must not look complete.
                 shutil.rmtree(old.rename(self.folder / f".{old.name}.removed"), ignore_errors=True)
 

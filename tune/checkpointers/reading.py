@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.serialization import _get_layout
 
+from tune.atomic import CHECKPOINT
 from tune.checkpointers.disk import found_damage
 from tune.errors import TuneError
 
@@ -34,7 +35,7 @@ def read_trained(model: nn.Module, checkpoint: Path) -> None:
 def checkpoint_at(path: Path, intact: bool = True) -> Path:
     """The checkpoint that `resume` names: itself, or the newest of a run. Raises TuneError if it is not complete, or
     not `intact`, which takes reading all of it."""
-    inside = sorted(path.glob("step-*")) or sorted(path.glob("checkpoints/step-*"))
+    inside = sorted(path.glob(CHECKPOINT)) or sorted(path.glob(f"checkpoints/{CHECKPOINT}"))
     found = path if path.name.startswith("step-") else inside[-1] if inside else path
     if not (found / ".metadata").exists() or not (found / "state.json").exists():
         raise TuneError(f"resume: {path} is neither a complete checkpoint (step-*) nor a run folder that has one")

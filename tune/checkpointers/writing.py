@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tune.atomic import written_aside
+from tune.atomic import CHECKPOINT, written_aside
 from tune.checkpointers.disk import SAFETENSORS_DTYPES, DiskTensor, disk_tensors, has_weights
 from tune.checkpointers.weights import Pretrained, hf_tensors
 from tune.distributed import DTYPES, World
@@ -236,7 +236,7 @@ def save_tensors(tensors: dict[str, Tensor], file: Path, what: str) -> None:
 
 
 def _not_written(what: str, run: Path, error: Exception) -> TuneError:
-    is_kept = any((run / "checkpoints").glob("step-*"))
+    is_kept = any((run / "checkpoints").glob(CHECKPOINT))
     again = f"with output_dir={run}, which continues after the last checkpoint" if is_kept else "again"
     return TuneError(f"the {what} could not be written to {run}: {error}. Make room and run the same command {again}")
 

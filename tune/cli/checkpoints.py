@@ -5,6 +5,7 @@ import re
 from argparse import ArgumentParser
 from pathlib import Path
 
+from tune.atomic import CHECKPOINT
 from tune.cli.runs import gib, print_table
 from tune.errors import TuneError
 from tune.records import number, read
@@ -16,7 +17,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     run = read(path)
     metrics = [name for name in run.columns if name in ("loss", "reward") or name.startswith("validation_")]
     rows = [["checkpoint", "GiB", "", *metrics]]
-    newest = max(path.glob("checkpoints/step-*/state.json"), default=None, key=lambda file: file.parent.name)
+    newest = max(path.glob(f"checkpoints/{CHECKPOINT}/state.json"), default=None, key=lambda file: file.parent.name)
     best = json.loads(newest.read_text()).get("best", {}).get("step") if newest else None  # with checkpointer.keep_best
     for folder in sorted(path.glob("checkpoints/*"), key=lambda folder: folder.name.lstrip(".")):
         if name := re.match(r"(\.?)step-(\d+)", folder.name):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tune.atomic import CHECKPOINT
 from tune.cli.convert import new_folder
 from tune.errors import TuneError
 
@@ -78,7 +79,7 @@ def at_step(run: Path, step: int) -> tuple[Any, Any, str, Any]:
     from tune import checkpointers, peft
     from tune.config import instantiate
 
-    found = {int(each.name.removeprefix("step-")): each for each in sorted(run.glob("checkpoints/step-*"))}
+    found = {int(each.name.removeprefix("step-")): each for each in sorted(run.glob(f"checkpoints/{CHECKPOINT}"))}
     settings = sorted(run.glob("config*.yaml"), key=lambda file: (len(file.name), file.name))
     if step not in found or not settings:
         steps = ", ".join(map(str, found)) or "none"

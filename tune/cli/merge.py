@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tune.atomic import CHECKPOINT
 from tune.cli.convert import new_folder
 from tune.errors import TuneError
 
@@ -59,7 +60,7 @@ def average(run: Path, steps: Sequence[int] | None, out: Path) -> None:
     from tune.cli.export import at_step, write
     from tune.models import Decoder, build, hf
 
-    steps = sorted(set(steps or (int(each.name.removeprefix("step-")) for each in run.glob("checkpoints/step-*"))))
+    steps = sorted(set(steps or (int(each.name[5:]) for each in run.glob(f"checkpoints/{CHECKPOINT}"))))
     if not (run / "checkpoints").is_dir():
         raise TuneError(f"{run} is no run folder: it has no checkpoints to average")
     if len(steps) < 2:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tune.atomic import CHECKPOINT
 from tune.errors import TuneError
 from tune.launchers import count
 from tune.ray_cluster import LIMIT, connect, quiet, require_answer
@@ -200,7 +201,7 @@ def _wait(trainer: Any, stop: Path, tables: str) -> int:
 
 
 def _newest(folder: Path) -> str:
-    return max((path.name for path in folder.glob("checkpoints/step-*")), default="")
+    return max((path.name for path in folder.glob(f"checkpoints/{CHECKPOINT}")), default="")
 
 
 def _work(place: dict[str, Any]) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tune.atomic import CHECKPOINT
 from tune.errors import TuneError
 from tune.launchers import count
 
@@ -21,7 +22,7 @@ SCRIPT = """\
 #!/bin/bash
 {directives}
 cd {here} || exit 1
-newest() {{ find {folder}/checkpoints -maxdepth 1 -name 'step-*' -printf '%f\\n' 2>/dev/null | sort | tail -n 1; }}
+newest() {{ find {folder}/checkpoints -maxdepth 1 -name '{names}' -printf '%f\\n' 2>/dev/null | sort | tail -n 1; }}
 before=$(newest)
 time_is_over=
 [ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun does not take it from sbatch
@@ -84,6 +85,7 @@ def script(chosen: Any, others: Sequence[str], recipe: Path, settings: Sequence[
         directives="\n".join(f"#SBATCH {line}" for line in [*lines, "--requeue", *others]),
         here=shlex.quote(str(Path.cwd())),
         folder=shlex.quote(str(folder.absolute())),
+        names=CHECKPOINT,
         command=" \\\n  ".join(map(shlex.quote, command)),
     )
 

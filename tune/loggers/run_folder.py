@@ -9,6 +9,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
+from tune.atomic import CHECKPOINT
 from tune.checkpointers import checkpoint_at
 from tune.distributed import World
 from tune.distributed.restarts import launcher_store
@@ -34,7 +35,7 @@ def resumption(path: Path, resume: str) -> str:
     if "://" in resume:
         raise TuneError(f"resume: {resume} is no folder. Continue a run from a URL by output_dir, or fetch it first")
     is_restart = any(os.environ.get(name, "0") != "0" for name in RESTARTS)
-    return "auto" if is_restart and any(path.glob("checkpoints/step-*")) else resume
+    return "auto" if is_restart and any(path.glob(f"checkpoints/{CHECKPOINT}")) else resume
 
 
 def refusal(path: Path, resume: str, mark: Path, adapts: bool) -> str:
@@ -59,7 +60,7 @@ def refusal(path: Path, resume: str, mark: Path, adapts: bool) -> str:
 def continued(path: Path, resume: str, intact: bool = True) -> Path | None:
     """The checkpoint from which a run in the folder `path` goes on, if any. Raises TuneError as `checkpoint_at`."""
     if resume in ("auto", "never"):
-        return max(path.glob("checkpoints/step-*"), default=None) if resume == "auto" else None
+        return max(path.glob(f"checkpoints/{CHECKPOINT}"), default=None) if resume == "auto" else None
     return checkpoint_at(Path(resume), intact)
 
 

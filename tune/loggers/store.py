@@ -19,7 +19,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 
-from tune.atomic import written_aside
+from tune.atomic import CHECKPOINT, written_aside
 from tune.checkpointers.checkpointer import STORED
 from tune.checkpointers.disk import DIGESTS, found_damage
 from tune.distributed import World
@@ -129,7 +129,7 @@ class Store:
 
     def _steps(self) -> list[str]:
         """The checkpoints on this disk, the newest first."""
-        return sorted((path.name for path in self.folder.glob("checkpoints/step-*")), reverse=True)
+        return sorted((path.name for path in self.folder.glob(f"checkpoints/{CHECKPOINT}")), reverse=True)
 
     def start(self, tell: Callable[[str], None]) -> None:
         """Upload in a thread from here on. All processes must call it."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from tune.atomic import written_aside
+from tune.atomic import CHECKPOINT, written_aside
 from tune.distributed import World
 
 WAITING = ("torch/distributed/", "tune/distributed/world.py")  # frames of a process that waits for others
@@ -66,7 +66,7 @@ class Watchdog:
         checkpoint, and the time now, which tells a living process in a long step from a dead one."""
         if self.rank == 0:
             run = self.folder.parent
-            saved = max((path.name for path in run.glob("checkpoints/step-*")), default=None)
+            saved = max((path.name for path in run.glob(f"checkpoints/{CHECKPOINT}")), default=None)
             beat = {"step": self.step, "began": self.began, "checkpoint": saved, "time": time.time()}
             with contextlib.suppress(OSError), written_aside(run / "heartbeat.json") as unfinished:
                 unfinished.write_text(json.dumps(beat) + "\n")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from tune.atomic import CHECKPOINT
 from tune.checkpointers import check, open_checkpoint
 from tune.distributed import DTYPES
 from tune.distributed.parallelize import allocate
@@ -75,7 +76,7 @@ def exported_folder(path: Path) -> Path:
     if run and run != path and any((run / name).is_dir() for name in ("model", "adapter")):
         raise TuneError(f"{path} is a checkpoint to continue from. `tune export {run} --step N` makes a model of one")
     if run:
-        steps = ", ".join(each.name for each in sorted(run.glob("checkpoints/step-*"))) or "no checkpoint either"
+        steps = ", ".join(each.name for each in sorted(run.glob(f"checkpoints/{CHECKPOINT}"))) or "no checkpoint either"
         raise TuneError(
             f"{path}: this run has exported nothing yet: it has neither model/ nor adapter/, but {steps}. Let it come "
             f"to its end (the command that began it, with output_dir={run}, continues after its last checkpoint), or "
