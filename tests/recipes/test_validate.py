@@ -28,10 +28,25 @@ def test_all_is_found_in_one_pass_sorted_by_place(inputs, told):
     inputs.change_json("config.json", hidden_size="64")
     (inputs.model / "tokenizer.json").write_text("{}")
     found = told(
-        "full_finetune", inputs.settings("epochs=0", "dataset.path=no/such.jsonl", "memory.activation_offload=true")
+        "full_finetune",
+        inputs.settings(
+            "epochs=0",
+            "seed=-1",
+            "logger.console_every=0",
+            "dataset.path=no/such.jsonl",
+            "memory.activation_offload=true",
+        ),
     )
     places = [line.partition(":")[0] for line in found.splitlines()]
-    assert places == ["dataset", "epochs", "memory.activation_offload", "model", "tokenizer"]
+    assert places == [
+        "dataset",
+        "epochs",
+        "logger.console_every",
+        "memory.activation_offload",
+        "model",
+        "seed",
+        "tokenizer",
+    ]
 
 
 def test_settings_that_are_wrong_have_no_effects_that_are_told_too(inputs, told):

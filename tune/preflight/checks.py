@@ -57,14 +57,15 @@ class Told:
     def __post_init__(self) -> None:
         self.value = Facts(self.cfg)
         for problem in self.settings:
-            self.add(problem)
+            self.add(problem, is_cause=True)
 
-    def add(self, text: str, place: str = "", level: Level = Level.ERROR) -> None:
-        """A message, which may begin with its place; an error is kept once. One about a setting that is wrong itself is
-        an effect of that."""
+    def add(self, text: str, place: str = "", level: Level = Level.ERROR, is_cause: bool = False) -> None:
+        """A message, which may begin with its place; an error is kept once, unless it `is_cause`: what two settings
+        themselves have. One about a setting that is wrong itself is an effect of that."""
         if match := PLACE.fullmatch(text):
             place, text = match.groups()
-        if any(each.message == text and (level is Level.ERROR or each.place == place) for each in self.findings):
+        is_once = level is Level.ERROR and not is_cause
+        if any(each.message == text and (is_once or each.place == place) for each in self.findings):
             return
         known = {each.place for each in self.findings if each.level is Level.ERROR}
         if level is Level.WARN or not any(f"{each}.".startswith(f"{place}.") for each in known if place):

@@ -67,7 +67,7 @@ RULES = [
     Rule("warm-up-of-the-whole-run", ERROR, "schedule.warmup", "PrimeIntellect-ai/prime-rl#968", "always",
          "{} steps of warm-up do not fit into max_steps. Lower it, or give a share below 1",
          "the learning rate would never be what optimizer.lr says",
-         lambda run: run.number("schedule.warmup") > run.number("max_steps", GREAT) * run.number("updates", 1)),
+         lambda run: run.number("schedule.warmup") > max(1, run.number("max_steps", GREAT) * run.number("updates", 1))),
     # In which numbers
     Rule("updates-lost-in-bf16", WARN, "master_dtype", "pytorch/ao#1124", "always",
          "{} has three digits, and steps of less than 2e-5 are mostly rounded away. Set master_dtype=fp32, or take "
