@@ -37,6 +37,7 @@ from tune import (
     quantization,
 )
 from tune.config import instantiate, instantiate_data
+from tune.errors import explained
 from tune.generation import Sampler, own_answers
 from tune.models import balance_loss
 from tune.preflight import layout_of
@@ -53,10 +54,13 @@ def load_teacher(cfg, world, *parts):
 
 def store_predictions(cfg, world, tokenizer, *parts):
     """The teacher's most probable tokens, as a column of the data. `tune prepare` calls this too."""
+    with explained("teacher.top_k"):
+        most_probable = losses.MostProbable(
+            cfg.teacher.top_k, cfg.loss.temperature, cfg.memory.loss_chunk_tokens, tokenizer.vocab_size
+        )
+    for part in filter(None, parts):
+        datasets.require_kept(part, "teacher")
     teacher, weights = load_teacher(cfg, world, *parts)
-    most_probable = losses.MostProbable(
-        cfg.teacher.top_k, cfg.loss.temperature, cfg.memory.loss_chunk_tokens, tokenizer.vocab_size
-    )
     for part in filter(None, parts):
         datasets.add_scores(
             part, "teacher", lambda batch: teacher(batch, most_probable), world,
@@ -83,6 +87,10 @@ def main(cfg):
     tokenizer = instantiate(cfg.tokenizer)
     checkpointers.open_checkpoint(cfg.teacher.path, setting="teacher.path")  # what is wrong with it is told now
     tokenizer.require_same_ids(Tokenizer(cfg.teacher.path), "teacher.path")
+    sampler = Sampler(max_new_tokens=cfg.on_policy.max_new_tokens, stop_ids=tokenizer.stop_ids, seed=cfg.seed)
+    if cfg.on_policy.share:
+        with explained("on_policy"):  # no prompt would have room for an answer
+            sampler.check(model, [[0]], ["of one token"])
     dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
     data = datasets.DataLoader(
@@ -110,7 +118,6 @@ def main(cfg):
     checkpointers.check(model)
 
     divergence = instantiate(cfg.loss, vocab_size=tokenizer.vocab_size)
-    sampler = Sampler(max_new_tokens=cfg.on_policy.max_new_tokens, stop_ids=tokenizer.stop_ids, seed=cfg.seed)
 
     def loss_fn(hidden, weight, batch, **softcap):
         """The divergence of the model's head from that of the teacher, which sees the same batch; a sum over tokens."""
@@ -188,7 +195,10 @@ def main(cfg):
                 with run.pause():
                     metrics |= evaluations.metrics(model)
                     run.append("samples.jsonl", evaluations.samples(model, step))
-            run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **metrics)
+            run.log(
+                step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised,
+                without_room=batch.num_without_room, **metrics,
+            )  # fmt: skip
             checkpointer.step(step, now=is_end, **metrics)
             if interrupted:
                 saved = checkpointer.wait()

@@ -116,7 +116,7 @@ def main(cfg):
         others = (values.sum() - values) / (len(group) - 1)
         baseline = others if cfg.baseline == "leave_one_out" else values.mean()
         pairs = zip(group, (values - baseline).tolist(), strict=True)
-        kept = [pair for pair in pairs if not (cfg.mask_truncated and pair[0].finish == "length")]
+        kept = [pair for pair in pairs if not (cfg.mask_truncated and pair[0].finish != "stop")]
         return [episode.sample(advantage) for episode, advantage in kept] if generation.is_live(group) else []
 
     def measure(batch):
@@ -163,10 +163,12 @@ def main(cfg):
                 interrupted=world.any(interrupt.requested),
                 tokens=world.sum(sum(batch.num_tokens for batch in micro_batches)),
                 supervised_tokens=world.sum(sum(batch.num_supervised for batch in micro_batches)),
+                without_room=world.sum(sum(each.finish == "room" for group in rollout for each in group)),
                 dead_groups=world.sum(sum(not generation.is_live(group) for group in rollout)),
                 **loggers.means(generation.statistics(rollout, rewards), world),
             )
             interrupted = metrics.pop("interrupted")
+            metrics["without_room"] = metrics["without_room"] if environment else float("nan")
             for _ in range(cfg.updates if metrics["supervised_tokens"] else 0):  # nothing to learn from dead groups
                 totals: dict[str, torch.Tensor] = {}
                 for index, micro_batch in enumerate(micro_batches, 1):

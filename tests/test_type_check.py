@@ -1,4 +1,5 @@
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,7 +39,10 @@ def test_a_range_is_its_formula(kind: Any, number: float) -> None:
         (["a", 1], list[str], False),
         ([1, 2], tuple[int, ...], True),
         ([1, 2], tuple[int, int, int], False),
-        ((1, 2), list, False),
+        ((1, 2), Collection[int], True),
+        (range(2), Collection[int], True),
+        ("ab", Collection[str], False),
+        ({"a": 1}, Collection[str], False),
         ({"a": 1}, dict[str, int], True),
         ({"a": "b"}, dict[str, int], False),
         (1, Literal[True], False),
@@ -59,7 +63,8 @@ def test_what_fits(value: Any, kind: Any, expected: bool) -> None:
         (None, list[int], "null is not a list (each an integer)."),
         (1, Literal["auto"], "1 is not auto."),
         ([1], tuple[int, str], "[1] is not a list of 2 (an integer, a string)."),
-        (1, tuple[int, ...], "1 is not a list (each an integer)."),
+        (1, tuple[int, ...], "1 is not a list (each an integer). Write it as one: [1]."),
+        ("ab", Collection[str], "'ab' is not a list (each a string). Write it as one: [ab]."),
         (1, dict[str, int], "1 is not a group of keys (each an integer)."),
         (True, str, "true is not a string. Quote it twice: '\"true\"'."),
     ],

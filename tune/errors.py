@@ -16,8 +16,8 @@ class TuneError(Exception):
 @contextmanager
 def explained(what: str, *kinds: type[Exception]) -> Iterator[None]:
     """Around what the user can get wrong: an error of these kinds (default: a TuneError) becomes a TuneError that says
-    `what` is wrong before the error's own words. `Exception` stands for whatever the code of others may raise: the
-    error's type is told too, and TuneErrors pass as they are."""
+    `what` is wrong before the error's own words. `Exception` stands for whatever others' code may raise: the error's
+    type is told too, and TuneErrors pass as they are."""
     kinds = kinds or (TuneError,)
     try:
         yield

@@ -13,8 +13,9 @@ from tune.errors import TuneError, explained
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'lr'?` for the known word nearest to `word`, or nothing if none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f" Did you mean '{near[0]}'?" if near else ""
+    spelt = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(word.lower(), spelt, n=1)
+    return f" Did you mean '{spelt[near[0]]}'?" if near else ""
 
 
 def absent(path: Path) -> str:
@@ -55,9 +56,8 @@ def _import(name: str, path: str, missing_in: ModuleType | None = None) -> Modul
     except ModuleNotFoundError as error:
         if error.name == name and missing_in:
             return None
-        hint = "Is it installed, or in the current folder?"
-        if error.name == "torchao":
-            hint = "It comes with: pip install 'tune-recipes[torchao]'"
+        torchao = "It comes with: pip install 'tune-recipes[torchao]'"
+        hint = torchao if error.name == "torchao" else "Is it installed, or in the current folder?"
         place = "" if error.name == name else f"{path}: "
         raise TuneError(f"{place}there is no module '{error.name}'. {hint}") from error
     except SyntaxError as error:

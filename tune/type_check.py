@@ -1,7 +1,7 @@
 """Whether a value from YAML fits a type, and what to tell the user if it does not."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -10,7 +10,7 @@ from tune.types import Range
 
 SCALARS: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 SCALARS |= {Path: "a path", NoneType: "null"}
-LISTS = (list, tuple, Sequence, Iterable)
+LISTS = (list, tuple, Sequence, Iterable, Collection)
 GROUPS = (dict, Mapping)
 
 
@@ -18,8 +18,9 @@ def mismatch(value: Any, kind: Any) -> str:
     """What is wrong with `value` as a `kind`, as a sentence; empty if nothing is."""
     if fits(value, kind):
         return ""
-    is_text = isinstance(value, bool | int | float) and fits(show(value), kind)
-    return f"{show(value)} is not {describe(kind)}." + f" Quote it twice: '\"{show(value)}\"'." * is_text
+    is_text = isinstance(value, int | float) and fits(show(value), kind)
+    one = f" Write it as one: [{as_given(value)}]." * (isinstance(value, str | int | float) and fits([value], kind))
+    return f"{show(value)} is not {describe(kind)}." + (f" Quote it twice: '\"{show(value)}\"'." if is_text else one)
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -29,14 +30,14 @@ def fits(value: Any, kind: Any) -> bool:
         kinds = _expressible(arguments)
         return kinds in ([], [NoneType]) or any(fits(value, each) for each in kinds)
     if origin is Annotated:
-        ranges = [each for each in arguments[1:] if isinstance(each, Range)]
-        return fits(value, arguments[0]) and all(each.has(value) for each in ranges)
+        return fits(value, arguments[0]) and all(each.has(value) for each in arguments[1:] if isinstance(each, Range))
     if origin is Literal:
         return any(type(value) is type(each) and value == each for each in arguments)
     if origin is tuple and arguments and arguments[-1] is not Ellipsis:
         return isinstance(value, list) and len(value) == len(arguments) and all(map(fits, value, arguments))
     if origin in LISTS:
-        return isinstance(value, list) and all(fits(each, kind) for kind in arguments[:1] for each in value)
+        is_list = isinstance(value, Collection) and not isinstance(value, str | Mapping)  # in Python also a set
+        return is_list and all(fits(each, kind) for kind in arguments[:1] for each in value)
     if origin in GROUPS:
         return isinstance(value, dict) and all(fits(each, kind) for kind in arguments[1:] for each in value.values())
     if kind in (int, float):

@@ -224,9 +224,9 @@ def test_the_adapter_of_a_run_is_merged_or_a_file_of_its_own(
 
 
 def test_a_checkpoint_of_a_reward_model_with_adapters(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Its head is trained in full, which the settings of the adapter do not say."""
+    """Its head is trained in full, which the settings of the adapter do not say. Merged, it is shipped as it is."""
     pairs = tmp_path / "pairs.jsonl"
     rows = ({"instruction": f"Say {n}", "chosen": f"{n}", "rejected": "No."} for n in range(12))
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -239,6 +239,18 @@ def test_a_checkpoint_of_a_reward_model_with_adapters(
     merged, stored = load_file(end / "model.safetensors"), load_file(last / "model.safetensors")
     assert "score.weight" in stored and stored.keys() == merged.keys()
     assert all(torch.equal(stored[name], merged[name]) for name in stored)
+    assert f"vllm serve {end} --runner pooling\n" in capsys.readouterr().out
+    again = export(end, tmp_path / "again", "--to", "hf")
+    assert (again / "model.safetensors").read_bytes() == (end / "model.safetensors").read_bytes()
+    for name, source in {"of_adapter": run, "of_model": end}.items():
+        main(["quantize", str(source), "--to", "int8", "--out", str(tmp_path / name)])
+        assert f"vllm serve {tmp_path / name} --runner pooling\n" in capsys.readouterr().out
+    of_adapter, of_model = (load_file(tmp_path / name / "model.safetensors") for name in ("of_adapter", "of_model"))
+    assert all(torch.equal(of_adapter[name], of_model[name]) for name in {*of_adapter, *of_model})
+    for source in (run, end):
+        with pytest.raises(SystemExit):
+            main(["export", str(source), "--to", "gguf", "--out", str(tmp_path / "gguf")])
+        assert "a head that scores" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("error:torch.distributed is disabled")

@@ -90,9 +90,9 @@ def test_samples_and_their_records(checkpoint, files, tmp_path, capsys):
 def test_records_have_all_that_was_asked(checkpoint, tmp_path, capsys):
     row = {"instruction": "the cat", "input": "on a mat", "system": "be brief"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    out = tmp_path / "out.jsonl"
+    out = tmp_path / "new" / "out.jsonl"
     run(capsys, checkpoint, "--prompts", tmp_path / "rows.jsonl", "--max-new-tokens", 2, "--out", out)
-    record = json.loads((tmp_path / "out.jsonl").read_text())
+    record = json.loads(out.read_text())
     assert {name: record[name] for name in row} == row
 
 
@@ -196,9 +196,10 @@ WRONG = {
     "a prompt that is too long": (["MODEL", "--prompts", "long.txt"], "prompt of long.txt:2 has"),
     "nothing to go on from": (["MODEL", "--prompt", "", "--raw"], "prompt of --prompt is empty"),
     "over the prompts": (["MODEL", "--prompts", "chats.jsonl", "--out", "chats.jsonl"], "which would be lost"),
-    "where to write": (["MODEL", "--prompt", "a", "--out", "none/out.jsonl"], "--out none/out.jsonl cannot be written"),
+    "where to write": (["MODEL", "--prompt", "a", "--out", "notes.md/a.jsonl"], "notes.md/a.jsonl cannot be written"),
+    "where to write is a folder": (["MODEL", "--prompt", "a", "--out", "RUN"], "--out RUN cannot be written: it is a"),
     "what is not written": (["MODEL", "--prompt", "a", "--out", "a.csv"], "answers are written as .jsonl or .parquet"),
-    "where to write Parquet": (["MODEL", "--prompt", "a", "--out", "none/a.parquet"], "none/a.parquet cannot be"),
+    "where to write Parquet": (["MODEL", "--prompt", "a", "--out", "notes.md/a.parquet"], "notes.md/a.parquet cannot"),
     "mixed": (["MODEL", "--prompts", "mixed.jsonl", "--max-new-tokens", "2", "--out", "a.parquet"], "no common type"),
     "launcher": (["MODEL", "--prompt", "a", "--launcher", "slurm"], "invalid choice: 'slurm'"),
     "without a launcher": (["MODEL", "--prompt", "a", "--nproc-per-node", "2"], "unrecognized arguments: --nproc"),
@@ -238,6 +239,7 @@ def test_wrong_inputs(name, checkpoint, tmp_path, monkeypatch, capsys):
         main(["generate", *(str(checkpoint) if each == "MODEL" else each for each in arguments)])
     shown = capsys.readouterr()
     assert ended.value.code == 2 and message in shown.err and not shown.out
+    assert "to write" not in name or "the most likely token" not in shown.err  # before the model is loaded
     assert "dataset." not in shown.err and "sampling" not in shown.err  # settings of recipes
 
 

@@ -99,6 +99,7 @@ def test_a_value_that_comes_from_another_setting_is_checked_too() -> None:
     ("component", "finding"),
     [
         ("torch.optim.AdanW", "torch.optim has no 'AdanW'. Did you mean 'AdamW'?"),
+        ("torch.optim.adagrad_", "torch.optim has no 'adagrad_'. Did you mean 'Adagrad'?"),
         ("torch.optm.AdamW", "torch has no 'optm'. Did you mean 'optim'?"),
         ("torhc.optim.AdamW", "there is no module 'torhc'. Is it installed, or in the current folder?"),
         ("AdamW", "'AdamW' is not the dotted path of a function or class. Name its module too: my_module.AdamW"),
@@ -120,7 +121,7 @@ def test_what_brings_an_optimizer_that_is_not_installed(monkeypatch: pytest.Monk
 def test_settings_of_a_default_without_declared_types_keep_the_type_of_their_default(folder: Path) -> None:
     assert findings("name=run", "threshold=high", "tags=a") == [
         "threshold: 'high' is not a number.",
-        "tags: 'a' is not a list.",
+        "tags: 'a' is not a list. Write it as one: [a].",
     ]
     assert load("default.yaml", ["name=run", "threshold=1", "note=[1]"]).note == [1]
 

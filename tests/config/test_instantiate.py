@@ -85,6 +85,10 @@ def test_what_a_component_finds_wrong_is_said_with_its_place() -> None:
     cfg = OmegaConf.create({"part": {"_component_": "tune.config.find_config", "name": "zzz"}})
     with pytest.raises(TuneError, match=r"^part: .*zzz"):
         instantiate(cfg.part)
+    for key in ("value", "reference"):  # what is wrong with an argument: its own key, whatever the model is for
+        cfg = OmegaConf.create({key: {"_component_": "tune.models.build", "path": "zzz"}})
+        with pytest.raises(TuneError, match=f"^{key}.path: zzz does not exist"):
+            instantiate(cfg[key])
 
 
 def test_null_is_no_function():

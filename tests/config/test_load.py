@@ -62,6 +62,26 @@ def test_an_argument_that_is_none(folder: Path, argument: str, message: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["reward=my.Judge", "reward.path=x"],
+            "reward: is given as 'my.Judge' and by its keys (path). Give one",
+        ),
+        (["reward.path=x", "reward=my.Judge"], "or reward._component_ beside its keys."),
+        (["reward=[a.b]", "reward.weight=2"], "reward: is given as ['a.b'] and by its keys (weight)"),
+        (["loss=tune.losses.IPO", "loss.beta=1"], "loss: is given as 'tune.losses.IPO' and by its keys (beta)"),
+    ],
+)
+def test_a_value_and_keys_of_one_setting(arguments: list[str], message: str) -> None:
+    """None of them replaces the others silently."""
+    for order in (arguments, [*arguments, "seed=3"]):
+        assert message in failure("model.path=m", "dataset.path=d", *order, default="grpo")
+    together = ["reward._component_=my.Judge", "reward.path=x", "adapter=null", "adapter.rank=4"]
+    assert load("grpo", ["model.path=m", "dataset.path=d", *together]).reward.path == "x"
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("a: 1\nb: [1\n", "mine.yaml:3: this is not YAML: "),

@@ -38,6 +38,7 @@ def main(folder):
         tokens = tokenizer.encode(("dog", "cat")[world.rank] + "<|im_end|>")  # as two engines may
         return [[Completion(tokens, [-0.5] * len(tokens), "stop")] * samples for _ in prompts]
 
+    sampler.room = lambda model: 999
     text = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)
     prompts = [Prompt(0, tokenizer.encode(text), {}, QUESTION, position=0)]
     for reward, environment in ((by_chance, None), (by_chance, Dice), (fails_differently, None)):

@@ -76,6 +76,15 @@ def test_a_share_of_documents_whatever_the_micro_batches(model):
     assert documents(answered(model, [[[row] for row in rows]], share=0.3, seed=1)) != documents(whole)
 
 
+def test_a_prompt_without_room_keeps_its_answer(model, monkeypatch):
+    rows = [conversation(0), Sample(np.arange(20, 40), np.where(np.arange(20) < 15, -100, 30), 1)]
+    monkeypatch.setattr(Sampler, "room", lambda self, model: 9)  # tokens, as many as the first prompt has
+    batch = answered(model, [[rows]])
+    assert batch.num_without_room == 1 and answered(model, [[rows]], share=0.0).num_without_room == 0
+    assert documents(batch)[1] == [rows[1].tokens.tolist(), rows[1].labels.tolist()]
+    assert documents(batch)[0][0] != rows[0].tokens.tolist()
+
+
 def test_ids_of_the_padding_end_an_answer(model):
     """Nothing of them reaches the teacher, whose table may be shorter."""
     rows = [[[conversation(index)] for index in range(8)]]

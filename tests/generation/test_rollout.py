@@ -1,6 +1,7 @@
 """Rollouts with a sampler that gives what a test wants: an environment of several turns, and what is learned."""
 
 import ast
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from helpers import run_processes
 from tune import distributed
 from tune.datasets import Prompt, PromptLoader, Prompts
 from tune.errors import TuneError
-from tune.generation import Completion, Reward, micro_batches, rollout
+from tune.generation import Completion, Reward, micro_batches, rollout, statistics
 from tune.tokenizers import Tokenizer
 
 QUESTION = [{"role": "user", "content": "the cat"}]
@@ -36,7 +37,10 @@ class Scripted:
     """A sampler whose completions are given, one a turn."""
 
     def __init__(self, *completions):
-        self.completions, self.prompts, self.keys = list(completions), [], []
+        self.completions, self.prompts, self.keys, self.longest = list(completions), [], [], math.inf
+
+    def room(self, model):
+        return self.longest
 
     def __call__(self, model, prompts, *, samples=1, step=0, indices=None):
         if not prompts:
@@ -110,13 +114,20 @@ def test_a_turn_that_ends_with_a_stop_string_gets_the_end_of_the_template(tokeni
     assert tokenizer.decode(episode.tokens).startswith("dog><|im_end|>\n<|im_start|>user\nnot dog><|im_end|>\n")
 
 
-@pytest.mark.parametrize(("finish", "turns", "asked"), [("length", 8, 1), ("stop", 2, 2), ("stop", 1, 1)])
-def test_ends(finish, turns, asked, tokenizer, world, prompt):
-    """A completion that is cut, or the last turn, ends an episode with a sampled token."""
+@pytest.mark.parametrize(
+    ("finish", "turns", "asked", "room"),
+    [("length", 8, 1, 0), ("stop", 2, 2, 99), ("stop", 1, 1, 0), ("stop", 8, 1, -1), ("stop", 8, 2, 0)],
+)
+def test_ends(finish, turns, asked, room, tokenizer, world, prompt):
+    """A completion that is cut, the last turn, or want of room for another, ends an episode with a sampled token."""
     tokens = tokenizer.encode("dog") + tokenizer.encode("<|im_end|>")
     sampler = Scripted(*[(tokens, finish)] * 3)
+    answer = len(tokenizer.encode("\n<|im_start|>user\nnot dog<|im_end|>\n<|im_start|>assistant\n"))
+    sampler.longest = len(prompt.tokens) + len(tokens) + answer + room
     (episode,) = converse(tokenizer, world, prompt, sampler, max_turns=turns)
     assert len(sampler.prompts) == asked and episode.log_probs[-1] is not None
+    assert episode.finish == ("room" if turns == 8 and finish == "stop" else finish)
+    assert statistics([[episode]], [])["truncated_share"][0] == (episode.finish != "stop")
 
 
 class Fails(Guess):

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import save_checkpoint
+from recipes.test_rewards import reward_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from tune.checkpointers import load_model
 from tune.cli import main
+from tune.collators import Batch
+from tune.losses import score
 from tune.quantization import nf4
 from tune.quantization.compressed import dequantize, quantize
 from tune.tokenizers import Tokenizer
@@ -51,6 +54,17 @@ def test_transformers_loads_them(kind: str, family: str, tmp_path: Path) -> None
     assert (expected - before).abs().max() > 1e-3
     assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert Tokenizer(str(tmp_path / "out")).vocabulary == Tokenizer(str(folder)).vocabulary
+
+
+def test_the_head_of_a_reward_model_is_not_quantised(tmp_path: Path) -> None:
+    reward_model(tmp_path / "model")
+    main(["quantize", str(tmp_path / "model"), "--to", "int8", "--out", str(tmp_path / "out")])
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    plain, tokens = load_model(str(tmp_path / "model"), head="score"), torch.arange(40)[None] + 3
+    before = score(plain, Batch.of(tokens))
+    expected, found = score(rounded(plain, "int8", None), Batch.of(tokens)), theirs.eval()(tokens).logits[:, 0]
+    assert (expected - before).abs().max() > 1e-4
+    assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nf4"])

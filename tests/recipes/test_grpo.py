@@ -228,6 +228,17 @@ def test_what_the_methods_did(alone):
     assert sum(dead) < len(prompts)
 
 
+def test_a_conversation_that_outgrows_the_model_ends_there_and_is_counted(run, tmp_path):
+    short = save_checkpoint(tmp_path / "short", max_position_embeddings=64)
+    environment = [f"model.path={short}", *METHODS["environment"], "group_size=4", "mask_truncated=true"]
+    steps = run(*environment)
+    for step in steps:
+        of_step = [each for each in rows(tmp_path / "run") if each["step"] == step["step"]]
+        assert step["without_room"] == sum(each["finish"] == "room" for each in of_step)
+        assert step["truncated_share"] == sum(each["finish"] != "stop" for each in of_step) / 16
+    assert sum(step["without_room"] for step in steps) > 0
+
+
 def test_what_a_run_will_do_is_told(run, tmp_path):
     """Also where the epochs end before max_steps."""
     run("max_steps=9")
@@ -316,7 +327,7 @@ HERE = "recipes.test_grpo"
 WRONG = {
     "no module": (["reward=my_rewardz.is_right"], "there is no module 'my_rewardz'"),
     "no function": ([f"reward={HERE}.share_of_b"], "has no 'share_of_b'. Did you mean 'share_of_a'?"),
-    "no component": (["reward={weight: 2}"], "has it the key _component_"),
+    "no component": (["reward={weight: 2}"], "or reward._component_ beside its keys"),
     "twice": (
         [f"reward=[{HERE}.share_of_a, {HERE}.share_of_a]"],
         "reward: there are two functions of the name share_of",
@@ -342,7 +353,7 @@ WRONG = {
         "there is nothing to validate on. Give validation_dataset.path, or",
     ),
     "columns": (["dataset.columns={instruction: question}"], "requests.jsonl:1"),
-    "no environment": (["environment=recipes.test_grpo.Gues"], "has no 'Gues'. Did you mean 'Guess'?"),
+    "no environment": ([f"environment={HERE}.Gues"], f"environment: {HERE} has no 'Gues'. Did you mean 'Guess'?"),
     "positions": (["sampling.max_new_tokens=600"], "together more than the 512"),
 }
 

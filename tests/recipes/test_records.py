@@ -64,7 +64,9 @@ def test_a_run_that_is_given_as_the_model(made, inputs, run_recipe, capfd):
     assert run_recipe(inputs.settings(f"output_dir={inputs.folder / 'new'}", f"model.path={run}")) == 2
     message = capfd.readouterr().err
     assert f"{run} is the folder of a run" in message and f"with output_dir={run}" in message
-    assert ({"model": f"model.path={run}/model.", "adapter": f"adapter.path={run}/adapter"}.get(made) or "") in message
+    assert (
+        {"model": f"what it made: {run}/model.", "adapter": f"adapter.path={run}/adapter"}.get(made) or ""
+    ) in message
 
 
 def test_an_adapter_that_is_given_as_the_model(inputs, run_recipe, capfd):

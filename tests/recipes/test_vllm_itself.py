@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,10 +12,13 @@ import grpo
 import pytest
 from helpers import make_adapter, run_processes, save_checkpoint
 from recipes.test_grpo import requests, settings_of  # noqa: F401
+from recipes.test_rewards import reward_model
 
-from tune import peft
+from tune import cli, peft
 from tune.checkpointers import load_model
+from tune.collators import Batch
 from tune.generation import VLLM, Sampler, vllm_engine
+from tune.losses import score
 from tune.tokenizers import Tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
@@ -79,22 +83,55 @@ def test_greedy_ids_of_the_weights_of_the_moment(family, tmp_path):
     assert ended and all(each.tokens.index(1) == len(each.tokens) - 1 and each.finish == "stop" for each in ended)
 
 
-def test_an_adapter_is_loaded_on_its_base(tmp_path):
-    from vllm import LLM, SamplingParams
+@contextmanager
+def serving(folder, **settings):
+    from vllm import LLM
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    engine = LLM(str(folder), dtype="float32", max_num_seqs=8, max_model_len=64, enforce_eager=True, **settings)
+    yield engine
+    engine.llm_engine.engine_core.shutdown()
+
+
+ASKED = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("method", ["an adapter on its base", "an export"])
+def test_what_was_trained_is_served(method, run_recipe, chats, tmp_path):
+    from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    base = save_checkpoint(tmp_path / "base", "LlamaConfig", tie_word_embeddings=True, **HEADS)
-    adapter = make_adapter(base, tmp_path / "adapter", seed=1)
-    expected = Sampler(max_new_tokens=12, temperature=0)(peft.open_model(adapter)[0], PROMPTS)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    settings = {"enable_lora": True, "max_lora_rank": 8, "max_model_len": 64, "enforce_eager": True}
-    engine = LLM(str(base), dtype="float32", max_num_seqs=8, **settings)
-    asked = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    folder = save_checkpoint(tmp_path / "base", "LlamaConfig", tie_word_embeddings=True, **HEADS)
+    settings = {}
+    if method == "an export":
+        given = [f"model.path={folder}", f"dataset.path={chats}", "max_seq_len=128", "device=cpu", "dtype=fp32"]
+        given += ["optimizer.lr=1e-2", "schedule.warmup=0", "max_steps=3", f"output_dir={tmp_path / 'run'}"]
+        assert run_recipe(given) == 0
+        trained, folder = tmp_path / "run", tmp_path / "served"
+        cli.main(["export", str(trained), "--to", "hf", "--out", str(folder)])
+    else:
+        trained = make_adapter(folder, tmp_path / "adapter", seed=1)
+        settings = {"enable_lora": True, "max_lora_rank": 8}
+    expected = Sampler(max_new_tokens=12, temperature=0)(peft.open_model(trained)[0], PROMPTS)
     told = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    found = engine.generate(asked, told, use_tqdm=False, lora_request=LoRARequest("ours", 1, str(adapter)))
+    with serving(folder, **settings) as engine:
+        lora = LoRARequest("ours", 1, str(trained)) if settings else None
+        found = engine.generate(ASKED, told, use_tqdm=False, lora_request=lora)
     for (ours,), theirs in zip(expected, found, strict=True):
         assert [*theirs.outputs[0].token_ids] == ours.tokens
-    engine.llm_engine.engine_core.shutdown()
+
+
+def test_a_reward_model_is_served(tmp_path):
+    """By the command that `tune export` prints: its scores are those of `/classify`, with no activation."""
+    from vllm import PoolingParams
+
+    reward_model(tmp_path / "model", **HEADS)
+    cli.main(["export", str(tmp_path / "model"), "--to", "hf", "--out", str(tmp_path / "served")])
+    model = load_model(str(tmp_path / "model"), head="score")
+    expected = [score(model, Batch.of([prompt])).item() for prompt in PROMPTS]
+    with serving(tmp_path / "served", runner="pooling") as engine:
+        found = engine.classify(ASKED, pooling_params=PoolingParams(use_activation=False), use_tqdm=False)
+    assert [each.outputs.probs[0] for each in found] == pytest.approx(expected, abs=1e-4)
 
 
 def test_two_processes_have_an_engine_each(tmp_path):

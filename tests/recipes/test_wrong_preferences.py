@@ -58,6 +58,7 @@ def write(tmp_path):
         ),
         (["loss.beta=-1"], "loss.beta: -1 is not a positive number"),
         (["loss._component_=tune.losses.DPOO"], "tune.losses has no 'DPOO'. Did you mean 'DPO'?"),
+        (["loss._component_=tune.losses.Dpo"], "loss._component_: tune.losses has no 'Dpo'. Did you mean 'DPO'?"),
         (["loss.beta=0"], "loss.beta: 0 is not a positive number"),
         (["loss.label_smoothing=1"], "loss.label_smoothing: 1 is not a number from 0 to below 1"),
         (["loss.gamma=1"], "loss.gamma: DPO has no argument 'gamma'"),

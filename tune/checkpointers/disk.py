@@ -59,7 +59,7 @@ def disk_tensors(folder: Path) -> dict[str, DiskTensor]:
             return _disjoint(files)
     others = sorted(child.name for child in folder.glob("*") if child.suffix in (".pt", ".pth", ".gguf"))
     hint = f"; found {', '.join(others)}: see `tune convert --help`" if others else ""
-    raise TuneError(f"model.path: no *.safetensors or pytorch_model*.bin in {folder}{hint}; or set from_scratch=true")
+    raise TuneError(f"no *.safetensors or pytorch_model*.bin in {folder}{hint}; or set from_scratch=true")
 
 
 def shape_differences(found: Mapping[str, list[int]], wanted: Mapping[str, list[int]], source: str) -> str:
@@ -119,13 +119,13 @@ def _indexed(index: Path) -> dict[str, DiskTensor]:
         raise TuneError(f"{index} is not a valid index of tensors: it has no weight_map from names to files")
     names = sorted(set(weight_map.values()))
     if missing := [file for file in names if not (folder / file).is_file()]:
-        raise TuneError(f"model.path: {index} names files that are not there: {', '.join(missing)}. Download them")
+        raise TuneError(f"{index} names files that are not there: {', '.join(missing)}. Download them")
     found = _disjoint([folder / file for file in names])
     places = {name: tensor.file.name for name, tensor in found.items()}
     if wrong := sorted({name for name, _ in places.items() ^ weight_map.items()}):
         listing = "\n  ".join(f"{name}: {places.get(name)}, {weight_map.get(name)}" for name in wrong[:12])
         raise TuneError(
-            f"model.path: {index} and its files are of different checkpoints. The file that has a tensor, and what the "
+            f"{index} and its files are of different checkpoints. The file that has a tensor, and what the "
             f"index says:\n  {listing}\nDownload them again, or remove the index to load all tensors in the files"
         )
     return found
@@ -136,7 +136,7 @@ def _disjoint(files: list[Path]) -> dict[str, DiskTensor]:
     for file in files:
         for tensor in headers(file):
             if tensor.name in tensors:
-                raise TuneError(f"model.path: {tensor.name} is in {file} and {tensors[tensor.name].file}: remove one")
+                raise TuneError(f"{tensor.name} is in {file} and {tensors[tensor.name].file}: remove one")
             tensors[tensor.name] = tensor
     return tensors
 
@@ -148,7 +148,7 @@ def _require_all_shards(files: list[Path]) -> None:
             start, end, count = match.groups()
             shards = [f"{start}{number:0{len(count)}d}{end}" for number in range(1, int(count) + 1)]
             if missing := [shard for shard in shards if not (file.parent / shard).exists()]:
-                raise TuneError(f"model.path: {file.parent} has no {', '.join(missing)}. Download them again")
+                raise TuneError(f"{file.parent} has no {', '.join(missing)}. Download them again")
 
 
 def headers(file: Path) -> Iterator[DiskTensor]:
@@ -172,17 +172,17 @@ def load_torch_file(file: Path) -> dict[str, Tensor]:
         content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise TuneError(
-            f"model.path: {file} holds more than tensors, and opening it could run code of whoever made it: it is not "
+            f"{file} holds more than tensors, and opening it could run code of whoever made it: it is not "
             "read. Take the checkpoint's safetensors, or, if you trust its maker, load it and save its state dict alone"
         ) from error
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         raise TuneError(
-            f"model.path: {file} is damaged ({error}): download it again. Or it is in the format of torch before 1.6: "
+            f"{file} is damaged ({error}): download it again. Or it is in the format of torch before 1.6: "
             f"convert it by torch.save(torch.load('{file.name}', weights_only=True), '{file.name}')"
         ) from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         kinds = {key: type(value).__name__ for key, value in content.items()} if isinstance(content, dict) else content
-        raise TuneError(f"model.path: {file} must hold tensors by name; found {str(kinds)[:200]}")
+        raise TuneError(f"{file} must hold tensors by name; found {str(kinds)[:200]}")
     return content
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tune.checkpointers.disk import DiskTensor, disk_tensors, sampled_digest, shape_differences
 from tune.distributed import World, check_plan, from_its_stage, full_tensor, local_shard, parallelize
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.models import Decoder, HuggingFaceModel, build, hf
 from tune.models.config_file import ConfigFile
 from tune.models.families import supported
@@ -32,7 +32,9 @@ class Pretrained:
     """
 
     def __init__(self, path: str, model: nn.Module, seed: int = 0, setting: str = "model.path"):
-        self.path, self.model, self.seed, self.tensors = path, model, seed, disk_tensors(Path(path))
+        self.path, self.model, self.seed = path, model, seed
+        with explained(setting):
+            self.tensors = disk_tensors(Path(path))
         model.source = path  # type: ignore[assignment]  # what is put on it asks for its config.json
         names = Names.of(model)
         self.names = names.in_checkpoint(self.tensors)
@@ -211,8 +213,8 @@ def open_checkpoint(
     """The model of a folder, ours or else transformers', on the meta device, and its weights. Raises TuneError, which
     blames `setting`, as `Pretrained` does, and if a model of texts is asked for and this one has scores."""
     file = ConfigFile(Path(path), setting)
-    if head == "tokens" and "SequenceClassification" in str(file.get("architectures")):
-        raise TuneError(f"{setting}: {path} is a reward model: it scores texts and writes none")
+    if head == "tokens":
+        file.require_texts()
     with torch.device("meta"):
         model = build(str(path), head=head) if file.get("model_type") in supported() else hf(str(path))
     return model, Pretrained(str(path), model, setting=setting)
@@ -249,10 +251,7 @@ def load_frozen(
 
 
 def load_model(
-    path: str,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    head: Literal["tokens", "score"] = "tokens",
+    path: str, device: str = "cpu", dtype: torch.dtype = torch.float32, head: Literal["tokens", "score"] = "tokens"
 ) -> Decoder:
     """The model of a checkpoint folder on one device, for use outside a recipe; with the head `score` a reward model
     (see `tune.losses.score`). Raises TuneError if that has no scores."""

@@ -21,7 +21,7 @@ from tune.distributed import DTYPES, World
 from tune.errors import TuneError
 from tune.models import build
 from tune.models.build import as_reward_model
-from tune.models.config_file import read_json
+from tune.models.config_file import ConfigFile, read_json
 from tune.models.names import Names
 from tune.quantization import Compressor
 from tune.secrets import without_secrets
@@ -200,7 +200,7 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
     if there := [token for token, index in zip(tokens, ids, strict=True) if index < known]:
         raise TuneError(f"{source} has {', '.join(map(repr, there))} in its vocabulary already; leave it out")
     with torch.device("meta"):
-        model = build(str(source))
+        model = build(str(source), head="score" if ConfigFile(source).scores else "tokens")
     names = model.names
     tensors, rows = disk_tensors(source), max(model.config.vocab_size, tokenizer.vocab_size)
     ours = {"embedding.weight", "head.weight"}

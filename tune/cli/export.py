@@ -47,7 +47,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             path, title = str(found.base), found.title
         if options.to == "hf":
             write(model, tokenizer, out, path, f"{title}, written by `tune export`.", base=base)
-            commands = [f"vllm serve {out}"]
+            commands = [served_by(model, out)]
         elif options.to == "gguf-lora":
             peft.export_gguf_lora(model, out, str(ConfigFile(Path(path)).get("model_type")))
             commands = [f"llama-cli -m BASE.gguf --lora {out}"]
@@ -60,6 +60,11 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             name = out.stem.lower()
             commands = [f"llama-cli -m {out}", f"ollama create {name} -f {recipe} && ollama run {name}"]
     print("to use it:", *commands, sep="\n  ")
+
+
+def served_by(model: Any, out: Path) -> str:
+    """The command that serves the folder; of a reward model `/classify` then, with `"use_activation": false`."""
+    return f"vllm serve {out}" + " --runner pooling" * getattr(model.config, "scores", False)
 
 
 def write(model: Any, tokenizer: Any, out: Path, path: str, what: str, **others: Any) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tune.cli.run import parted, positive
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.launchers import ray
 
 MAX_NEW_TOKENS = 512
@@ -69,9 +69,13 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
     if options.out and options.out.suffix in (".csv", ".tsv", ".arrow"):
         parser.error(f"--out {options.out}: answers are written as .jsonl or .parquet, not as {options.out.suffix}")
-    is_given = options.prompt is not None
-    rows = [("--prompt", {"prompt": options.prompt})] if is_given else placed_rows(options.prompts, "--prompts")
-    generate(options, rows, actors)
+    if options.out:
+        with explained(f"--out {options.out} cannot be written", OSError):  # before the model is loaded
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            if options.out.is_dir():
+                raise IsADirectoryError("it is a folder")
+    given = [("--prompt", {"prompt": options.prompt})]
+    generate(options, placed_rows(options.prompts, "--prompts") if options.prompt is None else given, actors)
 
 
 def opened(options: Namespace, device: Any, tell: Any) -> tuple[Any, Any, dict[str, Any]]:
@@ -196,7 +200,8 @@ def records_file(path: Path, rows: list[tuple[str, Any]]) -> Iterator[Callable[[
     from pyarrow import parquet
 
     file: Any
-    try:
+    mixed = explained(f"--out {path}: write a .jsonl, as what is asked has no common type", pyarrow.ArrowException)
+    with mixed, explained(f"--out {path} cannot be written", OSError):
         if path.suffix == ".parquet":
             given = {name: [row.get(name) or None for _, row in rows] for name in ASKED}
             asked = {name: pyarrow.array(values).type for name, values in given.items() if any(values)}
@@ -205,10 +210,6 @@ def records_file(path: Path, rows: list[tuple[str, Any]]) -> Iterator[Callable[[
             file = parquet.ParquetWriter(path, schema)
         else:
             file = path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise TuneError(f"--out {path} cannot be written: {error.strerror or error}") from error
-    except pyarrow.ArrowException as error:
-        raise TuneError(f"--out {path}: what is asked has no common type ({error}). Write a .jsonl") from error
     with file:
         if path.suffix == ".parquet":
             yield lambda records: file.write_table(pyarrow.Table.from_pylist(records, schema))

@@ -29,10 +29,7 @@ BOUNDS = {
         "matrix products",
         "nothing need be; more devices make it faster, and so does memory.activation_checkpointing=none, if it is not",
     ),
-    "memory": (
-        "memory bandwidth and small operations",
-        "compile=true, a larger micro_batch_size or packed=true",
-    ),
+    "memory": ("memory bandwidth and small operations", "compile=true, a larger micro_batch_size or packed=true"),
     "tensor": ("collectives within blocks", "a smaller parallel.tp, cp or ep"),
     "pipeline": ("stages that wait for others", "a larger global_batch_size, or a smaller parallel.pp"),
     "sharding": (
@@ -41,10 +38,7 @@ BOUNDS = {
         "parallel.reduce_every_micro_batch=false",
     ),
     "optimizer": ("the optimizer's update", "a larger global_batch_size"),
-    "offload": (
-        "transfers to the host",
-        "memory.activation_offload=false, memory.cpu_offload=false, or more devices",
-    ),
+    "offload": ("transfers to the host", "memory.activation_offload=false, memory.cpu_offload=false, or more devices"),
 }
 
 

@@ -7,6 +7,7 @@ import io
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -19,7 +20,7 @@ from tune.config import instantiate, instantiate_data
 from tune.datasets.display import MARKS, Document, first_rows, histogram, marked, parts_of
 from tune.datasets.stream import Stream
 from tune.datasets.warnings import warnings_about
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.lookup import did_you_mean
 
 STYLES = {True: ("black on pale_green1", "black on pale_green3"), False: ("grey62", "grey50")}
@@ -84,10 +85,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         else:
             print(line.plain)
     if options.html is not None:
-        try:
+        with explained(f"--html {options.html} cannot be written", OSError):
+            Path(options.html).parent.mkdir(parents=True, exist_ok=True)
             console.save_html(options.html, code_format=HTML, inline_styles=True)
-        except OSError as error:
-            raise TuneError(f"--html {options.html} cannot be written: {error.strerror}") from error
         print(f"{options.html} is written; warnings: {len(warnings)}")
 
 

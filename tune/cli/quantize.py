@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from tune.cli.convert import new_folder
-from tune.cli.export import write
+from tune.cli.export import served_by, write
 from tune.errors import TuneError
 
 
@@ -29,5 +29,5 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         columns = {str(base.names[f"{name}.weight"]): each.in_features for name, each in linears.items()}
         what, compressor = f"{found.title}, in {options.to}, by tune.", Compressor(options.to, columns, options.dynamic)
         write(model, tokenizer, options.out, str(found.base), what, base=base, compressor=compressor)
-    reader = "transformers, with bitsandbytes:" if options.to == "nf4" else "vllm serve"
-    print(f"to use it:\n  {reader} {options.out}")
+    nf4 = f"transformers, with bitsandbytes: {options.out}"
+    print(f"to use it:\n  {nf4 if options.to == 'nf4' else served_by(model, options.out)}")

@@ -124,8 +124,7 @@ class _Combination:
 
     def check(self, node: DictConfig, default: Values, prefix: str = "") -> None:
         """Report every missing value, unknown argument, wrong type and interpolation that leads nowhere."""
-        names: list[Any] = list(node)
-        for name in names:
+        for name in list[Any](node):
             key = f"{prefix}{name}"
             try:
                 problem = self._problem(node, name, default, prefix)
@@ -157,7 +156,7 @@ class _Combination:
         value = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
         if value is None and place is None and name in default:
             return ""  # the recipe's own null
-        if name == COMPONENT:
+        if name == COMPONENT or key == "environment":  # which are dotted paths
             problem = mismatch(value, str) or self.signature(str(value)).problem
             return problem or (
                 self._rows_problem(str(value), default) if self.imports and key == f"loss.{COMPONENT}" else ""

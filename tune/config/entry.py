@@ -123,10 +123,8 @@ def _explanation(error: Exception, cfg: DictConfig) -> str | None:
         return text
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         folder = cfg.get("output_dir") or "<the folder of this run>"
-        return (
-            f"the disk is full ({error.strerror}): make room and run the same command with output_dir={folder}, it "
-            "continues where it can"
-        )
+        full = f"the disk is full ({error.strerror})"
+        return f"{full}: make room and run the same command with output_dir={folder}, it continues where it can"
     if name in ("DistBackendError", "DistNetworkError", "DistStoreError") or "gloo/transport" in text:
         return LOST
     if "No working C++ compiler" in text or "Failed to find C compiler" in text:

@@ -19,7 +19,7 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
     """Call `node._component_` with `args`, the other keys of `node` (as plain lists and dicts), and `kwargs`.
 
     A key that is a Python keyword goes to the parameter with an underscore behind it: `async` to `async_`. A TuneError
-    of the component gets the key of `node` in front.
+    of the component gets the key of `node` in front, and where it begins with the name of an argument, of that one.
     """
     values: Any = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
     if (path := values.pop(COMPONENT, None)) is None:
@@ -36,8 +36,7 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
     try:
         return component(*args, **given, **kwargs)
     except TuneError as error:
-        is_path = str(error).startswith("model.path: ")  # as tune.models.build calls it, whatever it is made for
-        told = str(error).replace("model.path", f"{key or 'model'}.path") if is_path else str(error)
+        told = f"{key}.{error}" if key and str(error).partition(":")[0] in given else str(error)
         raise TuneError(told if told.startswith(key) else f"{key}: {told}") from error
     except (ValueError, AssertionError) as error:
         if not component.__module__.startswith("torch"):
@@ -68,9 +67,7 @@ def instantiate_weighted(setting: Any, key: str = "reward") -> list[tuple[str, C
     Each is a dotted path or a component: a function that gets the other keys as further arguments, or a class whose
     instances are called."""
     found = list[tuple[str, Callable[..., Any], float]]()
-    if setting is None:
-        return found
-    for each in setting if isinstance(setting, ListConfig | list) else [setting]:
+    for each in setting if isinstance(setting, ListConfig | list) else [setting] * (setting is not None):
         values: Any = {COMPONENT: each} if isinstance(each, str) else each
         if not isinstance(values, Mapping | DictConfig) or not isinstance(values.get(COMPONENT), str):
             raise TuneError(f"{key}: {each} is not the dotted path of a function, nor has it the key {COMPONENT}")
@@ -91,6 +88,6 @@ def instantiate_weighted(setting: Any, key: str = "reward") -> list[tuple[str, C
         if name in [other for other, *_ in found]:
             raise TuneError(f"{key}: there are two functions of the name {name}, by which they are logged")
         found.append((name, function, weight))
-    if not any(weight for *_, weight in found):
+    if found and not any(weight for *_, weight in found):
         raise TuneError(f"{key}: no function has another weight than 0")
     return found

@@ -12,10 +12,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from tune.config.check import Values, combine, merge, walk
+from tune.config.instantiate import COMPONENT
 from tune.config.paths import find_config
 from tune.errors import TuneError
 from tune.secrets import without_secrets
-from tune.type_check import as_given
+from tune.type_check import as_given, show
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -120,8 +121,17 @@ def _overrides(settings: Sequence[str]) -> tuple[Values, list[str]]:
             findings.append(f"'{setting}': is not key=value.")
         else:
             try:
-                values = merge(values, _spelt_out(OmegaConf.to_container(OmegaConf.from_dotlist([setting]))))
+                given = _spelt_out(OmegaConf.to_container(OmegaConf.from_dotlist([setting])))
             except (YAMLError, OmegaConfBaseException) as error:
                 reason = getattr(error, "problem", None) or str(error).splitlines()[0]
                 findings.append(f"{key}: '{text}' is not YAML ({reason}). A string is quoted so: {key}='\"...\"'")
+                continue
+            before = dict(walk(values))
+            for name, value in walk(given):
+                groups = [each for each in (before.get(name), value) if isinstance(each, dict)]
+                others = [each for each in (before.get(name), value) if not isinstance(each, dict | None)]
+                if others and groups and COMPONENT not in groups[0]:  # one would replace the other
+                    both = f"is given as {show(others[0])} and by its keys ({', '.join(groups[0])})"
+                    findings.append(f"{name}: {both}. Give one of both, or {name}.{COMPONENT} beside its keys.")
+            values = merge(values, given)
     return values, findings

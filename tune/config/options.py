@@ -21,16 +21,10 @@ TYPES: list[tuple[Any, str]] = [
     ),
     (NonNegativeInt, "seed dynamic_sampling"),
     (NonNegativeInt | None, "num_fewshot evaluate.num_fewshot"),
-    (
-        Annotated[int, Range("an integer from 2: the completions of a prompt are compared", lambda x: x > 1)],
-        "group_size",
-    ),
+    (Annotated[int, Range("an integer from 2: completions of a prompt are compared", lambda x: x > 1)], "group_size"),
     (PositiveFloat, "sampling.temperature value_clip parallel.timeout"),
     (PositiveFloat | None, "limit evaluate.limit max_grad_norm"),
-    (
-        NonNegativeFloat,
-        "evaluate.temperature kl value_weight optimizer.lr optimizer.weight_decay optimizer.momentum",
-    ),
+    (NonNegativeFloat, "evaluate.temperature kl value_weight optimizer.lr optimizer.weight_decay optimizer.momentum"),
     (UnitInterval, "gae_lambda on_policy.share"),
     (
         str | None,
@@ -41,7 +35,6 @@ TYPES: list[tuple[Any, str]] = [
     (str | list | dict, "score"),
     (str | list | dict | None, "reward"),
     (dict | None, "adapter"),
-    (bool | list[str], "compile"),
     (dict[str, str] | None, "parallel.plan"),
     (dict[str, PositiveFloat], "parameter_groups.lr_ratios"),
     (list[Fraction], "optimizer.betas"),

@@ -25,5 +25,5 @@ from tune.datasets.loader import DataLoader, GlobalBatch, validation_batches
 from tune.datasets.mix import Mixture, mix
 from tune.datasets.prompts import Prompt, PromptLoader, Prompts, load_prompts
 from tune.datasets.rows import RowReader
-from tune.datasets.scores import add_scores
+from tune.datasets.scores import add_scores, require_kept
 from tune.datasets.stream import Stream

@@ -25,6 +25,7 @@ class GlobalBatch:
     num_tokens: int
     num_supervised: int
     num_pairs: int  # of answers to compare: the first of a group with each of the others
+    num_without_room: int | None = None  # documents that the student could not answer, where it was to
 
 
 class DataLoader:
@@ -38,18 +39,10 @@ class DataLoader:
     """
 
     def __init__(
-        self,
-        dataset: Dataset | Mixture | Stream,
-        world: World,
-        global_batch_size: int,
-        micro_batch_size: int,
-        *,
-        epochs: int = 1,
-        max_steps: int | None = None,
-        seed: int = 0,
-        accumulate: bool = True,
+        self, dataset: Dataset | Mixture | Stream, world: World, global_batch_size: int, micro_batch_size: int, *,
+        epochs: int = 1, max_steps: int | None = None, seed: int = 0, accumulate: bool = True,
         pad_to: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.dataset, self.world, self.seed, self.pad_to = dataset, world, seed, pad_to
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.epochs, self.max_steps = epochs, max_steps

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -21,16 +22,18 @@ def own_answers(
 
     Which documents, and what is sampled, is a function of the sampler's seed, the step and the documents' numbers in
     the dataset: all layouts and micro-batches have the same. An answer is cut before an id that is not below
-    `vocab_size`, which a padded head may give. Columns are dropped. With `pad_to` a micro-batch is padded to a multiple
-    of so many tokens: compiled blocks want few shapes. All processes must call it.
+    `vocab_size`, which a padded head may give. Documents without room for one keep that of the data:
+    `num_without_room` of them. Columns are dropped. With `pad_to` a micro-batch is padded to a multiple of so many
+    tokens: compiled blocks want few shapes. All processes must call it.
     """
     parts = [_documents(micro_batch) for micro_batch in batch.micro_batches]
-    chosen = [
+    wanted = [
         document
         for documents in parts
         for document in documents
         if next(uniforms(sampler.seed, step, document.index, 1)) < share  # the sampler's own has 0 there
     ]
+    chosen = [each for each in wanted if _start_of_answer(each.labels) <= sampler.room(model)]
     prompts = [document.tokens[: _start_of_answer(document.labels)] for document in chosen]
     indices = [document.index for document in chosen]
     completions = sampler(model, [prompt.tolist() for prompt in prompts], step=step, indices=indices)
@@ -43,11 +46,12 @@ def own_answers(
     padding = [-length % (pad_to or 1) for length in lengths]
     micro_batches = [collate([row], sum(each)) for row, *each in zip(rows, lengths, padding, strict=True)]
     counts = world.fetch(
-        tokens=world.sum(sum(each.num_tokens for each in micro_batches)),
-        supervised=world.sum(sum(each.num_supervised for each in micro_batches)),
+        num_tokens=world.sum(sum(each.num_tokens for each in micro_batches)),
+        num_supervised=world.sum(sum(each.num_supervised for each in micro_batches)),
+        num_without_room=world.sum(len(wanted) - len(chosen)),
     )
-    num_tokens, num_supervised = int(counts["tokens"]), int(counts["supervised"])
-    return replace(batch, micro_batches=micro_batches, num_tokens=num_tokens, num_supervised=num_supervised)
+    whole: dict[str, Any] = {name: int(count) for name, count in counts.items()}
+    return replace(batch, micro_batches=micro_batches, **whole)
 
 
 def _documents(batch: Batch) -> list[Sample]:

@@ -53,7 +53,7 @@ class RewardModel:
 
 def _behind(episode: Episode, tokenizer: Tokenizer) -> list[int]:
     """What the chat template writes behind the end of an answer: reward models score the last token of all."""
-    if episode.finish != "stop" or episode.prompt.messages is None:
+    if episode.finish == "length" or episode.prompt.messages is None:
         return []
     said = [*episode.prompt.messages, {"role": "assistant", "content": episode.text}]
     text = tokenizer.apply_chat_template(said, tools=episode.prompt.tools)

@@ -75,7 +75,7 @@ class Environment(Protocol):
 class Episode:
     """What was sampled after a prompt: its tokens, with those of an environment's messages between, which have no
     log-prob. `index` counts the episodes of a run. `rewards` are by name, `reward` is their weighted sum; `finish` is
-    that of the last completion."""
+    that of the last completion, or "room" where the conversation left none for another one."""
 
     prompt: Prompt
     index: int = 0
@@ -123,7 +123,7 @@ def statistics(groups: Sequence[Sequence[Episode]], rewards: Sequence[Reward]) -
     values: dict[str, list[float]] = {
         "reward": [episode.reward for episode in episodes],
         **{f"reward/{each.name}": [episode.rewards[each.name] for episode in episodes] for each in rewards},
-        "truncated_share": [episode.finish == "length" for episode in episodes],
+        "truncated_share": [episode.finish != "stop" for episode in episodes],
         "completion_tokens": [len(episode.tokens) for episode in episodes],
     }
     return {name: torch.tensor([sum(each), len(each)], dtype=torch.float64) for name, each in values.items()}
@@ -137,18 +137,9 @@ def check_prompts(model: nn.Module, sampler: Sampler, prompts: Sequence[Prompt],
 
 
 def rollout(
-    model: nn.Module,
-    sampler: Sampler,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Prompt],
-    rewards: Sequence[Reward],
-    world: World,
-    *,
-    samples: int,
-    step: int,
-    environment: Callable[[], Environment] | None = None,
-    max_turns: int = 1,
-) -> list[list[Episode]]:
+    model: nn.Module, sampler: Sampler, tokenizer: Tokenizer, prompts: Sequence[Prompt], rewards: Sequence[Reward],
+    world: World, *, samples: int, step: int, environment: Callable[[], Environment] | None = None, max_turns: int = 1,
+) -> list[list[Episode]]:  # fmt: skip
     """`samples` episodes of each of this process's share of `prompts`, with their rewards. All processes call it.
 
     With an `environment`, an episode goes on for up to `max_turns` completions, and what it gives is a reward too.
@@ -169,7 +160,7 @@ def rollout(
         for episode, completion in zip(chain(*groups), chain(*found), strict=True):
             episode.add(completion)
     else:
-        _converse(sample, tokenizer, groups, world, step, environment, max_turns)
+        _converse(sample, sampler.room(model), tokenizer, groups, world, step, environment, max_turns)
     episodes = [*chain(*groups)]
     for each in rewards:
         for episode, value in zip(episodes, each.of(episodes, tokenizer, world), strict=True):
@@ -179,11 +170,11 @@ def rollout(
 
 
 def _converse(
-    sample: Callable[..., list[list[Completion]]], tokenizer: Tokenizer, groups: list[list[Episode]], world: World,
-    step: int, environment: Callable[[], Environment], max_turns: int,
+    sample: Callable[..., list[list[Completion]]], room: float, tokenizer: Tokenizer, groups: list[list[Episode]],
+    world: World, step: int, environment: Callable[[], Environment], max_turns: int,
 ) -> None:  # fmt: skip
-    """Completions and an environment's answers in turn. Sampled ids are never tokenised again: what the template writes
-    behind an answer is appended. Of tensor-parallel processes only the first has environments."""
+    """Completions, of up to `room` tokens, and an environment's answers in turn. Sampled ids are never tokenised again:
+    what the template writes behind them is appended. Of tensor-parallel processes only the first has environments."""
     running = [*chain(*groups)]
     conversations = {id(episode): list(episode.prompt.messages or []) for episode in running}
     environments: dict[int, Environment] = {}  # by id: prompts of a validation have one index
@@ -234,7 +225,9 @@ def _converse(
             episode.add(completion)
             episode.rewards["environment"] += reward
             episode.reward += reward
-            if suffix is not None:
+            if suffix is not None and len(episode.prompt.tokens) + len(episode.tokens) + len(suffix) > room:
+                episode.finish = "room"
+            elif suffix is not None:
                 episode.tokens += suffix
                 episode.log_probs += [None] * len(suffix)
                 running.append(episode)

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -58,7 +58,8 @@ class Sampler:
 
     The model may be sharded, adapted and quantised: its weights are gathered once for all prompts. Those in 4 bits are
     dequantised anew for each token, which saves memory and takes about twice the time. At most `max_rows` completions
-    are computed at a time, each with a cache for the longest prompt and `max_new_tokens`.
+    are computed at a time, each with a cache for the longest prompt and `max_new_tokens`; together they are at most
+    `max_len` (None: what the model takes).
 
     A completion ends with one of `stop_ids`, or with the token that completes one of `stop_strings` in the text that
     `decode` makes of ids. `temperature`, `top_k`, `top_p` and `min_p` are those of `choose`. The random number of a
@@ -76,6 +77,7 @@ class Sampler:
     decode: Callable[[list[int]], str] | None = None
     seed: NonNegativeInt = 0
     max_rows: PositiveInt = 64
+    max_len: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -86,14 +88,9 @@ class Sampler:
 
     @torch.no_grad()
     def __call__(
-        self,
-        model: nn.Module,
-        prompts: Sequence[Sequence[int]],
-        *,
-        samples: int = 1,
-        step: int = 0,
-        indices: Sequence[int] | None = None,
-    ) -> list[list[Completion]]:
+        self, model: nn.Module, prompts: Sequence[Sequence[int]], *,
+        samples: int = 1, step: int = 0, indices: Sequence[int] | None = None,
+    ) -> list[list[Completion]]:  # fmt: skip
         """`samples` completions of each of `prompts`, which are token ids.
 
         `indices` are the numbers of the prompts, where these are a share of all (by default from 0). All processes over
@@ -150,13 +147,17 @@ class Sampler:
     def is_complete(self, completion: Completion) -> bool:
         return completion.finish == "stop" or len(completion.tokens) == self.max_new_tokens
 
+    def room(self, model: Any) -> float:
+        """The tokens of the longest prompt that can be completed."""
+        return min(model.max_generated or math.inf, self.max_len or math.inf) - self.max_new_tokens
+
     def check(self, model: nn.Module, prompts: Sequence[Sequence[int]], names: Sequence[object]) -> GenerativeModel:
         """Raises TuneError, with its number or other name, if a prompt cannot be completed by this model so."""
         if not isinstance(model, GenerativeModel):
             raise TuneError(
                 f"a {type(model).__name__} has no cache: take a model of tune.models.build or tune.models.hf"
             )
-        count, longest = model.config.vocab_size, model.max_generated
+        count, room = model.config.vocab_size, self.room(model)
         named = {f"prompt {name}": prompt for name, prompt in zip(names, prompts, strict=True)}
         for name, ids in {"stop_ids": self.stop_ids, **named}.items():
             if unknown := [each for each in ids if not 0 <= each < count]:
@@ -164,10 +165,12 @@ class Sampler:
         for name, prompt in named.items():
             if not len(prompt):
                 raise TuneError(f"{name} is empty. Begin it with a token, BOS for example")
-            if longest is not None and (total := len(prompt) + self.max_new_tokens) > longest:
+            if len(prompt) > room:
+                longest = room + self.max_new_tokens
+                what = "of max_len" if longest == self.max_len else "up to which the model can generate"
                 raise TuneError(
                     f"{name} has {len(prompt)} tokens and max_new_tokens is {self.max_new_tokens}, together "
-                    f"more than the {longest} up to which the model can generate. Lower one by {total - longest}"
+                    f"more than the {longest} {what}. Lower one by {len(prompt) - room}"
                 )
         return model
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from tune.checkpointers import hf_tensors
 from tune.errors import TuneError
 from tune.generation.sampler import GenerativeModel, SampledRow, Sampler
-from tune.types import PositiveInt, Share
+from tune.types import Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +19,7 @@ class VLLM(Sampler):
         sampling={_component_: tune.generation.VLLM, path: ./Qwen3-8B, max_new_tokens: 4096, memory: 0.4}
 
     Each process has an engine with a copy of the model in `dtype`, which keeps the share `memory` of its device; `path`
-    has the model's config.json and tokenizer. Before each rollout the weights are handed over, adapters merged. At most
-    `max_rows` completions are computed at a time, of `max_len` tokens with their prompts (null: what the model takes).
+    has the model's config.json and tokenizer. Before each rollout the weights are handed over, adapters merged.
 
     The seed of a completion is a function of seed, step, prompt and sample, but rounding is that of vLLM's kernels: the
     loss has to correct for `mismatch_kl`.
@@ -32,7 +31,6 @@ class VLLM(Sampler):
     path: str
     dtype: Literal["bf16", "fp32"] = "bf16"
     memory: Share = 0.4
-    max_len: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tune.collators import Batch
+from tune.errors import TuneError
 from tune.losses.chunks import SumOfChunks, chunks_of_logits, cross_entropy, normalize, of_supervised, operands
 from tune.types import PositiveFloat, PositiveInt, Range, UnitInterval
 
@@ -48,10 +49,13 @@ class MostProbable:
     chunk_tokens: PositiveInt | None = None
     vocab_size: PositiveInt | None = None
 
+    def __post_init__(self) -> None:
+        if self.k > (self.vocab_size or self.k):
+            raise TuneError(f"{self.k} is more than the {self.vocab_size} tokens of the vocabulary: take at most these")
+
     @torch.no_grad()
     def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
-        weight = weight[: self.vocab_size]
-        k = min(self.k, len(weight))
+        weight, k = weight[: self.vocab_size], self.k
         hidden = of_supervised(hidden, batch)
         values = torch.empty(len(hidden), 2 * k + 1, device=hidden.device)
         for chunk, logits, _ in chunks_of_logits(hidden, weight, self.chunk_tokens, softcap, self.temperature):
@@ -122,9 +126,8 @@ class Divergence:
         of_divergence *= factor / self.temperature
         if not self.cross_entropy:
             return values.sum(), of_divergence
-        return values.sum() * factor + total * self.cross_entropy, of_divergence.add_(
-            gradient, alpha=self.cross_entropy
-        )
+        of_divergence.add_(gradient, alpha=self.cross_entropy)
+        return values.sum() * factor + total * self.cross_entropy, of_divergence
 
     def _of_buckets(self, student: Distribution, target: TopK) -> tuple[Tensor, Tensor]:
         """D of the k ids and all others as one, and its gradient: the others share theirs by their probabilities."""
@@ -166,9 +169,8 @@ class JensenShannon(Divergence):
 
     def of(self, student: Distribution, teacher: Distribution) -> tuple[Tensor, Tensor]:
         mixture = student.p.lerp(teacher.p, self.beta)
-        log_mixture = mixture.clamp_(
-            min=torch.finfo(mixture.dtype).tiny
-        ).log_()  # where both are 0, so are the products
+        tiny = torch.finfo(mixture.dtype).tiny  # where both are 0, so are the products
+        log_mixture = mixture.clamp_(min=tiny).log_()
         of_teacher = teacher.log_p.sub_(log_mixture).mul_(teacher.p).sum(dim=1, keepdim=True)
         weighted = student.log_p.sub_(log_mixture).mul_(student.p).mul_(1 - self.beta)
         return self.beta * of_teacher + weighted.sum(dim=1, keepdim=True), weighted

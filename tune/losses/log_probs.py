@@ -48,13 +48,9 @@ def per_document(values: Tensor, batch: Batch) -> Tensor:
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        rows: Rows,
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: Rows,
         options: tuple[int | None, float | None, float],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         gradients = Gradients(hidden, weight, of_hidden=ctx.needs_input_grad[0], of_weight=False)
         log_probs, entropies = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
         is_argmax = torch.empty_like(log_probs, dtype=torch.bool)

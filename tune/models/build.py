@@ -32,12 +32,14 @@ def build(
     config = architecture.read_config(file)
     if head == "score":
         config = _with_scores(config, file)
+    else:
+        file.require_texts()
     file.finish()
     if router_loss is not None:
         config = replace(config, router_loss=router_loss)
     model = Decoder(config)
     if config.router_loss and model.routing is None:
-        raise TuneError(f"model.router_loss: {path} has no experts to balance; leave it out")
+        raise TuneError(f"router_loss: {path} has no experts to balance; leave it out")
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lm_head = str(architecture.disk_name("head.weight", 0))
     model.names = Names(
@@ -52,11 +54,10 @@ def build(
 
 
 def _with_scores(config: DecoderConfig, file: ConfigFile) -> DecoderConfig:
-    is_trained = any("SequenceClassification" in name for name in file.get("architectures", []))
     labels = file.get("num_labels") or len(file.get("id2label", ("two", "by default")))
-    if is_trained and labels != 1:
+    if file.scores and labels != 1:
         raise TuneError(f"{file.path}: the model scores {labels} labels, and a reward is one number: take another one")
-    pad_id = (file.mapping("text_config") or file.fields).get("pad_token_id") if is_trained else None
+    pad_id = (file.mapping("text_config") or file.fields).get("pad_token_id") if file.scores else None
     return replace(config, scores=True, pad_id=pad_id, tied_head=False, logit_scale=1.0, logit_softcap=None)
 
 

@@ -5,12 +5,13 @@ import re
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tune.errors import TuneError
 from tune.lookup import absent, did_you_mean
 from tune.tokenizers.folder import mapping_in
 
+T = TypeVar("T")
 # Fields without effect on what the model computes in training.
 HARMLESS = {
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",
@@ -21,12 +22,12 @@ HARMLESS = {
 }  # fmt: skip
 
 
-def read_json(file: Path, setting: str = "model.path") -> dict[str, Any]:
+def read_json(file: Path, setting: str = "path") -> dict[str, Any]:
     """The mapping in a file of the folder that `setting` names. Raises TuneError if there is none."""
     if not file.exists():
         folder = file.parent
         if (folder / "config.yaml").exists() and not file.name.startswith("adapter"):
-            ways = {"model": f"{setting}={folder}/model", "adapter": f"adapter.path={folder}/adapter on its base"}
+            ways = {"model": f"{folder}/model", "adapter": f"adapter.path={folder}/adapter on its base"}
             made = next((f"Use what it made: {ways[each]}. " for each in ways if (folder / each).is_dir()), "")
             raise TuneError(
                 f"{setting}: {folder} is the folder of a run. {made}To continue the run itself, give the command that "
@@ -49,8 +50,8 @@ def is_positive(value: Any) -> bool:
 class ConfigFile:
     """config.json of a checkpoint folder. `finish` refuses the fields that were not read."""
 
-    def __init__(self, folder: Path, setting: str = "model.path"):
-        self.path = folder / "config.json"
+    def __init__(self, folder: Path, setting: str = "path"):
+        self.path, self.setting = folder / "config.json", setting
         if not folder.is_dir():
             what = "is a file" if folder.exists() else absent(folder)
             is_of_the_hub = not folder.parent.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder))
@@ -61,8 +62,14 @@ class ConfigFile:
                 hint = ". `tune convert` makes one of a GGUF file"
             raise TuneError(f"{setting}: {folder} {what}; it must be a folder with config.json and *.safetensors{hint}")
         self.fields = read_json(self.path, setting)
-        self._read: set[str] = set()
-        self._sections: list[ConfigFile] = []
+        self.scores = "SequenceClassification" in str(self.fields.get("architectures"))  # a reward model
+        self._read, self._sections = set[str](), list[ConfigFile]()
+
+    def require_texts(self) -> None:
+        """Raises TuneError for a reward model."""
+        if self.scores:
+            what = f"{self.setting}: {self.path.parent} is a reward model: it scores texts and writes none"
+            raise TuneError(f"{what}. Train it with reward_finetune, or name it as reward.path of a RewardModel")
 
     def set_defaults(self, **fields: Any) -> None:
         """Defaults of fields that the file leaves out. A field that is null stays null."""
@@ -78,14 +85,12 @@ class ConfigFile:
         what = "a positive integer" if minimum == 1 else f"an integer, at least {minimum}"
         return self._checked(name, default, lambda value: type(value) is int and value >= minimum, what)
 
-    def integer_or_none(self, name: str) -> int | None:
-        return None if self.get(name) is None else self.integer(name)
-
     def number(self, name: str, default: float | None = None) -> float:
         return self._checked(name, default, is_positive, "a positive number")
 
-    def number_or_none(self, name: str) -> float | None:
-        return None if self.get(name) is None else self.number(name)
+    def optional(self, name: str, read: Callable[[str], T]) -> T | None:
+        """What `read` gives for a field; None if that is absent."""
+        return None if self.get(name) is None else read(name)
 
     def flag(self, name: str, default: bool = False) -> bool:
         return self._checked(name, default, lambda value: isinstance(value, bool), "true or false")

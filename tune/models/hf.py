@@ -36,6 +36,7 @@ def hf(path: str, trust_remote_code: bool = False) -> "HuggingFaceModel":
         TuneError: transformers cannot build it as a causal language model, or it cannot be trained here.
     """
     file = ConfigFile(Path(path))
+    file.require_texts()
     with needs("hf", "tune.models.hf"):
         import accelerate
         import transformers

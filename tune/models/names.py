@@ -87,9 +87,8 @@ class Names:
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of `model` in a checkpoint: parameters, tied ones once, and persistent buffers."""
     persistent = model.state_dict().keys()
-    return dict(model.named_parameters()) | {
-        name: buffer for name, buffer in model.named_buffers() if name in persistent
-    }
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return dict(model.named_parameters()) | buffers
 
 
 def disk_names(on_disk: Any) -> list[str]:
@@ -103,10 +102,8 @@ def disk_parts(on_disk: OnDisk, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield on_disk, tensor
         return
     for names, member in zip(on_disk, tensor, strict=True):
-        if isinstance(names, str):
-            yield names, member
-        else:
-            yield from zip(names, member.chunk(len(names)), strict=True)
+        parts = [names] if isinstance(names, str) else names
+        yield from zip(parts, member.chunk(len(parts)), strict=True)
 
 
 def own_name(on_disk: str) -> str:

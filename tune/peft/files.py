@@ -190,16 +190,9 @@ def digest(lora: LoRA | None) -> str:
 
 
 def export_trained(
-    model: nn.Module,
-    lora: LoRA | None,
-    folder: Path,
-    world: World,
-    *,
-    base: Pretrained,
-    tokenizer: Tokenizer,
-    card: str = "",
-    merge: bool = False,
-) -> str:
+    model: nn.Module, lora: LoRA | None, folder: Path, world: World, *, base: Pretrained, tokenizer: Tokenizer,
+    card: str = "", merge: bool = False,
+) -> str:  # fmt: skip
     """Write what was trained: the adapter to `folder`/adapter, and with `merge`, or without an adapter, the model to
     `folder`/model. Returns where it is, in words. All processes take part."""
     written = []

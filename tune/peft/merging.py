@@ -14,6 +14,7 @@ from tune.atomic import written_aside
 from tune.checkpointers import Pretrained, export, open_checkpoint
 from tune.checkpointers.to_gguf import llama_cpp_tensors, require_supported
 from tune.errors import TuneError
+from tune.models.config_file import ConfigFile
 from tune.models.names import Names
 from tune.peft.adapters import adapted_modules, add_adapters
 from tune.peft.files import load_adapter, read_adapter
@@ -45,7 +46,8 @@ def open_on_disk(
     """The model `source` without memory but for the adapter, its weights, and the adapter's tokenizer, if it has one.
     Raises TuneError as `merge` does."""
     lora = read_adapter(str(adapter)) if adapter else None
-    head: Literal["tokens", "score"] = "score" if lora and "score" in lora.modules_to_save else "tokens"
+    scores = (lora and "score" in lora.modules_to_save) or ConfigFile(source).scores
+    head: Literal["tokens", "score"] = "score" if scores else "tokens"
     model, weights = open_checkpoint(source, head)
     if adapter is None or lora is None:
         return model.requires_grad_(False), weights, None

@@ -83,7 +83,7 @@ def exported_folder(path: Path) -> Path:
             f"make a model of a checkpoint: `tune export {run} --step N --to hf --out FOLDER`"
         )
     if not path.is_dir():
-        ConfigFile(path)  # says what it could mean
+        ConfigFile(path, "model.path")  # says what it could mean
     found = ", ".join(sorted(child.name for child in path.iterdir())[:8]) or "nothing"
     raise TuneError(
         f"{path} is neither a model (config.json), nor an adapter ({CONFIG}), nor a run (config.yaml); it has {found}"

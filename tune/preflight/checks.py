@@ -27,16 +27,16 @@ from tune.checkpointers import open_checkpoint, require_same_vocabulary
 from tune.config import instantiate, instantiate_data, instantiate_weighted, local_folder
 from tune.datasets.display import parts_of
 from tune.datasets.loader import require_batches
-from tune.datasets.scores import require_kept
 from tune.datasets.sources.opening import open_source
 from tune.datasets.warnings import warnings_about
 from tune.distributed.world import World, device_type
 from tune.errors import TuneError
-from tune.generation.rollout import Reward, check_prompts
+from tune.generation import Reward, Sampler, check_prompts
 from tune.loggers import run_folder
 from tune.loggers.hardware import disk_note
 from tune.loggers.sinks import require_installed
 from tune.lookup import locate
+from tune.losses import MostProbable
 from tune.models.build import prepare_scores
 from tune.rules import Facts, Finding, Level, judge
 from tune.tokenizers import Tokenizer
@@ -84,14 +84,9 @@ class Told:
 
 
 def validate(
-    cfg: DictConfig,
-    settings: Sequence[str] = (),
-    *,
-    processes: int = 1,
-    device: str | None = None,
-    rows: int | None = 1000,
-    strict: bool = False,
-) -> list[Finding]:
+    cfg: DictConfig, settings: Sequence[str] = (), *, processes: int = 1, device: str | None = None,
+    rows: int | None = 1000, strict: bool = False,
+) -> list[Finding]:  # fmt: skip
     """What is wrong with a run of `processes` on a `device` (None: this machine's), sorted by place.
 
     `settings` are problems of `cfg` itself. Of the data the first `rows` are read, or all of them (None).
@@ -240,6 +235,8 @@ def _others(told: Told, tokenizer: Tokenizer | None) -> list[Any]:
             opened = told(key, open_checkpoint, path, setting=key, **head)
             if opened and tokenizer:
                 told(key, require_same_vocabulary, key, path, opened[0], tokenizer)
+    if tokenizer and (most := told.value("teacher.top_k")):
+        told("teacher.top_k", MostProbable, most, vocab_size=tokenizer.vocab_size)
     for key in ("reward", "score"):
         found = told(key, lambda key=key: instantiate_weighted(cfg[key], key)) if cfg.get(key) else None
         rewards += found or []
@@ -290,9 +287,12 @@ def _data(
     if is_whole and fraction and not given.dataset.validation_fraction:
         found = told("dataset", lambda: instantiate_data(cfg, tokenizer, size)) or found
     dataset, validation = found
+    if model and told.value("on_policy.share"):
+        longest = cfg.on_policy.max_new_tokens
+        told("on_policy", lambda: Sampler(max_new_tokens=longest).check(model, [[0]], ["of one token"]))
     compares = getattr(locate(cfg.loss._component_), "needs_reference", False) and cfg.reference != "adapter_off"
     if compares or told.value("teacher.top_k"):
-        told("dataset", require_kept, dataset, "reference" if compares else "teacher")
+        told("dataset", datasets.require_kept, dataset, "reference" if compares else "teacher")
     for warning in warnings_about(parts_of(dataset, "training"), parts_of(validation, "validation"), tokenizer):
         told.add(warning, "dataset", Level.WARN)
     return None if not (is_whole and world) else told("dataset", lambda: datasets.DataLoader(

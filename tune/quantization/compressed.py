@@ -15,6 +15,7 @@ from torch import Tensor
 from tune.errors import TuneError
 from tune.quantization import nf4
 
+HEADS = ("lm_head", "score")  # of texts, of rewards: not quantised
 GROUPS = {"int4": (128, 64, 32), "mxfp4": (32,), "nf4": (nf4.BLOCK,)}  # weights with a scale: the first that fits
 HALF_RANGE = {"int8": 127.5, "int4": 7.5, "fp8": 448.0}  # of codes: the largest weight is this many scales
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cpu")  # E2M1
@@ -69,9 +70,7 @@ class Compressor:
 
     def __post_init__(self) -> None:
         if self.dynamic and self.kind in GROUPS:
-            raise TuneError(
-                f"--dynamic: {self.kind} weights go with inputs as they are: take int8 or fp8, or leave it out"
-            )
+            raise TuneError(f"--dynamic: {self.kind} weights go with inputs as they are: take int8 or fp8")
         group_size(self.kind, self.names)
 
     @property
@@ -113,7 +112,7 @@ class Compressor:
         if self.kind == "nf4":
             return {
                 "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
-                "bnb_4bit_compute_dtype": dtype, "llm_int8_skip_modules": ["lm_head"],
+                "bnb_4bit_compute_dtype": dtype, "llm_int8_skip_modules": [*HEADS],
             }  # fmt: skip
         is_float = self.kind in ("fp8", "mxfp4")
         weights = {
@@ -127,7 +126,7 @@ class Compressor:
         group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
         return {
             "quant_method": "compressed-tensors", "quantization_status": "compressed", "format": form,
-            "config_groups": {"group_0": group | {"format": form}}, "ignore": ["lm_head"], "kv_cache_scheme": None,
+            "config_groups": {"group_0": group | {"format": form}}, "ignore": [*HEADS], "kv_cache_scheme": None,
         }  # fmt: skip
 
 

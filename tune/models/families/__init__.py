@@ -35,11 +35,8 @@ class Family:
         on_disk = {ours: theirs for theirs, ours in self.names.items()}
         numbers = re.findall(r"(?<=\.)\d+(?=\.)", name)
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "{}", name)
-        if pattern in on_disk:
-            template = on_disk[pattern]
-        else:
-            module, _, kind = pattern.rpartition(".")
-            template = f"{on_disk[module]}.{kind}"
+        module, _, kind = pattern.rpartition(".")
+        template = on_disk.get(pattern) or f"{on_disk[module]}.{kind}"
         if template.count("{}") == len(numbers):
             return template.format(*numbers)
         return [template.format(*numbers, row) for row in range(rows)]

@@ -55,7 +55,7 @@ def _latent_attention(file: ConfigFile) -> LatentAttentionConfig:
         if "factor" not in rope.scaling:
             raise TuneError(f"{file.path}: rope scaling '{rope.kind}' with mscale_all_dim has no 'factor'")
         scale *= (0.1 * growth * math.log(max(1, rope.scaling["factor"])) + 1) ** 2
-    query_rank = file.integer_or_none("q_lora_rank")
+    query_rank = file.optional("q_lora_rank", file.integer)
     return LatentAttentionConfig(
         num_heads, plain, file.integer("v_head_dim"), rope, file.integer("kv_lora_rank"), query_rank,
         NormConfig("rms", 1e-6), scale, file.flag("attention_bias"),

@@ -34,9 +34,9 @@ def read_gemma2(file: ConfigFile) -> DecoderConfig:
         head_dim=256, hidden_activation="gelu_pytorch_tanh", max_position_embeddings=8192, tie_word_embeddings=True,
         query_pre_attn_scalar=256, sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
     )  # fmt: skip
-    layer = _gemma2_layer(file, read.rope(file), softcap=file.number_or_none("attn_logit_softcapping"))
+    layer = _gemma2_layer(file, read.rope(file), softcap=file.optional("attn_logit_softcapping", file.number))
     layers = read.with_windows(layer, read.windows(file, lambda index: index % 2 == 0))
-    return _decoder(file, layers, logit_softcap=file.number_or_none("final_logit_softcapping"))
+    return _decoder(file, layers, logit_softcap=file.optional("final_logit_softcapping", file.number))
 
 
 def read_gemma3_text(file: ConfigFile) -> DecoderConfig:
@@ -51,7 +51,7 @@ def read_gemma3_text(file: ConfigFile) -> DecoderConfig:
     every = file.integer("sliding_window_pattern", 6)
     windows = read.windows(file, lambda index: (index + 1) % every != 0)
     layers = read.with_windows(_gemma2_layer(file, full, query_key_norm=_norm(file)), windows, sliding)
-    return _decoder(file, layers, logit_softcap=file.number_or_none("final_logit_softcapping"))
+    return _decoder(file, layers, logit_softcap=file.optional("final_logit_softcapping", file.number))
 
 
 def read_gemma3(file: ConfigFile) -> DecoderConfig:

@@ -19,7 +19,6 @@ ACTIVATION_NAMES = {
     "relu2": "relu2",
 }  # fmt: skip
 
-
 # The fields that `rope_scaling` and `rope_parameters` may have, and the check of each.
 ROPE_FIELDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"), is_positive),
@@ -64,7 +63,7 @@ def by_layer(file: ConfigFile, name: str, default: Callable[[int], T], known: Co
 
 
 def head_dim(file: ConfigFile) -> int:
-    if size := file.integer_or_none("head_dim"):
+    if size := file.optional("head_dim", file.integer):
         return size
     hidden_size, num_heads = file.integer("hidden_size"), file.integer("num_attention_heads")
     if hidden_size % num_heads:
@@ -107,7 +106,7 @@ def windows(
     `switch` is the name of the flag that turns windows on in this family.
     """
     on, sliding, full = switch is None or file.flag(switch), "sliding_attention", "full_attention"
-    window = file.integer_or_none("sliding_window") if on else None
+    window = file.optional("sliding_window", file.integer) if on else None
     file.ignore("sliding_window")  # 0 in some files where windows are off
     types = by_layer(file, "layer_types", lambda layer: sliding if slides(layer) else full, (sliding, full))
     return [window if name == sliding else None for name in types]
