@@ -90,7 +90,7 @@ def main(cfg):
     sampler = Sampler(max_new_tokens=cfg.on_policy.max_new_tokens, stop_ids=tokenizer.stop_ids, seed=cfg.seed)
     if cfg.on_policy.share:
         with explained("on_policy"):  # no prompt would have room for an answer
-            sampler.check(model, [[0]], ["of one token"])
+            sampler.check(model, [[0]], ["of a token"])
     dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
     data = datasets.DataLoader(

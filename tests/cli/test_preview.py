@@ -110,7 +110,7 @@ def test_wrong_arguments(error, tmp_path):
     assert "argument --rows: 0 is not a positive integer" in error("--rows", "0")
     assert "argument --rows: two is not a positive integer" in error("--rows", "two")
     assert "--row: is not an option" in error("--row", "1")
-    assert "x.html cannot be written: [Errno 20] Not a directory" in error("--html", f"{__file__}/x.html")
+    assert "x.html cannot be written: [Errno" in error("--html", f"{__file__}/x.html")
     assert f"tokenizer: no tokenizer in {tmp_path / 'none'}" in error(f"model.path={tmp_path / 'none'}")
 
 

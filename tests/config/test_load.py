@@ -68,7 +68,7 @@ def test_an_argument_that_is_none(folder: Path, argument: str, message: str) -> 
             ["reward=my.Judge", "reward.path=x"],
             "reward: is given as 'my.Judge' and by its keys (path). Give one",
         ),
-        (["reward.path=x", "reward=my.Judge"], "or reward._component_ beside its keys."),
+        (["reward.path=x", "reward=my.Judge"], "a component with keys as reward._component_."),
         (["reward=[a.b]", "reward.weight=2"], "reward: is given as ['a.b'] and by its keys (weight)"),
         (["loss=tune.losses.IPO", "loss.beta=1"], "loss: is given as 'tune.losses.IPO' and by its keys (beta)"),
     ],

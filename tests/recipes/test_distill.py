@@ -228,11 +228,13 @@ def test_another_tokenizer(common, teacher, tmp_path):
     ("settings", "message"),
     [
         (["teacher.path=nowhere"], "nowhere"),
+        (["teacher.path=null"], "teacher.path: null is not a string"),
+        (["loss._component_=tune.losses.LinearCrossEntropy"], "is called with other values than tune.losses.ForwardKL"),
         (["loss._component_=tune.losses.DPO"], "tune.losses.DPO is one of preferences, unlike this recipe's"),
         (["on_policy.share=2"], "on_policy.share: 2 is not a number from 0 to 1"),
         (
             ["on_policy.share=1", "on_policy.max_new_tokens=999"],
-            "on_policy: prompt of one token has",
+            "on_policy: prompt of a token has",
         ),
         (["teacher.top_k=9999"], "teacher.top_k: 9999 is more than the 300 tokens of the vocabulary"),
         (["teacher.top_k=8", "dataset.streaming=true", "epochs=1", "max_steps=2"], "teacher: the rows of"),

@@ -327,7 +327,7 @@ HERE = "recipes.test_grpo"
 WRONG = {
     "no module": (["reward=my_rewardz.is_right"], "there is no module 'my_rewardz'"),
     "no function": ([f"reward={HERE}.share_of_b"], "has no 'share_of_b'. Did you mean 'share_of_a'?"),
-    "no component": (["reward={weight: 2}"], "or reward._component_ beside its keys"),
+    "no component": (["reward={weight: 2}"], "a component with keys as reward._component_"),
     "twice": (
         [f"reward=[{HERE}.share_of_a, {HERE}.share_of_a]"],
         "reward: there are two functions of the name share_of",

@@ -334,7 +334,7 @@ def test_rows_that_are_too_long_are_left_out_and_counted(run, tmp_path):
     ("change", "message"),
     [
         (["model._component_=tune.models.hf"], "model: it has no head that scores"),
-        (["model.head=tokens"], "model: it has no head that scores"),
+        (["model.head=tokens"], "model.head: 'tokens' is the head of what other recipes train"),
         (["model.head=value"], "model.head: 'value' is not one of tokens, score."),
         (["loss._component_=tune.losses.DPO"], "tune.losses.DPO compares log-probs, unlike this recipe's"),
         (["loss.center=-1"], "loss.center: -1 is not a non-negative number."),
@@ -343,7 +343,8 @@ def test_rows_that_are_too_long_are_left_out_and_counted(run, tmp_path):
         (["max_seq_len=8"], "longer than max_seq_len"),
     ],
 )
-def test_wrong_settings(change, message, run_recipe, common, tmp_path, capsys):
+def test_wrong_settings(change, message, run_recipe, common, told, tmp_path, capsys):
+    assert message in told("reward_finetune", [*common, *change])
     assert run_recipe([*common, *change, f"output_dir={tmp_path / 'run'}"], reward_finetune) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

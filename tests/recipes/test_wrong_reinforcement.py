@@ -103,6 +103,7 @@ def folders(checkpoint, tmp_path_factory):
 
 
 REWARD_MODEL = "reward={{_component_: tune.generation.RewardModel, path: {%s}}}"
+WRONG_TYPE = "reward={{_component_: tune.generation.RewardModel, path: {other_reward}, dtype: fp64}}"
 BOTH = {
     "raises": ([f"reward={HERE}.fails"], "reward: fails fails on", "KeyError: 'no such column'"),
     "NaN": ([f"reward={HERE}.gives_nan"], "reward: gives_nan gives nan for", "it must give a finite number"),
@@ -120,8 +121,18 @@ BOTH = {
     "another reference": (["kl=0.1", "reference={other_tokenizer}"], "reference: ", "has another tokenizer than"),
     "a reference of few rows": (["kl=0.1", "reference={few_rows}"], "reference: ", "has rows for 280 tokens, and the"),
     "a reward model as reference": (["kl=0.1", "reference={other_reward}"], "reference: ", "is a reward model: it"),
-    "no reference": (["kl=0.1", "reference={nowhere}"], "is neither precomputed nor adapter_off nor the folder"),
+    "no reference": (["kl=0.1", "reference={nowhere}"], "nowhere is neither adapter_off nor the folder"),
+    "a reference of preferences": (["kl=0.1", "reference=precomputed"], "precomputed is neither adapter_off nor the"),
     "no adapter": (["kl=0.1", "reference=adapter_off"], "the adapter cannot be switched off: there is none"),
+    "no rewards": (["reward=[]"], "reward: [] rewards nothing. Name a function"),
+    "a wrong argument": ([WRONG_TYPE], "reward.dtype: 'fp64' is not one of bf16, fp32"),
+    "a loss of tokens": (
+        ["loss._component_=tune.losses.ForwardKL"],
+        "ForwardKL is called with other values than tune.",
+    ),
+    "a head that scores": (["model.head=score"], "model.head: 'score' is the head of what other recipes train"),
+    "the recipe's own": (["sampling.seed=3"], "sampling.seed: tune.generation.Sampler gets it from the recipe"),
+    "the best of a few rows": (["checkpointer.keep_best=reward/good"], "keep_best: reward/good is that of a few rows"),
     "greedy": (["sampling.temperature=0"], "sampling.temperature: 0 is not a positive number"),
     "negative kl": (["kl=-1"], "kl: -1 is not a non-negative number"),
     "no room": (["sampling.max_new_tokens=9999"], "tokens and max_new_tokens is 9999, together more than the"),

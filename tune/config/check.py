@@ -157,12 +157,14 @@ class _Combination:
         if value is None and place is None and name in default:
             return ""  # the recipe's own null
         if name == COMPONENT or key == "environment":  # which are dotted paths
-            problem = mismatch(value, str) or self.signature(str(value)).problem
-            return problem or (
-                self._rows_problem(str(value), default) if self.imports and key == f"loss.{COMPONENT}" else ""
-            )
+            problem = mismatch(value, OPTIONS.get(key, str)) or self.signature(str(value)).problem
+            is_loss = self.imports and key == f"loss.{COMPONENT}"
+            return problem or (self._rows_problem(str(value), default) if is_loss else "")
         if COMPONENT in node:
             problem = self._argument_problem(str(node[COMPONENT]), str(name), value, default, prefix)
+            is_head = key == "model.head" and node[COMPONENT] == "tune.models.build"
+            if not problem and is_head and value != default.get("head", "tokens"):
+                return f"{show(value)} is the head of what other recipes train: leave it out."
             return problem or mismatch(value, OPTIONS.get(key, Any))
         return mismatch(value, OPTIONS.get(key, Any if place is None or _is_open(place) else type(place)))
 
@@ -173,6 +175,10 @@ class _Combination:
         if rows == wanted:
             of_scores, scored = (not hasattr(locate(each), "needs_reference") for each in (component, usual))
             kind = "scores" if of_scores else "log-probs"
+            calls = [inspect.signature(locate(each).__call__) for each in (component, usual)]  # type: ignore[operator]
+            taken, given = ([p.kind for p in call.parameters.values() if p.default is p.empty] for call in calls)
+            if not rows and taken != given and inspect.Parameter.VAR_POSITIONAL not in taken:
+                return f"{component} is called with other values than {usual}, this recipe's: take one of its kind."
             return f"{component} compares {kind}, unlike this recipe's {usual}." if of_scores != scored else ""
         return f"{component} {'is one' if rows else 'is none'} of preferences, unlike this recipe's, as {usual} is."
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from tune.lookup import did_you_mean, locate
+from tune.type_check import show
 
 # Unsupported components of torch and torchao, and what to use instead.
 UNSUPPORTED = {
@@ -25,15 +26,13 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
     for key in ("optimizer._component_", "loss._component_"):
         if (component := value(key)) in UNSUPPORTED:
             yield key, f"{component} {UNSUPPORTED[component]}"
-    if value("optimizer_in_backward") and value("max_grad_norm") is not None:
-        problem = "gradients are gone before their norm is known when optimizer_in_backward=true."
-        yield "max_grad_norm", f"{problem} Set max_grad_norm=null, or optimizer_in_backward=false."
-    if value("optimizer_in_backward") and value("checkpointer.on_nan") not in (None, "stop"):
-        problem = "weights change before the gradient is known when optimizer_in_backward=true."
-        yield "checkpointer.on_nan", f"{problem} Set checkpointer.on_nan=stop, or optimizer_in_backward=false."
-    if value("optimizer_in_backward") and value("memory.cpu_offload"):
-        problem = "gradients may still be on their way to the host when optimizer_in_backward=true uses them."
-        yield "memory.cpu_offload", f"{problem} Set one of the two to false."
+    for key, right, problem in (
+        ("max_grad_norm", "null", "gradients are gone before their norm is known"),
+        ("checkpointer.on_nan", "stop", "weights change before the gradient is known"),
+        ("memory.cpu_offload", "false", "gradients may still be on their way to the host"),
+    ):
+        if value("optimizer_in_backward") and value(key) not in (None, False, right):
+            yield key, f"{problem} when optimizer_in_backward=true. Set {key}={right}, or optimizer_in_backward=false."
     is_selective = value("memory.activation_checkpointing") == "selective" and not value("compile")
     if value("memory.activation_offload") and is_selective:
         problem = "what activation_checkpointing=selective keeps is offloaded only from compiled blocks."
@@ -45,13 +44,12 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
     if value("quantization.weights") and "adapter" in cfg and not cfg.adapter:
         yield "quantization.weights", "quantised weights are frozen, and nothing else is trained: give adapter.rank=16."
     if value("quantization.qat"):
-        of_transformers = value("model._component_") == "tune.models.hf"
         whole = value("adapter.modules_to_save") and value("dtype") != value("master_dtype")
         for key, is_wrong, problem in (
             ("adapter.dropout", value("adapter.dropout"), "leaves no weight that could be rounded. Set it to 0"),
             ("adapter.modules_to_save", whole, "casts adapters before merging. Set dtype and master_dtype alike"),
             ("parallel.tp", (value("parallel.tp") or 1) > 1, "cuts the rows that share a scale. Set it to 1"),
-            ("model", of_transformers, "is none that `tune quantize` takes. Use tune.models.build"),
+            ("model", value("model._component_") == "tune.models.hf", "is not quantised. Use tune.models.build"),
         ):
             if is_wrong:
                 yield key, f"with quantization.qat it {problem}, or leave quantization.qat out."
@@ -74,9 +72,10 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
     if value("teacher.top_k") and value("on_policy.share"):
         yield "teacher.top_k", "answers that the student samples are not there before. Set on_policy.share=0."
     reference = value("reference")
-    if reference not in (None, "precomputed", "adapter_off", value("model.path")) and not Path(reference).is_dir():
-        hint = did_you_mean(reference, ["precomputed", "adapter_off"])
-        yield "reference", f"{reference} is neither precomputed nor adapter_off nor the folder of a model.{hint}"
+    known = ["adapter_off"] if "kl" in cfg else ["precomputed", "adapter_off"]
+    if reference not in (None, *known, value("model.path")) and not Path(reference).is_dir():
+        hint = did_you_mean(reference, known)
+        yield "reference", f"{reference} is neither {' nor '.join(known)} nor the folder of a model.{hint}"
     if reference not in (None, "precomputed") and not _needs_reference(value("loss._component_")):
         yield "reference", f"{value('loss._component_')} compares with none. Leave it out, or take tune.losses.DPO."
     if reference == "adapter_off":
@@ -86,9 +85,9 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
             problem = f"with {others} it is not the model before the first step" if others else "there is none"
             instead = "the folder of a model" if "kl" in cfg else "precomputed"
             yield "reference", f"the adapter cannot be switched off: {problem}. Use reference={instead}."
-    if "reward" in cfg and value("reward") is None and not value("environment"):
+    if "reward" in cfg and not value("reward") and not value("environment"):
         instead = "a function, or an environment, which rewards too" if "environment" in cfg else "a function"
-        yield "reward", f"null rewards nothing. Name {instead}."
+        yield "reward", f"{show(value('reward'))} rewards nothing. Name {instead}."
     if (path := value("environment")) and (lacking := {"start", "step"} - {*dir(locate(path))}):
         yield "environment", f"{path} has no {' and no '.join(sorted(lacking))}: it must be a class with both."
     if value("validation_dataset") and value("validation_dataset.path", default=True):
@@ -101,7 +100,7 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
     best = str(value("checkpointer.keep_best") or "")
     if value("checkpointer.patience") and not best:
         yield "checkpointer.patience", "it counts values of a metric: name it, checkpointer.keep_best=validation_loss."
-    if best and not best.startswith("validation_") and "/" not in best:
+    if best and not best.startswith("validation_") and not ("/" in best and value("evaluate.tasks")):
         yield "checkpointer.keep_best", f"{best} is that of a few rows. Take validation_loss, or another of validation."
     if value("evaluate.every") and not value("evaluate.prompts") and not value("evaluate.tasks"):
         yield "evaluate.every", "there is nothing to evaluate on. Give evaluate.prompts or .tasks, or leave it out."

@@ -129,8 +129,7 @@ def _explanation(error: Exception, cfg: DictConfig) -> str | None:
         return LOST
     if "No working C++ compiler" in text or "Failed to find C compiler" in text:
         return NO_COMPILER
-    host_memory = "DefaultCPUAllocator: can't allocate memory"
-    if name == "OutOfMemoryError" or isinstance(error, MemoryError) or host_memory in text:
+    if name == "OutOfMemoryError" or isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in text:
         settings = ((what, OmegaConf.select(cfg, key, default=least), least) for key, (what, least) in LOWER.items())
         advice = [f"{what} (now {'null' if now is None else now})" for what, now, least in settings if now != least]
         reason = (text or "no memory left").splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]

@@ -28,7 +28,7 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
     key = node._get_full_key(None) if isinstance(node, DictConfig) else ""
     given = {f"{name}_" if keyword.iskeyword(name) else name: value for name, value in values.items()}
     if twice := sorted(given.keys() & kwargs.keys()):
-        raise TuneError(f"{path}: {', '.join(twice)} is given by the recipe: remove it from the configuration")
+        raise TuneError(f"{key and f'{key}.'}{twice[0]}: {path} gets it from the recipe. Leave it out")
     try:
         inspect.signature(component).bind(*args, **given, **kwargs)
     except TypeError as error:
@@ -47,16 +47,14 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
 def instantiate_data(cfg: DictConfig, tokenizer: Any, vocab_size: int | None = None) -> tuple[Any, Any]:
     """The training and validation datasets: `cfg.dataset`, and `cfg.validation_dataset` or what `cfg.dataset` holds out
     or None. Raises TuneError if a token is not one of the model's `vocab_size`."""
-    rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed}
-    if kind := getattr(locate(cfg.loss[COMPONENT]), "rows", None):  # what the loss compares
-        rows["kind"] = kind
+    kind = getattr(locate(cfg.loss[COMPONENT]), "rows", None)  # what the loss compares
+    rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed} | ({"kind": kind} if kind else {})
     dataset = instantiate(cfg.dataset, tokenizer, **rows)
     validation = dataset.validation
     if cfg.validation_dataset.get("path", True):  # another component than `load` may have no path
         validation = instantiate(cfg.validation_dataset, tokenizer, **rows)
-    if vocab_size:
-        for part in filter(None, (dataset, validation)):
-            part.require_vocabulary(vocab_size)
+    for part in filter(None, (dataset, validation)) if vocab_size else ():
+        part.require_vocabulary(vocab_size)
     return dataset, validation
 
 
@@ -71,15 +69,17 @@ def instantiate_weighted(setting: Any, key: str = "reward") -> list[tuple[str, C
         values: Any = {COMPONENT: each} if isinstance(each, str) else each
         if not isinstance(values, Mapping | DictConfig) or not isinstance(values.get(COMPONENT), str):
             raise TuneError(f"{key}: {each} is not the dotted path of a function, nor has it the key {COMPONENT}")
-        values = dict(values)
+        values = OmegaConf.to_container(values, resolve=True) if isinstance(values, DictConfig) else dict(values)
         if problem := mismatch(weight := values.pop("weight", 1), float):
             raise TuneError(f"{key}.weight: {problem} It says how much {values[COMPONENT]} counts; 0 only logs it")
         with explained(key):
             component = locate(values.pop(COMPONENT))
         name = getattr(component, "__name__", type(component).__name__)
         try:
-            is_class = inspect.isclass(component)
-            inspect.signature(component).bind(*(() if is_class else (None, None)), **values)
+            is_class, signature = inspect.isclass(component), inspect.signature(component)
+            for argument, value in signature.bind(*(() if is_class else (None, None)), **values).arguments.items():
+                if argument in values and (problem := mismatch(value, signature.parameters[argument].annotation)):
+                    raise TuneError(f"{key}.{argument}: {problem}")
             function: Any = component(**values) if is_class else functools.partial(component, **values)
             if is_class and not hasattr(function, "scores"):  # a reward model's: of tokens
                 inspect.signature(function).bind(None, None)

@@ -34,11 +34,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def load(recipe_default: str, arguments: Sequence[str]) -> DictConfig:
-    """The settings of one run, every value resolved; raises one TuneError that lists all problems.
-
-    `recipe_default` is the name or file of the YAML that has every key the recipe knows; `arguments` is the command
-    line: `--config FILE_OR_NAME` and `key=value`.
-    """
+    """The settings of one run, every value resolved; raises one TuneError that lists all problems. `recipe_default` is
+    the name or file of the YAML that has every key the recipe knows; `arguments` is the command line: `--config
+    FILE_OR_NAME` and `key=value`."""
     cfg, findings = read(recipe_default, arguments)
     if findings:
         count = f"{len(findings)} problems" if len(findings) > 1 else "a problem"
@@ -60,11 +58,9 @@ def read(recipe_default: str, arguments: Sequence[str], imports: bool = True) ->
 
 
 def save(cfg: DictConfig, folder: Path) -> list[str]:
-    """Write the settings, every value resolved and secrets left out: `--config` with this file reproduces the run.
-
-    The file is config.yaml; where the folder has that of an earlier start, config-2.yaml and so on, if a setting has
-    changed. Returns what has.
-    """
+    """Write the settings, every value resolved and secrets left out: `--config` with this file reproduces the run. The
+    file is config.yaml; where the folder has that of an earlier start, config-2.yaml and so on, if one has changed.
+    Returns what has."""
     values = without_secrets(OmegaConf.to_container(cfg, resolve=True))
     starts = len([*folder.glob("config*.yaml")])
     now = flat(values)
@@ -132,6 +128,6 @@ def _overrides(settings: Sequence[str]) -> tuple[Values, list[str]]:
                 others = [each for each in (before.get(name), value) if not isinstance(each, dict | None)]
                 if others and groups and COMPONENT not in groups[0]:  # one would replace the other
                     both = f"is given as {show(others[0])} and by its keys ({', '.join(groups[0])})"
-                    findings.append(f"{name}: {both}. Give one of both, or {name}.{COMPONENT} beside its keys.")
+                    findings.append(f"{name}: {both}. Give one of both; a component with keys as {name}.{COMPONENT}.")
             values = merge(values, given)
     return values, findings

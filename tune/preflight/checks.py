@@ -230,7 +230,7 @@ def _others(told: Told, tokenizer: Tokenizer | None) -> list[Any]:
     cfg, rewards = told.cfg, list[Any]()
     for key in ("value.path", "teacher.path", "reference"):
         path = told.value(key)
-        if path and (key != "reference" or Path(path).is_dir()):
+        if path and (key != "reference" or Path(str(path)).is_dir()):
             head = {"head": told.value("value.head")} if key == "value.path" else {}
             opened = told(key, open_checkpoint, path, setting=key, **head)
             if opened and tokenizer:
@@ -275,7 +275,8 @@ def _data(
             return None
         order = {"epochs": cfg.epochs, "max_steps": cfg.max_steps, "seed": cfg.seed}
         return told("prompts_per_step", lambda: datasets.PromptLoader(prompts, cfg.prompts_per_step, **order))
-    if getattr(getattr(model, "config", None), "scores", False):
+    loss = told("loss", lambda: locate(cfg.loss._component_))
+    if model and getattr(loss, "rows", None) and not hasattr(loss, "needs_reference"):
         told("tokenizer", prepare_scores, model, tokenizer)
     if is_limited and fraction * (rows or 0) < 20:  # so few may be none by chance
         given.dataset.validation_fraction = 0.0
@@ -288,10 +289,12 @@ def _data(
         found = told("dataset", lambda: instantiate_data(cfg, tokenizer, size)) or found
     dataset, validation = found
     if model and told.value("on_policy.share"):
-        longest = cfg.on_policy.max_new_tokens
-        told("on_policy", lambda: Sampler(max_new_tokens=longest).check(model, [[0]], ["of one token"]))
-    compares = getattr(locate(cfg.loss._component_), "needs_reference", False) and cfg.reference != "adapter_off"
-    if compares or told.value("teacher.top_k"):
+        told(
+            "on_policy",
+            lambda: Sampler(max_new_tokens=cfg.on_policy.max_new_tokens).check(model, [[0]], ["of a token"]),
+        )
+    compares = getattr(loss, "needs_reference", False)
+    if (compares and told.value("reference") not in (None, "adapter_off")) or told.value("teacher.top_k"):
         told("dataset", datasets.require_kept, dataset, "reference" if compares else "teacher")
     for warning in warnings_about(parts_of(dataset, "training"), parts_of(validation, "validation"), tokenizer):
         told.add(warning, "dataset", Level.WARN)
