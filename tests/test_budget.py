@@ -8,24 +8,24 @@ HOUSE = Path(tune.__file__).parent
 
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
-    "checkpointers": 1856,
+    "checkpointers": 1855,
     "cli": 2071,
     "collators": 264,
-    "config": 860,
-    "datasets": 3951,
-    "distributed": 2356,
+    "config": 857,
+    "datasets": 3944,
+    "distributed": 2350,
     "evaluation": 492,
-    "generation": 878,
+    "generation": 876,
     "launchers": 421,
     "loggers": 1395,
-    "losses": 850,
+    "losses": 848,
     "models": 3375,
     "optimizers": 333,
-    "peft": 1463,
-    "preflight": 2016,
+    "peft": 1458,
+    "preflight": 2010,
     "records": 324,
     "rules": 422,
-    "quantization": 426,
+    "quantization": 425,
     "tokenizers": 1159,
     "beside": 423,  # the files beside the packages
 }

@@ -356,7 +356,7 @@ def misspelt_format(inputs):
     return ["dataset.format=sharegtp"]
 
 
-@wrong("dataset: filter: there is no module 'my_rows'", "Is it installed, or in the current folder?")
+@wrong("dataset.filter: there is no module 'my_rows'", "Is it installed, or in the current folder?")
 def filter_that_is_not_there(inputs):
     return ["dataset.filter=my_rows.is_good"]
 
