@@ -186,6 +186,8 @@ WRONG = {
         ["MODEL", "--prompts", "columns.jsonl"],
         "If one has another name, rename it: to prompt",
     ),
+    "a prompt that is null": (["MODEL", "--prompts", "null.jsonl"], "null.jsonl:1: prompt is null; it must be a text"),
+    "a folder of prompts": (["MODEL", "--prompts", "."], "--prompts .: it is a folder; name a file in it"),
     "only answers": (["MODEL", "--prompts", "answers.jsonl"], "answers.jsonl:1: messages has only answers"),
     "raw messages": (["MODEL", "--prompts", "chats.jsonl", "--raw"], "chats.jsonl:1: a text as it is must be in the"),
     "a raw system message": (["MODEL", "--prompt", "a", "--raw", "--system", "b"], "needs a chat template"),
@@ -228,6 +230,7 @@ def test_wrong_inputs(name, checkpoint, tmp_path, monkeypatch, capsys):
     (tmp_path / "empty.txt").write_text("\n\n")
     (tmp_path / "broken.jsonl").write_text("{prompt\n")
     (tmp_path / "columns.jsonl").write_text('{"question": "a"}\n')
+    (tmp_path / "null.jsonl").write_text('{"prompt": null}\n')
     (tmp_path / "answers.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n')
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     (tmp_path / "mixed.jsonl").write_text('{"prompt": "a"}\n{"prompt": [{"role": "user", "content": "a"}]}\n')

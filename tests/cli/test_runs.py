@@ -72,6 +72,8 @@ def test_checkpoints(make_run, capsys):
         [".step-00000008.abc", "0.00", "unfinished", "0.25", "0.2625"],
         ["step-00000012", "0.00", "complete", "0.1667", "0.175"],
     ]
+    (folder / "checkpoints/step-00000012/digests.json").write_text('{".metadata": "0"}')
+    assert shown(capsys, "checkpoints", str(folder))[-1][2] == "damaged"
 
 
 def test_watch_ends_its_last_line_outside_of_a_terminal(make_run, capsys):

@@ -1,4 +1,4 @@
-"""List the checkpoints of a run, with their metrics: size, whether they are complete, which is the best."""
+"""List the checkpoints of a run, with their metrics: size, whether they are complete or damaged, which is the best."""
 
 import json
 import re
@@ -14,6 +14,8 @@ from tune.records import number, read
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
     path = parser.parse_args(arguments).run
+    from tune.checkpointers.disk import found_damage
+
     run = read(path)
     metrics = [name for name in run.columns if name in ("loss", "reward") or name.startswith("validation_")]
     rows = [["checkpoint", "GiB", "", *metrics]]
@@ -23,6 +25,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         if name := re.match(r"(\.?)step-(\d+)", folder.name):
             values = ("".join(map(number, known[steps == int(name[2])])) for steps, known in map(run.known, metrics))
             state = "unfinished" if name[1] else "best" if int(name[2]) == best else "complete"
+            state = state if name[1] or not found_damage(folder) else "damaged"
             rows.append([folder.name, gib(folder), state, *values])
     if len(rows) == 1:
         raise TuneError(f"{path} has no checkpoints yet: checkpointer.every says how often one is written")

@@ -108,7 +108,8 @@ def placed_rows(path: str | None, setting: str) -> list[tuple[str, Any]]:
     where these lines may be JSON. `setting` is what names the file."""
     name = path or "standard input"
     if path and not Path(path).is_file():
-        raise TuneError(f"{setting} {path}: there is no such file")
+        what = "it is a folder; name a file in it" if Path(path).is_dir() else "there is no such file"
+        raise TuneError(f"{setting} {path}: {what}")
     if path and not path.endswith(".txt"):
         rows = list(open_source(path))
     else:
@@ -160,6 +161,9 @@ def _prompt(
     if isinstance(named.get("instruction"), str):
         named["messages"] = [{"role": "user", "content": question_of(named)}]
     column = next((each for each in ("prompt", "messages", "conversations") if named.get(each)), None)
+    known = next((each for each in ("prompt", "messages", "conversations", "instruction") if each in row), None)
+    if column is None and known:
+        raise TuneError(f"{known} is {shown(row[known])}; it must be a text or messages")
     if column is None:
         theirs = next((name for name in row if name.lower() in QUESTIONS), "its_name")
         setting = f"say so: 'dataset.columns={{instruction: {theirs}}}' (a chat), or prompt (plain text)"
