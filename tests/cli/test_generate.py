@@ -186,7 +186,10 @@ WRONG = {
         ["MODEL", "--prompts", "columns.jsonl"],
         "If one has another name, rename it: to prompt",
     ),
-    "a prompt that is null": (["MODEL", "--prompts", "null.jsonl"], "null.jsonl:1: prompt is null; it must be a text"),
+    "a prompt that is null": (
+        ["MODEL", "--prompts", "null.jsonl"],
+        "null.jsonl:1: prompt is null or empty; it must be a",
+    ),
     "a folder of prompts": (["MODEL", "--prompts", "."], "--prompts .: it is a folder; name a file in it"),
     "only answers": (["MODEL", "--prompts", "answers.jsonl"], "answers.jsonl:1: messages has only answers"),
     "raw messages": (["MODEL", "--prompts", "chats.jsonl", "--raw"], "chats.jsonl:1: a text as it is must be in the"),

@@ -163,7 +163,7 @@ def _prompt(
     column = next((each for each in ("prompt", "messages", "conversations") if named.get(each)), None)
     known = next((each for each in ("prompt", "messages", "conversations", "instruction") if each in row), None)
     if column is None and known:
-        raise TuneError(f"{known} is {shown(row[known])}; it must be a text or messages")
+        raise TuneError(f"{known} is null or empty; it must be a text or messages")
     if column is None:
         theirs = next((name for name in row if name.lower() in QUESTIONS), "its_name")
         setting = f"say so: 'dataset.columns={{instruction: {theirs}}}' (a chat), or prompt (plain text)"
