@@ -1,6 +1,7 @@
 """Prompts of somebody's rows: what is read, what is refused, what is counted, and their order."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -89,6 +90,19 @@ def test_conversations_of_sharegpt(read):
     turns = [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "sat"}]
     (prompt,) = read({"conversations": turns}).prompts
     assert prompt.messages == [{"role": "user", "content": "the cat"}]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"system": "rules"}, "columns.system=rules: the first row has no such column. It has instruction, sistem"),
+        ({"sistem": "sistem"}, "columns.sistem: no format has such a column. Did you mean 'system'?"),
+    ],
+)
+def test_columns_that_are_not_there(columns, message, read):
+    """What is misspelt is not left out silently."""
+    with pytest.raises(TuneError, match=f"rows.jsonl:1: {re.escape(message)}"):
+        read({"instruction": "1+1?", "sistem": "Be brief."}, columns=columns)
 
 
 def test_a_column_of_usual_name_is_suggested(read):

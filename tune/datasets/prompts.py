@@ -10,7 +10,7 @@ from typing import Any
 
 from tune.datasets.cache import hash_of
 from tune.datasets.dataset import drawn_places
-from tune.datasets.formats.columns import QUESTIONS, require_meaning
+from tune.datasets.formats.columns import QUESTIONS, require_columns, require_meaning
 from tune.datasets.formats.content import Chat, Plain, Row, shown
 from tune.datasets.formats.messages import checked_tools, conversation, question_of
 from tune.datasets.loader import require_continuable
@@ -21,6 +21,7 @@ from tune.errors import TuneError, explained
 from tune.tokenizers import Message, Tokenizer
 from tune.types import PositiveInt
 
+COLUMNS = ("prompt", "messages", "conversations", "instruction", "input", "system", "tools")
 FOR_REWARDS = ("chosen", "rejected", "label")  # columns that say nothing else of the prompt
 
 
@@ -63,17 +64,10 @@ class Prompts:
 
 
 def load_prompts(
-    tokenizer: Tokenizer,
-    path: str,
-    split: str = "train",
-    *,
-    max_prompt_len: PositiveInt,
-    columns: Mapping[str, str] | None = None,
-    filter: str | None = None,
-    ignore: Sequence[str] = (),
-    subset: str | None = None,
-    take: PositiveInt | None = None,
-) -> Prompts:
+    tokenizer: Tokenizer, path: str, split: str = "train", *, max_prompt_len: PositiveInt,
+    columns: Mapping[str, str] | None = None, filter: str | None = None, ignore: Sequence[str] = (),
+    subset: str | None = None, take: PositiveInt | None = None,
+) -> Prompts:  # fmt: skip
     """Reads the prompts of a dataset, which is opened as by `tune.datasets.load`.
 
     A row has `messages` or `conversations` (answers at their end are left out), or `prompt` (a list of messages, or a
@@ -154,6 +148,8 @@ def _prompt(
         raise row
     if not isinstance(row, dict):
         raise TuneError(f"the row is {shown(row)}; it must be an object with columns")
+    if columns and not index:
+        require_columns(row, columns, COLUMNS, "the first row")
     named = {**row, **{ours: row.get(theirs) for ours, theirs in (columns or {}).items()}}
     if isinstance(text := named.get("prompt"), str):
         require_meaning(row, ["prompt"], Plain(text, ""), ignore)

@@ -57,14 +57,9 @@ class Stream:
     validation = None  # nothing is held out
 
     def __init__(
-        self,
-        chunks: Callable[[int], Iterator[Chunk]],
-        name: str,
-        max_seq_len: int,
-        pack_to: int | None,
-        window: int,
+        self, chunks: Callable[[int], Iterator[Chunk]], name: str, max_seq_len: int, pack_to: int | None, window: int,
         fingerprint: str,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`chunks(n)` gives the samples of the source behind its first n rows, 64 rows a chunk; a window has so many
         rows (rounded up to whole chunks). Raises TuneError for what the first window finds."""
         self.chunks, self.name, self.fingerprint = chunks, name, fingerprint

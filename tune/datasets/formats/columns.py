@@ -41,17 +41,7 @@ def recognise(row: Row, columns: Mapping[str, str], place: str, formats: tuple[F
     """The first of the `formats` that has its columns in the row. `columns` gives the data's name for a format's, and
     leaves those that have all of these."""
     known = list(dict.fromkeys(column for format in formats for column in (*format.columns, *format.optional)))
-    for ours, theirs in columns.items():
-        if ours not in known:
-            raise TuneError(
-                f"columns.{ours}: no format has such a column.{did_you_mean(ours, known)} "
-                f"The formats' columns are {', '.join(known)}"
-            )
-        if theirs not in row:
-            raise TuneError(
-                f"columns.{ours}={theirs}: {place} has no such column.{did_you_mean(theirs, row)} "
-                f"It has {', '.join(row)}"
-            )
+    require_columns(row, columns, known, place)
     fitting = [format for format in formats if columns.keys() <= {*format.columns, *format.optional}]
     if not fitting:
         raise TuneError(f"columns: no format has {' and '.join(columns)} together; known are {_listed(formats)}")
@@ -67,6 +57,21 @@ def recognise(row: Row, columns: Mapping[str, str], place: str, formats: tuple[F
     else:
         found = f"the columns {', '.join(row) or '(none)'} are none of the known formats: {_listed(fitting)}"
     raise TuneError(f"{place}: {found}. {_advice(row, columns, fitting)}")
+
+
+def require_columns(row: Row, columns: Mapping[str, str], known: Sequence[str], place: str) -> None:
+    """Raises TuneError if `columns` names one that is not `known`, or by a name that the row has not."""
+    for ours, theirs in columns.items():
+        if ours not in known:
+            raise TuneError(
+                f"columns.{ours}: no format has such a column.{did_you_mean(ours, known)} "
+                f"The formats' columns are {', '.join(known)}"
+            )
+        if theirs not in row:
+            raise TuneError(
+                f"columns.{ours}={theirs}: {place} has no such column.{did_you_mean(theirs, row)} "
+                f"It has {', '.join(row)}"
+            )
 
 
 def renamed(row: Row, format: Format, columns: Mapping[str, str]) -> Row:
