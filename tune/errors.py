@@ -18,9 +18,10 @@ def explained(what: str, *kinds: type[Exception]) -> Iterator[None]:
     """Around what the user can get wrong: an error of these kinds (default: a TuneError) becomes a TuneError that says
     `what` is wrong before the error's own words. `Exception` stands for whatever others' code may raise: the error's
     type is told too, and TuneErrors pass as they are."""
+    kinds = kinds or (TuneError,)
     try:
         yield
-    except kinds or TuneError as error:  # noqa: B030
+    except kinds as error:
         if Exception in kinds and isinstance(error, TuneError):
             raise
         kind = f"{type(error).__name__}: " if Exception in kinds else ""
