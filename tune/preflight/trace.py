@@ -212,17 +212,17 @@ def _flops(function: Any, name: str, args: Any, kwargs: Any, output: Any) -> flo
 
 
 def shorten(model: nn.Module) -> tuple[nn.Module, list[tuple[int, list[int]]]]:
-    """A copy of `model`, on the meta device, with its first block and one of each kind; of each kind the place of that
-    block in the copy, and the places of all in the model. Blocks of a kind have parameters of the same shapes, types
-    and settings."""
+    """A copy of `model`, on the meta device, with one block of each kind, and with the first one if not all is trained:
+    below it there may be nothing to do. Of each kind the place of its block in the copy, and the places of all in the
+    model. Blocks of a kind have parameters of the same shapes, types and settings."""
     layers = getattr(getattr(model, "config", None), "layers", None)
     kinds: dict[Any, list[int]] = defaultdict(list)
     for index, block in enumerate(repeated_blocks(model)):
         parameters = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
         kinds[parameters, layers[index] if layers else getattr(block, "attention_type", type(block))].append(index)
-    # The first block stands for another only if it must: there may be nothing to train below it.
-    chosen = [next(filter(None, places), 0) for places in kinds.values()]
-    kept = sorted({0, *chosen})
+    first = () if all(each.requires_grad for each in model.parameters()) else (0,)
+    chosen = [next((each for each in places if each not in first), 0) for places in kinds.values()]
+    kept = sorted({*first, *chosen})
     short: Any = copy.deepcopy(model)
     blocks = next(m for m in short.modules() if isinstance(m, nn.ModuleList) and list(m) == repeated_blocks(short))
     for index in reversed(range(len(blocks))):

@@ -1,0 +1,122 @@
+"""Is the layout that `tune plan --search` puts first the fastest of those that run here?
+
+    python benchmarks/layouts.py FOLDER [PROCESSES ...]
+
+A tiny Llama in fp32 on 1, 2 and 4 processes. Of the layouts that fit, TRIED are taken, evenly from the planned order.
+All are built beside each other in the same processes, and take a step each in turn, so that other work on the machine
+slows all of them. What counts is the median, over the rounds, of a layout's seconds as a multiple of the first one's.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from helpers import save_checkpoint  # noqa: E402
+
+from tune import checkpointers, config, distributed, optimizers  # noqa: E402
+from tune.collators import Batch  # noqa: E402
+from tune.devices import DEVICES  # noqa: E402
+
+TRIED, ROUNDS = 12, 7
+SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
+
+
+def settings(folder: str, *overrides: str) -> Any:
+    sizes = ["max_seq_len=128", "global_batch_size=8", "device=cpu", "dtype=fp32", "checkpointer.async=false"]
+    return config.load("full_finetune", [f"model.path={folder}", "dataset.path=none", *sizes, *overrides])
+
+
+def step_of(cfg: Any) -> Callable[[], None]:
+    """A training step in the layout of `cfg`, as the recipe takes it."""
+    world = distributed.init("cpu", **{name: value for name, value in cfg.parallel.items() if name != "auto"})
+    with torch.device("meta"):
+        model = config.instantiate(cfg.model)
+    weights = checkpointers.Pretrained(cfg.model.path, model)
+    distributed.parallelize(model, world, dtype="fp32", activation_checkpointing=cfg.memory.activation_checkpointing)
+    weights.load(model)
+    pipeline, loss_fn = distributed.Pipeline(model, world), config.instantiate(cfg.loss)
+    optimizer = config.instantiate(cfg.optimizer, optimizers.parameter_groups(model, 1e-6))
+    micro, length = cfg.micro_batch_size, cfg.max_seq_len
+    ones = np.ones((1, micro * length), dtype=np.int64)
+    batch = Batch.of(ones, labels=ones, documents=np.arange(micro).repeat(length)[None])
+
+    def step() -> None:
+        for turn in pipeline.turns([batch] * (cfg.global_batch_size // world.data_size // micro)):
+            loss = model(turn, loss_fn)
+            for due, is_last in pipeline.due(loss):
+                distributed.set_gradient_sync(model, is_last)
+                due.backward()
+        distributed.clip_grad_norm_(model.parameters(), 1.0, pipeline)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure(folder: str, layouts: list[list[str]]) -> None:
+    """Seconds of each layout by rounds, printed as JSON by the first of the processes that call it."""
+    steps = [step_of(settings(folder, *each)) for each in layouts]
+    found = []
+    for _ in range(1 + ROUNDS):
+        found.append([])
+        for step in steps:
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            dist.barrier()
+            found[-1].append(time.perf_counter() - start)
+    if dist.get_rank() == 0:
+        print("found", json.dumps(found[1:]), flush=True)  # the first round warms up
+    dist.barrier()
+
+
+def ranks(values: list[float]) -> np.ndarray:
+    return np.argsort(np.argsort(values))
+
+
+def main() -> None:
+    folder, numbers = sys.argv[1], [int(each) for each in sys.argv[2:]] or [1, 2, 4]
+    if not Path(folder, "config.json").exists():
+        save_checkpoint(Path(folder), **SHAPE)
+    for processes in numbers:
+        plan = [sys.executable, __file__, "--plan", folder, str(processes)]  # it makes groups that are not there
+        plans = json.loads(subprocess.run(plan, stdout=subprocess.PIPE, check=True, text=True).stdout.splitlines()[-1])
+        tried = [plans[round(at)] for at in np.linspace(0, len(plans) - 1, min(TRIED, len(plans)))]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command += [__file__, "--measure", folder, json.dumps([each for _, each in tried])]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+        (line,) = (each for each in done.stdout.splitlines() if each.startswith("found "))
+        rounds = json.loads(line.removeprefix("found "))
+        times = [statistics.median(each[at] / each[0] for each in rounds) for at in range(len(tried))]
+        print(f"\n{processes} processes: {len(plans)} layouts fit, {len(tried)} tried; the first takes", end=" ")
+        print(f"{statistics.median(each[0] for each in rounds):.3f} s ({tried[0][0]:.3f} planned)")
+        for (planned, overrides), taken in zip(tried, times, strict=True):
+            shown = " ".join(each for each in overrides if not each.endswith(("=1", "=null", "=none", "=false")))
+            print(f"  planned {planned / tried[0][0]:5.2f}, measured {taken:5.2f}  {shown}")
+        correlation = np.corrcoef(ranks([each for each, _ in tried]), ranks(times))[0, 1]
+        print(f"  rank correlation {correlation:.2f}; the fastest takes {min(times):.2f} of the first", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--measure":
+        measure(sys.argv[2], json.loads(sys.argv[3]))
+    elif sys.argv[1] == "--plan":
+        from tune.preflight.planning import Job
+
+        found = Job(settings(sys.argv[2]), DEVICES["cpu"]).search(int(sys.argv[3]))
+        print(json.dumps([(each.step_seconds, each.overrides) for each in found if each.fits]))
+    else:
+        main()
