@@ -1,0 +1,91 @@
+"""What a launcher adds to a step: two processes by torchrun and by Ray, in turns.
+
+    python benchmarks/launchers.py --steps 60 --times 3 model.path=./model dataset.path=./rows.jsonl max_seq_len=128
+
+Prints of each run, from its tenth step to its last but one, the seconds of a step (median), the CPU seconds that the
+two training processes take for it, and those of all processes of the launcher beside them; then the medians of Ray's
+share more, over the pairs. On a machine with other work the CPU seconds are what can be compared. Linux.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+
+LAUNCHERS = ("torchrun", "ray")
+FIRST = 10
+
+
+def metrics(folder: Path) -> list[float]:
+    with suppress(FileNotFoundError):
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        return [json.loads(line)["step_seconds"] for line in lines if line.endswith("\n")]
+    return []
+
+
+def cpu_seconds(folder: Path) -> tuple[float, float]:
+    """Until now, of the processes that train, and of all others that have `folder` in their environment."""
+    found = [0.0, 0.0]
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"BENCHMARK={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                name = (process / "cmdline").read_bytes()
+                trains = b"RayTrainWorker" in name or b"full_finetune.py" in name
+                fields = (process / "stat").read_text().rpartition(")")[2].split()
+                found[not trains] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found[0], found[1]
+
+
+def measured(launcher: str, steps: int, settings: list[str], folder: Path) -> tuple[float, float, float]:
+    command = ["-m", "tune.cli", "run", "--launcher", launcher, "--nproc-per-node", "2", "full_finetune", *settings]
+    run = subprocess.Popen(
+        [sys.executable, *command, f"output_dir={folder}"],
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"BENCHMARK": str(folder)},
+    )
+
+    def reached(step: int) -> tuple[int, tuple[float, float]]:
+        while (found := len(metrics(folder))) < step:
+            assert run.poll() is None, f"{launcher} has ended with {run.returncode}"
+            time.sleep(0.02)
+        return found, cpu_seconds(folder)
+
+    (first, before), (last, after) = reached(FIRST), reached(steps - 1)
+    seconds = median(metrics(folder)[first:last])
+    assert run.wait() == 0, f"{launcher} has ended with {run.returncode}"
+    trains, beside = ((now - then) / (last - first) for now, then in zip(after, before, strict=True))
+    print(f"{launcher}: {seconds:.3f} s, {trains:.3f} CPU s, beside them {beside:.3f} CPU s", flush=True)
+    return seconds, trains, trains + beside
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--times", type=int, default=3)
+    options, settings = parser.parse_known_args()
+    settings += [
+        f"max_steps={options.steps}",
+        "checkpointer.every=null",
+        "device=cpu",
+        "dtype=fp32",
+        "global_batch_size=2",
+    ]
+    ratios = []
+    for turn in range(options.times):
+        with tempfile.TemporaryDirectory() as name:
+            order = LAUNCHERS if turn % 2 == 0 else LAUNCHERS[::-1]
+            found = {each: measured(each, options.steps, settings, Path(name) / each) for each in order}
+        ratios.append([ray / torchrun - 1 for torchrun, ray in zip(found["torchrun"], found["ray"], strict=True)])
+    names = ("seconds", "CPU seconds of training", "CPU seconds of all")
+    for what, shares in zip(names, zip(*ratios, strict=True), strict=True):
+        print(f"{what}: Ray {median(shares):+.1%} ({', '.join(f'{each:+.1%}' for each in shares)})")
+
+
+if __name__ == "__main__":
+    main()
