@@ -131,7 +131,7 @@ WRONG = {
     "nf4": ("lora_finetune", ["quantization.qat=int4", "quantization.weights=nf4"], "quantization.weights=null"),
     "dropout": ("lora_finetune", ["quantization.qat=int4", "adapter.dropout=0.1"], "adapter.dropout: with quant"),
     "tensor parallel": ("full_finetune", ["quantization.qat=int8", "parallel.tp=2"], "cuts the rows that share"),
-    "transformers": ("full_finetune", ["quantization.qat=int8", "model._component_=tune.models.hf"], "is none that"),
+    "transformers": ("full_finetune", ["quantization.qat=int8", "model._component_=tune.models.hf"], "to quantise"),
     "cast twice": (
         "lora_finetune", ["quantization.qat=int8", "adapter.modules_to_save=[norm]", "dtype=bf16"], "Set dtype and",
     ),

@@ -49,7 +49,7 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
             ("adapter.dropout", value("adapter.dropout"), "leaves no weight that could be rounded. Set it to 0"),
             ("adapter.modules_to_save", whole, "casts adapters before merging. Set dtype and master_dtype alike"),
             ("parallel.tp", (value("parallel.tp") or 1) > 1, "cuts the rows that share a scale. Set it to 1"),
-            ("model", value("model._component_") == "tune.models.hf", "is not quantised. Use tune.models.build"),
+            ("model", value("model._component_") == "tune.models.hf", "is none to quantise. Use tune.models.build"),
         ):
             if is_wrong:
                 yield key, f"with quantization.qat it {problem}, or leave quantization.qat out."
