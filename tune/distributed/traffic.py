@@ -27,7 +27,7 @@ def bytes_sent(
     sizes = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
     ep = 1 if world.experts is None else world.experts["ep"].size()
     cp, tp, pp = sizes["cp"], sizes["tp"], sizes["pp"]
-    processes, shards = world.shards.size(), world.shards.size(-1)
+    processes, shards = world.shards.size(), world.shards.shape[-1]
 
     def part(size: int) -> float:
         return (size - 1) / size

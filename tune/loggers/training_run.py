@@ -150,7 +150,7 @@ class Run:
         self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
         self.info(f"model: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable")
         parts = self.world.mesh["tp"].size() * self.world.num_stages
-        planned = planned_memory(model, cfg.dtype, cfg.master_dtype, self.world.shards.size(-1) * parts)
+        planned = planned_memory(model, cfg.dtype, cfg.master_dtype, self.world.shards.shape[-1] * parts)
         if self.world.zero_stage in (1, 2):
             planned["gathered in a step"] = planned_memory(model, cfg.dtype, cfg.dtype, parts)["weights"]
         held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
