@@ -68,14 +68,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--times", type=int, default=3)
-    options, settings = parser.parse_known_args()
-    settings += [
-        f"max_steps={options.steps}",
-        "checkpointer.every=null",
-        "device=cpu",
-        "dtype=fp32",
-        "global_batch_size=2",
-    ]
+    parser.add_argument("settings", nargs="+", metavar="key=value", help="of full_finetune")
+    options = parser.parse_args()
+    settings = [*options.settings, f"max_steps={options.steps}", "checkpointer.every=null", "device=cpu", "dtype=fp32"]
+    settings += ["global_batch_size=2"]
     ratios = []
     for turn in range(options.times):
         with tempfile.TemporaryDirectory() as name:

@@ -45,8 +45,7 @@ def main(cfg):
     distributed.parallelize(
         model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
         activation_checkpointing=cfg.memory.activation_checkpointing,
-        activation_offload=cfg.memory.activation_offload,
-        cpu_offload=cfg.memory.cpu_offload,
+        activation_offload=cfg.memory.activation_offload, cpu_offload=cfg.memory.cpu_offload,
     )  # fmt: skip
     weights.load(model)
     checkpointers.check(model)

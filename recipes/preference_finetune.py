@@ -74,8 +74,7 @@ def main(cfg):
     distributed.parallelize(
         model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
         activation_checkpointing=cfg.memory.activation_checkpointing,
-        activation_offload=cfg.memory.activation_offload,
-        cpu_offload=cfg.memory.cpu_offload,
+        activation_offload=cfg.memory.activation_offload, cpu_offload=cfg.memory.cpu_offload,
     )  # fmt: skip
     weights.load(model)
     peft.start(model, lora, cfg.seed)
@@ -115,13 +114,12 @@ def main(cfg):
     def measure(batch, kl=None):
         """The loss and the metrics of a micro-batch: sums, and of how many they are."""
         batch = batch.to(world.device)
-        first, others = batch.pairs
         answers, entropies = score(batch)
         if kl is None:
-            chosen, rejected = answers.at(first), answers.at(others)
+            chosen, rejected = map(answers.at, batch.pairs)
             loss, measured = loss_fn(chosen, rejected), losses.of_pairs(loss_fn, chosen, rejected)
         else:
-            labelled, is_good = answers.at(first), batch.columns["label"][first] == 1
+            labelled, is_good = answers.at(batch.pairs[0]), batch.columns["label"][batch.pairs[0]] == 1
             measured = {"kl": losses.sum_and_count(kl[None]), **losses.of_labelled(loss_fn, labelled, is_good)}
             loss = loss_fn(labelled, is_good, kl)
         return {"loss": losses.sum_and_count(loss), "entropy": losses.sum_and_count(entropies), **measured}
@@ -135,8 +133,7 @@ def main(cfg):
         model.eval()
         for batch in batches:
             batch = batch.to(world.device)
-            mismatched = batch.pairs[1]
-            loggers.add(totals, {"kl": losses.sum_and_count(score(batch)[0].ratio[mismatched])})
+            loggers.add(totals, {"kl": losses.sum_and_count(score(batch)[0].ratio[batch.pairs[1]])})
         model.train()
         return loggers.means(totals, world)["kl"].clamp(min=0).to(world.device, torch.float32)
 

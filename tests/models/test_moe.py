@@ -193,5 +193,5 @@ def test_router_loss_is_an_option(tmp_path):
 
 
 def test_a_dense_model_has_no_router_loss(checkpoint):
-    with pytest.raises(TuneError, match=r"model\.router_loss: .* has no experts"):
+    with pytest.raises(TuneError, match=r"^router_loss: .* has no experts"):
         build(str(checkpoint), router_loss=0.1)

@@ -176,8 +176,11 @@ class _Combination:
             of_scores, scored = (not hasattr(locate(each), "needs_reference") for each in (component, usual))
             kind = "scores" if of_scores else "log-probs"
             calls = [inspect.signature(locate(each).__call__) for each in (component, usual)]  # type: ignore[operator]
-            taken, given = ([p.kind for p in call.parameters.values() if p.default is p.empty] for call in calls)
-            if not rows and taken != given and inspect.Parameter.VAR_POSITIONAL not in taken:
+            given = [each for each in calls[1].parameters.values() if each.default is each.empty]
+            named = {each.name: None for each in given if each.kind is each.KEYWORD_ONLY}
+            try:
+                _ = rows or calls[0].bind(*[None] * (len(given) - len(named)), **named)
+            except TypeError:
                 return f"{component} is called with other values than {usual}, this recipe's: take one of its kind."
             return f"{component} compares {kind}, unlike this recipe's {usual}." if of_scores != scored else ""
         return f"{component} {'is one' if rows else 'is none'} of preferences, unlike this recipe's, as {usual} is."
