@@ -77,6 +77,20 @@ def test_compiled_blocks(checkpoint):
     assert_close(loss, expected)
 
 
+def test_named_blocks_are_compiled(checkpoint, monkeypatch):
+    def compiled(forward, **_):
+        return lambda *args, **named: forward(*args, **named)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    for names, expected in ((["blocks.1"], [False, True, False]), (["*.[02]"], [True, False, True]), ([], [False] * 3)):
+        blocks = parallel_model(checkpoint, compile=names).blocks
+        assert [block.forward.__name__ == "<lambda>" for block in blocks] == expected
+    with pytest.raises(
+        TuneError, match=r"compile: blocks\.3 names no block. Names are like blocks\.0, blocks\.1, blocks\.2$"
+    ):
+        parallel_model(checkpoint, compile=["blocks.0", "blocks.3"])
+
+
 def test_any_module_with_blocks(checkpoint):
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)

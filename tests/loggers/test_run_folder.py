@@ -17,11 +17,11 @@ STARTS = Path(__file__).with_name("starts.py")
 @pytest.mark.slow
 def test_restarts_of_torchrun_keep_the_folder_and_all_processes_must_see_it(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", STARTS]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = re.findall(r"start (\d): (\S+) resume=(\w+)", done.stdout)
-    assert first[1] == second[1] and re.fullmatch(r"runs/mine-\d{8}-\d{6}", first[1])
+    assert first[1] == second[1] and re.fullmatch(r"runs/mine-\d{8}-\d{6}", first[1]), done.stdout + done.stderr
     assert (first[2], second[2]) == ("never", "auto")
     told = [line for line in done.stdout.splitlines() if "output_dir: runs/apart is not one folder" in line]
     assert sorted(line[:7] for line in told) == ["rank 0:", "rank 1:"]

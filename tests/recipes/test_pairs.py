@@ -50,7 +50,7 @@ WHAT = {
 }
 # What they do not depend on; the first of each is the plain way.
 HOW = {
-    "compile": {"false": [], "true": ["compile=true"]},
+    "compile": {"false": [], "true": ["compile=true"], "one": ["compile=[blocks.1]"]},
     "checkpointing": {each: [f"memory.activation_checkpointing={each}"] for each in ("none", "selective", "full")},
     "activation_offload": {"false": [], "true": ["memory.activation_offload=true"]},
     "cpu_offload": {"false": [], "true": ["memory.cpu_offload=true"]},
@@ -75,6 +75,9 @@ REFUSED = {
     "memory.cpu_offload: gradients may still": {"in_backward": "true", "cpu_offload": "true"},
     "memory.activation_offload: what activation_checkpointing=selective keeps": {
         "activation_offload": "true", "checkpointing": "selective", "compile": "false"
+    },
+    "memory.activation_offload: what activation_checkpointing=selective keeps is": {
+        "activation_offload": "true", "checkpointing": "selective", "compile": "one"
     },
 }  # fmt: skip
 
@@ -176,7 +179,7 @@ def test_each_way_gives_the_numbers_of_the_plain_one(row, run, plainly, monkeypa
         monkeypatch.setattr(
             sys.modules["tune.distributed.parallelize"], "wrap_forward", lambda *arguments: offloading(*arguments[:-1])
         )
-    with torch.compiler.set_stance("default" if row["compile"] == "true" else "force_eager"):
+    with torch.compiler.set_stance("default" if row["compile"] != "false" else "force_eager"):
         found = run(row | {"activation_offload": "false"})
     tolerance = 3e-2 if row["dtype"] != "fp32" else 3e-3 if row["trained"] == "lora, float8" else 1e-4
     assert found == [pytest.approx(each, rel=tolerance) for each in expected] and len(found) == 2

@@ -33,13 +33,13 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
     ):
         if value("optimizer_in_backward") and value(key) not in (None, False, right):
             yield key, f"{problem} when optimizer_in_backward=true. Set {key}={right}, or optimizer_in_backward=false."
-    is_selective = value("memory.activation_checkpointing") == "selective" and not value("compile")
-    if value("memory.activation_offload") and is_selective:
+    is_selective = value("memory.activation_checkpointing") == "selective"
+    if value("memory.activation_offload") and is_selective and value("compile") is not True:
         problem = "what activation_checkpointing=selective keeps is offloaded only from compiled blocks."
         yield "memory.activation_offload", f"{problem} Set that to full or none, or compile=true."
     if value("parallel.pp_schedule") == "zero_bubble" and (value("parallel.pp") or 1) > 1:
-        for key, wrong in (("compile", True), ("memory.activation_checkpointing", "selective")):
-            if value(key) == wrong:
+        for key, is_wrong in (("compile", value("compile")), ("memory.activation_checkpointing", is_selective)):
+            if is_wrong:
                 yield key, "parallel.pp_schedule=zero_bubble has two backwards, and what this makes one: leave one out."
     if value("quantization.weights") and "adapter" in cfg and not cfg.adapter:
         yield "quantization.weights", "quantised weights are frozen, and nothing else is trained: give adapter.rank=16."

@@ -35,6 +35,7 @@ TYPES: list[tuple[Any, str]] = [
     (str | list | dict, "score"),
     (str | list | dict | None, "reward"),
     (dict | None, "adapter"),
+    (bool | list[str], "compile"),
     (dict[str, str] | None, "parallel.plan"),
     (dict[str, PositiveFloat], "parameter_groups.lr_ratios"),
     (list[Fraction], "optimizer.betas"),

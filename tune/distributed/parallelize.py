@@ -3,9 +3,10 @@
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import filter as matching
 from typing import Any, Literal
 
 import torch
@@ -38,7 +39,7 @@ def parallelize(
     activation_checkpointing: Literal["none", "selective", "full"] = "none",
     activation_offload: bool = False,
     cpu_offload: bool = False,
-    compile: bool = False,
+    compile: bool | Sequence[str] = False,
 ) -> None:
     """Shard `model`, any module with repeated blocks, in place, and allocate it. Its weights are then uninitialised.
 
@@ -56,9 +57,11 @@ def parallelize(
     for module in model.modules():  # first: setting `data` does not change the type of a DTensor's shard
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.to(stored_dtype(module, parameter, dtype, master_dtype))
+    blocks = repeated_blocks(model)
+    compiled = _named(blocks, model, ["*"] * compile if isinstance(compile, bool) else compile)
     if world.num_stages > 1:
         cut(model, world, DTYPES[dtype])
-    blocks = repeated_blocks(model)
+        blocks = repeated_blocks(model)
     units = units_of(model, blocks)
     if world.experts is not None:
         share_experts(model, world.experts["ep"])
@@ -70,7 +73,7 @@ def parallelize(
         split(model, world.mesh["cp"])
     needs_cast = cast_by_fsdp(model, dtype, master_dtype)
     for block in blocks:
-        wrap_forward(block, activation_checkpointing, compile, activation_offload)
+        wrap_forward(block, activation_checkpointing, block in compiled, activation_offload)
         if world.size > 1:
             count_time(block)
     # Without anything to gather, cast or move, FSDP would compute the same and copy every parameter and gradient once
@@ -125,12 +128,7 @@ def cast_by_fsdp(model: nn.Module, dtype: str, master_dtype: str) -> set[nn.Para
 
 
 def _shard(
-    model: nn.Module,
-    units: list[nn.Module],
-    world: World,
-    dtype: torch.dtype,
-    needs_cast: set[nn.Parameter],
-    cpu_offload: bool,
+    model: nn.Module, units: list[nn.Module], world: World, dtype: torch.dtype, casts: set[nn.Parameter], offload: bool
 ) -> None:
     """The root unit stays gathered from forward to backward: the loss reads the head weight, and backward starts with
     it. With ZeRO 1 and 2 all units do, from the first forward of a step to its last backward, and so do those of a
@@ -138,11 +136,11 @@ def _shard(
     gather: FSDP copies what each process has, in the type of the computation, and frees the copy."""
     experts = {parameter for module in shared_experts(model) for parameter in module.parameters()}
     placements = None if world.experts is None else _placements(experts, world.experts)
-    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy()
+    policy = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy()
     taken: set[nn.Parameter] = set()
     for unit in units:
         parameters = set(unit.parameters()) - taken
-        cast = dtype if parameters & needs_cast else None
+        cast = dtype if parameters & casts else None
         _require_one_type(unit, parameters, cast)
         sharded = fully_shard(
             unit,
@@ -150,7 +148,7 @@ def _shard(
             reshard_after_forward=unit is not model and not world.units_stay_gathered,
             shard_placement_fn=placements,
             mp_policy=MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32),
-            offload_policy=offload,
+            offload_policy=policy,
         )
         taken |= set(unit.parameters())
         if world.size > 1:  # a single process would only copy to divide by one
@@ -200,6 +198,14 @@ def _require_one_type(unit: nn.Module, parameters: set[nn.Parameter], cast: torc
             "dtype: adapter.dora trains in fp32, and adapter.modules_to_save in another type. FSDP needs one in each "
             "block: take modules of blocks out of it, or set adapter.dora=false, or dtype=fp32 with master_dtype=fp32"
         )
+
+
+def _named(blocks: list[nn.Module], model: nn.Module, patterns: Sequence[str]) -> set[nn.Module]:
+    """The `blocks` of `model` that `patterns` name. Raises TuneError if one names none."""
+    names = {name: module for name, module in model.named_modules() if module in blocks}
+    if wrong := [pattern for pattern in patterns if not matching(names, pattern)]:
+        raise TuneError(f"compile: {wrong[0]} names no block. Names are like {', '.join([*names][:3])}")
+    return {names[name] for pattern in patterns for name in matching(names, pattern)}
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -261,7 +261,7 @@ class Job:
             offloads += [{"activation_offload": True}, {"cpu_offload": True}][: 1 if first.optimizer_in_backward else 2]
         all_copies = [each for each in _powers(data, data) if data // each * cp % ep == 0] if micros else []
         for checkpointing, offload in itertools.product(get_args(Checkpointing), offloads):
-            if checkpointing == "selective" and "activation_offload" in offload and not self.cfg.compile:
+            if checkpointing == "selective" and "activation_offload" in offload and self.cfg.compile is not True:
                 continue  # see tune.config.conflicts
             for copies in all_copies:
                 for micro in micros[: 1 if cp > 1 else None]:
