@@ -188,6 +188,21 @@ def test_units_of_batches(tmp_path):
     assert ours(run).get("global_batch_size", 16) == 8
     assert "2 a device x 4 accumulated x 1 devices" in note
     assert ours(migrate(verb.read(tmp_path / "theirs.yaml")[0], "axolotl", None, RECIPES, 4))["global_batch_size"] == 32
+    axes = "\ndp_shard_size: 2\ntensor_parallel_size: 2\ncontext_parallel_size: 2"
+    shared = converted(text + axes, tmp_path)
+    assert ours(shared).get("global_batch_size", 16) == 2 * 4 * 2
+    note = {entry.key: entry.note for entry in shared.entries()}["micro_batch_size"]
+    assert "x 2 groups of 4 devices" in note
+
+
+def test_what_runs_and_is_not_the_same_says_so(tmp_path):
+    run = converted(T + "num_generations: 8\nscale_rewards: group\nsteps_per_generation: 4\noptim: adafactor", tmp_path)
+    notes = {entry.key: (entry.status, entry.note) for entry in run.entries()}
+    found = status(converted(L + "shift_attn: true\noverwrite_output_dir: true\nnew_special_tokens: [<x>]", tmp_path))
+    assert found["shift_attn"] == found["new_special_tokens"] == "no counterpart"
+    assert found["overwrite_output_dir"] == "differs"
+    for key, words in {"scale_rewards": "standard dev", "steps_per_generation": "updates", "optim": "RMS"}.items():
+        assert notes[key][0] == "differs" and words in notes[key][1]
 
 
 def test_counts_of_an_epoch_are_not_those_of_steps(tmp_path):
@@ -263,6 +278,13 @@ TT = "checkpointer: {checkpoint_dir: '${base}/m'}\nbase: /tmp\ntokenizer: {_comp
         (TT + "dataset_val: {source: json, data_files: v.json}", {"validation_dataset.path": "v.json"}),
         (TT + "enable_fp8_training: true\nfp8_recipe_name: tensorwise", {"quantization.float8": "tensorwise"}),
         (TT + "enable_fp8_training: false\nfp8_recipe_name: rowwise", {"quantization.float8": None}),
+        (TT + "compile: {model: true, loss: false}\nenable_async_checkpointing: false",
+         {"compile": True, "checkpointer.async": False}),
+        (A + "loraplus_lr_ratio: 16\nembedding_lr_scale: 0.5\nadapter: lora",
+         {"parameter_groups.lr_ratios": {"lora_b": 16, "embedding": 0.5}}),
+        (A + "gradient_checkpointing: offload",
+         {"memory.activation_checkpointing": "full", "memory.activation_offload": True}),
+        (L + "freeze_vision_tower: true\ngradient_checkpointing: true", {"memory.activation_checkpointing": "full"}),
         (TT + "ppo_epochs: 2\nvalue_checkpointer: {checkpoint_dir: rm}\nreward_checkpointer: {checkpoint_dir: ./r}\n"
          "dataset: {source: c/d, column: query}",
          {"value.path": "rm", "reward": JUDGE, "dataset.columns": {"prompt": "query"}}),

@@ -3,6 +3,7 @@
 A function that a table names with `by` gets one key; those of `FINISH` make settings of the steps (`_...`).
 """
 
+import math
 import re
 from collections import defaultdict
 from pathlib import PurePosixPath
@@ -12,6 +13,7 @@ from tune.preflight.migration import Migration, Setting
 
 FILES = ("json", "csv", "parquet", "text", "arrow")  # names of `datasets`' readers, not of data
 LAYERS = {"output_proj": ["o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"], "output": ["lm_head"]}  # torchtune's
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 ROUNDED = "as there: updates below 1/256 of a weight are lost; master_dtype=fp32 keeps them, for more memory"
 
 Arguments = dict[str, Setting]  # of rows: the arguments of tune.datasets.load
@@ -89,13 +91,18 @@ def epsilon(run: Migration, key: str, value: float) -> None:
 
 
 def batch(run: Migration) -> None:
-    """Theirs per device, times accumulation, times devices: ours is that of an optimizer step over all devices."""
+    """Theirs per device, times accumulation, times devices with other rows: ours is that of an optimizer step."""
     micro, steps, whole = run.pop("_micro", 1), run.pop("_accumulation", 1), run.pop("_global")
-    rows = micro.value * steps.value * run.world_size
-    note = f"{micro.value} a device x {steps.value} accumulated x {run.world_size} devices (--world-size)"
+    sizes = {axis: run.settings.get(f"parallel.{axis}", Setting(1, [])).value for axis in AXES}
+    sizes = {axis: size if isinstance(size, int) and size > 0 else 1 for axis, size in sizes.items()}
+    same = sizes["cp"] * sizes["tp"]  # devices that read the same rows
+    devices = max(run.world_size, math.prod(sizes.values())) // same
+    rows = micro.value * steps.value * devices
+    of_devices = f" groups of {same}" if same > 1 else ""
+    note = f"{micro.value} a device x {steps.value} accumulated x {devices}{of_devices} devices (--world-size)"
     used = [*micro.sources, *steps.sources]
     if "prompts_per_step" in run.settings:  # torchtune counts prompts
-        run.settings["prompts_per_step"].value *= run.world_size
+        run.settings["prompts_per_step"].value *= devices
         run.said.update(dict.fromkeys(used, ("same by default", "gradients accumulate until the step is complete")))
     elif run.takes("prompts_per_step"):
         group = run.settings.get("group_size", Setting(1, [])).value

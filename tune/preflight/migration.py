@@ -85,6 +85,8 @@ class Migration:
         if isinstance(value, float) and value.is_integer() and isinstance(self.defaults.get(key), int | None):
             value = int(value)
         before = self.settings.get(key, Setting(value, []))
+        if isinstance(value, dict) and isinstance(before.value, dict):  # two keys of theirs may say one each
+            value = before.value | value
         sources = tuple(dict.fromkeys([*before.sources, *sources]))
         self.settings[key] = Setting(value, list(sources), [*before.notes, *([note] if note else [])])
 
