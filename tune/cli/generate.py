@@ -102,11 +102,8 @@ def sampling_settings(folder: Path, **given: float | None) -> tuple[dict[str, An
     settings |= {name: value for name, value in given.items() if value is not None}
     settings = {name: value for name, value in settings.items() if value is not None and (name, value) != ("top_k", 0)}
     temperature = settings.setdefault("temperature", 1.0)
-    if (
-        not temperature
-        and given.get("temperature") is None
-        and (idle := [name for name in SAMPLING if given.get(name)])
-    ):
+    idle = [name for name in SAMPLING if given.get(name)]
+    if idle and not temperature and given.get("temperature") is None:
         raise TuneError(f"--{idle[0].replace('_', '-')}: the most likely token is taken anyway; add --temperature 1")
     shown = ", ".join(f"{name} {value:g}" for name, value in settings.items())
     ignored = [f"{name}={file[name]}" for name, off in NOT_APPLIED.items() if file.get(name, off) not in (off, None)]

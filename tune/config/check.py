@@ -175,12 +175,7 @@ class _Combination:
         if rows == wanted:
             of_scores, scored = (not hasattr(locate(each), "needs_reference") for each in (component, usual))
             kind = "scores" if of_scores else "log-probs"
-            calls = [inspect.signature(locate(each).__call__) for each in (component, usual)]  # type: ignore[operator]
-            given = [each for each in calls[1].parameters.values() if each.default is each.empty]
-            named = {each.name: None for each in given if each.kind is each.KEYWORD_ONLY}
-            try:
-                _ = rows or calls[0].bind(*[None] * (len(given) - len(named)), **named)
-            except TypeError:
+            if not rows and not _is_called_like(locate(component), locate(usual)):
                 return f"{component} is called with other values than {usual}, this recipe's: take one of its kind."
             return f"{component} compares {kind}, unlike this recipe's {usual}." if of_scores != scored else ""
         return f"{component} {'is one' if rows else 'is none'} of preferences, unlike this recipe's, as {usual} is."
@@ -239,6 +234,18 @@ def _elsewhere(key: str) -> str:
     settings = {name: OmegaConf.to_container(OmegaConf.load(find_config(name))) for name in list_recipes()}
     recipes = [name for name, values in settings.items() if key in dict(walk(cast(Values, values)))]
     return f" It is one of {', '.join(recipes)}: use that recipe." if recipes else ""
+
+
+def _is_called_like(component: Any, usual: Any) -> bool:
+    """Whether instances of `component` take the arguments that those of `usual` want."""
+    wanted = inspect.signature(usual.__call__).parameters.values()
+    given = [each for each in wanted if each.default is each.empty]
+    named = {each.name: None for each in given if each.kind is each.KEYWORD_ONLY}
+    try:
+        inspect.signature(component.__call__).bind(*[None] * (len(given) - len(named)), **named)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_open(value: Any) -> bool:
