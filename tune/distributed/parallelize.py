@@ -49,6 +49,9 @@ def parallelize(
     A model that does not say how processes of `tp` share its blocks needs a plan, see `tune.distributed.plans`: that of
     `world`, if anything of it is trained.
 
+    `compile` is all blocks or none, or patterns of names of blocks (`blocks.1*`, as `fnmatch` reads them). Raises
+    TuneError if one names no block.
+
     Two attributes of a module change this: `casts_parameters` (it casts its trained parameters to the type of its input
     itself, as adapters do) and `trains_in_fp32` (its trained parameters are always in fp32).
     """
