@@ -173,8 +173,9 @@ def _converse(
     sample: Callable[..., list[list[Completion]]], room: float, tokenizer: Tokenizer, groups: list[list[Episode]],
     world: World, step: int, environment: Callable[[], Environment], max_turns: int,
 ) -> None:  # fmt: skip
-    """Completions, of up to `room` tokens, and an environment's answers in turn. Sampled ids are never tokenised again:
-    what the template writes behind them is appended. Of tensor-parallel processes only the first has environments."""
+    """Completions and an environment's answers in turn, while a conversation has at most `room` tokens. Sampled ids are
+    never tokenised again: what the template writes behind an answer is appended. Of tensor-parallel processes only the
+    first has environments."""
     running = [*chain(*groups)]
     conversations = {id(episode): list(episode.prompt.messages or []) for episode in running}
     environments: dict[int, Environment] = {}  # by id: prompts of a validation have one index

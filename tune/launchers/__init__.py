@@ -28,7 +28,7 @@ def launcher(name: str) -> Launch:
 
 
 def count(text: str, least: int = 1) -> int:
-    """Of an option. Raises TuneError if it is not a whole number of at least `least`."""
+    """The number that an option has. Raises TuneError if it is not a whole number of at least `least`."""
     if not text.isdigit() or int(text) < least:
         raise TuneError(f"--launcher: '{text}' is not a number of at least {least}")
     return int(text)
