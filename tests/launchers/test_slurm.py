@@ -67,7 +67,7 @@ def test_the_time_limit(does: str, requeued: bool, tmp_path: Path, capsys: pytes
     text = script(tmp_path, capsys, "--time=90", settings=(f"output_dir={folder}", does))
     bin = tmp_path / "bin"
     program(bin, "srun", 'while [[ $1 == --* ]]; do shift; done; exec "$@"')
-    program(bin, "scontrol", f'echo "$@" > {tmp_path}/asked')
+    program(bin, "scontrol", f'[ "$1" = -o ] || echo "$@" > {tmp_path}/asked')
     (tmp_path / "slurm.sh").write_text(text)
     environment = os.environ | {"PATH": f"{bin}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
     with subprocess.Popen(
@@ -84,19 +84,34 @@ def test_the_time_limit(does: str, requeued: bool, tmp_path: Path, capsys: pytes
         assert "the time is over after step-00000007" in said
 
 
-def test_a_cancelled_job_is_not_queued_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("shown", "requeued"),
+    [
+        ("JobId=12 JobState=RUNNING EligibleTime=None PreemptTime=2026-01-01T12:00:00 Comment=", True),
+        ("JobId=12 JobState=CANCELLED EligibleTime=None PreemptTime=2026-01-01T12:00:00 Comment=", False),
+        ("JobId=12 JobState=RUNNING EligibleTime=None PreemptTime=None Comment=", False),
+    ],
+    ids=["preempted", "cancelled", "failed"],
+)
+def test_a_job_that_ends_in_its_grace_time(
+    shown: str, requeued: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SLURM counts a preempted job that ends itself as failed: its script queues it again, unless it is cancelled."""
     folder = tmp_path / "a run"
     text = script(tmp_path, capsys, settings=(f"output_dir={folder}", "saves"))
     bin = tmp_path / "bin"
     program(bin, "srun", 'while [[ $1 == --* ]]; do shift; done; exec "$@"')
-    program(bin, "scontrol", f"touch {tmp_path}/asked")
+    program(bin, "scontrol", f'[ "$1 $2 $3 $4" = "-o show job 12" ] && echo "{shown}" || echo "$@" > {tmp_path}/asked')
     environment = os.environ | {"PATH": f"{bin}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
     with subprocess.Popen(["bash", "-c", text], env=environment, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None and job.stdout.readline() == "begun\n"
         job.send_signal(signal.SIGTERM)
+        job.stdout.read()
     assert job.returncode == 130
     assert (folder / "checkpoints" / "step-00000007").exists()
-    assert not (tmp_path / "asked").exists()
+    assert (tmp_path / "asked").exists() == requeued
+    if requeued:
+        assert (tmp_path / "asked").read_text() == "requeue 12\n"
 
 
 def test_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,8 @@ from tune.launchers import count
 NOTICE = 600  # seconds before the time limit in which the last checkpoint is saved, or a fifth of a short limit
 
 # The batch shell gets USR1 before the time limit, and nobody else does: a job that `scancel` ends is not requeued. A
-# start that has saved nothing new is not repeated either. What is preempted or loses a node, SLURM itself queues again.
+# start that has saved nothing new is not repeated either. What loses a node, or is killed at the end of its GraceTime,
+# SLURM itself queues again; a preempted job that ends within that time it counts as failed.
 SCRIPT = """\
 #!/bin/bash
 {directives}
@@ -35,7 +36,11 @@ trap 'time_is_over=1; told=1; kill -TERM "$step"' USR1
 trap 'told=1; kill -TERM "$step"' TERM
 wait "$step"; code=$?
 while [ -n "$told" ]; do told=; wait "$step"; code=$?; done  # a signal ends a wait, with a code of its own
-if [ -n "$time_is_over" ] && [ "$code" -ne 0 ]; then
+preempted() {{ scontrol -o show job "$SLURM_JOB_ID" | grep ' JobState=RUNNING ' | grep -q ' PreemptTime=[0-9]'; }}
+if [ "$code" -ne 0 ] && preempted; then  # and not cancelled since
+  echo "preempted: the job is queued again"
+  scontrol requeue "$SLURM_JOB_ID"
+elif [ -n "$time_is_over" ] && [ "$code" -ne 0 ]; then
   if [ "$(newest)" != "$before" ]; then
     echo "the time is over after $(newest): the job is queued again, and continues there"
     scontrol requeue "$SLURM_JOB_ID"
