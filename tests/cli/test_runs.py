@@ -76,6 +76,19 @@ def test_checkpoints(make_run, capsys):
     assert shown(capsys, "checkpoints", str(folder))[-1][2] == "damaged"
 
 
+def test_checkpoints_with_metrics_of_tasks_and_the_one_that_decides(make_run, capsys):
+    folder = make_run(steps=0)
+    with (folder / "config.yaml").open("a") as settings:
+        settings.write("evaluate: {tasks: [mine/choice.yaml, mmlu]}\ncheckpointer: {keep_best: mmlu_law/acc}\n")
+    values = {"loss": 2.5, "rewards/margins": 7, "choice/brier_score": 0.5, "mmlu/acc": 0.25, "mmlu_law/acc": 0.125}
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "mmlu_art/acc": 0.75} | values) + "\n")
+    (folder / "checkpoints/step-00000004").mkdir(parents=True)
+    assert shown(capsys, "checkpoints", str(folder)) == [
+        ["checkpoint", "GiB", "loss", "choice/brier_score", "mmlu/acc", "mmlu_law/acc"],
+        ["step-00000004", "0.00", "complete", "2.5", "0.5", "0.25", "0.125"],
+    ]
+
+
 def test_watch_ends_its_last_line_outside_of_a_terminal(make_run, capsys):
     main(["watch", str(make_run("one"))])
     assert capsys.readouterr().out.endswith("\n")

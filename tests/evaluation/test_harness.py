@@ -233,6 +233,8 @@ def test_names_of_tasks(models, folder, world, tmp_path):
     found = metrics(named("pair")(ours.model, world), world)
     weighted = (13 * found["choice/acc"] + 5 * found["letters/acc"]) / 18
     assert found["pair/acc"] == pytest.approx(weighted) and "pair" not in found
+    says = named("pair", str(folder / "rolling.yaml")).higher_is_better
+    assert says["pair/acc"] is says["letters/acc"] is True and says["rolling/bits_per_byte"] is False
 
 
 def test_an_answer_that_has_begun(models, world):

@@ -221,6 +221,35 @@ def test_in_a_training(checkpoint, chats, folder, tmp_path, run_recipe, monkeypa
     assert found["acc_norm,none"] == pytest.approx(evaluated_[-1]["choice/acc_norm"])
 
 
+def test_the_best_by_a_metric_of_which_the_lowest_is_best(checkpoint, chats, folder, tmp_path, run_recipe, capsys):
+    """The Brier score of a task, which that says itself. It falls, then rises."""
+    body = (folder / "choice.yaml").read_text().replace("metric_list: [", "metric_list: [{metric: brier_score}, ")
+    (tmp_path / "choice.yaml").write_text(body)
+    run = tmp_path / "run"
+    settings = [
+        f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={run}", "device=cpu", "dtype=fp32",
+        "max_seq_len=128", "optimizer.lr=0.3", "schedule._component_=tune.optimizers.constant", "schedule.warmup=0",
+        "evaluate.tasks=[choice]", f"evaluate.include_path={tmp_path}", "evaluate.every=1", "max_steps=9",
+        "global_batch_size=4", "packed=false",
+        "checkpointer.patience=1", "checkpointer.keep=1", "checkpointer.every=1",
+    ]  # fmt: skip
+    assert run_recipe([*settings, "checkpointer.keep_best=choice/brier_score"]) == 0
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    scores = [each["choice/brier_score"] for each in lines]
+    best = scores.index(min(scores)) + 1
+    assert best == len(scores) - 1 < 8 and len({*scores}) == len(scores)  # it ends with the first that is no better
+    assert sorted(int(path.name[5:]) for path in (run / "checkpoints").iterdir()) == [best, best + 1]
+    main(["checkpoints", str(run)])
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert "choice/brier_score" in shown[0] and [row[2] for row in shown[1:]] == ["best", "complete"]
+    for metric, message in {
+        "chioce/acc": "chioce/acc is a metric of none of the tasks: choice",
+        "choice/ac": "the task choice does not measure choice/ac, but choice/",
+    }.items():
+        wrong = [*settings, f"checkpointer.keep_best={metric}", f"output_dir={tmp_path / metric}"]
+        assert run_recipe(wrong) == 2 and message in capsys.readouterr().err
+
+
 SAMPLED = [
     "max_prompt_len=64",
     "sampling.max_new_tokens=5",

@@ -4,12 +4,14 @@ from typing import Any
 
 
 class Best:
-    """The best value of a metric so far, of a loss or a perplexity the lowest, of others the highest; `stale` counts
-    those since. `kept` are value and step of the best one whose checkpoint is written."""
+    """The best value of a metric so far; `stale` counts those since. `kept` are value and step of the best one whose
+    checkpoint is written. The lowest is the best of a loss and of a metric that is not `higher_is_better`."""
 
-    def __init__(self, metric: str | None, patience: int | None):
+    def __init__(self, metric: str | None, patience: int | None, higher_is_better: bool | None = None):
         self.metric, self.patience = metric, patience
-        self.sign = -1 if any(word in (metric or "") for word in ("loss", "perplexity", "bits_per_byte")) else 1
+        if higher_is_better is None:
+            higher_is_better = not any(word in (metric or "") for word in ("loss", "perplexity", "bits_per_byte"))
+        self.sign = 1 if higher_is_better else -1
         self.value, self.step, self.stale = -float("inf"), 0, 0
         self.kept = self.value, self.step
 

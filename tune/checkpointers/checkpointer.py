@@ -60,8 +60,9 @@ class Checkpointer:
     current config. Frozen parameters are not saved: on resuming, `base` checks that they come from the same weights,
     and `adapter` that its settings are the same.
 
-    With `keep_best`, the name of a metric, the checkpoint with its best value is kept too: of a loss the lowest, of
-    others the highest. After `patience` values in a row that were no better the training `is_over`.
+    With `keep_best`, the name of a metric, the checkpoint with its best value is kept too: the lowest of a loss, the
+    highest of others, unless `higher_is_better` has the metric, as `Tasks` say it. After `patience` values in a row
+    that were no better the training `is_over`.
 
     `extra` is state of your own, by name: averaged weights, counters. Plain values are saved as JSON. Tensors, also
     sharded ones, are loaded in place, so that the object must have them before it is restored.
@@ -86,6 +87,7 @@ class Checkpointer:
         on_nan: Literal["stop", "skip", "rollback"] = "stop",
         keep_best: str | None = None,
         patience: PositiveInt | None = None,
+        higher_is_better: Mapping[str, bool | None] | None = None,
         tell: Callable[[str], None] = print,
     ):
         self.folder, self.world = folder, world
@@ -96,7 +98,12 @@ class Checkpointer:
         self.every, self.keep, self.asynchronous = every, keep, async_
         self.on_error, self.on_nan, self.refused = on_error, on_nan, 0
         self.tell = tell if world.is_main else lambda message: None
-        self.best, self.saved, self.reported, self.writing = Best(keep_best, patience), 0, 0, 0
+        tasks, wanted = {name.rpartition("/")[0] for name in higher_is_better or ()}, keep_best or ""
+        if tasks and "/" in wanted and wanted.rpartition("/")[0] not in tasks:
+            raise TuneError(f"checkpointer.keep_best: {wanted} is a metric of none of the tasks: {', '.join(tasks)}")
+        is_higher = (higher_is_better or {}).get(wanted.split(",")[0])  # with any filter of its answers
+        self.best = Best(keep_best, patience, is_higher)
+        self.saved, self.reported, self.writing = 0, 0, 0
         self.resumed: dict[int, Path] = {}  # the step that training continues after, and its checkpoint, of any folder
         is_first_here = os.environ.get("LOCAL_RANK") == "0" and (folder.parent / STORED).exists()
         self.tidies = world.is_main or is_first_here  # the one process of a folder that renames and removes in it
@@ -205,9 +212,11 @@ class Checkpointer:
         if self.pending is not None and self.pending.done():
             self._collect()
         measured, wanted = self.best.metric in metrics, self.best.metric or ""
-        found = ", ".join(name for name in metrics if name.startswith("validation_"))
-        if not measured and found and wanted.startswith("validation_"):
-            raise TuneError(f"checkpointer.keep_best: a validation does not measure {wanted}, but {found}")
+        prefix = "validation_" if wanted.startswith("validation_") else wanted.rpartition("/")[0] + "/"
+        found = ", ".join(name for name in metrics if name.startswith(prefix))
+        if wanted and found and not measured:
+            what = "a validation" if prefix == "validation_" else f"the task {prefix[:-1]}"
+            raise TuneError(f"checkpointer.keep_best: {what} does not measure {wanted}, but {found}")
         if measured:
             self.best.take(step, metrics[wanted])
             vars(self.best).update(self.world.broadcast(vars(self.best)))  # rank 0 knows which are written

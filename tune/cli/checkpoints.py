@@ -17,7 +17,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     from tune.checkpointers.disk import found_damage
 
     run = read(path)
-    metrics = [name for name in run.columns if name in ("loss", "reward") or name.startswith("validation_")]
+    shown = {"loss", "reward", run.settings.get("checkpointer.keep_best")}
+    prefixes = "validation_", *(f"{Path(each).stem}/" for each in run.settings.get("evaluate.tasks") or ())
+    metrics = [name for name in run.columns if name in shown or name.startswith(prefixes)]
     rows = [["checkpoint", "GiB", "", *metrics]]
     newest = max(path.glob(f"checkpoints/{CHECKPOINT}/state.json"), default=None, key=lambda file: file.parent.name)
     best = json.loads(newest.read_text()).get("best", {}).get("step") if newest else None  # with checkpointer.keep_best

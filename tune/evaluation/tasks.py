@@ -77,6 +77,18 @@ class Tasks:
                 raise TuneError(f"tasks: there is no task {name!r}.{hint} `lm-eval ls tasks` lists them")
             self.tasks += [task for each in found or [name] for task in self._load(each)]
 
+    @property
+    def higher_is_better(self) -> dict[str, bool | None]:
+        """By `task/metric`, also of groups; None where the task does not say it."""
+        found: dict[str, bool | None] = {}
+        for each in self.tasks:
+            groups = [each, *each.get_all_groups()] if hasattr(each, "get_all_groups") else []
+            for task in each.get_all_tasks() if groups else [each]:
+                names = [task.task_name, *(group.name for group in groups if task in group.get_all_tasks())]
+                says = task.higher_is_better().items()
+                found |= {f"{name}/{metric}": higher for name in names for metric, higher in says}
+        return found
+
     def __len__(self) -> int:
         return len(self.tasks)
 
