@@ -118,6 +118,7 @@ def main(cfg):
 
     divergence = instantiate(cfg.loss, vocab_size=tokenizer.vocab_size)
 
+    @losses.takes_shares
     def loss_fn(hidden, weight, batch, **softcap):
         """The divergence of the model's head from that of the teacher, which sees the same batch; a sum over tokens."""
         if cfg.teacher.top_k:

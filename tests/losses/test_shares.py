@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from tune import distributed
 from tune.collators import Batch
-from tune.losses import LinearCrossEntropy, LogProbs
+from tune.losses import ForwardKL, JensenShannon, LinearCrossEntropy, LogProbs, MostProbable, ReverseKL, Teacher, TopK
 
 world = distributed.init("cpu", tp=3)
 mesh, draw = world.mesh["tp"], torch.Generator().manual_seed(0)
@@ -65,6 +65,38 @@ for softcap in (None, 4.0):
     weights = torch.linspace(-1, 1, len(targets))
     (found.log_probs * weights).sum().backward(), (of_targets * weights).sum().backward()
     assert_gradients(hidden, own, whole_hidden, whole)
+
+
+def shared(weight):
+    return DTensor.from_local(weight.chunk(3)[world.rank].clone(), mesh, [Shard(0)])
+
+
+def stored(hidden, weight, **options):
+    found = MostProbable(15, 2.0, 7, **options)(hidden, weight, batch)  # more than a process has rows
+    return TopK(found[:, :15].long(), found[:, 15:])
+
+
+labels[labels >= 18] = 5
+batch = Batch.of(tokens, labels)
+theirs = torch.randn(2, 20, 6, generator=draw)
+for number, cut in ((30, None), (30, 18), (36, None), (36, 25), (31, None), (24, 18)):  # below 18 the third has no row
+    of_teacher = torch.randn(number, 6, generator=draw)
+    sharded = shared(of_teacher) if number % 3 == 0 else of_teacher
+    exact, found = stored(theirs, of_teacher, vocab_size=cut), stored(theirs, sharded, vocab_size=cut)
+    assert torch.equal(found.ids, exact.ids)
+    assert_close(found.log_probs, exact.log_probs)
+    whole_teacher, teacher = (Teacher(theirs, each, None) for each in (of_teacher, sharded))
+    for kept, of_kept in ((whole_teacher, teacher), (exact, found)):
+        if isinstance(kept, TopK) and kept.ids.max() >= 30:
+            continue
+        for divergence in (ForwardKL, ReverseKL, JensenShannon):
+            hidden, own, shares, whole_hidden, whole = leaves()
+            loss_fn = divergence(2.0, 0.25, 7, cut)
+            loss = loss_fn(hidden, shares, batch, teacher=of_kept)
+            expected = loss_fn(whole_hidden, whole, batch, teacher=kept)
+            (2 * loss).backward(), (2 * expected).backward()
+            assert_close(loss, expected)
+            assert_gradients(hidden, own, whole_hidden, whole)
 print("equal")
 world.finish()
 """

@@ -108,7 +108,7 @@ def _of_whole(head: Any, batch: Batch, part: Any, size: int) -> Callable[..., An
             weight.register_hook(lambda gradient: gradient * (1 / size))
         return head(hidden.view(*batch.tokens.shape, -1), weight, batch, **options)
 
-    of_whole.takes_shares = bool(of_parts) and getattr(head, "takes_shares", False)  # type: ignore[attr-defined]
+    of_whole.takes_shares = getattr(head, "takes_shares", False)  # type: ignore[attr-defined]
     return of_whole
 
 

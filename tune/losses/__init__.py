@@ -2,9 +2,10 @@
 
 `LinearCrossEntropy` and the divergences are heads that return a sum over supervised tokens: the caller divides by the
 count of the whole optimizer step. `LogProbs` returns values per token, `LastTokenScores` values per document: a recipe
-makes its loss of them.
+makes its loss of them. All but the last take shares of the output weight's rows (`takes_shares`).
 """
 
+from tune.losses.chunks import takes_shares
 from tune.losses.divergences import Divergence, ForwardKL, JensenShannon, MostProbable, ReverseKL, Teacher, TopK
 from tune.losses.linear_cross_entropy import LinearCrossEntropy
 from tune.losses.log_probs import LogProbs, TokenLogProbs, per_document

@@ -1,18 +1,28 @@
 """What heads share that work by chunks of tokens: logits, normalisation over the vocabulary, gradients."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tune.collators import Batch
-from tune.distributed import local_shard
+from tune.distributed import full_tensor, local_shard
 
 SMALL_CHUNK = 512  # tokens
 LOGITS = 2**27  # half a GiB in fp32
+LOWEST = -1e30  # a logit whose probability is 0, and that times its log too
+
+HeadFunction = TypeVar("HeadFunction", bound=Callable[..., Any])
+
+
+def takes_shares(head: HeadFunction) -> HeadFunction:
+    """Have a model whose processes share the rows of its output weight (`parallel.tp`) give `head` a DTensor of it."""
+    head.takes_shares = True  # type: ignore[attr-defined]
+    return head
 
 
 def default_chunk_tokens(vocab: int, device: str) -> int:
@@ -21,14 +31,27 @@ def default_chunk_tokens(vocab: int, device: str) -> int:
 
 
 class Rows:
-    """The rows of a head's weight that this process has: those from `first` on; all, but for a weight whose rows the
-    processes of a mesh share (a DTensor of `tune.distributed.tensor_parallel`)."""
+    """The rows of a head's weight that this process has, `count` from `first` on, of those below `size`: all, but for a
+    weight whose rows the processes of a mesh share (a DTensor of `tune.distributed.tensor_parallel`)."""
 
-    def __init__(self, weight: Tensor):
-        self.first, self.group = 0, None
-        if isinstance(weight, DTensor):
-            self.first = local_shard(weight)[1][0].start
-            self.group = weight.device_mesh.get_group()
+    def __init__(self, weight: Tensor, size: int | None = None):
+        own, place = local_shard(weight)
+        self.first = place[0].start
+        self.group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None
+        left = (len(weight) if size is None else size) - self.first
+        self.has_none = left <= 0  # then it has one nevertheless, which counts for nothing
+        self.count = max(1, min(len(own), left))
+
+    def of(self, logits: Tensor) -> Tensor:
+        """The logits of the own rows, in place."""
+        return logits.fill_(LOWEST) if self.has_none else logits
+
+    def of_other(self, weight: Tensor, is_alike: bool) -> Tensor:
+        """The same rows of another head's `weight`, which processes share alike, or which has others or all."""
+        if is_alike:
+            return local_shard(weight)[0][: self.count]
+        weight = full_tensor(weight)
+        return weight[min(self.first, len(weight) - 1) :][: self.count]
 
     def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """`values` of the rows of all processes, in place of those of this one's."""
@@ -37,15 +60,42 @@ class Rows:
         return values
 
     def find(self, targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The places of `targets` `[chunk, 1]` among `logits` `[chunk, rows]`, and 1 where they are, else 0."""
+        """The places of `targets` `[chunk, k]` among `logits` `[chunk, rows]`, and 1 where they are, else 0."""
         places = targets - self.first
         inside = (places >= 0) & (places < logits.shape[1])
         return places.clamp(0, logits.shape[1] - 1), inside.to(logits.dtype)
 
     def at(self, targets: Tensor, logits: Tensor) -> Tensor:
-        """The logits of the targets, `[chunk, 1]`."""
+        """The logits of the targets, `[chunk, k]`."""
         places, inside = self.find(targets, logits)
         return self.reduce(logits.gather(1, places) * inside)
+
+    def add_at(self, targets: Tensor, logits: Tensor, values: Tensor | float) -> Tensor:
+        """`logits`, to which `values` `[chunk, k]` are added at `targets` `[chunk, k]`, in place."""
+        places, inside = self.find(targets, logits)
+        return logits.scatter_add_(1, places, inside * values)
+
+    def without(self, targets: Tensor, p: Tensor) -> Tensor:
+        """`p`, which becomes 0 at the `targets` `[chunk, k]`, all of them others, in place."""
+        places, inside = self.find(targets, p)
+        return p.scatter_add_(1, places, -inside * p.gather(1, places))
+
+    def topk(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The `k` highest of all rows, and where they are: `[chunk, k]`."""
+        highest, ids = values.topk(min(k, values.shape[1]))
+        ids += self.first
+        if self.group is None:
+            return highest, ids
+        missing = (0, k - highest.shape[1])
+        mine = F.pad(highest, missing, value=LOWEST), F.pad(ids, missing)
+        values, places = (torch.cat(self._gathered(each), dim=1) for each in mine)
+        highest, best = values.topk(k)
+        return highest, places.gather(1, best)
+
+    def _gathered(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, tensor, self.group)
+        return parts
 
     def argmax(self, logits: Tensor) -> Tensor:
         """The first row with the highest logit, `[chunk, 1]`."""
@@ -55,7 +105,7 @@ class Rows:
         return self.reduce(torch.where(is_highest, place + self.first, none), dist.ReduceOp.MIN)
 
 
-ALL = Rows(torch.empty(0))
+ALL = Rows(torch.empty(1))
 
 
 def of_supervised(values: Tensor, batch: Batch) -> Tensor:
@@ -116,8 +166,7 @@ def cross_entropy(
     target_logits = rows.at(targets, logits)
     maximum, exponentials, normalizer = normalize(logits, out, rows)
     probabilities = exponentials.div_(normalizer)
-    places, inside = rows.find(targets, logits)
-    return (normalizer.log() - (target_logits - maximum)).sum(), probabilities.scatter_add_(1, places, -inside)
+    return (normalizer.log() - (target_logits - maximum)).sum(), rows.add_at(targets, probabilities, -1.0)
 
 
 class Gradients:

@@ -5,10 +5,20 @@ from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tune.collators import Batch
 from tune.errors import TuneError
-from tune.losses.chunks import SumOfChunks, chunks_of_logits, cross_entropy, normalize, of_supervised, operands
+from tune.losses.chunks import (
+    Rows,
+    SumOfChunks,
+    chunks_of_logits,
+    cross_entropy,
+    normalize,
+    of_supervised,
+    operands,
+    takes_shares,
+)
 from tune.types import PositiveFloat, PositiveInt, Range, UnitInterval
 
 
@@ -20,6 +30,7 @@ class Teacher(NamedTuple):
     softcap: float | None
 
     @classmethod
+    @takes_shares
     def head(cls, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> "Teacher":
         return cls(hidden, weight, softcap)
 
@@ -44,6 +55,8 @@ class MostProbable:
     """A head that gives the `k` most probable of the ids below `vocab_size`, at a `temperature`, and the log-probs of
     these and of all others together: `[num_supervised, 2 k + 1]`, to be stored."""
 
+    takes_shares = True
+
     k: PositiveInt
     temperature: PositiveFloat = 1.0
     chunk_tokens: PositiveInt | None = None
@@ -55,19 +68,20 @@ class MostProbable:
 
     @torch.no_grad()
     def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
-        weight, k = weight[: self.vocab_size], self.k
-        hidden = of_supervised(hidden, batch)
-        values = torch.empty(len(hidden), 2 * k + 1, device=hidden.device)
-        for chunk, logits, _ in chunks_of_logits(hidden, weight, self.chunk_tokens, softcap, self.temperature):
-            log_p, p = _distribution(logits)
-            most, ids = log_p.topk(k)
-            values[chunk] = torch.cat([ids, most, _log_of_sum(p.scatter_(1, ids, 0))], dim=1)
+        rows = Rows(weight, self.vocab_size)
+        hidden, weight, _ = operands(hidden, weight, batch)
+        values = torch.empty(len(hidden), 2 * self.k + 1, device=hidden.device)
+        inputs = hidden, weight[: rows.count], self.chunk_tokens, softcap
+        for chunk, logits, _ in chunks_of_logits(*inputs, self.temperature):
+            log_p, p = _distribution(rows.of(logits), rows)
+            most, ids = rows.topk(log_p, self.k)
+            values[chunk] = torch.cat([ids, most, _log_of_sum(rows.without(ids, p), rows)], dim=1)
         return values
 
 
 class Distribution(NamedTuple):
-    """Over the vocabulary, of the tokens of a chunk: `[chunk, vocab]`. `Divergence.of` may overwrite all but the
-    student's `p`."""
+    """Over the vocabulary, or the rows of it that this process has, of the tokens of a chunk: `[chunk, vocab]`.
+    `Divergence.of` may overwrite all but the student's `p`."""
 
     log_p: Tensor
     p: Tensor
@@ -89,56 +103,63 @@ class Divergence:
     vocab_size: PositiveInt | None = None
 
     def of(self, student: Distribution, teacher: Distribution) -> tuple[Tensor, Tensor]:
-        """D `[chunk, 1]`, and p dD/dp for the student's p `[chunk, vocab]`, up to a multiple of p in each row."""
+        """D `[chunk, 1]`, the sum over `vocab`, and p dD/dp for the student's p `[chunk, vocab]`, up to a multiple of p
+        in each row."""
         raise NotImplementedError
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, batch: Batch, *, teacher: Teacher | TopK, softcap: float | None = None
     ) -> Tensor:
         """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]` -> scalar. A `TopK` is at the same temperature."""
-        if isinstance(teacher, Teacher) and len(weight) != len(teacher.weight):
-            size = self.vocab_size or min(len(weight), len(teacher.weight))
-            weight, teacher = weight[:size], teacher._replace(weight=teacher.weight[:size])
-        hidden, weight, labels = operands(hidden, weight, batch)
+        size = len(weight)
+        if isinstance(teacher, Teacher) and size != len(teacher.weight):
+            size = self.vocab_size or min(size, len(teacher.weight))
+        rows = Rows(weight, size)
         teachers = None
         if isinstance(teacher, Teacher):
-            inputs = of_supervised(teacher.hidden, batch), teacher.weight, self.chunk_tokens, teacher.softcap
+            is_alike = len(weight) == len(teacher.weight) and isinstance(weight, DTensor) == isinstance(
+                teacher.weight, DTensor
+            )
+            theirs = rows.of_other(teacher.weight, is_alike)
+            inputs = of_supervised(teacher.hidden, batch), theirs, self.chunk_tokens, teacher.softcap
             teachers = chunks_of_logits(*inputs, self.temperature)
+        hidden, weight, labels = operands(hidden, weight, batch)
 
         def of_chunk(chunk: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
-            target = next(teachers)[1] if teachers else TopK(teacher[0][chunk], teacher[1][chunk])
-            return self._of_chunk(logits, target, labels[chunk, None])
+            target = rows.of(next(teachers)[1]) if teachers else TopK(teacher[0][chunk], teacher[1][chunk])
+            return self._of_chunk(rows.of(logits), target, labels[chunk, None], rows)
 
-        return SumOfChunks.apply(hidden, weight, self.chunk_tokens, softcap, of_chunk)
+        return SumOfChunks.apply(hidden, weight[: rows.count], self.chunk_tokens, softcap, of_chunk)
 
-    def _of_chunk(self, logits: Tensor, target: Tensor | TopK, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_chunk(self, logits: Tensor, target: Tensor | TopK, labels: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """The sum and the gradient of `logits`."""
         factor = (1 - self.cross_entropy) * self.temperature**2 if self.cross_entropy else 1.0
         if self.cross_entropy:
-            total, gradient = cross_entropy(logits, labels)  # at temperature 1
-        student = _distribution(logits.div_(self.temperature))
+            total, gradient = cross_entropy(logits, labels, rows=rows)  # at temperature 1
+        student = _distribution(logits.div_(self.temperature), rows)
         # dD/dlogit_i = p_i (dD/dp_i - sum_j p_j dD/dp_j)
         if isinstance(target, TopK):
-            values, of_divergence = self._of_buckets(student, target)
+            values, of_divergence = self._of_buckets(student, target, rows)
         else:
-            values, weighted = self.of(student, _distribution(target))
-            of_divergence = weighted.addcmul_(student.p, weighted.sum(dim=1, keepdim=True), value=-1)
+            values, weighted = self.of(student, _distribution(target, rows))
+            values, sums = rows.reduce(torch.stack([values, weighted.sum(dim=1, keepdim=True)]))
+            of_divergence = weighted.addcmul_(student.p, sums, value=-1)
         of_divergence *= factor / self.temperature
         if not self.cross_entropy:
             return values.sum(), of_divergence
         of_divergence.add_(gradient, alpha=self.cross_entropy)
         return values.sum() * factor + total * self.cross_entropy, of_divergence
 
-    def _of_buckets(self, student: Distribution, target: TopK) -> tuple[Tensor, Tensor]:
+    def _of_buckets(self, student: Distribution, target: TopK, rows: Rows) -> tuple[Tensor, Tensor]:
         """D of the k ids and all others as one, and its gradient: the others share theirs by their probabilities."""
-        log_p = student.log_p.gather(1, target.ids)
-        others = student.p.scatter_(1, target.ids, 0)
-        log_p = torch.cat([log_p, _log_of_sum(others)], dim=1)
+        log_p = rows.at(target.ids, student.log_p)
+        others = rows.without(target.ids, student.p)
+        log_p = torch.cat([log_p, _log_of_sum(others, rows)], dim=1)
         buckets = Distribution(log_p, log_p.exp())
         values, weighted = self.of(buckets, Distribution(target.log_probs.clone(), target.log_probs.exp()))
         gradient = weighted - buckets.p * weighted.sum(dim=1, keepdim=True)
         others.mul_(gradient[:, -1:] / buckets.p[:, -1:])
-        return values, others.scatter_(1, target.ids, gradient[:, :-1])
+        return values, rows.add_at(target.ids, others, gradient[:, :-1])
 
 
 class ForwardKL(Divergence):
@@ -176,11 +197,11 @@ class JensenShannon(Divergence):
         return self.beta * of_teacher + weighted.sum(dim=1, keepdim=True), weighted
 
 
-def _distribution(logits: Tensor) -> Distribution:
-    _, exponentials, normalizer = normalize(logits)
+def _distribution(logits: Tensor, rows: Rows) -> Distribution:
+    _, exponentials, normalizer = normalize(logits, rows=rows)
     return Distribution(logits.sub_(normalizer.log()), exponentials.div_(normalizer))
 
 
-def _log_of_sum(p: Tensor) -> Tensor:
+def _log_of_sum(p: Tensor, rows: Rows) -> Tensor:
     """`[chunk, 1]`, finite."""
-    return p.sum(dim=1, keepdim=True).clamp_(min=torch.finfo(p.dtype).tiny).log_()
+    return rows.reduce(p.sum(dim=1, keepdim=True)).clamp_(min=torch.finfo(p.dtype).tiny).log_()

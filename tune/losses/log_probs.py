@@ -93,4 +93,4 @@ class _LogProbs(torch.autograd.Function):
 
 def _grad_logits(probabilities: Tensor, targets: Tensor, rows: Rows) -> Tensor:
     """That of the target's log-prob, in place of `probabilities` `[chunk, vocab]`."""
-    return probabilities.neg_().scatter_add_(1, *rows.find(targets, probabilities))
+    return rows.add_at(targets, probabilities.neg_(), 1.0)
