@@ -60,6 +60,10 @@ def main(cfg):
     distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
 
     tokenizer = instantiate(cfg.tokenizer)
+    has_own_reference = cfg.kl and cfg.reference != "adapter_off"
+    if has_own_reference:  # what is wrong with it is told now
+        beside, _ = checkpointers.open_checkpoint(cfg.reference, setting="reference")
+        checkpointers.require_same_vocabulary("reference", cfg.reference, beside, tokenizer)
     sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)
     dataset = instantiate(cfg.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len)
     environment = locate(cfg.environment) if cfg.environment else None
@@ -83,9 +87,8 @@ def main(cfg):
     peft.start(model, lora, cfg.seed)
     checkpointers.check(model)
     frozen = model
-    if cfg.kl and cfg.reference != "adapter_off":
+    if has_own_reference:
         frozen, _ = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)
-        checkpointers.require_same_vocabulary("reference", cfg.reference, frozen, tokenizer)
 
     def reference(batch):
         """Log-probs of the supervised tokens under the frozen reference."""

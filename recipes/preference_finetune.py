@@ -61,6 +61,9 @@ def main(cfg):
         checkpointers.open_checkpoint(cfg.reference, setting="reference")  # what is wrong with it is told now
         tokenizer.require_same_ids(Tokenizer(cfg.reference), "reference")
     dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)
+    if loss_fn.needs_reference and cfg.reference != "adapter_off":
+        for part in filter(None, (dataset, validation)):
+            datasets.require_kept(part, "reference")
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
     data = datasets.DataLoader(
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,

@@ -1,14 +1,18 @@
+import io
 import json
 import os
 import random
 import shutil
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
-from helpers import WORDS, save_checkpoint
+from helpers import WORDS, run_processes, save_checkpoint
+
+from tune import cli
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -68,3 +72,28 @@ def chats(tmp_path_factory) -> Path:
 def biased_checkpoint(tmp_path_factory) -> Path:
     """A Llama with biases everywhere."""
     return save_checkpoint(tmp_path_factory.mktemp("biased"), attention_bias=True, mlp_bias=True)
+
+
+@pytest.fixture(scope="session")
+def told():
+    """What `tune validate` finds of a level, as one text; nothing is left of it."""
+
+    def told(recipe: str, settings: list[str], level: str = "error") -> str:
+        with redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit) as end:
+            cli.main(["validate", recipe, *settings, "--json"])
+        found = json.loads(shown.getvalue())
+        assert end.value.code == (found["error"] > 0)
+        return "\n".join(f"{each['place']}: {each['message']}" for each in found["findings"] if each["level"] == level)
+
+    return told
+
+
+@pytest.fixture(scope="session")
+def told_to():
+    """The errors that `tune validate` finds of command lines, each a recipe with settings, for so many processes."""
+
+    def told_to(processes: int, *command_lines: list[str]) -> list[str]:
+        script = Path(__file__).with_name("validated.py")
+        return json.loads(run_processes(script, 1, str(processes), json.dumps(command_lines)).splitlines()[-1])
+
+    return told_to

@@ -9,25 +9,25 @@ HOUSE = Path(tune.__file__).parent
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
     "checkpointers": 1866,
-    "cli": 2073,
+    "cli": 2081,
     "collators": 264,
-    "config": 868,
+    "config": 878,
     "datasets": 3944,
     "distributed": 2359,
     "evaluation": 504,
     "generation": 877,
     "launchers": 426,
     "loggers": 1395,
-    "losses": 919,
+    "losses": 920,
     "models": 3375,
     "optimizers": 333,
     "peft": 1458,
-    "preflight": 2019,
+    "preflight": 2027,
     "records": 324,
     "rules": 422,
     "quantization": 425,
     "tokenizers": 1159,
-    "beside": 424,  # the files beside the packages
+    "beside": 427,  # the files beside the packages
 }
 
 

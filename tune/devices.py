@@ -16,7 +16,7 @@ class Device:
     links: between devices of a node, between nodes, to the host, all in GB/s. `product_share`, `attention_share` (of
     FlashAttention-2, which torch has) and `bandwidth_share` are what kernels reach of them, `launch` the microseconds
     of an operation. `reserve` GiB (context, libraries) and `reserve_share` of what is allocated (fragments) are not for
-    tensors. `host_memory` is what each device has of its node's, in GiB."""
+    tensors. `host_memory` is what each device has of its node's, in GiB, `capability` what torch says of a GPU."""
 
     name: str
     memory: float
@@ -37,6 +37,7 @@ class Device:
     host_memory: float = 200
     attention_share: float = 0.35
     float8: float = 0.0
+    capability: tuple[int, int] | None = None
 
     @property
     def is_host(self) -> bool:
@@ -58,11 +59,12 @@ class Device:
 
 
 DEVICES = {
-    "a100": Device("a100", 80, 312, 19.5, 2039, 300, 25, attention_share=0.6),
-    "h100": Device("h100", 80, 989, 67, 3350, 450, 50, float8=1979),
-    "h200": Device("h200", 141, 989, 67, 4800, 450, 50, float8=1979),
-    "b200": Device("b200", 180, 2250, 75, 8000, 900, 50, float8=4500),
-    "mi300x": Device("mi300x", 192, 1307, 163, 5300, 448, 50, float8=2615),
+    "t4": Device("t4", 15, 8.1, 8.1, 320, 16, 6, 16, 4, flash=False, capability=(7, 5)),  # it emulates bf16 in fp32
+    "a100": Device("a100", 80, 312, 19.5, 2039, 300, 25, attention_share=0.6, capability=(8, 0)),
+    "h100": Device("h100", 80, 989, 67, 3350, 450, 50, float8=1979, capability=(9, 0)),
+    "h200": Device("h200", 141, 989, 67, 4800, 450, 50, float8=1979, capability=(9, 0)),
+    "b200": Device("b200", 180, 2250, 75, 8000, 900, 50, float8=4500, capability=(10, 0)),
+    "mi300x": Device("mi300x", 192, 1307, 163, 5300, 448, 50, float8=2615, capability=(9, 4)),
     "cpu": Device("cpu", 16, 0.05, 0.1, 20, 2, 2, 20, 64, 0.7, 0.7, 0.7, 8.0, 0.4, 0.05, False, attention_share=0.7),
 }
 
@@ -84,4 +86,5 @@ def device(name: str) -> Device:
         )
     known = ", ".join(each.name for each in fields(Device))
     with explained(f"--device: {name} is not a device, which is a JSON object with {known}", ValueError, TypeError):
-        return Device(**json.loads(file.read_text()))
+        found = dict(json.loads(file.read_text()))
+        return Device(**found | {"capability": found.get("capability") and tuple(found["capability"])})

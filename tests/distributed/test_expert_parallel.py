@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed.test_tensor_parallel import Mesh, model_of
+from distributed.test_tensor_parallel import Mesh, checkpoint_of, line_of, model_of
 from helpers import run_processes, save_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -36,6 +36,13 @@ def test_what_processes_cannot_share(name, changes, processes, message, tmp_path
         share_experts(model, Mesh(processes))
     assert message in str(refusal.value)
     assert not any(isinstance(each, DTensor) for each in model.parameters())
+
+
+def test_it_is_told_before_the_run(chats, tmp_path, told_to):
+    for name, changes, processes, message in WRONG:
+        folder = checkpoint_of(tmp_path / f"{name} {processes}", name, **changes)
+        (found,) = told_to(processes, line_of(folder, chats, f"parallel.ep={processes}"))
+        assert f"parallel.ep: {message}" in found
 
 
 def test_models_of_transformers(tmp_path):

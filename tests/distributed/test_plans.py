@@ -1,11 +1,12 @@
 """What a plan of tensor parallelism may say; what it cannot is told before anything is loaded."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from distributed.test_tensor_parallel import Mesh
+from distributed.test_tensor_parallel import Mesh, line_of
 from helpers import run_processes, save_checkpoint
 from planned_module import PLAN, build
 
@@ -48,6 +49,21 @@ def test_what_is_wrong_is_told_first(plan, processes, message):
     with pytest.raises(TuneError, match=message):
         share(model, processes, plan)
     assert not any(isinstance(each, torch.distributed.tensor.DTensor) for each in model.parameters())
+
+
+def test_it_is_told_before_the_run(checkpoint, chats, tmp_path, told_to):
+    lines = {2: [], 3: [], 8: []}
+    for number, (plan, processes, message) in enumerate(WRONG):
+        message = message if "style 2" not in message else r"is not a group of keys \(each a string\)"
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(json.dumps({"parallel": {"tp": processes, "plan": plan}}))
+        module = "model._component_=planned_module.build", "model.heads=4", "from_scratch=true"
+        lines[processes].append((line_of(checkpoint, chats, "--config", str(file), *module), message))
+    for processes, cases in lines.items():
+        found = told_to(processes, *(line for line, _ in cases))
+        assert not [
+            (text, message) for text, (_, message) in zip(found, cases, strict=True) if not re.search(message, text)
+        ]
 
 
 def test_models_that_say_it_themselves_take_no_plan(checkpoint):

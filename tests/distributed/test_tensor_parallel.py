@@ -66,6 +66,24 @@ def test_what_processes_cannot_share(name, changes, processes, message, tmp_path
     assert not any(isinstance(each, torch.distributed.tensor.DTensor) for each in model.parameters())
 
 
+def test_it_is_told_before_the_run(chats, tmp_path, told_to):
+    for name, changes, processes, message in WRONG:
+        folder = checkpoint_of(tmp_path / f"{name} {processes} {len(changes)}", name, **changes)
+        (found,) = told_to(processes, line_of(folder, chats, f"parallel.tp={processes}"))
+        assert message in found
+
+
+def checkpoint_of(folder, name, **changes):
+    """With weights and a tokenizer."""
+    kind, others = VARIANTS[name]
+    return save_checkpoint(folder, kind, **SMALL | {"vocab_size": 300} | others | changes)
+
+
+def line_of(folder, chats, *settings):
+    given = [f"model.path={folder}", f"dataset.path={chats}", f"output_dir={folder / 'run'}", "max_seq_len=64"]
+    return ["full_finetune", *given, "device=cpu", "dtype=fp32", *settings]
+
+
 def share(model, processes):
     blocks = repeated_blocks(model)
     tensor_parallel.share(model, blocks, units_of(model, blocks), Mesh(processes))

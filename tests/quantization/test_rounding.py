@@ -148,7 +148,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_inputs(wrong: str, checkpoint: Path, chats: Path, tmp_path: Path) -> None:
+def test_wrong_inputs(wrong: str, checkpoint: Path, chats: Path, tmp_path: Path, told: Any) -> None:
     recipe, settings, message = WRONG[wrong]
     places = {"ODD": {"intermediate_size": 100}, "EXPERTS": {"config_class": "MixtralConfig", "num_local_experts": 4}}
     for name, changes in places.items():
@@ -156,6 +156,7 @@ def test_wrong_inputs(wrong: str, checkpoint: Path, chats: Path, tmp_path: Path)
             folder = save_checkpoint(tmp_path / name, **changes)
             settings = [each.replace(name, str(folder)) for each in settings]
     given = [f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={tmp_path / 'run'}", "device=cpu"]
+    assert message in told(recipe, [*given, "dtype=fp32", *settings])
     with pytest.raises(TuneError, match=message):
         importlib.import_module(recipe).main(config.load(recipe, [*given, "dtype=fp32", *settings]))
 

@@ -1,6 +1,5 @@
 import gc
 import importlib.util
-import io
 import json
 import random
 import shutil
@@ -8,7 +7,6 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +16,7 @@ import torch
 from helpers import WORDS
 from safetensors.torch import load_file, save_file
 
-from tune import checkpointers, cli
+from tune import checkpointers
 
 
 @dataclass(frozen=True)
@@ -78,20 +76,6 @@ def run_recipe():
         return 0
 
     return run
-
-
-@pytest.fixture(scope="session")
-def told():
-    """What `tune validate` finds of a level, as one text; nothing is left of it."""
-
-    def told(recipe: str, settings: list[str], level: str = "error") -> str:
-        with redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit) as end:
-            cli.main(["validate", recipe, *settings, "--json"])
-        found = json.loads(shown.getvalue())
-        assert end.value.code == (found["error"] > 0)
-        return "\n".join(f"{each['place']}: {each['message']}" for each in found["findings"] if each["level"] == level)
-
-    return told
 
 
 @pytest.fixture(scope="session")

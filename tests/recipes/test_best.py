@@ -187,9 +187,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_settings(name, checkpoint, chats, tmp_path, run_recipe, recipe, capsys):
+def test_wrong_settings(name, checkpoint, chats, tmp_path, run_recipe, recipe, told, capsys):
     settings, message = WRONG[name]
     common = [f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", f"output_dir={tmp_path / 'run'}"]
+    assert message in told(recipe.__name__, [*common, *settings])
     assert run_recipe([*common, *settings], recipe) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -248,6 +248,10 @@ def test_another_tokenizer(common, teacher, tmp_path):
         (["loss.cross_entropy=1.5"], "loss.cross_entropy"),
         (["loss._component_=tune.losses.JensenShannon", "loss.beta=1"], "loss.beta"),
         (["loss.beta=0.5"], "loss.beta"),
+        (
+            ["loss._component_=tune.losses.Divergence"],
+            "loss._component_: tune.losses.Divergence is what its kinds have in common. Take one of ForwardKL, Jensen",
+        ),
         (["quantization.weights=nf4"], "quantization.weights"),
     ],
 )

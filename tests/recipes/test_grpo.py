@@ -60,6 +60,11 @@ class Guess:
         return message["content"].count("a") / 8, [{"role": "user", "content": "Once more!"}], self.turns == 3
 
 
+class WithArguments(Guess):
+    def __init__(self, length, *others, most=3, **options):
+        pass
+
+
 @pytest.fixture(scope="session")
 def requests(tmp_path_factory):
     file = tmp_path_factory.mktemp("requests") / "requests.jsonl"
@@ -354,18 +359,24 @@ WRONG = {
     ),
     "columns": (["dataset.columns={instruction: question}"], "requests.jsonl:1"),
     "no environment": ([f"environment={HERE}.Gues"], f"environment: {HERE} has no 'Gues'. Did you mean 'Guess'?"),
+    "an environment of arguments": (
+        [f"environment={HERE}.WithArguments"],
+        "WithArguments is called without arguments: missing a required argument: 'length'. Give it a default",
+    ),
     "positions": (["sampling.max_new_tokens=600"], "together more than the 512"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_settings(case, run, capsys):
+def test_wrong_settings(case, run, checkpoint, requests, told, tmp_path, capsys):
     settings, message = WRONG[case]
+    given = [*settings_of(checkpoint, requests), f"output_dir={tmp_path / 'run'}", *settings]
+    assert message in " ".join(told("grpo", given).split())
     run(*settings, code=2)
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_wrong_data(run, tmp_path, capsys):
+def test_wrong_data(run, checkpoint, requests, told, tmp_path, capsys):
     text, answers, template = tmp_path / "text.jsonl", tmp_path / "answers.jsonl", "tokenizer.chat_template=plain"
     text.write_text('{"prompt": "the cat"}\n' * 4)
     answers.write_text('{"messages": [{"role": "assistant", "content": "Yes."}]}\n')
@@ -373,6 +384,7 @@ def test_wrong_data(run, tmp_path, capsys):
         ([f"dataset.path={text}", "environment=recipes.test_grpo.Guess"], "its prompts must be conversations"),
         ([f"dataset.path={answers}", template], "answers.jsonl:1: messages has only answers"),
     ):
+        assert message in " ".join(told("grpo", [*settings_of(checkpoint, requests), *settings]).split())
         run(*settings, code=2)
         assert message in " ".join(capsys.readouterr().err.split())
 

@@ -30,13 +30,16 @@ WRONG = [
 
 
 @pytest.mark.slow
-def test_before_the_data_are_read(checkpoint, tmp_path):
+def test_before_the_data_are_read(checkpoint, told_to, tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "tried.py").write_text(TRIED)
     common = f"model.path={checkpoint}", "dataset.path=nowhere.jsonl", "device=cpu", f"output_dir={tmp_path / 'run'}"
     runs = json.dumps([(recipe, [*common, *settings]) for recipe, *settings in WRONG])
     found = [line for line in run_processes(tmp_path / "tried.py", 2, runs).splitlines() if "parallel." in line]
     assert [line.split(":")[0] for line in found] == ["parallel.ep", "parallel.pp", "parallel.ep"]
+    lines = [[recipe, *common, *settings] for recipe, *settings in WRONG]
+    for text, line in zip(told_to(2, *lines), found, strict=True):
+        assert line in text.splitlines()
 
 
 def test_in_all_recipes():

@@ -3,12 +3,15 @@
 That it tells the same as the run is asserted beside each wrong input: in test_wrong_inputs.py and its neighbours.
 """
 
+import json
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
 from tune.cli import main
+from tune.devices import DEVICES
 
 GOOD = ["dtype=fp32", "device=cpu", "max_seq_len=128"]
 
@@ -58,6 +61,47 @@ def test_settings_that_are_wrong_have_no_effects_that_are_told_too(inputs, told)
 def test_an_optimizer_that_cannot_take_a_step_with_these_groups(name, inputs, told):
     found = told("full_finetune", inputs.settings(f"optimizer._component_=torch.optim.{name}"))
     assert f"torch.optim.{name} does not" in found and len(found.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "level", "says"),
+    [
+        (["dtype=bf16", "--device", "t4"], "warn", "dtype: bf16 is slow on this GPU"),
+        (["dtype=bf16", "--device", "a100"], "warn", ""),
+        (["quantization.float8=rowwise", "dtype=bf16", "--device", "a100"], "error", "this GPU does not multiply in"),
+        (["quantization.float8=rowwise", "dtype=bf16", "--device", "h100"], "error", ""),
+        (["dtype=bf16", "--device", "OLD"], "warn", "dtype: bf16 is slow on this GPU"),
+        (
+            ["--device", "t4-nonsense"],
+            "error",
+            "--device: t4-nonsense is neither a known device nor a file. ",
+        ),
+    ],
+)
+def test_the_device_that_it_is_for(settings, level, says, inputs, told):
+    old = inputs.folder / "old.json"
+    old.write_text(json.dumps(asdict(DEVICES["h100"]) | {"capability": [7, 0]}))
+    found = told(
+        "full_finetune", inputs.settings("device=auto", *(each.replace("OLD", str(old)) for each in settings)), level
+    )
+    assert says in found if says else found == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["quantization.qat=int8", "export.dtype=fp32", "dtype=bf16"], "quantization.qat: blocks.0.attention.query is"),
+        (["compile=[blocks.99]"], "compile: blocks.99 names no block"),
+    ],
+)
+def test_what_a_run_refuses_when_it_builds_the_model(settings, says, inputs, told):
+    assert says in told("full_finetune", inputs.settings(*settings))
+
+
+def test_an_optimizer_that_does_not_take_shares(inputs, told_to):
+    muon = "optimizer._component_=tune.optimizers.Muon"
+    line = ["full_finetune", *inputs.settings("dtype=fp32", muon, "parallel.tp=2")]
+    assert told_to(2, line) == ["optimizer._component_: Muon needs whole matrices: set parallel.tp=1"]
 
 
 def validated(*arguments: str) -> list[str]:

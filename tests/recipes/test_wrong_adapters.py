@@ -47,14 +47,18 @@ def test_setting(setting, inputs, run_recipe, capfd, told):
     assert SETTINGS[setting] in message
 
 
-def test_quantisation_of_what_is_trained(inputs, run_recipe, capfd):
+def test_quantisation_of_what_is_trained(inputs, run_recipe, capfd, told):
+    says = "quantization.weights: is not a setting. It is one of distill, evaluate, grpo"
+    assert says in told("full_finetune", inputs.settings("quantization.weights=nf4"))
     assert run_recipe([*inputs.settings(), "quantization.weights=nf4"], full_finetune) == 2
-    assert "quantization.weights: is not a setting. It is one of distill, evaluate, grpo" in capfd.readouterr().err
+    assert says in capfd.readouterr().err
 
 
-def test_quantised_modules_are_not_trained_whole(inputs, run_recipe, capfd):
+def test_quantised_modules_are_not_trained_whole(inputs, run_recipe, capfd, told):
     settings = ["quantization.weights=nf4", "adapter.modules_to_save=[q_proj]", "adapter.target_modules=[v_proj]"]
-    assert run_recipe([*inputs.settings(), *settings, f"output_dir={inputs.folder / 'new'}"], lora_finetune) == 2
+    settings = inputs.settings(*settings, f"output_dir={inputs.folder / 'new'}")
+    assert "blocks.0.attention.query is quantised and cannot be trained" in told("lora_finetune", settings)
+    assert run_recipe(settings, lora_finetune) == 2
     assert "blocks.0.attention.query is quantised and cannot be trained" in capfd.readouterr().err
 
 
@@ -78,9 +82,10 @@ def test_adapter_of_another_base(adapter, inputs, run_recipe, capfd, told):
     assert "tokens per sample" not in capfd.readouterr().out  # before the data are prepared
 
 
-def test_adapter_with_a_damaged_file(adapter, inputs, run_recipe, capfd):
+def test_adapter_with_a_damaged_file(adapter, inputs, run_recipe, capfd, told):
     (adapter / "adapter_model.safetensors").write_bytes(b"damaged")
     settings = [f"adapter.path={adapter}", f"output_dir={inputs.folder / 'new'}"]
+    assert "adapter_model.safetensors is damaged" in told("lora_finetune", inputs.settings(*settings))
     assert run_recipe([*inputs.settings(), *settings], lora_finetune) == 2
     assert "adapter_model.safetensors is damaged" in capfd.readouterr().err
 

@@ -70,7 +70,8 @@ def write(tmp_path):
         (["max_seq_len=24"], "Set max_seq_len to more than that"),
     ],
 )
-def test_settings(overrides, message, settings, checkpoint, pairs, run_recipe, capsys, told):
+def test_settings(overrides, message, settings, checkpoint, pairs, run_recipe, capsys, told, monkeypatch):
+    monkeypatch.delattr("tune.checkpointers.Pretrained.load")  # before weights are read
     given = [each.format(checkpoint=checkpoint) for each in overrides]
     assert message.format(pairs=pairs) in told("preference_finetune", [*settings, *given])
     assert run_recipe([*settings, *given], preference_finetune) == 2

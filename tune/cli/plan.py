@@ -18,6 +18,8 @@ from rich.table import Table
 
 from tune.cli.prepare import settings
 from tune.cli.run import positive
+from tune.devices import DEVICES
+from tune.devices import device as device_named
 from tune.errors import TuneError
 
 LESS = (
@@ -52,7 +54,7 @@ def price(text: str) -> float:
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = "tune plan RECIPE [--config FILE_OR_NAME] [key=value ...] --world-size N --device NAME [OPTIONS]"
     parser.add_argument("--world-size", metavar="N", type=positive, default=1, help="processes (default: 1)")
-    parser.add_argument("--device", metavar="NAME", required=True, help="h100, h200, a100, b200, mi300x, cpu or a FILE")
+    parser.add_argument("--device", metavar="NAME", required=True, help=f"{', '.join(DEVICES)} or a FILE")
     parser.add_argument("--search", action="store_true", help="find the fastest layout that fits")
     parser.add_argument("--price", metavar="X", type=price, help="of a device for an hour")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -63,11 +65,10 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         parser.error("RECIPE is missing")
 
     gc.disable()  # what an import makes stays: to look for garbage in it takes a quarter of its time
-    from tune import devices
     from tune.preflight.planning import Job, calibrate  # imports torch
 
     gc.enable()
-    device = devices.device(options.device)
+    device = device_named(options.device)
     if options.calibrate:
         file, table = Path(options.calibrate) / "device.json", device
         device = calibrate(file.parent, table)

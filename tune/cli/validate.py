@@ -20,21 +20,28 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     run = "RECIPE [--config FILE_OR_NAME] [key=value ...]"
     parser.usage = f"tune validate {run} [--world-size N] [--device NAME] [--all] [--strict] [--json]"
     parser.add_argument("--world-size", metavar="N", type=positive, default=1, help="so many processes (default: 1)")
-    parser.add_argument("--device", metavar="NAME", help="cpu, mps, or a GPU: cuda, h100 (default: what is here)")
+    parser.add_argument(
+        "--device", metavar="NAME", help="cpu, mps, cuda, or one of `tune plan` (default: what is here)"
+    )
     parser.add_argument("--all", action="store_true", help=f"read all rows of the data, not only the first {ROWS:,}")
     parser.add_argument("--strict", action="store_true", help="a setting that a run would change is an error")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("recipe", metavar="RECIPE")
     options, rest = parser.parse_known_args(arguments)
     gc.disable()  # what an import makes stays: to look for garbage in it takes a quarter of its time
+    from tune import devices
     from tune.preflight.checks import validate  # imports torch
     from tune.rules import Finding, Level
 
-    device = options.device and (options.device if options.device in ("cpu", "mps") else "cuda")
+    kind, capability = options.device, None
     rows = None if options.all else ROWS
     try:
+        if kind not in (None, "cpu", "mps", "cuda"):
+            known = devices.device(kind)
+            kind, capability = "cpu" if known.is_host else "cuda", known.capability
         cfg, problems = config.read(*recipe_of(options.recipe, rest))
-        found = validate(cfg, problems, processes=options.world_size, device=device, rows=rows, strict=options.strict)
+        machine = {"processes": options.world_size, "device": kind, "capability": capability}
+        found = validate(cfg, problems, **machine, rows=rows, strict=options.strict)
     except TuneError as error:  # a recipe or a config that is not there
         found = [Finding(Level.ERROR, "", str(error))]
     finally:

@@ -208,6 +208,9 @@ def signature_of(path: str) -> Signature:
         component = locate(path)
     except TuneError as error:
         return Signature(accepts_any=True, problem=str(error))
+    if inspect.isabstract(component):
+        kinds = ", ".join(sorted(each.__name__ for each in cast(type[Any], component).__subclasses__()))
+        return Signature(accepts_any=True, problem=f"{path} is what its kinds have in common. Take one of {kinds}.")
     try:
         try:
             parameters = inspect.signature(component, eval_str=True).parameters.values()

@@ -1,6 +1,7 @@
 """Settings that are right alone and wrong together."""
 
 import functools
+import inspect
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -88,8 +89,14 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
     if "reward" in cfg and not value("reward") and not value("environment"):
         instead = "a function, or an environment, which rewards too" if "environment" in cfg else "a function"
         yield "reward", f"{show(value('reward'))} rewards nothing. Name {instead}."
-    if (path := value("environment")) and (lacking := {"start", "step"} - {*dir(locate(path))}):
-        yield "environment", f"{path} has no {' and no '.join(sorted(lacking))}: it must be a class with both."
+    if path := value("environment"):
+        if lacking := {"start", "step"} - {*dir(locate(path))}:
+            yield "environment", f"{path} has no {' and no '.join(sorted(lacking))}: it must be a class with both."
+        else:
+            try:
+                inspect.signature(locate(path)).bind()
+            except TypeError as error:
+                yield "environment", f"{path} is called without arguments: {error}. Give it a default."
     if value("validation_dataset") and value("validation_dataset.path", default=True):
         for key in keys:
             if key.endswith(".validation_fraction") and value(key):

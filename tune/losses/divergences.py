@@ -1,5 +1,6 @@
 """Divergences of a student's predictions from a teacher's, by chunks of tokens: what distillation minimises."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -88,7 +89,7 @@ class Distribution(NamedTuple):
 
 
 @dataclass
-class Divergence:
+class Divergence(ABC):
     """Sum over supervised tokens of (1 - c) T^2 D + c H, or of D alone for c = 0: D is the divergence of student and
     teacher, both at `temperature` T, H the cross-entropy of the labels at temperature 1, c its share `cross_entropy`.
 
@@ -102,10 +103,10 @@ class Divergence:
     chunk_tokens: PositiveInt | None = None
     vocab_size: PositiveInt | None = None
 
+    @abstractmethod
     def of(self, student: Distribution, teacher: Distribution) -> tuple[Tensor, Tensor]:
         """D `[chunk, 1]`, the sum over `vocab`, and p dD/dp for the student's p `[chunk, vocab]`, up to a multiple of p
         in each row."""
-        raise NotImplementedError
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, batch: Batch, *, teacher: Teacher | TopK, softcap: float | None = None

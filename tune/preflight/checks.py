@@ -13,7 +13,7 @@ from functools import partial
 from importlib import metadata
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -85,7 +85,7 @@ class Told:
 
 def validate(
     cfg: DictConfig, settings: Sequence[str] = (), *, processes: int = 1, device: str | None = None,
-    rows: int | None = 1000, strict: bool = False,
+    capability: tuple[int, int] | None = None, rows: int | None = 1000, strict: bool = False,
 ) -> list[Finding]:  # fmt: skip
     """What is wrong with a run of `processes` on a `device` (None: this machine's), sorted by place.
 
@@ -93,7 +93,7 @@ def validate(
     """
     told = Told(cfg, settings)
     kind = device or told("device", lambda: device_type(cfg.device)) or "cpu"
-    told.findings += judge(Facts(cfg, kind, processes), strict)
+    told.findings += judge(Facts(cfg, kind, processes, capability), strict)
     with _world(processes, kind, told) as world:
         _check(told, world, rows)
     return sorted(told.findings, key=lambda finding: (finding.place, finding.level != Level.ERROR))
@@ -144,7 +144,8 @@ def _check(told: Told, world: World | None, rows: int | None) -> None:
 
 
 def _optimizer(cfg: DictConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """One for a small parameter of each group, after a step."""
+    """One for a small parameter of each group, after a step. It must take the parameters themselves, too."""
+    instantiate(cfg.optimizer, [dict(group) for group in groups])
     small = [{**group, "params": [torch.nn.Parameter(torch.zeros((2,) * group["params"][0].ndim))]} for group in groups]
     for group in small:
         group["params"][0].grad = torch.zeros_like(group["params"][0])
@@ -199,21 +200,27 @@ def _model(told: Told, world: World | None) -> tuple[Any, Any]:
         told("quantization", lambda: quantization.compute_in_float8(model, scaling, torch.device("cpu")))
     if cfg.get("adapter"):
         told("adapter", lambda: adapt(cfg, model))
+    if kind := told.value("quantization.qat"):
+        told("quantization", lambda: quantization.round_linears(
+            model, kind, checkpointers.exported_types(model, cfg.model.path, cfg.export.get("dtype")), cfg.dtype
+        ))  # fmt: skip
     folder, keep = local_folder(cfg.get("output_dir") or "."), told.value("checkpointer.keep")
     if note := told("output_dir", lambda: disk_note(folder, model, cfg.master_dtype, keep)):
         told.add(note, level=Level.WARN)
-    whole, groups = model, None
+    whole, critic, groups = model, None, None
     if "value" in cfg:
         with NONE:
             critic = told("value", lambda: instantiate(cfg.value))
         whole = critic and torch.nn.ModuleDict({"policy": model, "value": critic})
+    for each in filter(None, (model, critic)) if world else ():
+        told("parallel", lambda each=each: distributed.parallelize(
+            each, cast(World, world), dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
+            activation_checkpointing=cfg.memory.activation_checkpointing,
+            activation_offload=cfg.memory.activation_offload, cpu_offload=cfg.memory.cpu_offload,
+        ))  # fmt: skip
     if whole is not None:
         settings = cfg.get("parameter_groups", {})
         groups = told("parameter_groups", lambda: optimizers.parameter_groups(whole, cfg.optimizer.lr, **settings))
-    if world:
-        told("parallel", lambda: distributed.parallelize(
-            model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, cpu_offload=cfg.memory.cpu_offload
-        ))  # fmt: skip
     return model, groups
 
 
@@ -295,7 +302,8 @@ def _data(
         )
     compares = getattr(loss, "needs_reference", False)
     if (compares and told.value("reference") not in (None, "adapter_off")) or told.value("teacher.top_k"):
-        told("dataset", datasets.require_kept, dataset, "reference" if compares else "teacher")
+        for part in filter(None, found):
+            told("dataset", datasets.require_kept, part, "reference" if compares else "teacher")
     for warning in warnings_about(parts_of(dataset, "training"), parts_of(validation, "validation"), tokenizer):
         told.add(warning, "dataset", Level.WARN)
     return None if not (is_whole and world) else told("dataset", lambda: datasets.DataLoader(

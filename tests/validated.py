@@ -1,0 +1,15 @@
+"""Prints the errors that `tune validate` finds of command lines for so many processes: in a process of its own, as that
+of pytest may be in a group of one."""
+
+import json
+import sys
+
+from tune import config
+from tune.cli.prepare import recipe_of
+from tune.preflight.checks import validate
+
+found = []
+for recipe, *settings in json.loads(sys.argv[2]):
+    findings = validate(*config.read(*recipe_of(recipe, settings)), processes=int(sys.argv[1]))
+    found.append("\n".join(str(each) for each in findings if each.level == "error"))
+print(json.dumps(found))
