@@ -44,6 +44,15 @@ LINEAR = {
 }
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+CORRECTED = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5, "attention_bias": True,
+}  # fmt: skip
+WINDOWS = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+OSS = {
+    "head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8, "num_hidden_layers": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
 SCALES = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 3.0}
 FAMILIES = {
     "llama": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
@@ -75,6 +84,25 @@ FAMILIES = {
     "starcoder2": ("Starcoder2Config", {}),
     "arcee": ("ArceeConfig", {}),
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 24}),
+    "ministral3": (
+        "Ministral3Config",
+        {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.4, "original_max_position_embeddings": 8}},
+    ),
+    "olmo3": ("Olmo3Config", {"sliding_window": 8, "num_hidden_layers": 4, "rope_parameters": WINDOWS}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
+    "exaone4": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "exaone4-windows": (
+        "Exaone4Config", {"sliding_window": 8, "sliding_window_pattern": 4, "num_hidden_layers": 64},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32},
+    ),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 24, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "glm": ("GlmConfig", {"head_dim": 16}),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "glm4_moe": ("Glm4MoeConfig", CORRECTED | {"head_dim": 16, "use_qk_norm": True, "n_shared_experts": 2}),
+    "gpt_oss": ("GptOssConfig", OSS),
 }  # fmt: skip
 
 
@@ -365,7 +393,8 @@ WRONG = {
     "no such step": (["RUN", "--to", "gguf", "--step", "7"], "has no checkpoint of step 7; it has 1, 2, 3"),
     "a step of a model": (["MODEL", "--to", "gguf", "--step", "1"], "has no checkpoint of step 1; it has none"),
     "no adapter": (["MODEL", "--to", "gguf-lora"], "there is none. --to gguf merges"),
-    "no family of llama.cpp's": (["GLM", "--to", "gguf"], "convert_hf_to_gguf.py"),
+    "no family of llama.cpp's": (["OTHER", "--to", "gguf"], "convert_hf_to_gguf.py"),
+    "bounds that llama.cpp does not read": (["YARN", "--to", "gguf"], "no other bounds of YaRN (beta_fast, beta_slow)"),
     "another activation": (["GELU", "--to", "gguf"], "no the activation gelu"),
     "not finite": (["NAN", "--to", "gguf"], "has values that are not finite"),
     "too large": (["HUGE", "--to", "gguf"], "too large for fp16: take bf16"),
@@ -382,7 +411,7 @@ def test_wrong_inputs(
     if "--out" not in arguments:
         arguments = [*arguments, "--out", "NEW"]
     places = {"MODEL": checkpoint, "RUN": runs["full"], "NEW": tmp_path / "new"}
-    for name in {"GLM", "GELU", "NAN", "HUGE", "BARE", "WORDS"} & {*arguments}:
+    for name in {"OTHER", "YARN", "GELU", "NAN", "HUGE", "BARE", "WORDS"} & {*arguments}:
         places[name] = spoiled(name, tmp_path / "spoiled")
     with pytest.raises(SystemExit) as stopped:
         main(["export", *(str(places.get(each, each)) for each in arguments)])
@@ -393,7 +422,8 @@ def test_wrong_inputs(
 
 def spoiled(how: str, folder: Path) -> Path:
     changes = {
-        "GLM": {"config_class": "GlmConfig", "head_dim": 16, "pad_token_id": None},
+        "OTHER": {"config_class": "DeepseekV3Config", "num_key_value_heads": 4, "pad_token_id": None},
+        "YARN": {"rope_parameters": YARN | {"beta_fast": 8.0}},
         "GELU": {"hidden_act": "gelu"},
     }
     save_checkpoint(folder, **changes.get(how, {}))

@@ -27,18 +27,22 @@ LARGEST = torch.finfo(torch.float16).max
 @dataclass(frozen=True)
 class Architecture:
     """llama.cpp's name of a family; of what not all models of the family have, what it computes (`also`); whether it
-    rotates dimensions 2i and 2i + 1 of a head as a pair (`adjacent`), and how many layers it has for each that is
-    special: without a window, or in SmolLM3 without rotation (`every`)."""
+    rotates dimensions 2i and 2i + 1 of a head as a pair (`adjacent`), how many layers it has for each that is special:
+    without a window, or in SmolLM3 without rotation (`every`), how it calls the norm before a feed-forward, and whether
+    gate and up are one tensor (`joined`)."""
 
     name: str
     also: str = "an untied head, linear, yarn"
     adjacent: bool = True
     every: int = 0
     activation: str = "silu"
+    mlp_norm: str = "ffn_norm"
+    joined: bool = False
 
 
-ALL = "an untied head, linear, yarn, llama3, biases, feed-forward biases"
+ALL = "an untied head, linear, yarn, llama3, biases, output biases, feed-forward biases"
 NORMALISED = "normalised experts"
+AFTER = "post_attention_norm"
 GEMMA: Any = {"adjacent": False, "activation": "gelu_tanh"}
 ARCHITECTURES = {
     "llama": Architecture("llama", ALL),
@@ -47,6 +51,8 @@ ARCHITECTURES = {
     "smollm3": Architecture("smollm3", "an untied head, linear, yarn, unrotated layers", every=4),
     "arcee": Architecture("arcee", activation="relu2"),
     "ernie4_5": Architecture("ernie4_5"),
+    "ministral3": Architecture("mistral3"),
+    "mistral3": Architecture("mistral3"),
     "granite": Architecture("granite", ALL),
     "granitemoe": Architecture("granitemoe", f"{ALL}, {NORMALISED}"),
     "granitemoehybrid": Architecture("granite", ALL),
@@ -57,8 +63,19 @@ ARCHITECTURES = {
     "qwen3": Architecture("qwen3", adjacent=False),
     "qwen3_moe": Architecture("qwen3moe", f"an untied head, linear, yarn, {NORMALISED}", adjacent=False),
     "olmo2": Architecture("olmo2", adjacent=False),
-    "phi3": Architecture("phi3", "an untied head, longrope", adjacent=False),
-    "starcoder2": Architecture("starcoder2", "an untied head, biases, feed-forward biases", **GEMMA),
+    "olmo3": Architecture("olmo2", "an untied head, yarn, windows", adjacent=False, every=4),
+    "olmoe": Architecture("olmoe", "an untied head, linear, yarn", adjacent=False),
+    "exaone4": Architecture("exaone4", "an untied head, llama3, windows, unrotated layers", adjacent=False, every=4),
+    "minimax_m2": Architecture("minimax-m2", f"an untied head, {NORMALISED}", adjacent=False),
+    "seed_oss": Architecture("seed_oss", "an untied head, linear, yarn, biases", False, mlp_norm=AFTER),
+    "glm": Architecture("chatglm", "an untied head, biases", joined=True),
+    "glm4": Architecture("glm4", "an untied head, biases", joined=True),
+    "glm4_moe": Architecture(
+        "glm4moe", f"an untied head, biases, {NORMALISED}, layers without experts among others", False, mlp_norm=AFTER
+    ),
+    "gpt_oss": Architecture("gpt-oss", f"{ALL}, windows, {NORMALISED}", False, every=2, mlp_norm=AFTER),
+    "phi3": Architecture("phi3", "an untied head, longrope", adjacent=False, joined=True),
+    "starcoder2": Architecture("starcoder2", "an untied head, biases, output biases, feed-forward biases", **GEMMA),
     "gemma": Architecture("gemma", "", **GEMMA),
     "gemma2": Architecture("gemma2", "windows", every=2, **GEMMA),
     "gemma3": Architecture("gemma3", "windows, linear", every=6, **GEMMA),
@@ -76,7 +93,8 @@ NAMES = {
     "mlp.router": "ffn_gate_inp", "mlp.experts.gate": "ffn_gate_exps", "mlp.experts.up": "ffn_up_exps",
     "mlp.experts.gate_up": "ffn_gate_exps ffn_up_exps", "mlp.experts.down": "ffn_down_exps",
     "mlp.shared.gate": "ffn_gate_shexp", "mlp.shared.up": "ffn_up_shexp", "mlp.shared.down": "ffn_down_shexp",
-    "mlp.shared_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_gate": "ffn_gate_inp_shexp", "mlp.router.correction": "exp_probs_b.bias",
+    "attention.sinks": "attn_sinks.weight",
 }  # fmt: skip
 
 ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -121,7 +139,7 @@ def export_gguf(
     def plan(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, Any]]:
         for new, part in llama_cpp_tensors(name, tensor, model.config, architecture):
             kind = "Q8_0" if type == "q4_0" and not new.startswith("blk.") else type.upper()
-            if part.ndim == 1 or "ffn_gate_inp" in new:
+            if part.ndim == 1 or "ffn_gate_inp" in new or new.endswith("bias"):
                 kind = "F32"
             elif part.shape[-1] % 32 and kind.startswith("Q"):
                 kind = "F16"
@@ -164,6 +182,10 @@ def export_gguf(
         notes += [
             "llama.cpp takes the factors for long texts as soon as its context (-c) is longer than the original one"
         ]
+    if rope and rope.scaling.get("truncate") is False:
+        notes += [
+            "llama.cpp rounds the bounds of YaRN's ramp, which this model does not: it computes a little otherwise"
+        ]
     return notes
 
 
@@ -178,20 +200,31 @@ def require_supported(config: Any, model_type: str) -> Architecture:
     layers, parts = config.layers, [layer.attention for layer in config.layers]
     normalised = {layer.mlp.router.normalized for layer in layers if isinstance(layer.mlp, ExpertsConfig)}
     special = [each.rope is None if model_type == "smollm3" else not each.window for each in parts]
+    scalings = [rope.scaling for rope in _ropes(config) if rope]
+    ramps = [(each.get("beta_fast") or 32, each.get("beta_slow") or 1) for each in scalings]
     needed = {
         "a head that scores": config.scores,
         "an untied head": not config.tied_head,
         "biases": any(each.bias for each in parts),
+        "output biases": any(each.output_bias for each in parts),
         "feed-forward biases": any(getattr(layer.mlp, "bias", False) for layer in layers),
-        "layers without biases": model_type == "starcoder2" and not parts[0].bias,
+        "layers without biases": model_type in ("starcoder2", "gpt_oss") and not parts[0].bias,
+        "this clamp of experts": any(getattr(layer.mlp, "clamp", None) not in (None, (1.702, 7.0)) for layer in layers),
         "unrotated layers": any(each.rope is None for each in parts),
         NORMALISED: True in normalised,
         "experts that are not normalised": False in normalised and NORMALISED in found.also,
         "layers without experts among others": len({type(layer.mlp) for layer in layers}) > 1,
-        "this order of layers": found.every and special != [(at + 1) % found.every == 0 for at in range(len(layers))],
+        "groups of experts": any(layer.mlp.router.num_groups > 1 for layer in layers if hasattr(layer.mlp, "router")),
+        "grouped-query attention": model_type == "olmoe" and parts[0].num_kv_heads != parts[0].num_heads,
+        "heads of this size": model_type == "exaone4" and parts[0].head_dim * parts[0].num_heads != config.hidden_size,
+        "this order of layers": found.every
+        and special != [(at + 1) % found.every == 0 for at in range(len(layers))]
+        and not (model_type == "exaone4" and all(special)),
+        "windows but in 64 layers": model_type == "exaone4" and all(special) == (len(layers) == 64),
         f"the activation {layers[0].mlp.activation}": layers[0].mlp.activation != found.activation,
         "this scale of attention": not found.name.startswith("granite")
         and any(each.scale not in (None, each.head_dim**-0.5) for each in parts),
+        "other bounds of YaRN (beta_fast, beta_slow)": any(bounds != (32, 1) for bounds in ramps),
         **{f"{rope.kind}": rope.kind != "default" for rope in _ropes(config) if rope},
     }
     if lacking := [what for what, is_needed in needed.items() if is_needed and what not in found.also.split(", ")]:
@@ -205,6 +238,9 @@ def llama_cpp_tensors(
     """Our tensor `name` as llama.cpp's: name and values of each."""
     owner, _, kind = name.rpartition(".")
     _, number, module = [*owner.split(".", 2), "", ""][:3] if owner.startswith("blocks.") else ("", "", owner)
+    if special := NAMES.get(f"{module}.{kind}"):
+        yield f"blk.{number}.{special}", tensor
+        return
     attention = config.layers[0].attention
     heads = {"attention.query": attention.num_heads, "attention.key": attention.num_kv_heads}.get(module)
     if heads and architecture.adjacent and attention.rope and not attention.rope.interleaved:
@@ -213,8 +249,15 @@ def llama_cpp_tensors(
         tensor = tensor + 1
     elif module == "mlp.shared_gate":
         tensor = tensor[0]
-    new = NAMES[module].split()[-1 if architecture.name == "phi3" else 0 :]  # Phi's joined gate and up stay one
-    for each, part in zip(new, tensor.chunk(len(new), dim=-2) if len(new) > 1 else [tensor], strict=True):
+    experts = next((layer.mlp for layer in config.layers if isinstance(layer.mlp, ExpertsConfig)), None)
+    if experts and experts.transposed and "experts" in module:
+        tensor = tensor.transpose(-2, -1) if kind == "weight" else tensor
+    names = architecture.mlp_norm if module == "mlp_norm" else NAMES[module]
+    new = names.split()[-1 if architecture.joined else 0 :]
+    parts = tensor.chunk(len(new), dim=-2) if len(new) > 1 else [tensor]
+    if experts and experts.fused == "interleaved" and len(new) > 1:
+        parts = [tensor[:, 0::2], tensor[:, 1::2]]
+    for each, part in zip(new, parts, strict=True):
         yield f"blk.{number}.{each}.{kind}" if number else f"{each}.{kind}", part
 
 
@@ -230,13 +273,14 @@ def _shape(config: Any, architecture: Architecture) -> dict[str, Any]:
     import gguf
 
     layer, (rope, sliding) = config.layers[0], _ropes(config)
-    attention, mlp, router = layer.attention, layer.mlp, getattr(layer.mlp, "router", None)
+    attention, experts = layer.attention, [each.mlp for each in config.layers if isinstance(each.mlp, ExpertsConfig)]
+    mlp, router = (experts[0], experts[0].router) if experts else (layer.mlp, None)
     window = next((each.attention.window for each in config.layers if each.attention.window), 0)
     has_windows = "windows" in architecture.also
     shape = {
         "block_count": len(config.layers), "embedding_length": config.hidden_size, "vocab_size": config.vocab_size,
         "head_count": attention.num_heads, "head_count_kv": attention.num_kv_heads,
-        "key_length": attention.head_dim, "value_length": attention.head_dim, "feed_forward_length": mlp.size,
+        "key_length": attention.head_dim, "value_length": attention.head_dim, "feed_forward_length": layer.mlp.size,
         "layer_norm_eps" if config.norm.kind == "layer" else "layer_norm_rms_eps": config.norm.eps,
         "expert_count": router and router.num_experts, "expert_used_count": router and router.chosen,
         "expert_feed_forward_length": router and mlp.size, "expert_shared_feed_forward_length": router and mlp.shared,
@@ -250,6 +294,12 @@ def _shape(config: Any, architecture: Architecture) -> dict[str, Any]:
             "attention_scale": attention.scale, "embedding_scale": config.embedding_multiplier,
             "residual_scale": layer.residual_multiplier, "logit_scale": 1 / config.logit_scale,
         }  # fmt: skip
+    if router and router.correction:
+        shape |= {
+            "leading_dense_block_count": len(config.layers) - len(experts), "expert_weights_scale": router.scale,
+            "expert_weights_norm": router.normalized, "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
+            "expert_shared_count": mlp.shared // mlp.size if mlp.shared else None,
+        }  # fmt: skip
     if rope is None:
         return shape
     original = rope.scaling.get("original_max_position_embeddings", rope.max_positions)
@@ -259,6 +309,8 @@ def _shape(config: Any, architecture: Architecture) -> dict[str, Any]:
         "rope_scaling_orig_ctx_len": original,
         "rope_scaling_attn_factors": magnitude / (0.1 * math.log(factor) + 1 if rope.kind == "yarn" else 1),
     }  # fmt: skip
+    if rope.query_growth:
+        shape |= {"attn_temperature_scale": rope.query_growth, "attn_temperature_length": original}
     if rope.kind in ("linear", "yarn"):
         kind = gguf.RopeScalingType[rope.kind.upper()]
         shape |= {"rope_scaling_type": kind, "rope_scaling_factor": factor}
