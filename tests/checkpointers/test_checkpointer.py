@@ -1,5 +1,6 @@
 import errno
 import io
+import json
 import math
 import pathlib
 import pickle
@@ -14,6 +15,7 @@ from torchao import optim as low_bit
 
 from tune import distributed
 from tune.checkpointers import Checkpointer, checkpointer
+from tune.checkpointers.disk import sampled_digest
 from tune.errors import TuneError
 
 
@@ -232,33 +234,68 @@ class CountingInState(torch.optim.SGD):
                 self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
 
 
-@pytest.mark.parametrize("harm", ["truncated", "changed", "missing", "digests"])
+@pytest.mark.parametrize("harm", ["truncated", "changed", "a bit", "missing", "digests"])
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(tmp_path, harm):
-    first = make(tmp_path, every=1, keep=3, async_=False)
+    first = make(tmp_path, size=400, every=1, keep=3, async_=False)
     for step in (1, 2, 3):
         train(first, step)
         first.step(step)
     file = next((tmp_path / "step-00000003").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
     match harm:
         case "truncated":
             file.write_bytes(file.read_bytes()[:-1])
         case "changed":
             file.write_bytes(bytes(len(file.read_bytes())))
+        case "a bit":  # of none of the samples that versions before took a digest of
+            at = next(
+                at
+                for at in range(len(content))
+                if all(at - len(content) * i // 64 not in range(4096) for i in range(64))
+            )
+            content[at] ^= 1
+            file.write_bytes(content)
         case "missing":
             file.unlink()
         case "digests":
             (tmp_path / "step-00000003" / "digests.json").write_text('{"a')
     told = []
     with pytest.raises(TuneError, match=r"step-00000003 is damaged: .* Give the checkpoint before it"):
-        make(tmp_path).resume(str(tmp_path / "step-00000003"))
-    again = make(tmp_path, every=1, async_=False, tell=told.append)
+        make(tmp_path, size=400).resume(str(tmp_path / "step-00000003"))
+    again = make(tmp_path, size=400, every=1, async_=False, tell=told.append)
     assert again.resume("auto") == 2
     what = "digests.json cannot be read" if harm == "digests" else file.name
     assert what in told[0] and "is damaged" in told[0] and len(told) == 1
     train(again, 3)
     again.step(3)  # in the place of the damaged one
-    assert make(tmp_path).resume("auto") == 3
+    assert make(tmp_path, size=400).resume("auto") == 3
     assert len([*tmp_path.glob("damaged-step-00000003.*")]) == 1
+
+
+def test_digests_of_earlier_versions_are_compared_too(tmp_path):
+    first = make(tmp_path, every=1, keep=3, async_=False)
+    for step in (1, 2):
+        train(first, step)
+        first.step(step)
+        folder = tmp_path / f"step-{step:08d}"
+        (folder / "digests.json").unlink()
+        digests = {file.name: sampled_digest([], [file]) for file in folder.iterdir()}
+        (folder / "digests.json").write_text(json.dumps(digests))
+    assert make(tmp_path).resume("auto") == 2
+    file = tmp_path / "step-00000002" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert make(tmp_path).resume("auto") == 1
+
+
+def test_what_was_best_is_noted_in_a_checkpoint_that_stays_intact(tmp_path):
+    """At the end a step is saved before it is validated."""
+    first = make(tmp_path, every=1, keep_best="validation_loss")
+    train(first, 1)
+    first.save(1, wait=True)
+    first.step(1, now=True, validation_loss=0.5)
+    first.wait()
+    again = make(tmp_path, keep_best="validation_loss")
+    assert again.resume("auto") == 1 and again.best.step == 1
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

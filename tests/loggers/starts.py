@@ -3,6 +3,9 @@
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+from omegaconf import OmegaConf
 
 from tune import config, distributed
 from tune.errors import TuneError
@@ -26,4 +29,33 @@ try:
     Run("mine", world, "runs/apart", settings=cfg)
 except TuneError as error:
     print(f"rank {world.rank}: {error}", flush=True)
+
+
+# What each node has of its own: the settings name the same path on both.
+def refusal(**others: object) -> str:
+    settings = OmegaConf.merge(cfg, others)
+    try:
+        Run("mine", world, str(Path.cwd().parent / "together"), settings=settings)
+    except TuneError as error:
+        return str(error)
+    return ""
+
+
+Path("model").mkdir()
+Path("model/model.safetensors").write_bytes(bytes(10**6))
+Path("model/README.md").write_text(f"rank {world.rank}")
+assert refusal(model={"path": "model"}) == ""
+Path("rows.jsonl").write_text(f"row {world.rank}")
+print(f"rank {world.rank}: {refusal(dataset={'path': 'rows.jsonl'})}", flush=True)
+if world.rank:
+    Path("model/model.safetensors").write_bytes(b"1" * 10**6)  # of the same size, as an older copy is
+print(f"rank {world.rank}: {refusal(model={'path': 'model'})}", flush=True)
+if world.rank:
+    Path("rows.jsonl").unlink()
+print(f"rank {world.rank}: {refusal(validation_dataset={'path': 'rows.jsonl'})}", flush=True)
 assert not [*Path("runs").glob("apart/.*")]
+try:
+    run._require_same_data(SimpleNamespace(fingerprint=world.rank), None)
+except TuneError as error:
+    print(f"rank {world.rank}: {error}", flush=True)
+run._require_same_data(SimpleNamespace(fingerprint="equal"), None)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ STARTS = Path(__file__).with_name("starts.py")
 def test_restarts_of_torchrun_keep_the_folder_and_all_processes_must_see_it(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", STARTS]
     env = os.environ | {"OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO"}
+    env.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)  # `tune run` sets it, in a test before this one too
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = re.findall(r"start (\d): (\S+) resume=(\w+)", done.stdout)
@@ -25,6 +27,15 @@ def test_restarts_of_torchrun_keep_the_folder_and_all_processes_must_see_it(tmp_
     assert (first[2], second[2]) == ("never", "auto")
     told = [line for line in done.stdout.splitlines() if "output_dir: runs/apart is not one folder" in line]
     assert sorted(line[:7] for line in told) == ["rank 0:", "rank 1:"]
+    node = socket.gethostname()
+    for problem in (
+        f"dataset.path: the files of rows.jsonl on {node} differ from those on {node}, so that each would train on its",
+        f"model.path: the files of model on {node} differ from those on {node}, so that each would train on its own.",
+        f"dataset: the rows on {node} differ from those on {node}, so that each would train on its own.",
+        f"validation_dataset.path: rows.jsonl is not there on {node}, and is on other nodes. Mount it there under the",
+    ):
+        told = [line for line in done.stdout.splitlines() if problem in line]
+        assert sorted(line[:7] for line in told) == ["rank 0:", "rank 1:"], done.stdout
 
 
 def test_settings_of_every_start_are_kept(tmp_path):

@@ -18,7 +18,7 @@ import pytest
 from helpers import HANGS
 
 from tune import distributed
-from tune.checkpointers.disk import write_digests
+from tune.checkpointers.disk import digest_of, write_digests
 from tune.cli import main
 from tune.config import local_folder
 from tune.errors import TuneError
@@ -47,7 +47,7 @@ def write_checkpoint(folder: Path, step: int, best: int | None = None) -> Path:
     path.mkdir(parents=True)
     (path / "state.json").write_text(json.dumps({"step": step, "best": {"step": best} if best else {}}))
     (path / "__0_0.distcp").write_bytes(bytes([step]) * 1000)
-    write_digests(path)
+    write_digests(path, {file.name: digest_of(file) for file in path.iterdir()})
     return path.rename(path.with_name(f"step-{step:08d}"))  # as the checkpointer does: complete or not there
 
 

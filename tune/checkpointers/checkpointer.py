@@ -1,11 +1,13 @@
 """Saving and restoring training states with torch.distributed.checkpoint (DCP), also on another number of processes."""
 
+import contextlib
 import functools
 import json
 import math
 import os
 import shutil
 import uuid
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -28,9 +30,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tune.atomic import CHECKPOINT, written_aside
+from tune.atomic import CHECKPOINT
 from tune.checkpointers.best import Best
-from tune.checkpointers.disk import found_damage, write_digests
+from tune.checkpointers.disk import digest_of, found_damage, replace_json, write_digests
 from tune.checkpointers.reading import Planner, Reader, cause_of, checkpoint_at
 from tune.distributed import World, reshard, uncut
 from tune.distributed.ray_train import is_ray_worker, report
@@ -118,11 +120,13 @@ class Checkpointer:
         if self.tidies and resume == "auto":
             for unfinished in self.folder.glob(".step-*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
-        if self.world.is_main and resume == "auto":
+        if resume == "auto":
             self._set_damaged_aside()
         path = self.newest() if resume == "auto" else None if resume == "never" else checkpoint_at(Path(resume))
         if path is None:
             return 0
+        if resume != "auto" and (damage := self._damage(path)):
+            raise TuneError(f"resume: {path} is damaged: {damage}. Give the checkpoint before it")
         small = json.loads((path / "state.json").read_text())
         if (found := small.keys() - {"step", "groups", "best"}) != self.small.keys():
             raise TuneError(
@@ -196,11 +200,15 @@ class Checkpointer:
 
     def _set_damaged_aside(self) -> None:
         """Rename what is newer than the newest intact checkpoint: it can be looked at, and is not taken."""
-        for path in sorted(self.folder.glob(CHECKPOINT), reverse=True):
-            if not (damage := found_damage(path)):
-                return
-            aside = path.rename(self.folder / f"damaged-{path.name}.{uuid.uuid4().hex[:8]}")
-            self.tell(f"warning: {path} is damaged: {damage}. It is now {aside.name}, and the one before it is taken")
+        while (path := self.newest()) and (damage := self._damage(path)):
+            if self.world.is_main:
+                aside = path.rename(self.folder / f"damaged-{path.name}.{uuid.uuid4().hex[:8]}")
+                self.tell(f"warning: {path} is damaged: {damage}. It is now {aside.name}, the one before it is taken")
+
+    def _damage(self, checkpoint: Path) -> str:
+        """What of a checkpoint is not as it was written: the processes share its files, to read each once."""
+        found = self.world.all_gather(found_damage(checkpoint, self.world.rank, self.world.size))
+        return next(filter(None, found), "")
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint in the folder."""
@@ -236,9 +244,7 @@ class Checkpointer:
         if step == self.wait():
             if self.world.is_main and self.best.metric:
                 file = self.folder / f"step-{step:08d}" / "state.json"
-                with written_aside(file) as unfinished:
-                    state = json.loads(file.read_text()) | {"best": self.best.state_dict()}
-                    unfinished.write_text(json.dumps(state))
+                replace_json(file, json.loads(file.read_text()) | {"best": self.best.state_dict()})
             self._settled(step, (self.best.value, self.best.step))
             return
         self.writing, best = step, (self.best.value, self.best.step)
@@ -255,7 +261,7 @@ class Checkpointer:
                 dcp.save(tensors, checkpoint_id=unfinished, process_group=self.group)
                 if self.world.is_main:  # it returns from there after all ranks have written, and the metadata are saved
                     (unfinished / "state.json").write_text(small)
-                    write_digests(unfinished)
+                self._write_digests(unfinished)
                 if self.tidies:
                     unfinished.rename(complete)
             except (OSError, CheckpointException) as error:
@@ -273,6 +279,19 @@ class Checkpointer:
             self._settle(write)
         if wait:
             self.wait()
+
+    def _write_digests(self, folder: Path) -> None:
+        """In the thread that writes: each process reads its own files, which its machine still has in memory."""
+        mine: dict[str, str] | None = None
+        found: list[Any] = [None] * self.world.size
+        with contextlib.suppress(OSError):
+            mine = {file.name: digest_of(file) for file in folder.glob(f"__{self.world.rank}_*")}
+        dist.all_gather_object(found, mine, self.group)
+        if None in found:
+            raise OSError(f"process {found.index(None)} cannot read what it has written")
+        if self.world.is_main:
+            small = (".metadata", "state.json")
+            write_digests(folder, ChainMap({name: digest_of(folder / name) for name in small}, *found))
 
     def wait(self) -> int:
         """Wait for the checkpoint that is being written, on all processes; return the step of the last complete one,

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES
 from torch import Tensor
 
+from tune.atomic import written_aside
 from tune.errors import TuneError
 from tune.models.config_file import read_json
 
@@ -87,24 +89,40 @@ def sampled_digest(names: Iterable[str], files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def write_digests(folder: Path) -> None:
-    """Keep a digest of the size and of samples of each file in `folder`: 256 KB of a file are read."""
-    digests = {file.name: sampled_digest([], [file]) for file in sorted(folder.iterdir())}
-    (folder / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n")
+def digest_of(file: Path) -> str:
+    """A digest of all bytes of a file."""
+    with file.open("rb") as content:
+        return f"xxh3:{hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()}"
 
 
-def found_damage(folder: Path) -> str:
-    """What is not as it was written, or nothing. Checkpoints of earlier versions have no digests."""
+def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
+    """Keep the `digest_of` files of `folder`."""
+    with written_aside(folder / DIGESTS) as unfinished:
+        unfinished.write_text(json.dumps({**digests}, indent=2, sort_keys=True) + "\n")
+
+
+def replace_json(file: Path, value: Any) -> None:
+    """Write a file that has a digest; with both digests kept, neither content counts as damaged."""
+    digests = json.loads((file.parent / DIGESTS).read_text()) if (file.parent / DIGESTS).exists() else {}
+    with written_aside(file) as unfinished:
+        unfinished.write_text(json.dumps(value))
+        if digests:  # not of an early version
+            write_digests(file.parent, digests | {file.name: f"{digest_of(file)} {digest_of(unfinished)}"})
+
+
+def found_damage(folder: Path, share: int = 0, shares: int = 1) -> str:
+    """What is not as it was written, or nothing: of each file all bytes are read. With several `shares`, of every so
+    many files one. Checkpoints of earlier versions have no digests, or those of samples of the bytes."""
     if not (folder / DIGESTS).exists():
         return ""
     try:
         digests = json.loads((folder / DIGESTS).read_text())
     except ValueError:
         return f"{DIGESTS} cannot be read"
-    for name, digest in digests.items():
-        if not (folder / name).exists():
+    for name, digest in sorted(digests.items())[share::shares]:
+        if not (file := folder / name).exists():
             return f"{name} is missing"
-        if sampled_digest([], [folder / name]) != digest:
+        if (digest_of(file) if digest.startswith("xxh3:") else sampled_digest([], [file])) not in digest.split():
             return f"{name} is not as it was written"
     return ""
 

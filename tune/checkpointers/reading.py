@@ -23,6 +23,8 @@ from tune.errors import TuneError
 def read_trained(model: nn.Module, checkpoint: Path) -> None:
     """Load the tensors of `model` that have memory from the folder of a training state. Raises TuneError if that is
     damaged, or of another model."""
+    if damage := found_damage(checkpoint):
+        raise TuneError(f"{checkpoint} is damaged: {damage}. Take the checkpoint before it")
     tensors = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
     try:
         with warnings.catch_warnings():
@@ -32,15 +34,12 @@ def read_trained(model: nn.Module, checkpoint: Path) -> None:
         raise TuneError(f"{checkpoint} does not have this model: {cause_of(error)}") from error
 
 
-def checkpoint_at(path: Path, intact: bool = True) -> Path:
-    """The checkpoint that `resume` names: itself, or the newest of a run. Raises TuneError if it is not complete, or
-    not `intact`, which takes reading all of it."""
+def checkpoint_at(path: Path) -> Path:
+    """The checkpoint that `resume` names: itself, or the newest of a run. Raises TuneError if it is not complete."""
     inside = sorted(path.glob(CHECKPOINT)) or sorted(path.glob(f"checkpoints/{CHECKPOINT}"))
     found = path if path.name.startswith("step-") else inside[-1] if inside else path
     if not (found / ".metadata").exists() or not (found / "state.json").exists():
         raise TuneError(f"resume: {path} is neither a complete checkpoint (step-*) nor a run folder that has one")
-    if intact and (damage := found_damage(found)):
-        raise TuneError(f"resume: {found} is damaged: {damage}. Give the checkpoint before it")
     return found
 
 

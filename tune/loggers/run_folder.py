@@ -1,16 +1,20 @@
 """Choose the run folder, and check that this run can use it."""
 
 import contextlib
+import glob
 import itertools
 import json
 import os
 import socket
 import time
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from tune.atomic import CHECKPOINT
 from tune.checkpointers import checkpoint_at
+from tune.checkpointers.disk import sampled_digest
 from tune.distributed import World
 from tune.distributed.restarts import launcher_store
 from tune.errors import TuneError
@@ -57,15 +61,15 @@ def refusal(path: Path, resume: str, mark: Path, adapts: bool) -> str:
     return ""
 
 
-def continued(path: Path, resume: str, intact: bool = True) -> Path | None:
+def continued(path: Path, resume: str) -> Path | None:
     """The checkpoint from which a run in the folder `path` goes on, if any. Raises TuneError as `checkpoint_at`."""
     if resume in ("auto", "never"):
         return max(path.glob(f"checkpoints/{CHECKPOINT}"), default=None) if resume == "auto" else None
-    return checkpoint_at(Path(resume), intact)
+    return checkpoint_at(Path(resume))
 
 
 def _require_same_kind(path: Path, resume: str, adapts: bool) -> None:
-    found = continued(path, resume, intact=False)
+    found = continued(path, resume)
     with contextlib.suppress(OSError, ValueError):  # what is damaged is told when it is read
         if found and ("adapter" in json.loads((found / "state.json").read_text())) != adapts:
             had, has = ("no adapter", "one") if adapts else ("an adapter", "none")
@@ -90,3 +94,51 @@ def require_shared(mark: Path, world: World) -> None:
             f"output_dir: {mark.parent} is not one folder for all processes: those on {', '.join(without)} do not find "
             "there what the first one writes. Give a folder on a file system that all nodes share, as an absolute path"
         )
+
+
+def require_same_files(settings: Any, world: World) -> None:
+    """Raises TuneError on all ranks if a model or data on one node are missing, or others than on the first: names and
+    sizes of files are compared, and samples of their bytes."""
+    paths = dict(_paths(settings)) if world.size > 1 else {}
+    found = world.all_gather([_state_of(path) for path in paths.values()]) if paths else []
+    for (key, path), states in zip(paths.items(), zip(*found, strict=True), strict=True):
+        if any(states) and not all(states):
+            raise TuneError(
+                f"{key}: {path} is not there on {_nodes([not state for state in states], world)}, and is on other "
+                "nodes. Mount it there under the same path, an absolute one, or copy it to all nodes"
+            )
+        require_same(states, world, f"{key}: the files of {path}", "Mount one copy on all nodes, or copy it again")
+
+
+def require_same(values: Sequence[Any], world: World, what: str, advice: str) -> None:
+    """Raises TuneError on all ranks if the `values` of the ranks differ: of `what`, and what to do."""
+    if any(differ := [value != values[0] for value in values]):
+        first = _nodes([rank == 0 for rank in range(world.size)], world)
+        raise TuneError(
+            f"{what} on {_nodes(differ, world)} differ from those on {first}, so that each would train on its own. "
+            + advice
+        )
+
+
+def _nodes(chosen: Sequence[bool], world: World) -> str:
+    """The names of the nodes with a chosen rank."""
+    names = world.all_gather(socket.gethostname())
+    return ", ".join(sorted({name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen}))
+
+
+def _paths(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Of models and data, with their keys; what the sampler is installed in may be another folder on each node."""
+    if isinstance(settings, dict):
+        for name, value in settings.items():
+            yield from _paths(value, f"{key}.{name}" if key else name)
+    elif isinstance(settings, str) and key.endswith((".path", "reference")) and not key.startswith("sampling."):
+        yield key, settings
+
+
+def _state_of(path: str) -> str:
+    """A digest of a file, or of those directly in a folder but hidden and `.md` ones; of no file, nothing."""
+    place = Path(path).expanduser()
+    among = place.iterdir() if place.is_dir() else map(Path, glob.glob(str(place)))
+    files = sorted(file for file in among if file.is_file() and not file.name.startswith(".") and file.suffix != ".md")
+    names = [f"{file.name} {file.stat().st_size}" for file in files]
+    return sampled_digest(names, files[:: 1 + len(files) // 64]) if files else ""

@@ -79,6 +79,7 @@ class Run:
             run_folder.require_shared(mark, world)
         else:
             mark.unlink(missing_ok=True)
+        run_folder.require_same_files(OmegaConf.to_container(settings, resolve=True), world)
         self.sinks: list[Sink] = [Console(console_every)] if world.is_main else []
         self.messages: list[str] = []
         if self.store:
@@ -191,7 +192,9 @@ class Run:
         tokenizer: Tokenizer,
         validation: Dataset | Mixture | Stream | None = None,
     ) -> None:
-        """Report the model, the data and warnings about them; data.json and first_row.txt keep those of the data."""
+        """Report the model, the data and warnings about them; data.json and first_row.txt keep those of the data.
+        Raises TuneError if a process has other data."""
+        self._require_same_data(data.dataset, validation)
         accounting = data.dataset.accounting
         longest = data.dataset.max_seq_len if isinstance(data.dataset, Stream) else accounting.longest
         mean = accounting.tokens // max(1, accounting.samples)
@@ -226,7 +229,8 @@ class Run:
 
     def describe_prompts(self, model: nn.Module, data: PromptLoader, sampler: Sampler, longest: int) -> None:
         """Report the model, the prompts, how often they are drawn, and if nothing ends what is sampled. Prompts with
-        what is sampled have up to `longest` tokens."""
+        what is sampled have up to `longest` tokens. Raises TuneError if a process has other prompts."""
+        self._require_same_data(data.dataset)
         samples = self.settings.get("group_size") or self.settings.samples_per_prompt
         rows = self.settings.prompts_per_step * samples
         self._describe_model(model, longest, longest, longest, rows, rows * longest)
@@ -235,6 +239,11 @@ class Run:
             self.info("warning: the tokenizer has no eos_token: nothing ends a completion. Set sampling.stop_strings")
         self._describe_steps(data, "steps")
         self.data = data.dataset.as_dict()
+
+    def _require_same_data(self, *parts: Any) -> None:
+        found = self.world.all_gather([None if part is None else part.fingerprint for part in parts])
+        why = "Files differ, or the version of a dataset of the hub, or what a function of yours gives for the same row"
+        run_folder.require_same(found, self.world, "dataset: the rows", why)
 
     def _describe_steps(self, data: DataLoader | PromptLoader, what: str) -> None:
         an_epoch = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
