@@ -294,6 +294,36 @@ def test_a_checkpoint_of_a_run(kind: str, runs: dict[str, Path], tmp_path: Path)
     require_same(file, last, Tokenizer(str(tmp_path / "end")).encode(TEXT)[:16], within=0.01)
 
 
+def test_a_checkpoint_of_a_run_is_a_model_for_other_commands(
+    runs: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """By its folder, and by --step; nothing of it stays in the run."""
+    run, at_two = runs["full"], export(runs["full"], tmp_path / "2", "--to", "hf", "--step", "2")
+    checkpoint, files = run / "checkpoints" / "step-00000002", sorted(run.iterdir())
+    text = tmp_path / "texts.jsonl"
+    text.write_text(json.dumps({"text": TEXT}) + "\n")
+
+    def generated(*named: str) -> str:
+        capfd.readouterr()
+        main(["generate", *named, "--prompt", "the cat", "--max-new-tokens", "9", "--temperature", "2"])
+        return capfd.readouterr().out
+
+    expected = generated(str(at_two))
+    assert generated(str(checkpoint)) == generated(str(run), "--step", "2") == expected != generated(str(run))
+    losses = []
+    for named in ([str(at_two)], [str(run), "--step", "2"]):
+        main(["eval", *named, "--data", str(text), "--out", str(tmp_path / "out.json")])
+        losses.append(json.loads((tmp_path / "out.json").read_text())["results"])
+    assert losses[0] == losses[1]
+    for name, named in {"q2": [str(at_two)], "qn": [str(checkpoint)]}.items():
+        main(["quantize", *named, "--to", "int8", "--out", str(tmp_path / name)])
+    assert (tmp_path / "q2/model.safetensors").read_bytes() == (tmp_path / "qn/model.safetensors").read_bytes()
+    assert sorted(run.iterdir()) == files
+    with pytest.raises(SystemExit) as stopped:
+        generated(str(run), "--step", "9")
+    assert stopped.value.code == 2 and "has no checkpoint of step 9; it has 1, 2, 3" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_mean_of_checkpoints(kind: str, runs: dict[str, Path], tmp_path: Path) -> None:
     for steps, options in (([1, 2, 3], []), ([1, 3], ["--steps", "3", "1"])):

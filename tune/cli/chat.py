@@ -6,7 +6,7 @@ tune chat runs/mine --compare ./SmolLM2-135M
 
 import json
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from tune import distributed
+from tune.cli.export import model_at
 from tune.cli.generate import MAX_NEW_TOKENS, add_arguments, opened
 from tune.errors import TuneError
 from tune.generation import Continuation, Sampler
@@ -37,6 +38,11 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     add_arguments(parser)
     parser.add_argument("--compare", metavar="BASE", help="have this model answer too")
     options = parser.parse_args(arguments)
+    with model_at(options.model, options.step) as options.model, model_at(options.compare or "") as options.compare:
+        talk(options)
+
+
+def talk(options: Namespace) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     tell = partial(console.print, style="dim")
     world = distributed.init(options.device)

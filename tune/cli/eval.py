@@ -13,6 +13,7 @@ from argparse import ArgumentParser
 
 from tune import config
 from tune.cli import run
+from tune.cli.export import add_step, model_at
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
 
@@ -24,6 +25,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = "tune eval MODEL [--tasks A,B] [--data FILE] [--out FILE.json] [OPTIONS] [key=value ...]"
     parser.epilog = defaults.read_text()
     parser.add_argument("model", metavar="MODEL")
+    add_step(parser)
     parser.add_argument("--nproc-per-node", metavar="N", help="processes that share the work")
     values = config.read_file(defaults)
     keys = {name: name for name, value in values.items() if not isinstance(value, dict)} | NESTED
@@ -35,7 +37,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if unknown := [each for each in rest if each.startswith("-") and each not in ("--config", "--debug")]:
         known = [each for each in parser._option_string_actions if each.startswith("--")]
         raise TuneError(f"{unknown[0]}: is not an option.{did_you_mean(unknown[0], known)} --help lists them")
-    settings = [f"model.path={options.model}"]
+    settings = []
     for key in keys.values():
         if (given := getattr(options, key)) is True:
             settings.append(f"{key}=true")
@@ -44,4 +46,5 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         elif given:
             settings.append(f"{key}={given[-1].replace(':', '.') if key == 'score' else given[-1]}")
     launch = ["--nproc-per-node", options.nproc_per_node] if options.nproc_per_node else []
-    run.main(parser, [*launch, "evaluate", *settings, *rest])
+    with model_at(options.model, options.step) as model:
+        run.main(parser, [*launch, "evaluate", f"model.path={model}", *settings, *rest])

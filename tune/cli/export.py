@@ -1,9 +1,15 @@
 """Write the model of a run as GGUF, for llama.cpp and Ollama, or in Hugging Face layout: also that of a model folder,
 or of an adapter, which is merged into its base; or an adapter alone as GGUF (gguf-lora)."""
 
+import os
+import subprocess
+import sys
 from argparse import ArgumentParser
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tune.atomic import CHECKPOINT
@@ -25,8 +31,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--to", required=True, choices=KINDS)
     parser.add_argument("--out", required=True, type=Path, help="the file, or for hf the folder, to write: a new one")
     parser.add_argument("--type", choices=TYPES, help="of weights in GGUF (default: f16)")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of the run after N optimizer steps")
+    add_step(parser)
     options = parser.parse_args(arguments)
+    options.source, options.step = run_and_step(options.source, options.step)
     if options.type and options.to != "gguf":
         raise TuneError(f"--type is for --to gguf; with --to {options.to} types stay as they are")
     out: Path = options.out
@@ -60,6 +67,36 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             name = out.stem.lower()
             commands = [f"llama-cli -m {out}", f"ollama create {name} -f {recipe} && ollama run {name}"]
     print("to use it:", *commands, sep="\n  ")
+
+
+def add_step(parser: ArgumentParser) -> None:
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of the run after N optimizer steps")
+
+
+def run_and_step(source: Path, step: int | None) -> tuple[Path, int | None]:
+    """Also of RUN/checkpoints/step-N."""
+    if step is None and source.parent.name == "checkpoints" and source.match(CHECKPOINT):
+        return source.parent.parent, int(source.name.removeprefix("step-"))
+    return source, step
+
+
+@contextmanager
+def model_at(source: str | Path, step: int | None = None) -> Iterator[str]:
+    """`source`, or if that and `step` name a checkpoint of a run a folder in the run with its model, as `tune export`
+    writes it, for as long as the block lasts. Raises TuneError in processes of torchrun, each of which would write."""
+    run, step = run_and_step(Path(source), step)
+    if step is None:
+        yield str(source)
+        return
+    command = ["export", str(run), "--step", str(step), "--to", "hf", "--out"]
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise TuneError(f"write the model of the checkpoint first: `tune {' '.join(command)} FOLDER`, and name FOLDER")
+    with TemporaryDirectory(dir=run if run.is_dir() else None, prefix=f".step-{step}-") as folder:
+        written = f"{folder}/{run.name}-step-{step}"  # by a process of its own, as this one may use a GPU
+        done = subprocess.run([sys.executable, "-m", "tune.cli", *command, written], stdout=subprocess.DEVNULL)
+        if done.returncode:
+            sys.exit(done.returncode)
+        yield written
 
 
 def served_by(model: Any, out: Path) -> str:

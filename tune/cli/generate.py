@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from tune.cli.export import add_step, model_at
 from tune.cli.run import parted, positive
 from tune.errors import TuneError, explained
 from tune.launchers import ray
@@ -33,6 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Those of a model and of sampling."""
     parser.add_argument("model", metavar="MODEL", help="a model in Hugging Face layout, an adapter, or a run folder")
     parser.add_argument("--adapter", metavar="A", action="append", default=[], help="again for several, which add up")
+    add_step(parser)
     longest = f"end answers there (default: {MAX_NEW_TOKENS}, or what the model has room for)"
     parser.add_argument("--max-new-tokens", metavar="N", type=positive, help=longest)
     by_file = "(default: the model's generation_config.json)"
@@ -75,7 +77,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             if options.out.is_dir():
                 raise IsADirectoryError("it is a folder")
     given = [("--prompt", {"prompt": options.prompt})]
-    generate(options, placed_rows(options.prompts, "--prompts") if options.prompt is None else given, actors)
+    rows = placed_rows(options.prompts, "--prompts") if options.prompt is None else given
+    with model_at(options.model, options.step) as options.model:
+        generate(options, rows, actors)
 
 
 def opened(options: Namespace, device: Any, tell: Any) -> tuple[Any, Any, dict[str, Any]]:

@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from tune.cli.convert import new_folder
-from tune.cli.export import served_by, write
+from tune.cli.export import add_step, model_at, served_by, write
 from tune.errors import TuneError
 
 
@@ -15,8 +15,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--to", required=True, choices=("int8", "int4", "fp8", "mxfp4", "nf4"))
     parser.add_argument("--dynamic", action="store_true", help="int8, fp8: inputs too, when the model runs (W8A8)")
     parser.add_argument("--out", required=True, metavar="FOLDER", type=Path, help="to write: absent or empty")
+    add_step(parser)
     options = parser.parse_args(arguments)
-    with new_folder(options.out):
+    with new_folder(options.out), model_at(options.model, options.step) as options.model:
         from tune import peft
         from tune.models import HuggingFaceModel
         from tune.quantization import Compressor, quantised_linears

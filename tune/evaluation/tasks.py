@@ -78,6 +78,7 @@ class Tasks:
             self.tasks += [task for each in found or [name] for task in self._load(each)]
 
     @property
+    @_random_states_kept()
     def higher_is_better(self) -> dict[str, bool | None]:
         """By `task/metric`, also of groups; None where the task does not say it."""
         found: dict[str, bool | None] = {}
