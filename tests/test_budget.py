@@ -9,7 +9,7 @@ HOUSE = Path(tune.__file__).parent
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
     "checkpointers": 1954,
-    "cli": 2081,
+    "cli": 2132,
     "collators": 264,
     "config": 878,
     "datasets": 3944,
