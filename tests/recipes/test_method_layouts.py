@@ -1,4 +1,5 @@
-"""One curve for every method: 1, 2 and 4 processes, FSDP and HSDP, micro-batches, packed or not; GRPO has equal ids."""
+"""One curve for every method: 1, 2 and 4 processes, FSDP, HSDP, TP and CP, micro-batches, packed or not; GRPO has equal
+ids."""
 
 import json
 from pathlib import Path
@@ -69,9 +70,14 @@ HSDP = ["parallel.dp_replicate=2", "parallel.dp_shard=2", "micro_batch_size=2"]
 WAYS = {  # by the number of processes
     1: {ALONE: [], "micro-batches of 4": ["micro_batch_size=4"], "packed": PACKED},
     2: {"FSDP": ["micro_batch_size=2"], "two copies": ["parallel.dp_replicate=2"]},
-    4: {"FSDP": [], "HSDP": HSDP, "packed": [*PACKED, *HSDP]},
+    4: {
+        "HSDP": HSDP,
+        "TP x FSDP": ["parallel.tp=2"],
+        "TP x CP": ["parallel.tp=2", "parallel.cp=2"],
+        "packed": [*PACKED, *HSDP],
+    },
 }
-FEW = [(1, ALONE), (2, "FSDP"), (4, "HSDP")]  # of a recipe's first method all of them, of the others these
+FEW = [(1, ALONE), (2, "FSDP"), (4, "TP x FSDP")]  # of a recipe's first method all of them, of the others these
 FIGURES = ("loss", "entropy", "rewards/margins", "reward", "kl", "value_loss", "policy_loss", "validation_loss")
 
 
