@@ -3,6 +3,7 @@
     python benchmarks/kill_and_resume.py                            # 20 kills each: 1 process, 2, and changing
     python benchmarks/kill_and_resume.py --kills 3 --processes 2 1  # each restart has the next number of processes
     python benchmarks/kill_and_resume.py --recipe lora_finetune --settings adapter.dropout=0.1
+    python benchmarks/kill_and_resume.py --kills 5 --processes 4 2 --layouts parallel.tp=2 parallel.pp=2
 
 All processes die by SIGKILL at one instant, drawn from the time that a run takes after its imports. A checkpoint is
 written after every step, so that many instants lie within a save. Exits with 1 if a curve differs or a checkpoint is
@@ -65,6 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--processes", type=int, nargs="+", help="those of the first start, of the second, ...")
+    parser.add_argument("--layouts", nargs="+", default=[], metavar="key=value", help="likewise; several: k=v,k=v")
     parser.add_argument("--saving", choices=("async", "sync"), nargs="+", default=["async", "sync"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--recipe", default="full_finetune")
@@ -83,13 +85,15 @@ def main() -> None:
             [options.processes] if options.processes else PROCESSES, options.saving
         ):
             if processes[0] not in references:
-                references[processes[0]] = Reference(settings, Path(folder) / f"reference-{processes[0]}", processes[0])
+                first = [*settings, *of_layout(*options.layouts[:1])]
+                references[processes[0]] = Reference(first, Path(folder) / f"reference-{processes[0]}", processes[0])
             name = f"{' -> '.join(map(str, processes)):<12}{saving:<8}"
             runs = Path(folder) / name.replace(" ", "")
             command = [*settings, f"checkpointer.async={saving == 'async'}"]
             draw = random.Random(f"{options.seed} {name}")
-            found = kill_and_resume(name, command, runs, references[processes[0]], processes, options.kills, draw)
-            same_layout = len(set(processes)) == 1
+            starts = processes, options.layouts or [""]
+            found = kill_and_resume(name, command, runs, references[processes[0]], *starts, options.kills, draw)
+            same_layout = len(set(processes)) == 1 and len(set(options.layouts)) <= 1
             failed |= not found.as_wanted(same_layout)
             loss = "bitwise equal" if found.difference == 0 else f"differs by {found.difference:.1e}"
             loss += "" if found.as_wanted(same_layout) else "  WRONG"
@@ -146,6 +150,7 @@ def kill_and_resume(
     folder: Path,
     reference: Reference,
     processes: Sequence[int],
+    layouts: Sequence[str],
     kills: int,
     draw: random.Random,
 ) -> Outcome:
@@ -153,9 +158,9 @@ def kill_and_resume(
     found = Outcome(name)
     while found.kills < kills:
         run = folder / f"run-{found.finished}"
-        for count in itertools.cycle(processes):
+        for count, layout in zip(itertools.cycle(processes), itertools.cycle(layouts), strict=False):
             left_over = set(run.glob("checkpoints/.step-*"))
-            launch = Launch([*settings, f"output_dir={run}"], count)
+            launch = Launch([*settings, *of_layout(layout), f"output_dir={run}"], count)
             if found.kills < kills:
                 launch.wait_for("optimizer steps")  # everything is imported, and the data are read
                 if launch.kill_after(draw.uniform(0, reference.seconds)):
@@ -172,6 +177,11 @@ def kill_and_resume(
         differences = (abs(loss / reference.losses[step] - 1) for step, loss in curve.items())
         found.difference = max(found.difference, *differences)
     return found
+
+
+def of_layout(text: str = "") -> list[str]:
+    """The settings of a layout."""
+    return text.split(",") if text else []
 
 
 class Launch:

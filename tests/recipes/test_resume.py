@@ -168,28 +168,32 @@ def killed(killing, tmp_path_factory):
         return killing.make_inputs(folder / recipe, recipe)
 
     @functools.cache
-    def reference(recipe, count):
-        return killing.Reference(inputs(recipe), folder / recipe / f"reference-{count}", count)
+    def reference(recipe, count, layout):
+        settings = [*inputs(recipe), *killing.of_layout(layout)]
+        return killing.Reference(settings, folder / recipe / f"reference-{count}-{layout}", count)
 
     return inputs, reference
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "processes", "saving", "kills"),
+    ("recipe", "processes", "layouts", "saving", "kills"),
     [
-        ("full_finetune", [1], "async", 2),
-        ("full_finetune", [1], "sync", 1),
-        ("full_finetune", [2], "async", 1),
-        ("full_finetune", [2], "sync", 1),
-        ("full_finetune", [2, 1], "async", 1),
-        ("preference_finetune", [1], "async", 2),
-        ("preference_finetune", [2], "async", 1),
+        ("full_finetune", [1], [""], "async", 2),
+        ("full_finetune", [1], [""], "sync", 1),
+        ("full_finetune", [2], [""], "async", 1),
+        ("full_finetune", [2], [""], "sync", 1),
+        ("full_finetune", [2, 1], [""], "async", 1),
+        ("full_finetune", [4, 2], ["parallel.tp=2", "parallel.pp=2"], "async", 1),  # TP x FSDP, then PP
+        ("full_finetune", [2, 2], ["parallel.pp=2", "parallel.tp=2"], "async", 1),
+        ("preference_finetune", [1], [""], "async", 2),
+        ("preference_finetune", [2], [""], "async", 1),
     ],
 )
-def test_a_killed_run_is_continued(recipe, processes, saving, kills, killing, killed, tmp_path):
+def test_a_killed_run_is_continued(recipe, processes, layouts, saving, kills, killing, killed, tmp_path):
     inputs, reference = killed
-    command, unbroken = [*inputs(recipe), f"checkpointer.async={saving == 'async'}"], reference(recipe, processes[0])
-    found = killing.kill_and_resume("", command, tmp_path, unbroken, processes, kills, random.Random(0))
+    command = [*inputs(recipe), f"checkpointer.async={saving == 'async'}"]
+    unbroken = reference(recipe, processes[0], layouts[0])
+    found = killing.kill_and_resume("", command, tmp_path, unbroken, processes, layouts, kills, random.Random(0))
     assert found.kills == kills
     assert found.as_wanted(same_layout=len(processes) == 1), found
