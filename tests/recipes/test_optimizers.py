@@ -31,6 +31,7 @@ OPTIMIZERS = {
     "AdamW4bit": (["optimizer._component_=torchao.optim.AdamW4bit"], 1e-3),
     "AdamWFp8": (["optimizer._component_=torchao.optim.AdamWFp8"], 1e-3),
 }
+LOW_BIT = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
 SCHEDULES = {
     "constant": ["schedule._component_=tune.optimizers.constant"],
     "linear": ["schedule._component_=tune.optimizers.linear"],
@@ -118,6 +119,11 @@ def test_two_processes(recipe, common, tmp_path):
             f"{name}, resumed": [*settings, f"resume={middle}"],
             f"{name}, in backward": [*settings, "optimizer_in_backward=true"],
         }
+        if name in LOW_BIT:  # cut within rows and blocks
+            every = ["checkpointer.every=1", "parallel.tp=2"]
+            variants[f"{name}, resumed, shared"] = [*settings, f"resume={middle}", *every]
+            again = tmp_path / "2" / f"{name}, resumed, shared" / "checkpoints" / "step-00000003"
+            variants[f"{name}, resumed twice"] = [*settings, f"resume={again}"]
     run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "2"), json.dumps(common), json.dumps(variants))
     for name, (settings, tolerance) in OPTIMIZERS.items():
         two = curve(tmp_path / "2" / name)
@@ -125,6 +131,10 @@ def test_two_processes(recipe, common, tmp_path):
         assert losses(tmp_path / "2" / name) == pytest.approx(losses(tmp_path / name), rel=tolerance)
         assert curve(tmp_path / "2" / f"{name}, resumed") == two[2:]
         assert losses(tmp_path / "2" / f"{name}, in backward") == losses(tmp_path / "2" / name)
+        for resumed, steps in (("resumed, shared", slice(2, None)), ("resumed twice", slice(3, None))):
+            if name in LOW_BIT:
+                shared = losses(tmp_path / "2" / f"{name}, {resumed}")
+                assert shared == pytest.approx(losses(tmp_path / name)[steps], rel=tolerance), (name, resumed)
         middle = f"resume={tmp_path / '2' / name / 'checkpoints' / 'step-00000002'}"
         train(recipe, tmp_path / f"{name}, continued", *common, *settings, middle)
         assert losses(tmp_path / f"{name}, continued") == pytest.approx(losses(tmp_path / name)[2:], rel=tolerance)

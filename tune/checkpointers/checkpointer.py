@@ -158,8 +158,7 @@ class Checkpointer:
         except CheckpointException as error:
             raise TuneError(
                 f"resume: {path} cannot be read into this model and optimizer: {cause_of(error)}. Restore their "
-                "settings (and, where the states are low-bit, the number of processes); or, if the files are damaged, "
-                "remove that folder and continue from the checkpoint before it"
+                "settings; or, if the files are damaged, remove that folder and continue from the checkpoint before it"
             ) from error
         others = uncut(self.model).state_dict().keys() - self.model.state_dict().keys()  # what other stages have
         _require_same_names(path, saved, state, others)

@@ -1,18 +1,22 @@
 """Reading DCP's checkpoints without running code in them, which torch's reader and planner would do."""
 
 import io
+import math
 import operator
 import pickle
 import warnings
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.serialization import _get_layout
 
 from tune.atomic import CHECKPOINT
@@ -71,7 +75,41 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """Reads other values with `weights_only` too, as DCP reads tensors."""
+    """Reads other values with `weights_only` too, as DCP reads tensors. Low-bit states of an optimizer (torchao's)
+    allow cuts between blocks only; they are read as numbers and quantised anew where a layout cuts them elsewhere."""
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        self.cut: dict[ReadItem, ReadItem] = {}  # what is wanted, by what is read: all that a process has saved of it
+        self.pieces: dict[metadata.MetadataIndex, list[tuple[ReadItem, Tensor]]] = defaultdict(list)
+        of_optimizer = [item for item in plan.items if item.dest_index.fqn.startswith("optimizer.")]
+        tensors = [item for item in of_optimizer if item.type is LoadItemType.TENSOR]
+        block = max((getattr(self.lookup_tensor(item.dest_index), "block_size", 0) for item in tensors), default=0)
+        for item in tensors if block else []:
+            saved: Any = self.metadata and self.metadata.state_dict_metadata[item.storage_index.fqn]
+            size = saved.chunks[item.storage_index.index].sizes
+            target = self.lookup_tensor(item.dest_index).shape
+            of_both = (item.storage_offsets, size), (item.dest_offsets, target)
+            if not all(_is_of_blocks(start, whole, item.lengths, block) for start, whole in of_both):
+                read = replace(item, storage_offsets=torch.Size([0] * len(size)), lengths=size)
+                plan.items[plan.items.index(item)] = read
+                self.cut[read] = item
+        return plan
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        return torch.empty(read_item.lengths) if read_item in self.cut else super().resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        if (item := self.cut.get(read_item)) is None:
+            return
+        pieces = self.pieces[item.dest_index]
+        pieces.append((item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths).clone()))
+        if len(pieces) == sum(each.dest_index == item.dest_index for each in self.cut):
+            target: Any = self.lookup_tensor(item.dest_index)
+            numbers = target.dequantize() if hasattr(target, "block_size") else target
+            for each, piece in self.pieces.pop(item.dest_index):
+                narrow_tensor_by_index(numbers, each.dest_offsets, each.lengths).copy_(piece)
+            target.copy_(numbers)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()
@@ -82,6 +120,13 @@ class Planner(dcp.DefaultLoadPlanner):
             raise ValueError(f"{name} is more than plain values, and opening it could run code") from error
         plain.seek(0)
         super().load_bytes(read_item, plain)
+
+
+def _is_of_blocks(offsets: torch.Size, size: torch.Size, lengths: torch.Size, block: int) -> bool:
+    """Whether a piece of a tensor of some `size` is all of it, or rows between which blocks end."""
+    row = math.prod(size[1:])
+    rows = lengths[1:] == size[1:] and not any(each * row % block for each in (*offsets[:1], *lengths[:1]))
+    return lengths == size or rows
 
 
 class _MetadataUnpickler(pickle.Unpickler):
