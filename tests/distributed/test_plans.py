@@ -88,6 +88,14 @@ def test_models_of_transformers(kind, changes, processes, message, tmp_path):
         share(model, processes)
 
 
+def test_a_style_that_only_transformers_knows(tmp_path):
+    pytest.importorskip("transformers")
+    model = hf(str(save_checkpoint(tmp_path)))
+    model.tp_plan = {"layers.*.mlp.up_proj": "all_reduce"}
+    with pytest.raises(TuneError, match=r"parallel\.tp: the plan of transformers for Llama.* Say with parallel\.plan"):
+        share(model, 2)
+
+
 CHECKED = """
 from dataclasses import replace
 

@@ -16,7 +16,7 @@ from tune import config
 pytest.importorskip("transformers")
 
 # Norms of heads; three norms around parts; joined projections, whose outputs are gathered; biases, in one projection
-# for each head; experts; norms of all heads.
+# for each head; experts; norms of all heads; latents.
 FAMILIES = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "num_key_value_heads": 4, "tie_word_embeddings": True}),
@@ -25,6 +25,21 @@ FAMILIES = {
     "neox": ("GPTNeoXConfig", {"tie_word_embeddings": False}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_key_value_heads": 4}),
     "olmo2": ("Olmo2Config", {}),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+        },
+    ),
 }
 OWN = ["model._component_=planned_module.build", f"parallel.plan={json.dumps(PLAN)}"]
 

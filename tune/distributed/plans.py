@@ -14,7 +14,7 @@ moe_tp_experts: a module whose parameters the styles above share; its output is 
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,8 @@ from tune.lookup import did_you_mean
 
 COLUMNS = ("colwise", "colwise_gather_output", "packed_colwise")
 ROWS = ("rowwise", "rowwise_split_input")
-STYLES = (*COLUMNS, *ROWS, "replicated_with_grad_allreduce", "moe_tp_experts")
+LATENT = "mla_kv_a_proj"  # latents, of which heads have shares, and behind them the rotated keys that all heads share
+STYLES = (*COLUMNS, *ROWS, "replicated_with_grad_allreduce", "moe_tp_experts", LATENT)
 HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads")  # fields of configs
 
 
@@ -61,6 +62,12 @@ class SharingPlan:
         places = _places(model, blocks)
         styles: dict[str, tuple[str, str]] = {}
         for pattern, style in plan.items():
+            if style not in STYLES and not given:
+                raise TuneError(
+                    f"parallel.tp: the plan of transformers for {type(getattr(model, 'body', model)).__name__} gives "
+                    f"{pattern} the style {style!r}, which is none of {', '.join(STYLES)}. Say with parallel.plan how "
+                    "processes share the model, or set parallel.tp=1"
+                )
             if style not in STYLES:
                 raise TuneError(
                     f"parallel.plan: {pattern} has the style {style!r}, which is none of {', '.join(STYLES)}."
@@ -115,7 +122,7 @@ class SharingPlan:
                 use = column(parameter, dim, [parameter.shape[dim] // parts] * parts, self.mesh)
             self.uses[module, kind] = use
             return
-        if style != "moe_tp_experts":
+        if style not in ("moe_tp_experts", LATENT):
             self.uses |= {(owner, each): Use(part=True) for owner, each, _ in parameters_of(module)}
         if style in COLUMNS:
             self.uses |= columns_of(module, [module.out_features // parts] * parts, self.mesh)
@@ -136,6 +143,10 @@ class SharingPlan:
         def exchanging(*args: Any, **kwargs: Any) -> Any:
             if self.is_off:
                 return forward(*args, **kwargs)
+            if style == LATENT:
+                output = forward(*args, **kwargs)
+                rotated = cast(Any, self.config).qk_rope_head_dim
+                return torch.cat([output[..., :-rotated], peers.copied(output[..., -rotated:])], dim=-1)
             output = forward(*map(before, args), **{name: before(each) for name, each in kwargs.items()})
             if style == "colwise_gather_output":
                 return peers.whole(output, dim=-1)
