@@ -136,7 +136,7 @@ def main(cfg):
 
     def validate():
         groups = sample(validation, 0, replace(sampler, temperature=0), 1)
-        means = loggers.means(generation.statistics(groups, rewards), world)
+        means = loggers.means(generation.statistics(groups, rewards, environment), world)
         return world.fetch(**{f"validation_{name}": value for name, value in means.items()})
 
     groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
@@ -167,8 +167,8 @@ def main(cfg):
                 tokens=world.sum(sum(batch.num_tokens for batch in micro_batches)),
                 supervised_tokens=world.sum(sum(batch.num_supervised for batch in micro_batches)),
                 without_room=world.sum(sum(each.finish == "room" for group in rollout for each in group)),
-                dead_groups=world.sum(sum(not generation.is_live(group) for group in rollout)),
-                **loggers.means(generation.statistics(rollout, rewards), world),
+                **{name: world.sum(count) for name, count in generation.dead_groups(rollout).items()},
+                **loggers.means(generation.statistics(rollout, rewards, environment), world),
             )
             interrupted = metrics.pop("interrupted")
             metrics["without_room"] = metrics["without_room"] if environment else float("nan")

@@ -225,6 +225,10 @@ def test_what_the_methods_did(alone):
     turns = [sum(token == 1 for token in each["tokens"]) // 2 for each in episodes]  # <|im_start|>, not sampled
     assert max(turns) >= 1
     assert all(each["reward"] == each["environment"] + each["share_of_a"] for each in episodes)
+    for step in map(json.loads, (folder / "environment" / "metrics.jsonl").open()):
+        given = [each["environment"] for each in episodes if each["step"] == step["step"]]
+        assert step["reward/environment"] == pytest.approx(sum(given) / len(given))
+        assert "validation_reward/environment" in step or step["step"] < 3
     texts = [each["text"] for each in rows(folder / "plain")]
     assert len({*texts}) > len(texts) / 2
     dead = [json.loads(line)["dead_groups"] for line in (folder / "dynamic" / "metrics.jsonl").open()]
@@ -272,7 +276,8 @@ def test_dynamic_sampling_trains_on_more_live_groups(run, tmp_path):
 
 def test_where_all_groups_are_dead_nothing_is_learned_and_the_run_goes_on(run, checkpoint, tmp_path):
     steps = run("reward=recipes.test_grpo.always_one", "dynamic_sampling=1", "optimizer.weight_decay=0.5")
-    assert [step["dead_groups"] for step in steps] == [4, 4, 4]
+    names = ("dead_groups", "all_right_groups", "all_wrong_groups")
+    assert [[step[name] for name in names] for step in steps] == [[4, 4, 0]] * 3
     assert all(step["supervised_tokens"] == 0 and "loss" not in step for step in steps)
     before, after = (load_file(each / "model.safetensors") for each in (checkpoint, tmp_path / "run" / "model"))
     torch.testing.assert_close(after, before, rtol=0, atol=0)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, starmap
 from numbers import Real
@@ -20,6 +20,7 @@ from tune.datasets.user_functions import called
 from tune.distributed import World
 from tune.errors import TuneError
 from tune.generation.sampler import Completion, Sampler
+from tune.generation.turns import answered, assistant_message, text_behind
 from tune.tokenizers import Message, Tokenizer
 
 EXAMPLES = {"sampled": np.zeros(1, np.float32), **dict.fromkeys(("advantage", "reward"), np.zeros((), np.float32))}
@@ -64,10 +65,14 @@ def _finite(value: Any, found: str) -> float:
 class Environment(Protocol):
     """Answers a completion: a game, a tool, a judge that asks back. There is one for each completion."""
 
-    def start(self, row: dict[str, Any]) -> None: ...
+    def start(self, row: dict[str, Any]) -> list[Message] | None:
+        """The messages that stand behind those of the row, if there are any."""
+        ...
 
     def step(self, message: Message) -> tuple[float, list[Message], bool]:
-        """The reward for the assistant's `message`, the messages that answer it, and whether that was the end."""
+        """The reward for the assistant's `message`, the messages that answer it, and whether that was the end. Its
+        `content` is what was sampled, special tokens included, but for the one that ends it; where the row has `tools`,
+        its `tool_calls` are what could be read as calls."""
         ...
 
 
@@ -117,12 +122,22 @@ def is_live(group: Sequence[Episode]) -> bool:
     return len({episode.reward for episode in group}) > 1
 
 
-def statistics(groups: Sequence[Sequence[Episode]], rewards: Sequence[Reward]) -> dict[str, torch.Tensor]:
+def dead_groups(groups: Sequence[Sequence[Episode]]) -> dict[str, int]:
+    """Counts of the groups from which nothing is learned: all, and those whose reward is above 0, or not."""
+    rewards = [group[0].reward for group in groups if not is_live(group)]
+    right = sum(reward > 0 for reward in rewards)
+    return {"dead_groups": len(rewards), "all_right_groups": right, "all_wrong_groups": len(rewards) - right}
+
+
+def statistics(
+    groups: Sequence[Sequence[Episode]], rewards: Sequence[Reward], environment: Any = None
+) -> dict[str, torch.Tensor]:
     """Metrics of this process's episodes: by name a sum, and of how many it is, `[2]`."""
     episodes = [episode for group in groups for episode in group]
+    names = [*(each.name for each in rewards), *(["environment"] if environment else [])]
     values: dict[str, list[float]] = {
         "reward": [episode.reward for episode in episodes],
-        **{f"reward/{each.name}": [episode.rewards[each.name] for episode in episodes] for each in rewards},
+        **{f"reward/{name}": [episode.rewards[name] for episode in episodes] for name in names},
         "truncated_share": [episode.finish != "stop" for episode in episodes],
         "completion_tokens": [len(episode.tokens) for episode in episodes],
     }
@@ -177,18 +192,25 @@ def _converse(
     never tokenised again: what the template writes behind an answer is appended. Of tensor-parallel processes only the
     first has environments."""
     running = [*chain(*groups)]
-    conversations = {id(episode): list(episode.prompt.messages or []) for episode in running}
     environments: dict[int, Environment] = {}  # by id: prompts of a validation have one index
+    stops = [tokenizer.decode([index]) for index in sorted(tokenizer.stop_ids)]
 
-    def begin() -> None:
+    def begin() -> list[list[Message]]:
+        """What stands behind the messages of each episode's row."""
+        given = []
         for episode in running:
             made = environments[id(episode)] = called("environment: it cannot be made", environment)
-            called("environment: start fails", methodcaller("start", episode.prompt.row), made)
+            found = called("environment: start fails", methodcaller("start", episode.prompt.row), made)
+            is_none = found is None or found == []
+            given.append([] if is_none else checked_messages(found, "environment: what start returns"))
+        return given
 
     def answer(is_last: bool, episode: Episode, completion: Completion) -> tuple[float, list[int] | None]:
         """The reward for a completion, and the tokens after which the episode goes on; None: it is over."""
-        text = completion.text
-        message = {"role": "assistant", "content": text}
+        is_stop = completion.tokens[-1] in tokenizer.stop_ids  # otherwise a stop string: the template ends the turn
+        conversation, tools = conversations[id(episode)], episode.prompt.tools
+        text = tokenizer.decode(completion.tokens[:-1] if is_stop else completion.tokens)
+        message = assistant_message(text, tools, len(conversation))
         answer = called(f"environment: step fails on {text!r}", environments[id(episode)].step, message)
         if not isinstance(answer, tuple) or len(answer) != 3:
             raise TuneError(f"environment: step gives {answer!r}; it must give (reward, messages, done)")
@@ -196,20 +218,22 @@ def _converse(
         reward = _finite(given, f"environment: step gives the reward {given!r}")
         if done or completion.finish == "length" or is_last:
             return reward, None
-        conversation = conversations[id(episode)]
-        before = tokenizer.apply_chat_template([*conversation, message], tools=episode.prompt.tools)
-        conversation += [message, *checked_messages(messages, "environment: the messages of step")]
-        behind = tokenizer.apply_chat_template(conversation, tools=episode.prompt.tools, add_generation_prompt=True)
-        is_stop = completion.tokens[-1] in tokenizer.stop_ids  # otherwise a stop string: the template ends the turn
-        last = tokenizer.decode(completion.tokens[-1:]) if is_stop else text
-        end = before.rfind(last) + len(last)
-        if last not in before or not behind.startswith(before[:end]):
-            raise TuneError("environment: the chat template changes what stands before a new message")
-        return reward, tokenizer.encode(behind[end:])
+        turn = answered(message, checked_messages(messages, "environment: the messages of step"))
+        render = partial(tokenizer.apply_chat_template, tools=tools)
+        end = tokenizer.decode(completion.tokens[-1:]) if is_stop else None
+        suffix = tokenizer.encode(text_behind(render, conversation, turn, stops, end))
+        conversation += turn
+        return reward, suffix
 
-    world.of_peers(begin)
-    for episode in running:
+    for episode, messages in zip(running, world.of_peers(begin), strict=True):
         episode.rewards["environment"] = 0.0
+        if messages:
+            asked = [*(episode.prompt.messages or []), *messages]
+            text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tools=episode.prompt.tools)
+            episode.prompt = replace(episode.prompt, tokens=tokenizer.encode(text), messages=asked)
+            episode.finish = "room" if len(episode.prompt.tokens) > room else episode.finish
+    conversations = {id(episode): list(episode.prompt.messages or []) for episode in running}
+    running = [episode for episode in running if episode.finish != "room"]
     for turn in range(max_turns):
         if not world.fetch(any=world.any(bool(running)))["any"]:
             return

@@ -10,7 +10,7 @@ from tune.errors import TuneError
 from tune.tokenizers.chat_template import ChatTemplate, Message, Span
 
 # Stands in for an assistant's content to see what the template writes around it; no dataset can contain it.
-_PROBE = f"\ufdd2{secrets.token_hex(8)}\ufdd3"
+PROBE = f"\ufdd2{secrets.token_hex(8)}\ufdd3"
 # What a generation prompt of a reasoning model ends with: <think>, <|START_THINKING|>, [THINK], <think></think>, and
 # Gemma 4's <|channel>thought <channel|>.
 _REASONING = re.compile(
@@ -67,10 +67,10 @@ def supervised_spans(
 def end_of_turn(render: Callable[[list[Message]], str], special_tokens: re.Pattern[str]) -> str | None:
     """The special token that the template writes behind an answer, if it does."""
     try:
-        text = render([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _PROBE}])
+        text = render([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": PROBE}])
     except TuneError:  # no template, or one for other conversations than this one
         return None
-    match = special_tokens.search(text.partition(_PROBE)[2])
+    match = special_tokens.search(text.partition(PROBE)[2])
     return match[0] if match else None
 
 
@@ -146,8 +146,8 @@ def around_content(
     render: Callable[[list[Message]], str], messages: list[Message], index: int
 ) -> tuple[str, str] | None:
     """What the template writes before and behind the content of message `index`; None if it does not write it once."""
-    probe = {**messages[index], "content": _PROBE}
-    before, *behind = render([*messages[:index], probe, *messages[index + 1 :]]).split(_PROBE)
+    probe = {**messages[index], "content": PROBE}
+    before, *behind = render([*messages[:index], probe, *messages[index + 1 :]]).split(PROBE)
     return (before, behind[0]) if len(behind) == 1 else None
 
 
