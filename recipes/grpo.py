@@ -19,6 +19,7 @@ Every setting is in configs/grpo.yaml. Copy this file (`tune cp grpo my.py`) and
 """
 
 import sys
+import time
 from dataclasses import replace
 
 import torch
@@ -159,7 +160,9 @@ def main(cfg):
             if step == 1 and evaluations.are_due(0):
                 with run.pause():
                     run.append("samples.jsonl", evaluations.samples(model, 0))
+            begin = time.perf_counter()
             rollout = sample_live(prompts, step)
+            rollout_seconds = time.perf_counter() - begin
             samples = [each for group in rollout for each in with_advantages(group)]
             micro_batches = generation.micro_batches(samples, cfg.micro_batch_size, world, pad_to)
             metrics = world.fetch(
@@ -204,7 +207,7 @@ def main(cfg):
                     metrics |= evaluations.metrics(model)
                     run.append("samples.jsonl", evaluations.samples(model, step))
             run.append("samples.jsonl", [episode.record(step) for group in rollout for episode in group])
-            run.log(step, **metrics)  # type: ignore[arg-type]
+            run.log(step, rollout_seconds=rollout_seconds, **metrics)  # type: ignore[arg-type]
             checkpointer.step(step, now=is_end, **metrics)
             if interrupted:
                 saved = checkpointer.wait()

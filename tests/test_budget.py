@@ -23,7 +23,7 @@ CEILINGS = {
     "optimizers": 333,
     "peft": 1458,
     "preflight": 2027,
-    "records": 324,
+    "records": 325,
     "rules": 422,
     "quantization": 425,
     "tokenizers": 1159,

@@ -12,6 +12,9 @@ import transformers
 from helpers import WORDS, of_training, run_processes, save_checkpoint, slow_but
 from safetensors.torch import load_file
 
+from tune.records import read
+from tune.records.page import seconds
+
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 
 
@@ -101,6 +104,11 @@ def test_the_reward_rises(run, requests, tmp_path):
     assert last["validation_reward"] > steps[0]["validation_reward"] + 0.3
     assert all(abs(step["mismatch_kl"]) < 1e-5 for step in steps[1:] if step["dead_groups"] < 4)
     assert all(step["reward"] == pytest.approx(step["reward/share_of_a"]) for step in steps[1:])
+    parts = seconds(read(tmp_path / "run"))  # "Where the time went" of the report
+    assert parts["rollout"] == pytest.approx(sum(step["rollout_seconds"] for step in steps[1:]))
+    whole = sum(step["step_seconds"] for step in steps[1:])
+    assert parts["training"] + parts["waiting for data"] + parts["rollout"] == pytest.approx(whole)
+    assert min(parts["training"], parts["rollout"]) > 0
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 24 * 4 * 8
     of_step = [sample["reward"] for sample in samples if sample["step"] == 3]

@@ -3,8 +3,11 @@
 import json
 import re
 
+import full_finetune
 import lora_finetune
+import preference_finetune
 import pytest
+from records.test_report import curves, needs_browser, shown  # noqa: F401
 
 from tune import cli, distributed, records
 
@@ -94,3 +97,30 @@ def test_the_commands_in_the_report_work(inputs, run_recipe, monkeypatch, capsys
         cli.main(command.replace("FILE", str(inputs.rows)).split())
     assert (inputs.folder / "new" / "merged" / "config.json").exists()
     assert (inputs.folder / "new" / "model.gguf").exists()
+
+
+@needs_browser
+@pytest.mark.slow
+def test_the_pages_of_real_runs_in_a_browser(checkpoint, chats, pairs, tmp_path, run_recipe, shown):  # noqa: F811
+    """A supervised run, one of preferences, and both on one page, which fit on a phone too."""
+    (tmp_path / "prompts.txt").write_text("the cat\nit was\n")
+    common = [
+        f"model.path={checkpoint}", "device=cpu", "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "max_steps=3",
+        "validate_every=2", f"evaluate.prompts={tmp_path}/prompts.txt", "evaluate.max_new_tokens=5",
+    ]  # fmt: skip
+    runs = {"supervised": (full_finetune, chats), "preferences": (preference_finetune, pairs)}
+    for name, (recipe, data) in runs.items():
+        of_data = [f"dataset.path={data}", f"validation_dataset.path={data}", f"output_dir={tmp_path / name}"]
+        assert run_recipe([*common, *of_data], recipe) == 0
+        steps = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for width in (1400, 400):
+            browser = shown(tmp_path / name, width=width)
+            drawn = curves(browser)
+            losses = {str(step["step"]): pytest.approx(step["loss"], rel=1e-5) for step in steps if "loss" in step}
+            assert {str(at): value for at, value in drawn["Loss"]["loss"].items()} == losses
+            assert {"validation_loss"} < drawn["Loss"].keys() and all(drawn.values())
+            assert ("Rewards of the answers" in drawn) == (recipe is preference_finetune)
+            assert "it was" in browser.ask("document.body.innerText")  # the samples before and after
+            assert browser.ask("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    drawn = curves(shown(*(tmp_path / name for name in runs)))
+    assert all(len(drawn[title]) >= 2 for title in ("Loss", "Gradient norm", "Learning rate"))

@@ -78,11 +78,12 @@ def seconds(run: Record) -> dict[str, float]:
     if not {"time", "step_seconds"} <= run.columns.keys():
         return {}
     whole = np.nan_to_num(run.columns["step_seconds"])
-    waiting = float(np.nansum(run.columns.get("data_seconds", 0)))
+    waiting, rollout = (float(np.nansum(run.columns.get(f"{name}_seconds", 0))) for name in ("data", "rollout"))
     is_first = np.isin(run.columns["step"][1:] - 1, [each["step"] for each in run.facts.get("starts", [])])
     between = (np.diff(run.columns["time"]) - whole[1:])[~is_first].clip(min=0)
-    parts = {"training": whole.sum() - waiting, "waiting for data": waiting}
-    return parts | {"validation, samples, saving": float(np.nansum(between))}
+    parts = {"training": whole.sum() - waiting - rollout, "waiting for data": waiting}
+    parts |= {"validation, samples, saving": float(np.nansum(between))}
+    return parts | ({"rollout": rollout} if rollout else {})
 
 
 def samples(run: Record) -> list[tuple[str, str, str]]:
