@@ -74,14 +74,19 @@ def test_saved_and_restored(tmp_path, async_):
 def test_ray_is_told_of_checkpoints_that_all_nodes_see(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(checkpointer, "is_ray_worker", lambda: True)
-    monkeypatch.setattr(checkpointer, "report", lambda step, *_: told.append(step))
+    monkeypatch.setattr(checkpointer, "report", lambda step, metrics, *_: told.append((step, metrics)))
     found = make(tmp_path / "checkpoints", every=1)
-    for step in (1, 2):
+    for step in (1, 2, 3):
         train(found, step)
-        found.step(step)
-        found.wait()
-        (tmp_path / checkpointer.STORED).touch()  # from here on uploaded from the disk of each node
-    assert told == [1]
+        if step == 3:  # at the end a step is saved before it is measured
+            found.save(step, wait=True)
+        found.step(step, loss=step / 2)
+    found.wait()
+    (tmp_path / checkpointer.STORED).touch()  # from here on uploaded from the disk of each node
+    train(found, 4)
+    found.step(4)
+    found.wait()
+    assert told == [(1, {"loss": 0.5}), (2, {"loss": 1.0}), (3, {"loss": 1.5})]
 
 
 class Average(Position):
@@ -339,7 +344,7 @@ def test_a_checkpoint_that_fails_is_told_in_the_next_step_and_tried_again(tmp_pa
         assert len(told) == (step >= 4 + async_)
     assert "the checkpoint of step 4 could not be written" in told[0] and "continues after step 2" in told[0]
     assert checkpointer.wait() == 6
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000006"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000006"]  # soon, and when due
 
     train(checkpointer, 7)
     with monkeypatch.context() as patch:

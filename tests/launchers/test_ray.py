@@ -129,13 +129,15 @@ def start(checkpoint: Path, chats: Path, tmp_path: Path):
     """Starts the recipe by `tune run OPTIONS`, its results in a folder of that name; ends all that is left of it."""
     started: list[subprocess.Popen[str]] = []
 
-    def run(name: str, *options: str, settings: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    def run(
+        name: str, *options: str, settings: tuple[str, ...] = (), environment: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         command = [
             sys.executable, "-m", "tune.cli", "run", *options, "full_finetune", f"model.path={checkpoint}",
             f"dataset.path={chats}", f"output_dir={tmp_path / name}", "max_seq_len=64", "device=cpu", "dtype=fp32",
             "global_batch_size=4", "max_steps=12", "epochs=9", "checkpointer.every=4", *settings,
         ]  # fmt: skip
-        with (tmp_path / f"{name}.txt").open("w") as output:
+        with (tmp_path / f"{name}.txt").open("a") as output:
             started.append(
                 subprocess.Popen(
                     command,
@@ -143,7 +145,7 @@ def start(checkpoint: Path, chats: Path, tmp_path: Path):
                     stderr=subprocess.STDOUT,
                     text=True,
                     start_new_session=True,
-                    env=os.environ | {"TEST_FOLDER": str(tmp_path)},
+                    env=os.environ | {"TEST_FOLDER": str(tmp_path)} | (environment or {}),
                 )
             )
         return started[-1]
@@ -165,14 +167,22 @@ def test_curves_are_those_of_torchrun_and_of_one_process(start, tmp_path: Path) 
     }  # fmt: skip
     for name, options in launches.items():
         assert start(name, *options).wait(HANGS) == 0, (tmp_path / f"{name}.txt").read_text()[-3000:]
-    curves = {name: curve(tmp_path / name) for name in launches}
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+    }  # fmt: skip
+    tasks = [start("srun", environment=step | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}) for rank in "01"]
+    assert [task.wait(HANGS) for task in tasks] == [0, 0], (tmp_path / "srun.txt").read_text()[-3000:]
+    curves = {name: curve(tmp_path / name) for name in (*launches, "srun")}
     assert len(curves["ray"]) == 12
-    assert curves["ray"] == curves["torchrun"]
+    assert curves["ray"] == curves["torchrun"] == curves["srun"]
     assert curves["local"] == curves["alone"]
     assert list(curves["ray"].values()) == pytest.approx(list(curves["alone"].values()), rel=1e-5)
     reported = json.loads((tmp_path / "ray" / "checkpoint_manager_snapshot.json").read_text())
     names = [Path(each["checkpoint_dir_name"]).name for each in reported["checkpoint_results"]]
     assert names == ["step-00000004", "step-00000008", "step-00000012"]
+    losses = [each["metrics"]["loss"] for each in reported["checkpoint_results"]]
+    assert losses == [curves["ray"][step] for step in (4, 8, 12)]
 
 
 def worker_of(folder: Path) -> int:

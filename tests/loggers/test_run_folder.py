@@ -6,11 +6,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import HANGS
 
 from tune import config
+from tune.loggers import run_folder
 
 STARTS = Path(__file__).with_name("starts.py")
 
@@ -36,6 +38,20 @@ def test_restarts_of_torchrun_keep_the_folder_and_all_processes_must_see_it(tmp_
     ):
         told = [line for line in done.stdout.splitlines() if problem in line]
         assert sorted(line[:7] for line in told) == ["rank 0:", "rank 1:"], done.stdout
+
+
+def test_a_batch_job_that_is_queued_again_keeps_the_folder(monkeypatch):
+    alone = SimpleNamespace(is_main=True, timeout=None, broadcast=lambda value: value)
+    monkeypatch.delenv("ENVIRONMENT", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_STEP_ID", "2")
+    by_time = r"runs/mine-\d{8}-\d{6}"  # a shell of `srun --pty` has many runs in one step
+    assert re.fullmatch(by_time, run_folder.choose(None, "mine", alone))
+    monkeypatch.setenv("ENVIRONMENT", "BATCH")  # of a batch script, and of the steps that it starts
+    assert run_folder.choose(None, "mine", alone) == "runs/mine-17.2"
+    assert run_folder.choose("given", "mine", alone) == "given"
+    monkeypatch.delenv("SLURM_STEP_ID")
+    assert re.fullmatch(by_time, run_folder.choose(None, "mine", alone))
 
 
 def test_settings_of_every_start_are_kept(tmp_path):

@@ -49,7 +49,46 @@ def test_who_is_waited_for() -> None:
         return {"rank": rank, "step": 7, "host": "node", "waits": waits, "place": "data.py:3 in read"}
 
     waiting = {rank: head(rank, True) for rank in range(3)}
-    assert waited_for(waiting, 3) == "All processes wait for each other."
-    assert waited_for(waiting, 4) == "Process 3 of 4 says nothing: stopped, or stuck outside of Python."
+    assert waited_for(waiting, range(3), 3) == "All processes wait for each other."
+    silent = "Process 3 of 4 says nothing: stopped, or stuck outside of Python, which its stderr then shows."
+    assert waited_for(waiting, range(4), 4) == silent
     busy = waiting | {1: head(1, False)}
-    assert waited_for(busy, 3) == "The others wait for process 1 on node (data.py:3 in read, step 7)."
+    assert waited_for(busy, range(3), 3) == "The others wait for process 1 on node (data.py:3 in read, step 7)."
+
+
+def test_what_other_nodes_write_to_their_own_disks_is_not_missed() -> None:
+    here = "Of 4 processes, 2, 3 write to this node's disk. "
+    heads: dict[int, dict[str, object]] = {
+        rank: {"rank": rank, "step": 7, "host": "node", "waits": rank == 2, "place": "a.py:3 in read"}
+        for rank in (2, 3)
+    }
+    assert waited_for(heads, [2, 3], 4) == f"{here}The others wait for process 3 on node (a.py:3 in read, step 7)."
+    heads[3]["waits"] = True
+    assert waited_for(heads, [2, 3], 4) == f"{here}They wait for those of other nodes."
+    del heads[3]
+    assert waited_for(heads, [2, 3], 4).startswith(f"{here}Process 3 of 4 says nothing")
+
+
+APART = """\
+import ctypes, sys
+from pathlib import Path
+from tune import distributed
+from tune.loggers.watchdog import Watchdog
+
+world = distributed.init("cpu", timeout=0.01)  # 0.6 s
+folder = Path(sys.argv[1], str(world.rank))
+folder.mkdir()
+watchdog = Watchdog(folder / "stacks", world, print, apart=True)
+assert watchdog.seen == [world.rank]
+assert Watchdog(Path(sys.argv[1], "stacks"), world, print).seen == [0, 1]
+def keeps_pythons_lock():
+    ctypes.PyDLL(None).usleep(600_000)
+keeps_pythons_lock()
+watchdog.end()
+"""
+
+
+def test_a_process_that_keeps_pythons_lock_says_where_on_stderr(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(APART)
+    told = run_processes(tmp_path / "script.py", 2, str(tmp_path))
+    assert "in keeps_pythons_lock" in told

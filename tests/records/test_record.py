@@ -120,3 +120,11 @@ def test_secrets_in_settings_are_masked(make_run):
     (folder / "config-2.yaml").write_text("hub:\n  hf_token: abcdef\n")
     assert records.read(folder).settings == {"hub.hf_token": None}
     assert json.loads((folder / "run.json").read_text())["state"] == "done"
+
+
+def test_starts_are_bounded(tmp_path):
+    for step in range(0, 250):
+        records.start(tmp_path, step)
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert [each["step"] for each in facts["starts"]] == [0, *range(150, 250)]
+    assert facts["number_of_starts"] == 250

@@ -52,7 +52,8 @@ class Checkpointer:
     A checkpoint is written under a temporary name and renamed when all processes have written their parts: a folder of
     that name is complete. A checkpoint is saved every `every` optimizer steps, and the newest `keep` are kept. With
     `async_` the state is copied to the host and written by a thread while training goes on. If a checkpoint cannot be
-    written, training ends (`on_error="stop"`), or rank 0 calls `tell` and training goes on until the next checkpoint.
+    written, training ends (`on_error="stop"`), or rank 0 calls `tell` and training goes on; it is tried again
+    after a tenth of `every` steps, and at the next checkpoint.
 
     What happens to a step whose loss or gradient is not finite says `on_nan`: training ends before the weights change
     (`stop`), the weights stay as they are (`skip`), or are those of the last checkpoint (`rollback`), and training goes
@@ -98,6 +99,7 @@ class Checkpointer:
         small = {"schedule": schedule, "data": data, "base": base, "adapter": adapter, **(extra or {})}
         self.small: dict[str, Stateful] = {name: part for name, part in small.items() if part is not None}
         self.every, self.keep, self.asynchronous = every, keep, async_
+        self.soon = max(1, (every or 0) // 10)  # steps after which a checkpoint that was not written is tried again
         self.on_error, self.on_nan, self.refused = on_error, on_nan, 0
         self.tell = tell if world.is_main else lambda message: None
         tasks, wanted = {name.rpartition("/")[0] for name in higher_is_better or ()}, keep_best or ""
@@ -113,6 +115,8 @@ class Checkpointer:
         self.background = ThreadPoolExecutor(max_workers=1)
         self.pending: Future[None] | None = None
         self.told = ""  # why the last checkpoint was not written
+        self.failed = False  # the last one
+        self.metrics: dict[int, dict[str, float]] = {}  # of steps that are not yet reported to Ray
 
     def resume(self, resume: str) -> int:
         """Restore the newest complete checkpoint (`auto`), the one at a path, or none (`never`); return its step.
@@ -230,8 +234,14 @@ class Checkpointer:
         is_best = measured and self.best.step == step
         if measured and self.is_over():
             self.tell(f"stopped: {self.best} was the best, and the last {self.best.patience} were no better")
-        if now or is_best or self.is_over() or (self.every and step % self.every == 0):
+        is_due = self.every and (step % self.every == 0 or self._is_tried_again(step))
+        if now or is_best or self.is_over() or is_due:
+            self.metrics[step] = metrics
             self.save(step)
+
+    def _is_tried_again(self, step: int) -> bool:
+        """Whether a tenth of `every` steps ago a checkpoint could not be written, as rank 0 knows."""
+        return step == self.writing + self.soon and self.world.broadcast(self.failed)
 
     def is_over(self) -> bool:
         """Whether `keep_best` has not become better for as long as `patience` says."""
@@ -240,12 +250,15 @@ class Checkpointer:
     def save(self, step: int, wait: bool = False) -> None:
         """Save now, and perhaps wait until it is written; of a step that is saved already, what the best one is. All
         processes must call it."""
-        if step == self.wait():
+        saved = self._written()
+        self._report(saved)
+        if step == saved:
             if self.world.is_main and self.best.metric:
                 file = self.folder / f"step-{step:08d}" / "state.json"
                 replace_json(file, json.loads(file.read_text()) | {"best": self.best.state_dict()})
             self._settled(step, (self.best.value, self.best.step))
             return
+        self.failed = False
         self.writing, best = step, (self.best.value, self.best.step)
         complete = self.folder / f"step-{step:08d}"
         unfinished = self.folder / f".step-{step:08d}.{self.world.broadcast(uuid.uuid4().hex[:8])}"
@@ -277,7 +290,7 @@ class Checkpointer:
         else:  # in this thread, whose device is that of the tensors
             self._settle(write)
         if wait:
-            self.wait()
+            self._written()
 
     def _write_digests(self, folder: Path) -> None:
         """In the thread that writes: each process reads its own files, which its machine still has in memory."""
@@ -295,12 +308,19 @@ class Checkpointer:
     def wait(self) -> int:
         """Wait for the checkpoint that is being written, on all processes; return the step of the last complete one,
         or 0. Under Ray Train it is reported, unless it lies on a disk that its other nodes do not see."""
-        self._collect()
-        saved = self.world.broadcast(self.saved)  # also: no process ends before rank 0 has renamed the folder
-        if saved > self.reported and is_ray_worker() and not (self.folder.parent / STORED).exists():
-            report(saved, self.folder / f"step-{saved:08d}", self.world.is_main)
-            self.reported = saved
+        saved = self._written()
+        self._report(saved)
         return saved
+
+    def _written(self) -> int:
+        self._collect()
+        return self.world.broadcast(self.saved)  # also: no process ends before rank 0 has renamed the folder
+
+    def _report(self, saved: int) -> None:
+        if saved > self.reported and is_ray_worker() and not (self.folder.parent / STORED).exists():
+            report(saved, self.metrics.get(saved, {}), self.folder / f"step-{saved:08d}", self.world.is_main)
+            self.reported = saved
+        self.metrics = {step: metrics for step, metrics in self.metrics.items() if step > saved}
 
     def finish(self) -> None:
         """Wait as `wait`; with `keep_best` the model then has the weights of the best checkpoint. Call it before they
@@ -332,9 +352,10 @@ class Checkpointer:
         except TuneError as error:
             if self.on_error == "stop":
                 raise
+            self.failed = True
             self.best.forget(self.writing)
             if str(error) != self.told:  # at the end a step is saved before what is measured then, and after it
-                self.tell(f"{error} The run goes on, and tries again at the next checkpoint.")
+                self.tell(f"{error} The run goes on, and tries again at the next checkpoint at the latest.")
             self.told = str(error)
 
     def _settled(self, step: int, best: tuple[float, int]) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -9,10 +10,11 @@ def is_ray_worker() -> bool:
     return "TUNE_RAY_WORKER" in os.environ and "ray.train" in sys.modules
 
 
-def report(step: int, checkpoint: Path, has_it: bool) -> None:
-    """Report a checkpoint of the run folder, where it stays. All workers must call it, and it takes up to 2 seconds."""
+def report(step: int, metrics: Mapping[str, float], checkpoint: Path, has_it: bool) -> None:
+    """Report a checkpoint of the run folder, where it stays, with the metrics of its step. All workers must call it. It
+    takes up to 2 seconds."""
     from ray import train
     from ray.train import Checkpoint, CheckpointUploadMode
 
     found = Checkpoint.from_directory(str(checkpoint.absolute())) if has_it else None
-    train.report({"step": step}, found, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+    train.report({**metrics, "step": step}, found, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)

@@ -27,8 +27,11 @@ _runs = itertools.count()
 
 def choose(output_dir: str | None, recipe: str, world: World) -> str:
     """`output_dir`, or a new folder named by the time. Where torchrun starts the processes again (--max-restarts) it is
-    that of the first start: torchrun's store, which outlives the processes, has its name."""
+    that of the first start: torchrun's store, which outlives the processes, has its name. In a batch job of SLURM's,
+    which may be queued again, it is named by the job and the step that `srun` gives the same number then."""
     new, name = f"runs/{recipe}-{datetime.now():%Y%m%d-%H%M%S}", f"tune/output_dir/{next(_runs)}"
+    if os.environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" in os.environ:  # not in a shell of `srun --pty`
+        new = f"runs/{recipe}-{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
     if world.is_main and not output_dir and (store := launcher_store(world.timeout)):
         new = store.compare_set(name, "", new).decode()
     return world.broadcast(output_dir or new)

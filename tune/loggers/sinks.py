@@ -22,6 +22,7 @@ from tune import records
 from tune.errors import TuneError
 from tune.secrets import without_secrets
 
+BEATS = 25.0  # seconds in which a run that goes on writes its heartbeat twice
 WandbOptions = Mapping[str, str | None]  # project (None: off) and name (None: that of the run folder)
 WANDB_OFF: WandbOptions = {"project": None, "name": None}
 
@@ -102,16 +103,37 @@ def lines_after(file: Path, step: int) -> tuple[int, list[int]]:
 
 
 def require_free(log: TextIO) -> None:
-    """Lock a run's open log.txt. Raises TuneError if another process has."""
+    """Lock a run's open log.txt; where the file system has no locks, look whether its heartbeat goes on, which takes
+    `BEATS` seconds where a run there has not ended. Raises TuneError if another process is writing there."""
+    folder = Path(log.name).parent
     try:
         fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        raise TuneError(
-            f"output_dir: another run is writing into {Path(log.name).parent}. Wait for its end, or give another "
-            "output_dir"
-        ) from error
-    except OSError:  # a file system without locks
+    except (BlockingIOError, PermissionError):
+        is_free = False
+    except OSError:
+        is_free = not _beats(folder)
+    else:
         return
+    if not is_free:
+        raise TuneError(
+            f"output_dir: another run is writing into {folder}. Wait for its end, or give another output_dir"
+        )
+
+
+def _beats(folder: Path) -> bool:
+    """Whether somebody writes heartbeat.json now. Clocks of two machines are not compared."""
+    beat, began = _content(folder / "heartbeat.json"), time.monotonic()
+    if not beat or records.json_object(_content(folder / "run.json")).get("state") != "running":
+        return False
+    while (same := _content(folder / "heartbeat.json") == beat) and time.monotonic() - began < BEATS:
+        time.sleep(0.5)
+    return not same
+
+
+def _content(file: Path) -> bytes:
+    with contextlib.suppress(OSError):
+        return file.read_bytes()
+    return b""
 
 
 # The metrics on the console, as far as a run has them.

@@ -280,7 +280,7 @@ class Run:
         tell = self.info if self.world.is_main else functools.partial(print, file=sys.stderr, flush=True)
         if self.store:
             self.store.start(tell)
-        watchdog = Watchdog(self.path / "stacks", self.world, tell)
+        watchdog = Watchdog(self.path / "stacks", self.world, tell, apart=self.store is not None)
         try:
             for step in itertools.count(start + 1):
                 watchdog.beat(step)

@@ -1,6 +1,7 @@
 """Says where each process is when a run has come to a stop without an error."""
 
 import contextlib
+import faulthandler
 import json
 import shutil
 import socket
@@ -8,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
 
@@ -22,18 +23,25 @@ class Watchdog:
     """A thread in each process. When no step has ended for half of `parallel.timeout`, it writes the stacks of its
     process to `folder`/rank-00003.txt; the first process then tells which ones the others wait for.
 
-    Every ten seconds the first process writes `heartbeat.json` beside that folder.
+    Every ten seconds the first process writes `heartbeat.json` beside that folder. With `apart`, each node has a folder
+    of its own, and one process of each tells of those that write there.
 
-    A process that writes nothing is stopped or hangs in a call that never returns to Python.
+    A process that writes nothing is stopped, or hangs in a call that keeps Python's lock: its stacks then go to stderr,
+    from a thread that does not need the lock.
     """
 
-    def __init__(self, folder: Path, world: World, tell: Callable[[str], None]):
+    def __init__(self, folder: Path, world: World, tell: Callable[[str], None], apart: bool = False):
         self.folder, self.rank, self.size, self.tell = folder, world.rank, world.size, tell
         self.seconds = world.timeout.total_seconds() / 2
         self.thread = threading.get_ident()
         self.step, self.ended = 0, threading.Event()
         self.beaten, self.began = time.monotonic(), time.time()
-        if world.is_main:
+        self.seen = [*range(self.size)]
+        if apart:
+            about = folder.parent.stat()
+            here = socket.gethostname(), about.st_dev, about.st_ino
+            self.seen = [rank for rank, place in enumerate(world.all_gather(here)) if place == here]
+        if world.rank == self.seen[0]:
             shutil.rmtree(folder, ignore_errors=True)
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -47,7 +55,9 @@ class Watchdog:
     def _watch(self) -> None:
         told, pause = 0.0, min(10.0, self.seconds / 4)
         self._write_heartbeat()
+        faulthandler.dump_traceback_later(self.seconds + pause, file=2)
         while not self.ended.wait(pause):
+            faulthandler.dump_traceback_later(self.seconds + pause, file=2)  # later: this thread gets the lock
             self._write_heartbeat()
             if time.monotonic() - self.beaten > self.seconds and told != self.beaten:
                 told = self.beaten
@@ -58,8 +68,9 @@ class Watchdog:
                     if self.rank == min(found) and told == self.beaten:
                         self.tell(
                             f"warning: no step has ended for {self.seconds + 2 * pause:.0f} s. "
-                            f"{waited_for(found, self.size)} The stacks of all processes are in {self.folder}"
+                            f"{waited_for(found, self.seen, self.size)} Their stacks are in {self.folder}"
                         )
+        faulthandler.cancel_dump_traceback_later()
 
     def _write_heartbeat(self) -> None:
         """The first process's heartbeat.json, for who looks from outside: the step at work and since when, the newest
@@ -94,12 +105,15 @@ def read(folder: Path) -> dict[int, dict[str, object]]:
     return {head["rank"]: head for head in heads}
 
 
-def waited_for(found: dict[int, dict[str, object]], size: int) -> str:
-    """Which processes keep the others waiting: those that say nothing, else those that wait for nobody."""
-    if silent := sorted(set(range(size)) - found.keys()):
-        return f"Process {', '.join(map(str, silent))} of {size} says nothing: stopped, or stuck outside of Python."
+def waited_for(found: dict[int, dict[str, object]], seen: Collection[int], size: int) -> str:
+    """Which processes keep the others waiting, of the `seen` ones among `size`: those that say nothing, else those that
+    wait for nobody."""
+    some = "" if len(seen) == size else f"Of {size} processes, {', '.join(map(str, seen))} write to this node's disk. "
+    if silent := sorted({*seen} - found.keys()):
+        why = "stopped, or stuck outside of Python, which its stderr then shows"
+        return f"{some}Process {', '.join(map(str, silent))} of {size} says nothing: {why}."
     busy = [head for head in found.values() if not head["waits"]]
     if not busy:
-        return "All processes wait for each other."
+        return f"{some}They wait for those of other nodes." if some else "All processes wait for each other."
     places = (f"process {head['rank']} on {head['host']} ({head['place']}, step {head['step']})" for head in busy[:3])
-    return f"The others wait for {'; '.join(places)}."
+    return f"{some}The others wait for {'; '.join(places)}."

@@ -19,13 +19,17 @@ from tune.atomic import written_aside
 from tune.errors import TuneError
 from tune.secrets import without_secrets
 
+STARTS = 100  # the last ones that are kept beside the first: a run may be started thousands of times
 FILES = ("run.json", "config.yaml", "metrics.jsonl")  # a run folder has one of them at least
 
 
 def start(folder: Path, step: int, **facts: Any) -> None:
-    """Note in run.json that the run starts after `step`."""
-    starts = [*_json(folder / "run.json").get("starts", []), {"step": step, "time": time.time()}]
-    _note(folder, state="running", error=None, starts=starts, **facts)
+    """Note in run.json that the run starts after `step`, with the first start and the last ones."""
+    before = _json(folder / "run.json")
+    starts = [*before.get("starts", []), {"step": step, "time": time.time()}]
+    count = before.get("number_of_starts", len(starts) - 1) + 1
+    starts[1:-STARTS] = []
+    _note(folder, state="running", error=None, starts=starts, number_of_starts=count, **facts)
 
 
 def end(folder: Path, error: BaseException | None) -> None:
