@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import save_checkpoint
 from torch import nn
 
 from tune import distributed, peft, quantization
@@ -44,3 +45,13 @@ def test_planned_is_held(checkpoint, dora, master_dtype, cpu_offload):
     assert planned["gradients"] * 2**30 == held(parameter.grad for parameter in trained)
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert planned["optimizer"] * 2**30 == held(moments)
+
+
+def test_what_processes_of_tp_cannot_share_each_of_them_holds(tmp_path):
+    folders = save_checkpoint(tmp_path / "even", vocab_size=300), save_checkpoint(tmp_path / "odd", vocab_size=301)
+    with torch.device("meta"):
+        even, odd = (build(str(folder)) for folder in folders)
+    shared, whole = (planned_memory(model, "fp32", "fp32", 4, 2)["weights"] * 2**30 / 4 for model in (even, odd))
+    width = even.config.hidden_size
+    assert shared == sum(each.numel() for each in even.parameters()) / 4
+    assert whole - shared == 2 * width * (301 / 2 - 300 / 4)  # embedding and head over the two of dp_shard alone

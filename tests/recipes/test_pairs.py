@@ -177,7 +177,7 @@ def test_each_way_gives_the_numbers_of_the_plain_one(row, run, plainly, monkeypa
     if row["activation_offload"] == "true":  # there is nowhere to offload to from a CPU, and a setting would say so
         offloading = functools.partial(wrap_forward, offload=True)
         monkeypatch.setattr(
-            sys.modules["tune.distributed.parallelize"], "wrap_forward", lambda *arguments: offloading(*arguments[:-1])
+            sys.modules["tune.distributed.parallelize"], "wrap_forward", lambda *given, **_: offloading(*given[:-1])
         )
     with torch.compiler.set_stance("default" if row["compile"] != "false" else "force_eager"):
         found = run(row | {"activation_offload": "false"})

@@ -125,6 +125,20 @@ def test_continued(common, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
+def test_dropout_is_recomputed_with_the_keys_of_its_micro_batch(tied_checkpoint, common, tmp_path):  # noqa: F811
+    full = "memory.activation_checkpointing=full"
+    layouts = {
+        "full": [full],
+        "selective": ["memory.activation_checkpointing=selective"],
+        "compiled": [full, "compile=true"],
+        "zero bubble": [full, "parallel.pp_schedule=zero_bubble"],
+    }
+    layouts = {name: ["parallel.pp=2", "micro_batch_size=1", *how] for name, how in layouts.items()}
+    variants = {"LoRA": [f"model.path={tied_checkpoint}", *LORA, "max_steps=2", "optimizer.lr=1e-2"]}
+    assert_one_curve("lora_finetune", common, variants, layouts, 2, tmp_path)
+
+
+@pytest.mark.slow
 def test_adapters(wide, common, tmp_path):  # noqa: F811
     variants = {
         "LoRA": [*LORA, "export.merge=true"],

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -64,14 +65,22 @@ LAYOUTS = {
 }
 
 
-def test_two_processes_share_each_block(wide, common, tmp_path):
-    deep = save_checkpoint(tmp_path / "deep", hidden_size=32, num_hidden_layers=10)  # more than Dynamo compiles anew
+def test_two_processes_share_each_block(wide, common, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # two nodes
+    # More blocks than Dynamo compiles anew, and rows that two cannot share.
+    deep = save_checkpoint(tmp_path / "deep", hidden_size=32, num_hidden_layers=10, vocab_size=301)
     variants = {"all": [f"model.path={wide}"], "deep": [f"model.path={deep}", "max_steps=2"]}
     compiled = ["parallel.tp=2", "micro_batch_size=8", "compile=true", "memory.activation_checkpointing=full"]
     layouts = {"tp": ["parallel.tp=2", "micro_batch_size=2"], "compiled": compiled}
     names = {"all": ["tp"], "deep": ["compiled"]}
     assert_one_curve("full_finetune", common, variants, layouts, 2, tmp_path, names)
     merged, alone = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("all, tp", "alone/all"))
+    told, told_deep = ((tmp_path / run / "log.txt").read_text() for run in ("all, tp", "deep, compiled"))
+    assert "mesh: tp 2; processes that follow each other share the last axis\n" in told
+    assert re.search(r"\nsent by each process in a step of [\d,]+ tokens, MiB: tp [\d.]+\n", told)
+    assert "warning: tp 2 goes over nodes of 1 processes, whose links are slow. Set it to 1\n" in told
+    assert "does not divide" not in told
+    assert "warning: tp=2 does not divide the rows of embedding, head: each process has all\n" in told_deep
     torch.testing.assert_close(merged, alone, rtol=1e-3, atol=2e-5)
 
 

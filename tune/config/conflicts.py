@@ -59,12 +59,12 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
             if value(key) not in (None, 1):
                 yield key, "it does not go with quantization.float8: leave one of them out."
     if (stages := value("parallel.pp") or 1) > 1:
-        recomputes = value("adapter.dropout") and value("memory.activation_checkpointing") != "none"
+        recomputes = value("adapter.dropout") and is_selective and value("compile")
         for key, is_wrong, problem in (
             ("optimizer_in_backward", value("optimizer_in_backward"), "leaves stages one micro-batch: set it to false"),
             ("evaluate.tasks", value("evaluate.tasks"), "needs all blocks in one process: evaluate the exported model"),
             ("evaluate.prompts", value("evaluate.prompts"), "needs all blocks in one process: generate afterwards"),
-            ("adapter.dropout", recomputes, "is drawn anew with activation_checkpointing: set one of them off"),
+            ("adapter.dropout", recomputes, "is drawn anew where compiled blocks recompute a part: set compile=false"),
         ):
             if is_wrong:
                 yield key, f"with parallel.pp={stages} it {problem}, or set parallel.pp=1."

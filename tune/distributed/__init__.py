@@ -14,6 +14,7 @@ from tune.distributed.parallelize import (
     reshard,
     set_gradient_sync,
     stored_dtype,
+    undivided,
     units_of,
 )
 from tune.distributed.pipeline import Pipeline, from_its_stage, uncut

@@ -25,21 +25,30 @@ Layout: TypeAlias = tuple[torch.device, torch.Size, tuple[int, ...]]
 
 
 def wrap_forward(
-    block: nn.Module, checkpointing: Literal["none", "selective", "full"], compile: bool, offload: bool
+    block: nn.Module,
+    checkpointing: Literal["none", "selective", "full"],
+    compile: bool,
+    offload: bool,
+    backwards_wait: bool = False,
 ) -> None:
     """Wrap `block.forward` in activation checkpointing, then torch.compile, then offload of saved tensors to the host.
     What sees shares of parameters, which is another function for each block, or exchanges rows is compiled first.
 
     `full` recomputes the whole block in backward. `selective` saves the results of attention, communication, matrix
     products that make a narrow result, and every second of the other products.
+
+    Where `backwards_wait` for forwards of other micro-batches, what is recomputed has the dropout keys of its own.
     """
+    adapted: list[Any] = [module for module in block.modules() if backwards_wait and hasattr(module, "dropout_keys")]
+    adapted = [layer for layer in adapted if layer.dropout]
     is_whole = all(getattr(module, "expert_mesh", None) is None for module in block.modules())
     name = "seeing_forward" if hasattr(block, "seeing_forward") else "forward"
-    if is_first := compile and (name != "forward" or not is_whole):
+    if is_first := compile and (name != "forward" or not is_whole or bool(adapted and checkpointing == "full")):
         setattr(block, name, torch.compile(getattr(block, name), fullgraph=is_whole))
     forward = block.forward
     if checkpointing != "none":
-        forward = _checkpointed(forward, {"context_fn": _save_expensive} if checkpointing == "selective" else {})
+        options = {"context_fn": _save_expensive} if checkpointing == "selective" else {}
+        forward = _checkpointed(forward, options) if not adapted else _checkpointed_with_keys(forward, adapted, options)
     if compile and not is_first:
         forward = torch.compile(forward, fullgraph=True)
     if offload:  # outermost: its hooks then see what the compiled forward saves
@@ -50,6 +59,20 @@ def wrap_forward(
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:  # a function, not a partial: the compiler reads its code
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    return checkpointed
+
+
+def _checkpointed_with_keys(forward: Callable[..., Any], adapted: list[Any], options: Any) -> Callable[..., Any]:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        keys = adapted[0].dropout_keys
+
+        def with_keys(*args: Any, **kwargs: Any) -> Any:
+            for layer in adapted:
+                layer.dropout_keys = keys
+            return forward(*args, **kwargs)
+
+        return checkpoint(with_keys, *args, use_reentrant=False, **options, **kwargs)
 
     return checkpointed
 

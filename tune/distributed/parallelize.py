@@ -76,7 +76,8 @@ def parallelize(
         split(model, world.mesh["cp"])
     needs_cast = cast_by_fsdp(model, dtype, master_dtype)
     for block in blocks:
-        wrap_forward(block, activation_checkpointing, block in compiled, activation_offload)
+        how = activation_checkpointing, block in compiled, activation_offload
+        wrap_forward(block, *how, backwards_wait=world.num_stages > 1)
         if world.size > 1:
             count_time(block)
     # Without anything to gather, cast or move, FSDP would compute the same and copy every parameter and gradient once
@@ -189,6 +190,17 @@ def units_of(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     untied = [module for module in embeddings if heads and all(module.weight is not head for head in heads)]
     return [*blocks, *untied, model]
+
+
+def undivided(model: nn.Module, size: int) -> dict[str, nn.Module]:
+    """The embeddings and heads, by name, that `size` processes of `tp` cannot share by rows: each has them whole."""
+    inside = {module for block in repeated_blocks(model) for module in block.modules()}
+    tables = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.Linear) and module not in inside
+    }
+    return {name: each for name, each in tables.items() if each.weight is not None and len(each.weight) % size}
 
 
 def _require_one_type(unit: nn.Module, parameters: set[nn.Parameter], cast: torch.dtype | None) -> None:

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import sys
 import time
 import uuid
@@ -20,7 +21,7 @@ from tune.datasets import DataLoader, Dataset, Mixture, PromptLoader, Stream
 from tune.datasets.display import MARKS, first_rows, marked, parts_of
 from tune.datasets.loader import require_batches
 from tune.datasets.warnings import warnings_about
-from tune.distributed import PACE, World, bytes_sent
+from tune.distributed import PACE, World, bytes_sent, undivided
 from tune.errors import TuneError
 from tune.generation import Sampler
 from tune.loggers import run_folder
@@ -150,10 +151,11 @@ class Run:
         trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
         self.info(f"model: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable")
-        parts = self.world.mesh["tp"].size() * self.world.num_stages
-        planned = planned_memory(model, cfg.dtype, cfg.master_dtype, self.world.shards.shape[-1] * parts)
+        tp = self.world.mesh["tp"].size()
+        parts = tp * self.world.num_stages
+        planned = planned_memory(model, cfg.dtype, cfg.master_dtype, self.world.shards.shape[-1] * parts, tp)
         if self.world.zero_stage in (1, 2):
-            planned["gathered in a step"] = planned_memory(model, cfg.dtype, cfg.dtype, parts)["weights"]
+            planned["gathered in a step"] = planned_memory(model, cfg.dtype, cfg.dtype, parts, tp)["weights"]
         held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
         self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
         if self.world.size > 1:
@@ -182,8 +184,20 @@ class Run:
             model, self.world, cfg.dtype, cfg.master_dtype, tokens=tokens,
             micro_batches=-(-rows // cfg.micro_batch_size),
         )  # fmt: skip
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         by_axis = ", ".join(f"{axis} {size / 2**20:,.1f}" for axis, size in sent.items())
+        by_axis += ", tp not counted, as the model has a plan" if sizes["tp"] > 1 and "tp" not in sent else ""
         self.info(f"sent by each process in a step of {tokens:,.0f} tokens, MiB: {by_axis}")
+        if whole := undivided(model, sizes["tp"]):
+            self.info(f"warning: tp={sizes['tp']} does not divide the rows of {', '.join(whole)}: each process has all")
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world.size))
+        ep = 1 if experts is None else experts["ep"].size()
+        for axis, size, reach in (("tp", sizes["tp"], 1), ("cp", sizes["cp"], sizes["tp"]), ("ep", ep, sizes["tp"])):
+            if size > 1 and here % (size * reach):
+                most = f"parallel.{axis} to what divides {here // reach}" if here > reach else "it to 1"
+                self.info(
+                    f"warning: {axis} {size} goes over nodes of {here} processes, whose links are slow. Set {most}"
+                )
 
     def describe(
         self,
