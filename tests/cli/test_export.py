@@ -160,6 +160,7 @@ def test_tokens_and_chat_are_those_of_the_folder(
         assert llama_cpp.ask(messages=chat, max_tokens=1)["usage"]["prompt_tokens"] == len(prompt)
     printed = capsys.readouterr().out
     assert f"llama-cli -m {file}" in printed and "ollama create m -f" in printed
+    assert "note: Ollama does not run the chat template in the file" in printed
     assert (tmp_path / "m.gguf.Modelfile").read_text() == ('FROM ./m.gguf\nPARAMETER stop "<|im_end|>"\n')
 
 
@@ -249,6 +250,7 @@ def test_the_adapter_of_a_run_is_merged_or_a_file_of_its_own(
     base = export(checkpoint, tmp_path / "base.gguf", "--to", "gguf")
     lora = export(runs["lora"] / "adapter", tmp_path / "lora.gguf", "--to", "gguf-lora")
     require_same(base, model, tokens, within=0.01, lora=lora)
+    assert (tmp_path / "lora.gguf.Modelfile").read_text() == "FROM ./BASE.gguf\nADAPTER ./lora.gguf\n"
 
 
 def test_a_checkpoint_of_a_reward_model_with_adapters(

@@ -60,6 +60,7 @@ WAYS = {
     },
     "lora_finetune": {
         "int4": ["adapter.target_modules=[q_proj,down_proj]"],
+        "mxfp4": ["adapter.target_modules=[q_proj,down_proj]"],
         "int8": ["adapter.dora=true"],
         "fp8": ["dtype=bf16"],
     },

@@ -164,6 +164,12 @@ def test_samples_before_and_after(shown, make_run):
     assert found == [["why?", "first", "no idea", "last", "yes"], ["where?", "first", "<b>here</b>", "last", "there"]]
 
 
+def test_samples_of_one_step_are_shown_once(make_run):
+    folder = make_run()
+    write_samples(folder, (0, "why?", "no idea"))
+    assert samples(read(folder)) == [("why?", "no idea", "")]
+
+
 def test_samples_of_other_prompts_each_step(make_run):
     folder = make_run()
     chat = {"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "2?"}]}

@@ -77,6 +77,7 @@ class Dialogue:
     def __init__(self, console: Console, tell: Any, speakers: list[Speaker], longest: int | None, system: str | None):
         self.console, self.tell, self.speakers, self.max_new_tokens = console, tell, speakers, longest
         self.system, self.answers = system, 0
+        self.saved: tuple[str, list[Any]] = "", []  # where, and what
         self.begin()
 
     def begin(self) -> None:
@@ -105,6 +106,8 @@ class Dialogue:
                 self.tell(f"error: {error}")
 
     def command(self, name: str, text: str = "") -> None:
+        if text and name in ("/reset", "/retry", "/help"):
+            raise TuneError(f"{name}: it takes no text, and {text!r} is behind it")
         if name == "/system" and text:
             self.system = text
         if name in ("/system", "/reset"):
@@ -160,6 +163,8 @@ class Dialogue:
                 said.append(token)
                 self.console.out(text.add(token), end="", highlight=False)
             self.console.out(text.finish(), highlight=False)
+            if len(said) == count and said[-1] not in tokenizer.stop_ids:
+                self.tell(f"(cut after {count:,} tokens: --max-new-tokens, or what the model has room for)")
         except KeyboardInterrupt:
             self.tell(f"{text.finish()} (stopped)")
         return tokenizer.decode(said, skip_special_tokens=True)
@@ -167,7 +172,10 @@ class Dialogue:
     def save(self, name: str) -> None:
         if not name:
             raise TuneError("/save: name a file")
-        rows = [{"model": speaker.name, "messages": speaker.messages} for speaker in self.speakers]
+        rows = [{"model": speaker.name, "messages": [*speaker.messages]} for speaker in self.speakers]
+        if self.saved == (name, rows):
+            self.tell(f"it is in {name} already")
+            return
         try:
             with Path(name).expanduser().open("a+", encoding="utf-8") as file:
                 file.seek(0)
@@ -179,4 +187,5 @@ class Dialogue:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         except OSError as error:
             raise TuneError(f"/save {name}: it cannot be written: {error.strerror}") from error
+        self.saved = name, rows
         self.tell(f"saved to {name}")

@@ -22,6 +22,10 @@ COMPONENTS = {
     "adapter": ("tune.peft.adapter", "tune.peft.LoRA"),
     "tokenizer": ("tune.tokenizers.Tokenizer",),
 }
+OLLAMA = (
+    "Ollama does not run the chat template in the file, which is Jinja, but the nearest one of its own: compare "
+    "`ollama show --template NAME`, and add a TEMPLATE to the Modelfile where it differs"
+)
 KINDS, TYPES = ("gguf", "gguf-lora", "hf"), ("f16", "bf16", "q8_0", "q4_0")
 
 
@@ -38,7 +42,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         raise TuneError(f"--type is for --to gguf; with --to {options.to} types stay as they are")
     out: Path = options.out
     recipe = out.with_name(f"{out.name}.Modelfile")
-    if options.to == "gguf" and recipe.exists():
+    if options.to != "hf" and recipe.exists():
         raise TuneError(f"{recipe}, which is for Ollama, exists already. Name another --out, or move it")
     with new_folder(out):
         from tune import checkpointers, peft
@@ -57,13 +61,17 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             commands = [served_by(model, out)]
         elif options.to == "gguf-lora":
             peft.export_gguf_lora(model, out, str(ConfigFile(Path(path)).get("model_type")))
+            recipe.write_text(f"FROM ./BASE.gguf\nADAPTER ./{out.name}\n")
             commands = [f"llama-cli -m BASE.gguf --lora {out}"]
+            commands += [f"ollama create {out.stem.lower()} -f {recipe}  # name your base in its first line"]
         else:
             tokenizer = tokenizer or Tokenizer(path)
             family = str(ConfigFile(Path(path)).get("model_type"))
             for note in checkpointers.export_gguf(model, base, tokenizer, out, family, options.type or "f16"):
                 print(f"note: {note}")
             recipe.write_text(modelfile(tokenizer, out.name))
+            if tokenizer.chat_template:
+                print(f"note: {OLLAMA}")
             name = out.stem.lower()
             commands = [f"llama-cli -m {out}", f"ollama create {name} -f {recipe} && ollama run {name}"]
     print("to use it:", *commands, sep="\n  ")
@@ -157,7 +165,7 @@ def at_step(run: Path, step: int) -> tuple[Any, Any, str, Any]:
 
 
 def modelfile(tokenizer: Any, file: str) -> str:
-    """What Ollama makes a model of: the file, which has the chat template, and where answers end."""
+    """What Ollama makes a model of: the file, and where answers end. It does not run the chat template in the file."""
     ends = [tokenizer.decode([index]) for index in sorted(tokenizer.stop_ids)]
     quoted = [f'"""{end}"""' if '"' in end else f'"{end}"' for end in ends]
     lines = [f"FROM ./{file}", *(f"PARAMETER stop {end}" for end in quoted)]

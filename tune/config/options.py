@@ -47,7 +47,7 @@ TYPES: list[tuple[Any, str]] = [
     (Literal["bf16", "fp32"], "dtype master_dtype teacher.dtype"),
     (Literal["bf16", "fp32"] | None, "export.dtype"),
     (Literal["nf4"] | None, "quantization.weights teacher.quantization"),
-    (Literal["int8", "int4", "fp8"] | None, "quantization.qat"),
+    (Literal["int8", "int4", "fp8", "mxfp4"] | None, "quantization.qat"),
     (Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None, "quantization.float8"),
     (Literal["none", "selective", "full"], "memory.activation_checkpointing"),
     (Literal["mean", "leave_one_out"], "baseline"),

@@ -89,12 +89,14 @@ def seconds(run: Record) -> dict[str, float]:
 def samples(run: Record) -> list[tuple[str, str, str]]:
     """Some prompts of samples.jsonl, each with its answers at the first and at the last step that has samples."""
     sides: list[dict[str, str]] = []
+    steps = set()
     for is_first in (True, False):
         lines = run.text("samples.jsonl", 1 << 20, is_first).splitlines()
         found = [each for line in lines if {"step", "text"} <= (each := json_object(line)).keys()]
         step = found[0 if is_first else -1]["step"] if found else None
+        steps.add(step)
         sides.append({_prompt(each): str(each["text"]) for each in found if each["step"] == step})
-    first, last = sides
+    first, last = sides if len(steps) > 1 else (sides[0], {})
     asked = [prompt for prompt in first if prompt in last] or [*list(first)[:SAMPLES], *list(last)[:SAMPLES]]
     return [(prompt, first.get(prompt, ""), last.get(prompt, "")) for prompt in asked[: 2 * SAMPLES]]
 
