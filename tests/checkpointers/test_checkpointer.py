@@ -10,6 +10,7 @@ import uuid
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers import run_processes
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torchao import optim as low_bit
 
@@ -275,6 +276,43 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(tmp_path,
     again.step(3)  # in the place of the damaged one
     assert make(tmp_path, size=400).resume("auto") == 3
     assert len([*tmp_path.glob("damaged-step-00000003.*")]) == 1
+
+
+TWO = """\
+import json, sys
+from pathlib import Path
+import torch
+from torch.distributed.fsdp import fully_shard
+from tune import distributed
+from tune.checkpointers import Checkpointer
+
+world = distributed.init("cpu")
+folder = Path(sys.argv[1])
+def make():
+    model = fully_shard(torch.nn.Linear(400, 400), mesh=world.shards)
+    optimizer = torch.optim.SGD(model.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    return Checkpointer(folder, world, model=model, optimizer=optimizer, schedule=schedule, data=schedule, every=1)
+for step in (1, 2):
+    make().save(step, wait=True)
+if world.is_main:
+    names = {*json.loads((folder / "step-00000002/digests.json").read_text())}
+    assert {".metadata", "state.json", "__0_0.distcp", "__1_0.distcp"} <= names, names
+    file = folder / "step-00000002/__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 + 5000] ^= 1
+    file.write_bytes(content)
+world.barrier()
+assert make().resume("auto") == 1
+"""
+
+
+def test_two_processes_share_the_digests_and_their_comparison(tmp_path):
+    (tmp_path / "script.py").write_text(
+        f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\n{TWO}"
+    )
+    told = run_processes(tmp_path / "script.py", 2, str(tmp_path / "checkpoints"))
+    assert "step-00000002 is damaged: __1_0.distcp is not as it was written" in told
 
 
 def test_digests_of_earlier_versions_are_compared_too(tmp_path):
