@@ -101,6 +101,14 @@ def test_a_loop_of_transformers_has_these_losses(name, common, checkpoint, teach
     assert ours == pytest.approx(expected, rel=1e-4)
 
 
+def test_a_teacher_in_bf16_gives_nearly_the_losses_of_fp32(common, tmp_path):
+    """bf16 is the default; the student stays in its own type."""
+    exact, rounded = (
+        run(tmp_path / dtype, [*common, f"teacher.dtype={dtype}", "max_steps=3"]) for dtype in ("fp32", "bf16")
+    )
+    assert rounded == pytest.approx(exact, rel=1e-3) and rounded[0] != exact[0]
+
+
 class Alone:
     data_rank, data_size = 0, 1
 

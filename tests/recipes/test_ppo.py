@@ -3,18 +3,22 @@
 import json
 from pathlib import Path
 
+import full_finetune
 import numpy as np
 import ppo_finetune
 import pytest
+import reward_finetune
 import torch
 from helpers import run_processes, save_checkpoint, slow_but
 from recipes.test_grpo import requests  # noqa: F401
-from recipes.test_rewards import reward_model
+from recipes.test_rewards import pairs, reward_model, rows  # noqa: F401
 from safetensors.torch import load_file
 
+from tune.checkpointers import load_model
 from tune.cli import main
 from tune.collators import Sample, collate
-from tune.losses import gae
+from tune.losses import gae, score
+from tune.tokenizers import Tokenizer
 
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 WAYS = {
@@ -113,6 +117,38 @@ def test_a_continued_run_is_bitwise_the_same(adapter, run, tmp_path):
     assert [[step[name] for name in names] for step in continued] == [
         [step[name] for name in names] for step in whole[1:]
     ]
+    result = Path("adapter" if adapter else "model") / f"{'adapter_' if adapter else ''}model.safetensors"
+    ours, expected = (load_file(tmp_path / name / result) for name in ("continued", "whole"))
+    assert ours.keys() == expected.keys() and all(torch.equal(ours[name], expected[name]) for name in ours)
+
+
+def test_from_a_base_to_ppo(run, run_recipe, checkpoint, chats, pairs, tmp_path):  # noqa: F811
+    """The classical pipeline: each recipe takes what the one before it has exported."""
+    common = ["device=cpu", "dtype=fp32", "optimizer.lr=1e-3", "global_batch_size=4", "max_seq_len=256", "max_steps=4"]
+
+    def train(recipe, model, data, name):
+        given = [f"model.path={model}", f"dataset.path={data}", f"output_dir={tmp_path / name}"]
+        assert run_recipe([*given, *common], recipe) == 0
+        return tmp_path / name / "model"
+
+    policy = train(full_finetune, checkpoint, chats, "sft")
+    judge = train(reward_finetune, policy, pairs, "reward")
+    rewarded = f"reward={{_component_: tune.generation.RewardModel, path: {judge}, dtype: fp32}}"
+    steps = run(f"model.path={policy}", f"value.path={judge}", rewarded, f"reference={policy}", "kl=0.05", "updates=1")
+    assert [step["reward"] for step in steps] == [step["reward/RewardModel"] for step in steps]
+    assert all(step["mismatch_kl"] < 1e-5 for step in steps) and steps[0]["value"] != 0
+    texts = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
+    model = load_model(str(judge), head="score")
+    tokenizer = Tokenizer(str(judge))
+    cut = [each for each in texts if each["finish"] == "length"]  # behind others stands what the template writes there
+    assert cut
+    for each in cut[:3]:
+        asked = [{"role": "user", "content": each["row"]["instruction"]}]
+        prompt = tokenizer.encode(tokenizer.apply_chat_template(asked, add_generation_prompt=True))
+        tokens = np.array([*prompt, *each["tokens"]], dtype=np.int32)
+        with torch.no_grad():
+            (expected,) = score(model, collate([[Sample(tokens, tokens)]])).tolist()
+        assert each["RewardModel"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,16 @@ def test_an_adapter_that_is_trained_on_is_part_of_the_reference(run, tmp_path):
     assert step["loss"] == pytest.approx(log(2), abs=1e-6) and step["rewards/margins"] == 0
 
 
+def test_a_reference_has_no_dropout(run, pairs, tmp_path):
+    """That of an adapter which is trained on: the policy, measured without dropout before the first step, is it."""
+    run(*LORA, "epochs=1", folder=tmp_path / "first")
+    adapter = f"adapter={{_component_: tune.peft.adapter, path: {tmp_path / 'first' / 'adapter'}, dropout: 0.5}}"
+    validated = [f"validation_dataset.path={pairs}", "validate_first=true"]
+    before, first, *_ = run(adapter, *validated, "epochs=1", folder=tmp_path / "second")
+    assert before["validation_loss"] == pytest.approx(log(2), abs=1e-6) and before["validation_rewards/margins"] == 0
+    assert abs(first["rewards/margins"]) > 1e-6  # the policy that is trained has dropout
+
+
 def test_the_reference_is_that_of_the_model_before_the_first_step_also_when_continued(run, tmp_path):
     constant = ["schedule._component_=tune.optimizers.constant", "epochs=4"]
     whole = losses(run(*constant, folder=tmp_path / "whole"))

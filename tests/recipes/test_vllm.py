@@ -7,9 +7,12 @@ from pathlib import Path
 
 import grpo
 import pytest
+import torch
 from recipes.test_grpo import requests, settings_of  # noqa: F401
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from tune import peft
+from tune import distributed, peft
 from tune.checkpointers import load_model
 from tune.errors import TuneError
 from tune.generation import VLLM, Sampler, vllm_engine
@@ -70,6 +73,17 @@ def test_a_training_on_its_samples(vllm, adapter, run_recipe, checkpoint, reques
     assert "validation_reward" in first and len(steps) == 3
     assert all(step["mismatch_kl"] < 1e-8 for step in steps)  # the weights that were sampled from are those of the step
     assert len(vllm.ENGINES) == 1
+
+
+def test_weights_that_are_offloaded_are_computed_with_on_their_device(monkeypatch):
+    """With memory.cpu_offload they are in host memory when a rollout starts."""
+    distributed.init("cpu")
+    mesh = DeviceMesh("cpu", [0], _init_backend=False)
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))
+    mesh._device_type = "cuda"  # which is not at hand
+    assert vllm_engine._device_type(model) == "cuda" and model.weight.device.type == "cpu"
+    assert vllm_engine._device_type(torch.nn.Linear(1, 1)) == "cpu"
 
 
 def test_a_process_of_several_has_its_own(vllm, checkpoint, monkeypatch):

@@ -6,6 +6,9 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from torch import nn
+from torch.distributed.tensor import DTensor
+
 from tune.checkpointers import hf_tensors
 from tune.errors import TuneError
 from tune.generation.sampler import GenerativeModel, SampledRow, Sampler
@@ -43,7 +46,7 @@ class VLLM(Sampler):
         """See `Sampler`."""
         from vllm import SamplingParams
 
-        is_on_cpu = next(model.parameters()).device.type == "cpu"
+        is_on_cpu = _device_type(model) == "cpu"
         engine = _engine(self.path, self.dtype, self.memory, self.max_len, self.max_rows, is_on_cpu)
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": hf_tensors(model)})  # in this process
         if is_on_cpu:
@@ -64,6 +67,12 @@ class VLLM(Sampler):
             completion.tokens = [*found.token_ids]
             completion.log_probs = [found.logprobs[at][token].logprob for at, token in enumerate(found.token_ids)]
             completion.finish = "stop" if found.finish_reason == "stop" else "length"
+
+
+def _device_type(model: nn.Module) -> str:
+    """What it computes on: with memory.cpu_offload, weights are in host memory when a rollout starts."""
+    weight = next(model.parameters())
+    return weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device.type
 
 
 @cache
