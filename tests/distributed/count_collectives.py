@@ -35,17 +35,25 @@ class Collectives(TorchDispatchMode):
             self.calls[operation.__name__] += 1
             self.numbers[operation.__name__] += sum(tensor.numel() for tensor in args[0])
         if name in ("c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default"):
-            self.of_fsdp["bytes"] += max(args[0].nbytes, args[1].nbytes) if args[0].numel() != args[1].numel() else 0
+            kind = "gathered" if "gather" in name else "scattered"
+            if args[0].numel() != args[1].numel():
+                self.count_of_fsdp(kind, max(args[:2], key=torch.numel))
+                self.of_fsdp["bytes"] += max(args[0].nbytes, args[1].nbytes)
         if name == "c10d.allreduce_.default":
-            self.of_fsdp["summed"] += args[0][0].nbytes
+            self.count_of_fsdp("summed", args[0][0])
         return output
+
+    def count_of_fsdp(self, kind, tensor):
+        self.of_fsdp[kind] += tensor.nbytes
+        self.of_fsdp[f"{kind} calls"] += 1
 
 
 path, axis, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
 stage, count = (int(sys.argv[4]), 2) if len(sys.argv) > 4 else (None, 1)
 dist.init_process_group("fake", rank=size // 2, world_size=size, store=FakeStore())
 dist.ProcessGroup.set_timeout = lambda *_: None  # this backend has none
-world = distributed.init("cpu", **{axis: size}, zero_stage=stage, reduce_every_micro_batch=True)
+layout = {"dp_replicate": size // 2} if axis == "HSDP" else {axis: size}
+world = distributed.init("cpu", **layout, zero_stage=stage, reduce_every_micro_batch=True)
 with torch.device("meta"):
     model = build(path)
 expected = distributed.bytes_sent(model, world, "fp32", "fp32", tokens=120, micro_batches=count)

@@ -8,12 +8,12 @@ from helpers import run_processes, save_checkpoint, slow_but
 
 COUNT = Path(__file__).with_name("count_collectives.py")
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-AXES = ("dp_shard", "cp", "tp", "pp")
+AXES = ("dp_shard", "HSDP", "cp", "tp", "pp")
 
 
 @pytest.mark.parametrize("axis", slow_but(["cp"], AXES))
 def test_bytes_of_an_axis(axis, checkpoint):
-    found = json.loads(run_processes(COUNT, 1, str(checkpoint), axis, "3" if axis == "pp" else "2"))
+    found = json.loads(run_processes(COUNT, 1, str(checkpoint), axis, {"pp": "3", "HSDP": "4"}.get(axis, "2")))
     times = {"recv_.default": 0, "all_gather_into_tensor.default": 1 / 2, "reduce_scatter_tensor.default": 1 / 2}
     if axis == "cp":  # a sum of both
         times = {}
@@ -23,6 +23,7 @@ def test_bytes_of_an_axis(axis, checkpoint):
         return
     sharding = found["of_fsdp"].get("bytes", 0) / 2
     expected = {"dp_shard": {"dp_shard": sharding}, "cp": {"dp_shard x cp": sharding, "cp": counted / 2}}
+    expected["HSDP"] = {"dp_replicate": found["of_fsdp"].get("summed"), "dp_shard": sharding}
     beside = {"cp": 4, "tp": 4 * 6 * 64}.get(axis, 0)  # of the loss; of the norms between the parts of 3 blocks
     close = pytest.approx(expected.get(axis, {"tp": counted}), rel=1e-6, abs=beside)  # a sum over 2 sends all of it
     assert found["expected"] == close
@@ -40,6 +41,8 @@ def test_zero_stages(axis, checkpoint):
         of_fsdp = found["of_fsdp"]
         assert sent == (of_fsdp["summed"] if stage == 0 else of_fsdp["bytes"] / 2), stage
         assert 0.8 <= sent / found["bytes"] / (gathered + reduced) * 2 <= 1  # norm and head are gathered once
+        counted = {kind: of_fsdp.get(f"{kind} calls", 0) for kind in ("gathered", "scattered", "summed")}
+        assert tuple(counted.values()) == {0: (0, 0, 10), 1: (5, 5, 0), 2: (5, 10, 0), 3: (18, 10, 0)}[stage], stage
         assert list(found["expected"]) == [("dp_replicate" if stage == 0 else "dp_shard") + " x cp" * (axis == "cp")]
 
 
