@@ -2,6 +2,7 @@
 
 import fcntl
 import functools
+import io
 import json
 import os
 import pty
@@ -14,9 +15,10 @@ import time
 
 import pytest
 from helpers import HANGS
+from rich.console import Console
 from run_folders import write_run
 
-from tune.cli import main
+from tune.cli import main, watch
 from tune.cli.runs import gib
 
 
@@ -92,6 +94,32 @@ def test_checkpoints_with_metrics_of_tasks_and_the_one_that_decides(make_run, ca
 def test_watch_ends_its_last_line_outside_of_a_terminal(make_run, capsys):
     main(["watch", str(make_run("one"))])
     assert capsys.readouterr().out.endswith("\n")
+
+
+def test_watch_shows_what_the_page_shows(make_run, capsys):
+    folder = make_run("one")
+    main(["watch", str(folder)])
+    lines = capsys.readouterr().out.splitlines()
+    (validation,) = (line for line in lines if line.startswith("validation_loss  "))
+    assert validation.split()[-2:] == ["█▃▁", "0.175"]
+    assert [line.split()[0] for line in lines if line.startswith(("grad_norm  ", "lr  "))] == ["grad_norm", "lr"]
+    shown = " ".join(" ".join(lines).split())
+    for part in (
+        "time: training 0:00:18, waiting for data 0:00:06, validation, samples, saving 0:00:11",
+        "rows 50", "supervised tokens 300", "dropped, nothing to learn 2", "optimizer.lr: 0.001 (default: 2e-05)",
+    ):  # fmt: skip
+        assert part in shown, shown
+
+
+def test_watch_fits_the_height(make_run, monkeypatch):
+    """What there is no room for is left out, from the end."""
+    for height, fits in ((24, False), (60, True)):
+        screen = Console(file=io.StringIO(), force_terminal=True, width=80, height=height)
+        monkeypatch.setattr(watch, "Console", lambda screen=screen, **_: screen)
+        main(["watch", str(make_run(f"{height}"))])
+        assert "validation_loss   " in screen.file.getvalue()
+        assert ("optimizer.lr" in screen.file.getvalue()) == fits
+        assert "..." not in screen.file.getvalue()  # what rich puts in the place of lines that do not fit
 
 
 def test_diff(make_run, capsys):

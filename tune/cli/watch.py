@@ -1,6 +1,7 @@
-"""Show a run in the terminal while it goes on: curve, last metrics, when it will end, warnings. It ends with the run,
-or by Ctrl-C, which leaves the run alone."""
+"""Show a run in the terminal while it goes on: curves, last metrics, when it will end, warnings; as far as the height
+allows time by part, data, changed settings. It ends with the run, or by Ctrl-C, which leaves the run alone."""
 
+import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from tune.records import Record, number, read
+from tune.records.page import TEMPLATES, changed, seconds
 
 LINES, BLOCKS = 8, " ▁▂▃▄▅▆▇█"  # of the curve
 RECENT = 50  # steps whose speed is that of the run
@@ -28,7 +30,13 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         while True:
             began = time.monotonic()
             run = read(path)
-            live.update(Group(*view(run, console.width)), refresh=True)
+            parts = [*view(run, console.width)]
+            room = console.height - 1 if console.is_terminal else sys.maxsize
+            for line in map(Text, details(run, console.width)):
+                if len(console.render_lines(Group(*parts, line))) > room:
+                    break
+                parts.append(line)
+            live.update(Group(*parts), refresh=True)
             if run.state != "running":
                 break
             time.sleep(max(1.0, 5 * (time.monotonic() - began)))  # a long run takes seconds to read
@@ -61,9 +69,25 @@ def view(run: Record, width: int) -> Iterator[RenderableType]:
     yield Text("\n".join(["", *(f"warning: {each}" for each in run.warnings[-3:])]), "yellow")
 
 
-def curve(values: np.ndarray, width: int) -> list[str]:
+def details(run: Record, width: int) -> Iterator[str]:
+    """Lines on the other curves, the time by part, the data, and the settings that are not the defaults."""
+    for name in ("validation_loss", "validation_reward", "grad_norm", "lr"):
+        values = run.known(name)[1]
+        if np.isfinite(values).all() and len(values) > 1:
+            yield f"{name:<17} {curve(values, max(1, min(60, width - 32)), 1)[0]} {number(values[-1])}"
+    if parts := seconds(run):
+        yield "time: " + ", ".join(f"{part} {TEMPLATES.filters['duration'](each)}" for part, each in parts.items())
+    counts = {name: each for name, each in run.data.items() if each and isinstance(each, int | float)}
+    counts |= {f"dropped, {why}": count for why, count in (run.data.get("dropped") or {}).items()}
+    if counts:
+        yield "data: " + ", ".join(f"{name.replace('_', ' ')} {number(each)}" for name, each in counts.items())
+    for key, (default, value) in changed(run) or []:
+        yield f"{key}: {TEMPLATES.filters['setting'](value)} (default: {TEMPLATES.filters['setting'](default)})"
+
+
+def curve(values: np.ndarray, width: int, lines: int = LINES) -> list[str]:
     """Lines of blocks from the lowest to the highest value, at most `width` wide: a column is the mean of a stretch."""
     means = np.array([part.mean() for part in np.array_split(values, min(width, len(values)))])
     span = np.ptp(means) or 1.0
-    eighths = np.rint((means - means.min()) / span * (8 * LINES - 1)).astype(int) + 1
-    return ["".join(BLOCKS[each] for each in np.clip(eighths - 8 * row, 0, 8)) for row in reversed(range(LINES))]
+    eighths = np.rint((means - means.min()) / span * (8 * lines - 1)).astype(int) + 1
+    return ["".join(BLOCKS[each] for each in np.clip(eighths - 8 * row, 0, 8)) for row in reversed(range(lines))]
