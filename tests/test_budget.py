@@ -9,9 +9,9 @@ HOUSE = Path(tune.__file__).parent
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
     "checkpointers": 2019,
-    "cli": 2173,
+    "cli": 2195,
     "collators": 264,
-    "config": 878,
+    "config": 881,
     "datasets": 3944,
     "distributed": 2408,
     "evaluation": 505,
@@ -19,15 +19,15 @@ CEILINGS = {
     "launchers": 426,
     "loggers": 1512,
     "losses": 920,
-    "models": 3375,
+    "models": 3373,
     "optimizers": 333,
-    "peft": 1458,
-    "preflight": 2027,
+    "peft": 1459,
+    "preflight": 2032,
     "records": 331,
     "rules": 422,
     "quantization": 425,
     "tokenizers": 1159,
-    "beside": 427,  # the files beside the packages
+    "beside": 433,  # the files beside the packages
 }
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,6 +22,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def absent(path: Path) -> str:
     """That nothing is at `path`, and from where a relative one was looked for."""
     return "does not exist" if path.is_absolute() else f"does not exist in {Path.cwd()}"
+
+
+def is_on_the_hub(path: str) -> bool:
+    """Whether a path that is not here looks like the name of a model or a dataset on the Hugging Face hub."""
+    return not Path(path).parent.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
 
 
 def needs(extra: str, what: str) -> AbstractContextManager[None]:

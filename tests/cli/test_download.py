@@ -43,7 +43,7 @@ class Hub(BaseHTTPRequestHandler):
                 self.answer(200, {}, json.dumps({"id": "someone/tiny", "sha": COMMIT, "siblings": siblings}).encode())
             case ["api", "models", "someone", "gated", *_]:
                 self.answer(403, {"X-Error-Code": "GatedRepo"})
-            case ["api", "models", *_]:
+            case ["api", "models", *_] | ["someone", "unknown", "resolve", *_]:
                 self.answer(401, {"X-Error-Code": "RepoNotFound"})
             case ["someone", "tiny", "resolve", _, name]:
                 if self.command == "GET":
@@ -74,8 +74,12 @@ def hub() -> Iterator[str]:
 
 
 def download(folder: Path, hub: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return cli(folder, hub, "download", *arguments)
+
+
+def cli(folder: Path, hub: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0"}
-    command = [sys.executable, "-m", "tune.cli", "download", *arguments]
+    command = [sys.executable, "-m", "tune.cli", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANGS)
 
 
@@ -113,6 +117,21 @@ def test_refusals_are_explained(tmp_path: Path, hub: str, arguments: list[str], 
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
     assert explanation in result.stderr
+
+
+@pytest.mark.slow
+def test_a_plan_gets_the_shape_of_a_model_alone(
+    tmp_path: Path, checkpoint: Path, hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FILES, "config.json", (checkpoint / "config.json").read_bytes())
+    settings = "--device", "h100", "max_seq_len=64", "--json"
+    found = cli(tmp_path, hub, "plan", "lora_finetune", "model.path=someone/tiny", *settings)
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["fits"] and Hub.fetched == ["config.json"]
+    missing = cli(tmp_path, hub, "plan", "full_finetune", "model.path=someone/unknown", *settings)
+    assert missing.returncode == 2 and "error: someone/unknown is not on the hub, or is private" in missing.stderr
+    offline = cli(tmp_path / "..", "http://127.0.0.1:9", "plan", "full_finetune", "model.path=someone/other", *settings)
+    assert offline.returncode == 2 and "error: the hub did not answer as it should for someone/other" in offline.stderr
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from tune import distributed
 from tune.checkpointers import load_model, writing
 from tune.errors import TuneError
+from tune.models import hf
 from tune.peft import LoRA, adapter, add_adapters, export_adapter, load_adapter, merge, read_adapter
 from tune.tokenizers import Tokenizer
 
@@ -383,3 +384,12 @@ def test_a_damaged_adapter_config_is_refused(config, message, tmp_path):
     (tmp_path / "adapter_config.json").write_text(config)
     with pytest.raises(TuneError, match=message):
         read_adapter(str(tmp_path))
+
+
+def test_the_head_of_a_model_of_transformers(checkpoint, tied_checkpoint):
+    """One that is not tied takes an adapter; its place in the body is a stand-in of the same weight."""
+    lora = LoRA(rank=4, target_modules=["lm_head", "embed_tokens"])
+    with torch.device("meta"):
+        assert "head  " in add_adapters(hf(str(checkpoint)), lora).table()
+        with pytest.raises(TuneError, match="is both embedding and output head"):
+            add_adapters(hf(str(tied_checkpoint)), lora)

@@ -12,6 +12,7 @@ from tune.cli import main
 from tune.cli import migrate as verb
 from tune.errors import TuneError
 from tune.preflight.migration import PEERS, STATUSES, Migration, NotConverted, leaves, migrate, peer_of, table
+from tune.rules import Facts, judge
 
 FILES = {"axolotl": AXOLOTL, "llama_factory": LLAMA_FACTORY, "torchtune": TORCHTUNE, "trl": TRL}
 A, L, T = (
@@ -30,7 +31,8 @@ max_seq_length: 512
 batch_size: 4
 """
 RECIPES = {name: dict(leaves(config.read_file(config.find_config(name)))) for name in config.list_recipes()}
-PEER_CONFIGS = os.environ.get("TUNE_PEER_CONFIGS", "")
+BESIDE = Path(__file__).parents[3] / "shared" / "data" / "configs"
+PEER_CONFIGS = Path(os.environ.get("TUNE_PEER_CONFIGS", BESIDE))
 
 
 def converted(text: str, tmp_path: Path, peer: str | None = None, method: str | None = None) -> Migration:
@@ -65,6 +67,16 @@ def test_each_key_is_accounted_for_once_and_the_settings_load(peer, tmp_path):
     assert {entry.status for entry in run.entries()} <= {*STATUSES} - {"unknown"}
     cfg = loaded(run, tmp_path)
     assert all(OmegaConf.select(cfg, key) == value for key, value in ours(run).items() if not isinstance(value, dict))
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "says"), [(100, 60, "max_steps=60 ends there before"), (60, 60, "rate of 0")]
+)
+def test_a_warm_up_that_the_run_does_not_reach(steps, warmup, says, tmp_path):
+    run = converted(f"{A}datasets: [{{path: a.jsonl, type: alpaca}}]\nmax_steps: 60\nwarmup_steps: {steps}\n", tmp_path)
+    assert ours(run)["schedule.warmup"] == warmup
+    assert says in next(entry.note for entry in run.entries() if entry.key == "warmup_steps")
+    assert all(each.place != "schedule.warmup" for each in judge(Facts(loaded(run, tmp_path))))
 
 
 def test_axolotl(tmp_path):
@@ -432,10 +444,12 @@ def test_the_tables_name_only_settings_that_there_are():
 
 
 def peer_files() -> list[Path]:
-    return sorted(file for file in Path(PEER_CONFIGS).glob("*/*.y*ml")) if PEER_CONFIGS else []
+    return sorted(PEER_CONFIGS.glob("*/*.y*ml"))
 
 
-@pytest.mark.skipif(not peer_files(), reason="TUNE_PEER_CONFIGS names no folder with configs of peers")
+@pytest.mark.skipif(
+    not peer_files(), reason="no configs of peers: neither $TUNE_PEER_CONFIGS nor ../shared/data/configs"
+)
 def test_real_configs_of_peers_convert_or_say_why_not(tmp_path):
     for file in peer_files():
         values, method, processes = verb.read(file)

@@ -2,8 +2,10 @@
 log in first (`hf auth login`) or set HF_TOKEN."""
 
 from argparse import ArgumentParser
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from tune.errors import TuneError
 from tune.lookup import needs
@@ -19,10 +21,22 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     hub_id, revision = options.hub_id, options.revision
     out = options.out or Path(hub_id.rpartition("/")[2])
-    with needs("hf", "`tune download`"):
+    from tune.checkpointers.writing import HUB_ID
+
+    with hub(hub_id, revision) as huggingface_hub:
+        model = huggingface_hub.HfApi().model_info(hub_id, revision=revision)
+        for file in wanted(sibling.rfilename for sibling in model.siblings):
+            huggingface_hub.hf_hub_download(hub_id, file, revision=model.sha, local_dir=out)  # unless it is there
+        (out / HUB_ID).write_text(model.id)  # for the model cards of what is trained from it
+    print(f"wrote {out}")
+
+
+@contextmanager
+def hub(hub_id: str, revision: str | None = None) -> Iterator[Any]:
+    """The module `huggingface_hub`. What it raises of `hub_id` becomes a TuneError."""
+    with needs("hf", "what is on the hub"):
         import huggingface_hub
         from huggingface_hub import errors
-    from tune.checkpointers.writing import HUB_ID
 
     login = "log in with `hf auth login` or set HF_TOKEN"
     explanations = {
@@ -32,10 +46,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         errors.RepositoryNotFoundError: f"{hub_id} is not on the hub, or is private: check the name, or {login}.",
     }
     try:
-        model = huggingface_hub.HfApi().model_info(hub_id, revision=revision)
-        for file in wanted(sibling.rfilename for sibling in model.siblings):
-            huggingface_hub.hf_hub_download(hub_id, file, revision=model.sha, local_dir=out)  # unless it is there
-        (out / HUB_ID).write_text(model.id)  # for the model cards of what is trained from it
+        yield huggingface_hub
     except tuple(explanations) as error:
         raise TuneError(next(text for kind, text in explanations.items() if isinstance(error, kind))) from error
     except (errors.HTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
@@ -43,7 +54,6 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             f"the hub did not answer as it should for {hub_id} ({error}). Check the network and run the same "
             "command again: what has arrived is kept."
         ) from error
-    print(f"wrote {out}")
 
 
 def wanted(files: Iterable[str]) -> list[str]:

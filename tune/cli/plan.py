@@ -1,6 +1,7 @@
 """Say what a run needs, how long it takes, and which layout is best: memory of each process by part, seconds of a step,
 tokens per second, hours and cost, and what bounds it; with --search, the fastest layout that fits. Of the model
-config.json is enough; the dataset need not exist: all rows count as max_seq_len tokens long.
+config.json is enough; of one that is named by its id on the Hugging Face hub it is got from there. The dataset need not
+exist: all rows count as max_seq_len tokens long.
 
     tune plan full_finetune model.path=./Llama-3.1-8B --world-size 8 --device h100 --search
 """
@@ -12,15 +13,17 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from tune.cli.download import hub
 from tune.cli.prepare import settings
 from tune.cli.run import positive
 from tune.devices import DEVICES
 from tune.devices import device as device_named
 from tune.errors import TuneError
+from tune.lookup import is_on_the_hub
 
 LESS = (
     "memory.activation_checkpointing=full, a smaller micro_batch_size or max_seq_len, more devices; --search finds out"
@@ -77,6 +80,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if not options.recipe:
         return
     cfg = without_data(options.recipe, rest)
+    for key in ("model.path", "teacher.path", "reference"):
+        if is_on_the_hub(str(OmegaConf.select(cfg, key))):
+            OmegaConf.update(cfg, key, shape_of(OmegaConf.select(cfg, key)))
     job = Job(cfg, device)
     searches = options.search or cfg.parallel.get("auto")
     plans = job.search(options.world_size) if searches else [job.plan(job.layout(options.world_size))]
@@ -106,6 +112,12 @@ def without_data(recipe: str, rest: list[str]) -> DictConfig:
         if "dataset.path: is missing" not in str(error):
             raise
     return settings(recipe, [*rest, "dataset.path=none"])
+
+
+def shape_of(hub_id: str) -> str:
+    """A folder with config.json of a model on the hub, which is all that planning reads of it."""
+    with hub(hub_id) as huggingface_hub:
+        return str(Path(huggingface_hub.hf_hub_download(hub_id, "config.json")).parent)
 
 
 def show(found: dict[str, Any], plans: list[Any]) -> None:

@@ -38,6 +38,9 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
     if value("memory.activation_offload") and is_selective and value("compile") is not True:
         problem = "what activation_checkpointing=selective keeps is offloaded only from compiled blocks."
         yield "memory.activation_offload", f"{problem} Set that to full or none, or compile=true."
+    if value("from_scratch") and value("model._component_") == "tune.models.hf":
+        save = "save some with transformers (AutoModelForCausalLM.from_config(config).save_pretrained(folder))"
+        yield "from_scratch", f"tune.models.hf trains weights that exist: {save} and train that folder."
     if value("parallel.pp_schedule") == "zero_bubble" and (value("parallel.pp") or 1) > 1:
         for key, is_wrong in (("compile", value("compile")), ("memory.activation_checkpointing", is_selective)):
             if is_wrong:

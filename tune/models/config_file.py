@@ -1,14 +1,13 @@
 """A reader of config.json that refuses fields nobody has read."""
 
 import copy
-import re
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tune.errors import TuneError
-from tune.lookup import absent, did_you_mean
+from tune.lookup import absent, did_you_mean, is_on_the_hub
 from tune.tokenizers.folder import mapping_in
 
 T = TypeVar("T")
@@ -54,10 +53,9 @@ class ConfigFile:
         self.path, self.setting = folder / "config.json", setting
         if not folder.is_dir():
             what = "is a file" if folder.exists() else absent(folder)
-            is_of_the_hub = not folder.parent.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder))
             near = did_you_mean(folder.name, (each.name for each in folder.parent.glob("*/")))
             to_download = f". To download it from the Hugging Face hub: `tune download {folder}`"
-            hint = to_download if is_of_the_hub else near and f".{near}"
+            hint = to_download if is_on_the_hub(str(folder)) else near and f".{near}"
             if folder.suffix == ".gguf" and folder.is_file():
                 hint = ". `tune convert` makes one of a GGUF file"
             raise TuneError(f"{setting}: {folder} {what}; it must be a folder with config.json and *.safetensors{hint}")

@@ -268,7 +268,8 @@ def is_tied(model: nn.Module, layer: nn.Module) -> bool:
     """Whether embedding and head share the weight of `layer`, which is one of them."""
     if isinstance(layer, nn.Embedding) and getattr(getattr(model, "config", None), "tied_head", False):
         return True
-    return sum(getattr(module, "weight", None) is layer.weight for module in model.modules()) > 1
+    sharing = [module for module in model.modules() if getattr(module, "weight", None) is layer.weight]
+    return len(sharing) > 1 and any(isinstance(module, nn.Embedding) for module in sharing)
 
 
 def _named(

@@ -152,7 +152,12 @@ def schedule(run: Migration) -> None:
         return
     used = steps.sources if steps.value or ratio.value is None else ratio.sources
     warmup = steps.value or ratio.value or 0
-    run.set("schedule.warmup", warmup, *used, note="the first step there has a rate of 0" if warmup else "")
+    note = "the first step there has a rate of 0" if warmup else ""
+    last = run.settings.get("max_steps")
+    if last and last.value and warmup > max(1, last.value):
+        note = f"max_steps={last.value} ends there before the rate is what the file says"
+        warmup = last.value
+    run.set("schedule.warmup", warmup, *used, note=note)
     if not kind.value.endswith(("constant", "square_root")):
         least = round(lowest.value / rate.value, 6) if lowest.value and rate else floor.value or 0.0
         run.set("schedule.min_ratio", least, *kind.sources, *floor.sources, *lowest.sources)

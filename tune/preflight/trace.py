@@ -279,8 +279,8 @@ def _kernels(device: Device) -> Iterator[None]:
     def whole(codes: Tensor, scales: Tensor, ranges: Any, dtype: torch.dtype, pairs: Any = None) -> Tensor:
         return torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
 
-    def first(tensor: DTensor) -> tuple[Tensor, tuple[slice, ...]]:
-        local = tensor.to_local()
+    def first(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         return local, tuple(slice(0, size) for size in local.shape)
 
     with (
