@@ -194,6 +194,8 @@ def main(cfg):
                     optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
+                if checkpointer.refused:
+                    break  # the next update would be of the same, and after a rollback of other weights' completions
             metrics |= optimizers.learning_rates(optimizer)
 
             is_end = step == len(data) or interrupted

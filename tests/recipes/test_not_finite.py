@@ -3,14 +3,17 @@
 import json
 
 import full_finetune
+import grpo
 import lora_finetune
+import ppo_finetune
 import pytest
 import torch
 from helpers import run_processes
 from recipes.run_variants import __file__ as RUN_VARIANTS
+from recipes.test_grpo import requests  # noqa: F401
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tune.losses import LinearCrossEntropy
+from tune.losses import ClippedPolicy, LinearCrossEntropy
 
 BAD_ROW = 11
 
@@ -21,6 +24,31 @@ class Spoiled(LinearCrossEntropy):
     def __call__(self, hidden, weight, batch, **options):
         loss = super().__call__(hidden, weight, batch, **options)
         return loss * torch.nan if bool((batch.documents.samples == BAD_ROW).any()) else loss
+
+
+class SpoiledPolicy(ClippedPolicy):
+    """NaN for what is sampled in the second step of 16 completions."""
+
+    def __call__(self, log_probs, sampled, advantages, batch):
+        loss, clipped = super().__call__(log_probs, sampled, advantages, batch)
+        return loss * torch.nan if bool((batch.documents.samples // 16 == 1).any()) else loss, clipped
+
+
+@pytest.mark.parametrize("way", ["skip", "rollback"])
+@pytest.mark.parametrize(
+    ("recipe", "counts"), [(grpo, ["group_size=4", "prompts_per_step=4"]), (ppo_finetune, ["prompts_per_step=16"])]
+)
+def test_updates_on_completions_end(recipe, counts, way, run_recipe, checkpoint, requests, tmp_path):  # noqa: F811
+    """Otherwise each of them would be refused, or, after a rollback, learn from the samples of other weights."""
+    settings = [
+        f"model.path={checkpoint}", f"dataset.path={requests}", "max_prompt_len=64", *counts, "updates=3", "epochs=3",
+        "reward=recipes.test_grpo.share_of_a", "sampling.max_new_tokens=6", "device=cpu", "dtype=fp32", "max_steps=3",
+        "checkpointer.every=1", f"checkpointer.on_nan={way}", "loss._component_=recipes.test_not_finite.SpoiledPolicy",
+    ]  # fmt: skip
+    run = tmp_path / "run"
+    assert run_recipe([*settings, f"output_dir={run}"], recipe) == 0
+    assert [value is None for value in losses(run)] == [False, True, False]
+    assert (run / "log.txt").read_text().count("training goes on") == 1
 
 
 @pytest.fixture
