@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 
@@ -102,6 +103,20 @@ def test_an_optimizer_that_does_not_take_shares(inputs, told_to):
     muon = "optimizer._component_=tune.optimizers.Muon"
     line = ["full_finetune", *inputs.settings("dtype=fp32", muon, "parallel.tp=2")]
     assert told_to(2, line) == ["optimizer._component_: Muon needs whole matrices: set parallel.tp=1"]
+
+
+def test_room_for_checkpoints_and_what_is_merged(inputs, told, monkeypatch):
+    free = SimpleNamespace(free=(inputs.model / "model.safetensors").stat().st_size)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: free)
+    settings = inputs.settings(f"output_dir={inputs.folder / 'new'}", "adapter.rank=1")
+    assert "the checkpoints and the export take" not in told("lora_finetune", settings, "warn")
+    assert "the checkpoints and the export take" in told("lora_finetune", [*settings, "export.merge=true"], "warn")
+    assert "the checkpoints and the export take" in told("full_finetune", settings[:-1], "warn")
+
+
+def test_a_package_of_another_version(inputs, told, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: ["safetensors>=99", "torch>=1", "not-installed>=1"])
+    assert "pip install 'safetensors>=99'" in told("full_finetune", inputs.settings("resume=auto"))
 
 
 def validated(*arguments: str) -> list[str]:

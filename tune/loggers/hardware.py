@@ -38,12 +38,14 @@ def planned_memory(model: nn.Module, dtype: str, master_dtype: str, shards: int,
     return {name: size / shards / 2**30 for name, size in sizes.items()}
 
 
-def disk_note(folder: Path, model: nn.Module, master_dtype: str, keep: int | None) -> str:
+def disk_note(folder: Path, model: nn.Module, master_dtype: str, keep: int | None, merged: str | None = None) -> str:
     """Why the disk of `folder` is too small for `keep` checkpoints, the one that is being written, and the export, with
-    two states for each trained parameter; empty if it is not."""
+    two states for each trained parameter, and the model in the folder `merged` with what is trained; empty if it is
+    not."""
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     needed = trained * DTYPES[master_dtype].itemsize * (3 * (keep or 1) + 4)
+    needed += sum(file.stat().st_size for file in Path(merged).glob("*.safetensors")) if merged else 0
     if needed <= (free := shutil.disk_usage(there).free):
         return ""
     return (

@@ -161,7 +161,8 @@ class Run:
         if self.world.size > 1:
             self._describe_mesh(model, -(-rows // self.world.data_size), tokens / self.world.data_size)
         keep = OmegaConf.select(cfg, "checkpointer.keep")
-        if self.world.is_main and (note := disk_note(self.path, model, cfg.master_dtype, keep)):
+        merged = cfg.model.path if (cfg.get("export") or {}).get("merge") else None
+        if self.world.is_main and (note := disk_note(self.path, model, cfg.master_dtype, keep, merged)):
             self.info(f"warning: {note}")
         self.flops_per_token = flops_per_token(model, mean)
         scores = score_bytes(

@@ -205,7 +205,8 @@ def _model(told: Told, world: World | None) -> tuple[Any, Any]:
             model, kind, checkpointers.exported_types(model, cfg.model.path, cfg.export.get("dtype")), cfg.dtype
         ))  # fmt: skip
     folder, keep = local_folder(cfg.get("output_dir") or "."), told.value("checkpointer.keep")
-    if note := told("output_dir", lambda: disk_note(folder, model, cfg.master_dtype, keep)):
+    merged = told.value("model.path") if told.value("export.merge") else None
+    if note := told("output_dir", lambda: disk_note(folder, model, cfg.master_dtype, keep, merged)):
         told.add(note, level=Level.WARN)
     whole, critic, groups = model, None, None
     if "value" in cfg:
