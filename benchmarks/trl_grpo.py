@@ -6,6 +6,7 @@ Both start from the model of FOLDER, in fp32, and sample completions of the same
 random numbers: lengths are equal but for chance, and their mean is printed. The reward is the share of letters. The
 loss is that of `recipes/grpo.py`, in TRL `cispo` without scaled rewards. TRL generates with transformers. Each run is
 a process of its own, rounds alternate; the time is that from the end of the first optimizer step to that of the last.
+CPU seconds, of all threads, say more than the clock on a machine that does other work.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from statistics import median
 
 HERE = Path(__file__).parent
 DATA = HERE.parent / "examples/home_commands/train.jsonl"
+ENDS: list[tuple[float, float]] = []  # of the optimizer's steps, by the clock and in CPU seconds
 
 
 def letters(row: dict, completion: str) -> float:
@@ -30,6 +32,7 @@ def letters(row: dict, completion: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a model's folder")
+    parser.add_argument("--data", default=str(DATA), help="JSONL of conversations, whose last messages are left out")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters in all linear layers; 0: all parameters")
     parser.add_argument("--prompts", type=int, default=4, help="of a step")
     parser.add_argument("--group", type=int, default=8, help="completions of each prompt")
@@ -42,6 +45,9 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
     if options.one:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(lambda *_: ENDS.append((time.perf_counter(), time.process_time())))
         side, folder = options.one.split("|")
         return (ours if side == "tune" else theirs)(options, Path(folder))
     found: dict[str, list[dict]] = {"tune": [], "TRL": []}
@@ -53,13 +59,13 @@ def main() -> None:
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
                 runs.append(json.loads((Path(folder) / "measures.json").read_text()))
     for side, runs in found.items():
-        rate = median((options.steps - 1) / run["seconds"] for run in runs)
-        peak, tokens = (median(run[name] for run in runs) for name in ("peak", "completion_tokens"))
-        print(f"{side:5} {rate:.4f} steps/s  {peak:5.2f} GiB  {tokens:.1f} tokens a completion")
+        names = "seconds", "cpu_seconds", "peak", "completion_tokens"
+        seconds, cpu, peak, tokens = (median(run[name] for run in runs) for name in names)
+        print(f"{side:5} {seconds:6.2f} s a step, {cpu:6.2f} CPU s  {peak:5.2f} GiB  {tokens:.1f} tokens a completion")
 
 
 def write_prompts(options: argparse.Namespace, folder: Path) -> None:
-    rows = [json.loads(line)["messages"][:-1] for line in DATA.read_text().splitlines()]
+    rows = [json.loads(line)["messages"][:-1] for line in Path(options.data).read_text().splitlines()]
     used = rows[: options.steps * options.prompts]
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in used))
 
@@ -83,8 +89,7 @@ def ours(options: argparse.Namespace, folder: Path) -> None:
         )
     )  # fmt: skip
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    seconds = sum(line["step_seconds"] for line in lines[1:])
-    keep(folder, seconds, [line["completion_tokens"] for line in lines])
+    keep(folder, [line["completion_tokens"] for line in lines])
 
 
 def theirs(options: argparse.Namespace, folder: Path) -> None:
@@ -92,12 +97,6 @@ def theirs(options: argparse.Namespace, folder: Path) -> None:
     import torch
     import transformers
     import trl
-
-    ends = []
-
-    class Clock(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
-            ends.append(time.perf_counter())
 
     def reward(completions: list, **_) -> list[float]:
         return [letters({}, completion[0]["content"]) for completion in completions]
@@ -125,17 +124,19 @@ def theirs(options: argparse.Namespace, folder: Path) -> None:
         ),
         train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
         processing_class=transformers.AutoTokenizer.from_pretrained(options.model),
-        peft_config=adapter, callbacks=[Clock()],
+        peft_config=adapter,
     )  # fmt: skip
     trainer.train()
     logged = [entry["completions/mean_length"] for entry in trainer.state.log_history if "loss" in entry]
-    keep(folder, ends[-1] - ends[0], logged)
+    keep(folder, logged)
 
 
-def keep(folder: Path, seconds: float, lengths: list[float]) -> None:
-    """What a run took without its first step, and the mean length of its completions."""
+def keep(folder: Path, lengths: list[float]) -> None:
+    """What a step took, without the first, and the mean length of the completions."""
+    seconds, cpu_seconds = ((last - first) / (len(ENDS) - 1) for first, last in zip(ENDS[0], ENDS[-1], strict=True))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    found = {"seconds": seconds, "peak": peak, "completion_tokens": sum(lengths[1:]) / len(lengths[1:])}
+    tokens = sum(lengths[1:]) / len(lengths[1:])
+    found = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak": peak, "completion_tokens": tokens}
     (folder / "measures.json").write_text(json.dumps(found))
 
 

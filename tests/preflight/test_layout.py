@@ -39,7 +39,7 @@ def test_what_cannot_be_chosen(checkpoint, monkeypatch):
     with pytest.raises(TuneError, match=r"no layout of 1 processes fits 0.1 GiB: the smallest needs .* Start more"):
         best(OmegaConf.to_container(settings(checkpoint)), small, 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA K80")
-    with pytest.raises(TuneError, match=r"the speed of NVIDIA K80 is not known; known are a100, .* Set the layout"):
+    with pytest.raises(TuneError, match=r"the speed of NVIDIA K80 is not known; known are t4, .* Set the layout"):
         described(torch.device("cuda"))
     with pytest.raises(TuneError, match=r"parallel.auto: plan: how long the answers of grpo, .* become"):
         layout_of(settings(checkpoint, "parallel=auto", "teacher.path=x", "on_policy.share=1", recipe="distill"))
