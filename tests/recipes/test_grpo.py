@@ -2,10 +2,13 @@
 
 import itertools
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import grpo
+import ppo_finetune
 import pytest
 import torch
 import transformers
@@ -38,6 +41,19 @@ NUMBERS = itertools.count()
 def different(row, completion):
     """Another value for each completion, so that no group is dead."""
     return next(NUMBERS)
+
+
+class Interrupts:
+    """As Ctrl-C and SIGTERM do, while the second step of 16 completions is sampled."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, row, completion):
+        self.calls += 1
+        if self.calls == 17:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return share_of_a(row, completion)
 
 
 def fails(row, completion):
@@ -332,6 +348,24 @@ def test_the_loss_is_that_of_its_formula(baseline, run, checkpoint, tmp_path):
     assert step["supervised_tokens"] == count
     assert step["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
     assert step["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "counts"), [(grpo, ["group_size=4"]), (ppo_finetune, ["prompts_per_step=16"])], ids=["grpo", "ppo"]
+)
+def test_an_interrupted_run_is_continued_bitwise(recipe, counts, run_recipe, checkpoint, requests, tmp_path):
+    """It saves the step that it is in, and says how to go on."""
+    given = [each for each in settings_of(checkpoint, requests) if "group_size" not in each]
+    common = [*given, *counts, "epochs=3", "updates=1", "checkpointer.every=null", "sampling.max_new_tokens=6"]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert run_recipe([*common, f"output_dir={whole}"], recipe) == 0
+    common.append("reward=recipes.test_grpo.Interrupts")
+    assert run_recipe([*common, f"output_dir={parted}"], recipe) == 130
+    assert "interrupted: step 2 is saved" in (parted / "log.txt").read_text()
+    assert run_recipe([*common, f"output_dir={parted}"], recipe) == 0
+    ours, theirs = (load_file(each / "model" / "model.safetensors") for each in (parted, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert [row["tokens"] for row in rows(parted)] == [row["tokens"] for row in rows(whole)]
 
 
 @pytest.mark.parametrize(("reward", "message"), [("fails", "KeyError"), ("gives_text", "'good'"), ("gives_nan", "nan")])
