@@ -15,8 +15,9 @@ import torch
 from helpers import HANGS, free_port, make_adapter, save_checkpoint
 from pyarrow import parquet
 
+from tune import distributed
 from tune.cli import main
-from tune.cli.generate import sampling_settings
+from tune.cli.generate import sampling_settings, turns
 from tune.tokenizers import Tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -80,7 +81,7 @@ def test_samples_and_their_records(checkpoint, files, tmp_path, capsys):
     assert [(each["index"], each["sample"]) for each in records] == [(i, s) for i in range(2) for s in range(3)]
     assert out == "".join(each["completion"] + "\n" for each in records)
     assert records[0]["prompt"] == PROMPTS[0] and records[3]["messages"][0]["content"] == PROMPTS[1]
-    assert records[0].keys() == {"index", "sample", "prompt", "completion", "finish", "tokens"}
+    assert records[0].keys() == {"index", "sample", "id", "prompt", "completion", "finish", "tokens"}
     assert len({each["completion"] for each in records}) == 6
     assert all(each["finish"] == ("length" if each["tokens"] == 12 else "stop") for each in records)
     assert run(capsys, *sampled, "--seed", 4, "--batch-size", 1)[0] == out
@@ -88,12 +89,24 @@ def test_samples_and_their_records(checkpoint, files, tmp_path, capsys):
 
 
 def test_records_have_all_that_was_asked(checkpoint, tmp_path, capsys):
+    """And all else that the row has: its id, its answer."""
     row = {"instruction": "the cat", "input": "on a mat", "system": "be brief"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    row |= {"id": 0, "answer": "sat", "tags": {"a": 1}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"tokens": 99}) + "\n")
     out = tmp_path / "new" / "out.jsonl"
-    run(capsys, checkpoint, "--prompts", tmp_path / "rows.jsonl", "--max-new-tokens", 2, "--out", out)
+    asked = [checkpoint, "--prompts", tmp_path / "rows.jsonl", "--max-new-tokens", 2, "--out"]
+    run(capsys, *asked, out)
     record = json.loads(out.read_text())
-    assert {name: record[name] for name in row} == row
+    assert {name: record[name] for name in row} == row and record["tokens"] <= 2
+    run(capsys, *asked, tmp_path / "out.parquet")
+    assert parquet.read_table(tmp_path / "out.parquet").to_pylist() == [record]
+
+
+def test_few_are_answered_at_a_time_where_that_takes_long(monkeypatch):
+    world = distributed.init("cpu")
+    assert [*turns(100, 16, world)] == [range(0, 16), range(16, 80), range(80, 100)]
+    monkeypatch.setattr("tune.cli.generate.QUICK", -1)
+    assert [*turns(40, 16, world)] == [range(0, 16), range(16, 32), range(32, 40)]
 
 
 def test_adapters_and_runs(checkpoint, files, tmp_path, capsys):

@@ -119,7 +119,7 @@ def test_a_token_of_a_file(hub: str, run: Path, tmp_path: Path) -> None:
 WRONG = {
     "nothing there": (["absent", "someone/mine"], {}, "absent"),
     "no card": (["BARE", "someone/mine"], {}, "has no model card: write"),
-    "no name": (["RUN", "a/b/c"], {}, "'a/b/c' is no name for a repository"),
+    "no name": (["RUN", "a/b/c"], {"HF_TOKEN": ""}, "'a/b/c' is no name for a repository"),
     "not logged in": (["RUN", "someone/mine"], {"HF_TOKEN": ""}, "you are not logged in to the hub"),
     "no such token": (["RUN", "someone/mine", "--token-file", "absent"], {}, "--token-file absent cannot be read"),
     "another's": (["RUN", "stranger/mine"], {}, "does not let this login write stranger/mine"),

@@ -24,7 +24,8 @@ from tune.errors import TuneError, explained
 from tune.launchers import ray
 
 MAX_NEW_TOKENS = 512
-ASKED = ("prompt", "messages", "conversations", "instruction", "input", "system")  # columns that records have too
+OWN = ("index", "sample", "completion", "finish", "tokens")  # columns of records, beside those of the rows
+QUICK = 10.0  # seconds: where so many answers take longer, fewer are computed before they are written
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 NOT_APPLIED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1, "typical_p": 1.0}  # and off
@@ -157,7 +158,7 @@ def generate(options: Namespace, rows: list[tuple[str, Any]], actors: Namespace 
             write(options, rows, zip(parts, found, strict=True), out)  # and not what Ray itself prints
         return
     answers = Answerer(options, rows)
-    answered = ((part, answers(part)) for part in shares(len(rows), size * answers.world.size))
+    answered = ((part, answers(part)) for part in turns(len(rows), options.batch_size, answers.world))
     if answers.world.is_main:
         write(options, rows, answered, out)
     else:
@@ -170,6 +171,21 @@ def shares(count: int, size: int) -> list[range]:
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
+def turns(count: int, size: int, world: Any) -> Iterator[range]:
+    """The numbers below `count`: `size` for each process at a time, four times as many where these are quick."""
+    start, least = 0, size * world.size
+    size = least
+    while start < count:
+        began = time.perf_counter()
+        yield range(start, min(start + size, count))
+        start += size
+        size = 4 * least if world.broadcast(time.perf_counter() - began) < QUICK * size / least else least
+
+
+def is_given(value: Any) -> bool:
+    return value is not None and value != "" and value != []
+
+
 def write(options: Namespace, rows: list[tuple[str, Any]], answers: Iterable[tuple[range, Any]], out: TextIO) -> None:
     """Print to `out`, and write, the `answers` to the rows of these numbers as they come."""
     begin, tokens = time.perf_counter(), 0
@@ -178,7 +194,7 @@ def write(options: Namespace, rows: list[tuple[str, Any]], answers: Iterable[tup
             records = [
                 {
                     "index": number, "sample": sample,
-                    **{name: value for name in ASKED if (value := rows[number][1].get(name))},
+                    **{name: value for name, value in rows[number][1].items() if name not in OWN and is_given(value)},
                     "completion": completion.text, "finish": completion.finish, "tokens": len(completion.tokens),
                 }
                 for number, completions in zip(numbers, found, strict=True)
@@ -204,8 +220,9 @@ def records_file(path: Path, rows: list[tuple[str, Any]]) -> Iterator[Callable[[
     mixed = explained(f"--out {path}: write a .jsonl, as what is asked has no common type", pyarrow.ArrowException)
     with mixed, explained(f"--out {path} cannot be written", OSError):
         if path.suffix == ".parquet":
-            given = {name: [row.get(name) or None for _, row in rows] for name in ASKED}
-            asked = {name: pyarrow.array(values).type for name, values in given.items() if any(values)}
+            names = dict.fromkeys(name for _, row in rows for name in row if name not in OWN and is_given(row[name]))
+            given = {name: [row[name] if is_given(row.get(name)) else None for _, row in rows] for name in names}
+            asked = {name: pyarrow.array(values).type for name, values in given.items()}
             ends = {"completion": pyarrow.string(), "finish": pyarrow.string(), "tokens": pyarrow.int64()}
             schema = pyarrow.schema({"index": pyarrow.int64(), "sample": pyarrow.int64(), **asked, **ends})
             file = parquet.ParquetWriter(path, schema)
@@ -215,4 +232,6 @@ def records_file(path: Path, rows: list[tuple[str, Any]]) -> Iterator[Callable[[
         if path.suffix == ".parquet":
             yield lambda records: file.write_table(pyarrow.Table.from_pylist(records, schema))
         else:
-            yield lambda records: file.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in records)
+            yield lambda records: file.writelines(
+                json.dumps(each, ensure_ascii=False, default=str) + "\n" for each in records
+            )

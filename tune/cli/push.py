@@ -23,11 +23,16 @@ def push(source: Path, repo: str, private: bool = False, token_file: Path | None
     with needs("hf", "`tune push`"):
         import huggingface_hub
         from huggingface_hub import errors
+        from huggingface_hub.utils import validate_repo_id
     from tune.checkpointers.disk import has_weights
     from tune.models.config_file import read_json
     from tune.peft.files import CONFIG
     from tune.peft.named import exported_folder
 
+    try:
+        validate_repo_id(repo)
+    except errors.HFValidationError as error:
+        raise TuneError(f"'{repo}' is no name for a repository: OWNER/NAME of letters, digits, - _ and .") from error
     folder = exported_folder(source.expanduser())
     if not has_weights(folder):
         raise TuneError(f"{folder} has no weights to upload: no *.safetensors")
@@ -51,8 +56,6 @@ def push(source: Path, repo: str, private: bool = False, token_file: Path | None
             repo_id=name, folder_path=folder, allow_patterns=[file.name for file in folder.iterdir() if file.is_file()],
             ignore_patterns=".*", commit_message="Upload by tune push",
         )  # fmt: skip
-    except errors.HFValidationError as error:
-        raise TuneError(f"'{repo}' is no name for a repository: OWNER/NAME of letters, digits, - _ and .") from error
     except (errors.HTTPError, errors.OfflineModeIsEnabled, ValueError) as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403) or isinstance(error, errors.RepositoryNotFoundError):
