@@ -22,7 +22,7 @@ CEILINGS = {
     "models": 3373,
     "optimizers": 333,
     "peft": 1459,
-    "preflight": 2033,
+    "preflight": 2034,
     "records": 331,
     "rules": 422,
     "quantization": 425,

@@ -36,6 +36,7 @@ def subjects(cfg: DictConfig, model: Any) -> list[Subject]:
         frozen.append(_frozen("teacher.path", cfg.teacher, cfg.teacher.dtype, head))
         frozen[0] = frozen[0]._replace(**{"place": "alone"} if top_k else {"place": "head", "passes": 1})
 
+    @losses.takes_shares
     def of_tokens(hidden: Tensor, weight: Tensor, batch: Batch, **softcap: Any) -> Tensor:
         if top_k:
             target: Any = losses.TopK.stored(batch.columns["teacher"], batch)
