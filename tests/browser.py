@@ -1,6 +1,5 @@
 """A page in a headless Chromium, driven over its debugging pipe."""
 
-import base64
 import json
 import os
 import select
@@ -82,11 +81,6 @@ class Browser:
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
         for kind, (x, y) in (("Moved", start), ("Pressed", start), ("Moved", end), ("Released", end)):
             self.send("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, button="left", clickCount=1)
-
-    def screenshot(self, file: Path) -> None:
-        """The whole page."""
-        image = self.send("Page.captureScreenshot", captureBeyondViewport=True)["data"]
-        file.write_bytes(base64.b64decode(image))
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         self.number += 1
