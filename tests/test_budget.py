@@ -21,7 +21,7 @@ CEILINGS = {
     "losses": 920,
     "models": 3373,
     "optimizers": 333,
-    "peft": 1459,
+    "peft": 1463,
     "preflight": 2034,
     "records": 331,
     "rules": 422,

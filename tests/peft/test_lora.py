@@ -1,6 +1,7 @@
 """Adapters are PEFT's: same values, same gradients, same files."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -391,5 +392,7 @@ def test_the_head_of_a_model_of_transformers(checkpoint, tied_checkpoint):
     lora = LoRA(rank=4, target_modules=["lm_head", "embed_tokens"])
     with torch.device("meta"):
         assert "head  " in add_adapters(hf(str(checkpoint)), lora).table()
+        with pytest.raises(TuneError, match=r"goes without dropout\. Set adapter\.dropout=0"):
+            add_adapters(hf(str(checkpoint)), replace(lora, dropout=0.1))
         with pytest.raises(TuneError, match="is both embedding and output head"):
             add_adapters(hf(str(tied_checkpoint)), lora)
