@@ -19,7 +19,6 @@ Every setting is in configs/grpo.yaml. Copy this file (`tune cp grpo my.py`) and
 """
 
 import sys
-import time
 from dataclasses import replace
 
 import torch
@@ -62,9 +61,8 @@ def main(cfg):
 
     tokenizer = instantiate(cfg.tokenizer)
     has_own_reference = cfg.kl and cfg.reference != "adapter_off"
-    if has_own_reference:  # what is wrong with it is told now
-        beside, _ = checkpointers.open_checkpoint(cfg.reference, setting="reference")
-        checkpointers.require_same_vocabulary("reference", cfg.reference, beside, tokenizer)
+    if has_own_reference:
+        checkpointers.require_frozen("reference", cfg.reference, tokenizer)  # what is wrong with it is told now
     sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)
     dataset = instantiate(cfg.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len)
     environment = locate(cfg.environment) if cfg.environment else None
@@ -87,9 +85,7 @@ def main(cfg):
     weights.load(model)
     peft.start(model, lora, cfg.seed)
     checkpointers.check(model)
-    frozen = model
-    if has_own_reference:
-        frozen, _ = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)
+    frozen = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)[0] if has_own_reference else model
 
     def reference(batch):
         """Log-probs of the supervised tokens under the frozen reference."""
@@ -145,8 +141,7 @@ def main(cfg):
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data) * cfg.updates)
     checkpointer = instantiate(
         cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
-        data=data, tell=run.info, base=weights if lora else None, adapter=lora,
-        higher_is_better=evaluations.tasks.higher_is_better,
+        data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluations.tasks,
     )  # fmt: skip
     start = checkpointer.resume(run.resume)
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
@@ -160,28 +155,24 @@ def main(cfg):
             if step == 1 and evaluations.are_due(0):
                 with run.pause():
                     run.append("samples.jsonl", evaluations.samples(model, 0))
-            begin = time.perf_counter()
-            rollout = sample_live(prompts, step)
-            rollout_seconds = time.perf_counter() - begin
+            with run.timed("rollout_seconds"):
+                rollout = sample_live(prompts, step)
             samples = [each for group in rollout for each in with_advantages(group)]
             micro_batches = generation.micro_batches(samples, cfg.micro_batch_size, world, pad_to)
             metrics = world.fetch(
                 interrupted=world.any(interrupt.requested),
                 tokens=world.sum(sum(batch.num_tokens for batch in micro_batches)),
                 supervised_tokens=world.sum(sum(batch.num_supervised for batch in micro_batches)),
-                without_room=world.sum(sum(each.finish == "room" for group in rollout for each in group)),
-                **{name: world.sum(count) for name, count in generation.dead_groups(rollout).items()},
+                **{name: world.sum(count) for name, count in generation.counts(rollout, environment).items()},
                 **loggers.means(generation.statistics(rollout, rewards, environment), world),
             )
             interrupted = metrics.pop("interrupted")
-            metrics["without_room"] = metrics["without_room"] if environment else float("nan")
             for _ in range(cfg.updates if metrics["supervised_tokens"] else 0):  # nothing to learn from dead groups
                 totals: dict[str, torch.Tensor] = {}
                 for index, micro_batch in enumerate(micro_batches, 1):
-                    is_last = index == len(micro_batches)
                     micro_batch = micro_batch.to(world.device)
                     peft.set_dropout_keys(model, cfg.seed, step, micro_batch)
-                    distributed.set_gradient_sync(model, is_last)
+                    distributed.set_gradient_sync(model, index == len(micro_batches))
                     measured = measure(micro_batch)
                     loss = (measured["loss"][0] + balance_loss(model)) / metrics["supervised_tokens"]
                     loss.backward()
@@ -209,7 +200,7 @@ def main(cfg):
                     metrics |= evaluations.metrics(model)
                     run.append("samples.jsonl", evaluations.samples(model, step))
             run.append("samples.jsonl", [episode.record(step) for group in rollout for episode in group])
-            run.log(step, rollout_seconds=rollout_seconds, **metrics)  # type: ignore[arg-type]
+            run.log(step, **metrics)  # type: ignore[arg-type]
             checkpointer.step(step, now=is_end, **metrics)
             if interrupted:
                 saved = checkpointer.wait()

@@ -67,8 +67,7 @@ def main(cfg):
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
     checkpointer = instantiate(
         cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
-        data=data, tell=run.info, base=weights, adapter=lora,
-        higher_is_better=evaluations.tasks.higher_is_better,
+        data=data, tell=run.info, base=weights, adapter=lora, tasks=evaluations.tasks,
     )  # fmt: skip
     start = checkpointer.resume(run.resume)
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end

@@ -17,7 +17,6 @@ Every setting is in configs/ppo_finetune.yaml. Copy this file (`tune cp ppo_fine
 """
 
 import sys
-import time
 from dataclasses import replace
 
 import torch
@@ -61,15 +60,13 @@ def main(cfg):
 
     tokenizer = instantiate(cfg.tokenizer)
     has_own_reference = cfg.kl and cfg.reference != "adapter_off"
-    if has_own_reference:  # what is wrong with it is told now
-        beside, _ = checkpointers.open_checkpoint(cfg.reference, setting="reference")
-        checkpointers.require_same_vocabulary("reference", cfg.reference, beside, tokenizer)
+    if has_own_reference:
+        checkpointers.require_frozen("reference", cfg.reference, tokenizer)  # what is wrong with it is told now
     checkpointers.require_same_vocabulary("value.path", cfg.value.path, critic, tokenizer)
     sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)
     dataset = instantiate(cfg.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len)
-    validation = []
-    if cfg.validation_dataset.path:
-        validation = instantiate(cfg.validation_dataset, tokenizer, max_prompt_len=cfg.max_prompt_len).prompts
+    held_out = cfg.validation_dataset
+    validation = instantiate(held_out, tokenizer, max_prompt_len=cfg.max_prompt_len).prompts if held_out.path else []
     generation.check_prompts(model, sampler, [*dataset.prompts, *validation])
     data = datasets.PromptLoader(dataset, cfg.prompts_per_step, cfg.epochs, max_steps=cfg.max_steps, seed=cfg.seed)
     longest = cfg.max_prompt_len + sampler.max_new_tokens
@@ -96,9 +93,7 @@ def main(cfg):
     if critic_weights.new:
         torch.nn.init.zeros_(critic.head.weight)  # random values would be noise in the first advantages
     both = torch.nn.ModuleDict({"policy": model, "value": critic})
-    frozen = model
-    if has_own_reference:
-        frozen, _ = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)
+    frozen = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)[0] if has_own_reference else model
 
     def reference(batch):
         """Log-probs of the supervised tokens under the frozen reference."""
@@ -140,8 +135,7 @@ def main(cfg):
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data) * cfg.updates)
     checkpointer = instantiate(
         cfg.checkpointer, run.path / "checkpoints", world, model=both, optimizer=optimizer, schedule=schedule,
-        data=data, tell=run.info, base=weights if lora else None, adapter=lora,
-        higher_is_better=evaluations.tasks.higher_is_better,
+        data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluations.tasks,
     )  # fmt: skip
     start = checkpointer.resume(run.resume)
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
@@ -155,9 +149,8 @@ def main(cfg):
             if step == 1 and evaluations.are_due(0):
                 with run.pause():
                     run.append("samples.jsonl", evaluations.samples(model, 0))
-            begin = time.perf_counter()
-            rollout = sample(prompts, step)
-            rollout_seconds = time.perf_counter() - begin
+            with run.timed("rollout_seconds"):
+                rollout = sample(prompts, step)
             samples = [episode.sample() for group in rollout for episode in group]
             micro_batches = generation.micro_batches(samples, cfg.micro_batch_size, world, pad_to)
             metrics = world.fetch(
@@ -178,10 +171,9 @@ def main(cfg):
             for _ in range(cfg.updates):
                 totals: dict[str, torch.Tensor] = {}
                 for index, (micro_batch, judgement) in enumerate(zip(micro_batches, judgements, strict=True), 1):
-                    is_last = index == len(micro_batches)
                     peft.set_dropout_keys(model, cfg.seed, step, micro_batch)
                     for each in both.values():
-                        distributed.set_gradient_sync(each, is_last)
+                        distributed.set_gradient_sync(each, index == len(micro_batches))
                     measured = measure(micro_batch, judgement, mean, deviation)
                     loss = (measured["loss"][0] + balance_loss(model)) / metrics["supervised_tokens"]
                     loss.backward()
@@ -209,7 +201,7 @@ def main(cfg):
                     metrics |= evaluations.metrics(model)
                     run.append("samples.jsonl", evaluations.samples(model, step))
             run.append("samples.jsonl", [episode.record(step) for group in rollout for episode in group])
-            run.log(step, rollout_seconds=rollout_seconds, **metrics)  # type: ignore[arg-type]
+            run.log(step, **metrics)  # type: ignore[arg-type]
             checkpointer.step(step, now=is_end, **metrics)
             if interrupted:
                 saved = checkpointer.wait()

@@ -36,7 +36,6 @@ from tune import (
 from tune.config import instantiate, instantiate_data
 from tune.models import balance_loss
 from tune.preflight import layout_of
-from tune.tokenizers import Tokenizer
 
 
 @config.entrypoint("preference_finetune")
@@ -58,12 +57,10 @@ def main(cfg):
     tokenizer = instantiate(cfg.tokenizer)
     has_own_reference = loss_fn.needs_reference and cfg.reference not in ("precomputed", "adapter_off")
     if has_own_reference:
-        checkpointers.open_checkpoint(cfg.reference, setting="reference")  # what is wrong with it is told now
-        tokenizer.require_same_ids(Tokenizer(cfg.reference), "reference")
+        checkpointers.require_frozen("reference", cfg.reference, tokenizer)  # what is wrong with it is told now
     dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)
     if loss_fn.needs_reference and cfg.reference != "adapter_off":
-        for part in filter(None, (dataset, validation)):
-            datasets.require_kept(part, "reference")
+        datasets.require_kept("reference", dataset, validation)
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
     data = datasets.DataLoader(
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
@@ -150,8 +147,7 @@ def main(cfg):
 
     checkpointer = instantiate(
         cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
-        data=data, tell=run.info, base=weights if lora else None, adapter=lora,
-        higher_is_better=evaluations.tasks.higher_is_better,
+        data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluations.tasks,
     )  # fmt: skip
     start = checkpointer.resume(run.resume)
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
@@ -168,9 +164,8 @@ def main(cfg):
             kl = mean_ratio(batch.micro_batches)
             totals: dict[str, torch.Tensor] = {}
             for index, micro_batch in enumerate(batch.micro_batches, 1):
-                is_last = index == len(batch.micro_batches)
                 peft.set_dropout_keys(model, cfg.seed, step, micro_batch.to(world.device))
-                distributed.set_gradient_sync(model, is_last)
+                distributed.set_gradient_sync(model, index == len(batch.micro_batches))
                 measured = measure(micro_batch, kl)
                 loss = measured["loss"][0] / batch.num_pairs + balance_loss(model) / batch.num_supervised
                 if in_backward:  # the last moment before weights change

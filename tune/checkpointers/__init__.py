@@ -11,6 +11,7 @@ from tune.checkpointers.weights import (
     load_frozen,
     load_model,
     open_checkpoint,
+    require_frozen,
     require_same_vocabulary,
 )
 from tune.checkpointers.writing import add_tokens, export, exported_types, model_card

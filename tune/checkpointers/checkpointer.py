@@ -64,7 +64,7 @@ class Checkpointer:
     and `adapter` that its settings are the same.
 
     With `keep_best`, the name of a metric, the checkpoint with its best value is kept too: the lowest of a loss, the
-    highest of others, unless `higher_is_better` has the metric, as `Tasks` say it. After `patience` values in a row
+    highest of others, unless `tasks` say it of their metrics (`higher_is_better`). After `patience` values in a row
     that were no better the training `is_over`.
 
     `extra` is state of your own, by name: averaged weights, counters. Plain values are saved as JSON. Tensors, also
@@ -90,7 +90,7 @@ class Checkpointer:
         on_nan: Literal["stop", "skip", "rollback"] = "stop",
         keep_best: str | None = None,
         patience: PositiveInt | None = None,
-        higher_is_better: Mapping[str, bool | None] | None = None,
+        tasks: Any = None,
         tell: Callable[[str], None] = print,
     ):
         self.folder, self.world = folder, world
@@ -102,10 +102,11 @@ class Checkpointer:
         self.soon = max(1, (every or 0) // 10)  # steps after which a checkpoint that was not written is tried again
         self.on_error, self.on_nan, self.refused = on_error, on_nan, 0
         self.tell = tell if world.is_main else lambda message: None
-        tasks, wanted = {name.rpartition("/")[0] for name in higher_is_better or ()}, keep_best or ""
-        if tasks and "/" in wanted and wanted.rpartition("/")[0] not in tasks:
-            raise TuneError(f"checkpointer.keep_best: {wanted} is a metric of none of the tasks: {', '.join(tasks)}")
-        is_higher = (higher_is_better or {}).get(wanted.split(",")[0])  # with any filter of its answers
+        higher_is_better, wanted = tasks.higher_is_better if tasks else {}, keep_best or ""
+        names = {name.rpartition("/")[0] for name in higher_is_better}
+        if names and "/" in wanted and wanted.rpartition("/")[0] not in names:
+            raise TuneError(f"checkpointer.keep_best: {wanted} is a metric of none of the tasks: {', '.join(names)}")
+        is_higher = higher_is_better.get(wanted.split(",")[0])  # with any filter of its answers
         self.best = Best(keep_best, patience, is_higher)
         self.saved, self.reported, self.writing = 0, 0, 0
         self.resumed: dict[int, Path] = {}  # the step that training continues after, and its checkpoint, of any folder

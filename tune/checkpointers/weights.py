@@ -231,6 +231,13 @@ def require_same_vocabulary(setting: str, path: str, model: Any, tokenizer: Toke
         )
 
 
+def require_frozen(setting: str, path: str, tokenizer: Tokenizer) -> None:
+    """Raises TuneError, which blames `setting`, if `load_frozen` cannot read the model in `path`, or `tokenizer` is not
+    its own. No weights are read."""
+    model, _ = open_checkpoint(path, setting=setting)
+    require_same_vocabulary(setting, path, model, tokenizer)
+
+
 def load_frozen(
     path: str,
     world: World,

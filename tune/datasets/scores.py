@@ -22,11 +22,11 @@ from tune.errors import TuneError
 SUMMED = 1 << 16  # rows at a time
 
 
-def require_kept(dataset: Any, name: str) -> None:
-    """Raises TuneError for a stream, of which nothing can be computed before the training."""
-    if isinstance(dataset, Stream):
+def require_kept(name: str, *parts: Any) -> None:
+    """Raises TuneError if one of `parts` is a stream, of which nothing can be computed before the training."""
+    for stream in (part for part in parts if isinstance(part, Stream)):
         raise TuneError(
-            f"{name}: the rows of {dataset.name} are streamed, and not there before the training. Set "
+            f"{name}: the rows of {stream.name} are streamed, and not there before the training. Set "
             "dataset.streaming=false"
         )
 
@@ -49,7 +49,7 @@ def add_scores(
     The values are kept in `folder` under a hash of the data and of `made_of`, all that decides them (values of JSON),
     and read again where they are there. All processes take part. Raises TuneError for a stream.
     """
-    require_kept(dataset, name)
+    require_kept(name, dataset)
 
     def values_of(part: Dataset) -> np.ndarray:
         values = torch.zeros(())  # on the host: those of a teacher are tens of GB

@@ -10,7 +10,7 @@ from tune.generation.rollout import (
     Episode,
     Reward,
     check_prompts,
-    dead_groups,
+    counts,
     is_live,
     micro_batches,
     rollout,

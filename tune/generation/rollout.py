@@ -122,11 +122,13 @@ def is_live(group: Sequence[Episode]) -> bool:
     return len({episode.reward for episode in group}) > 1
 
 
-def dead_groups(groups: Sequence[Sequence[Episode]]) -> dict[str, int]:
-    """Counts of the groups from which nothing is learned: all, and those whose reward is above 0, or not."""
+def counts(groups: Sequence[Sequence[Episode]], environment: Any = None) -> dict[str, int]:
+    """How many groups teach nothing, and of them those whose reward is above 0, or not; with an `environment`, how many
+    conversations ended for want of room."""
     rewards = [group[0].reward for group in groups if not is_live(group)]
     right = sum(reward > 0 for reward in rewards)
-    return {"dead_groups": len(rewards), "all_right_groups": right, "all_wrong_groups": len(rewards) - right}
+    found = {"dead_groups": len(rewards), "all_right_groups": right, "all_wrong_groups": len(rewards) - right}
+    return found | ({"without_room": sum(each.finish == "room" for each in chain(*groups))} if environment else {})
 
 
 def statistics(

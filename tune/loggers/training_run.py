@@ -91,6 +91,7 @@ class Run:
         self.stream: Stream | None = None
         self.step_began = time.perf_counter()
         self.data_seconds, self.flops_per_token = 0.0, 0.0
+        self.timings: dict[str, float] = {}
         self.has_begun = False  # on the first process
 
     def _apply_rules(self) -> None:
@@ -325,6 +326,13 @@ class Run:
         yield
         self.step_began += time.perf_counter() - begin
 
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Record the seconds inside as a metric of the step."""
+        begin = time.perf_counter()
+        yield
+        self.timings[name] = time.perf_counter() - begin
+
     def log(self, step: int, *, tokens: int, supervised_tokens: int, **metrics: float | None) -> None:
         """Record the metrics of an optimizer step (docs/runs.md says what each counts); None or NaN leaves one out."""
         now = time.perf_counter()
@@ -332,7 +340,7 @@ class Run:
         values = {name: value for name, value in metrics.items() if value is not None}
         if steps_per_epoch := self.data.get("steps_per_epoch"):
             values["epoch"] = step / steps_per_epoch
-        values |= {
+        values |= self.timings | {
             "tokens": tokens,
             "supervised_tokens": supervised_tokens,
             "tokens_per_second": tokens / seconds / self.world.size,

@@ -304,7 +304,7 @@ def _data(
     compares = getattr(loss, "needs_reference", False)
     if (compares and told.value("reference") not in (None, "adapter_off")) or told.value("teacher.top_k"):
         for part in filter(None, found):
-            told("dataset", datasets.require_kept, part, "reference" if compares else "teacher")
+            told("dataset", datasets.require_kept, "reference" if compares else "teacher", part)
     for warning in warnings_about(parts_of(dataset, "training"), parts_of(validation, "validation"), tokenizer):
         told.add(warning, "dataset", Level.WARN)
     return None if not (is_whole and world) else told("dataset", lambda: datasets.DataLoader(
