@@ -75,7 +75,8 @@ def test_checkpoints(make_run, capsys):
         ["step-00000012", "0.00", "complete", "0.1667", "0.175"],
     ]
     (folder / "checkpoints/step-00000012/digests.json").write_text('{".metadata": "0"}')
-    assert shown(capsys, "checkpoints", str(folder))[-1][2] == "damaged"
+    assert shown(capsys, "checkpoints", str(folder))[-1][2] == "complete"  # all bytes are read only when asked for
+    assert shown(capsys, "checkpoints", str(folder), "--verify")[-1][2] == "damaged"
 
 
 def test_checkpoints_with_metrics_of_tasks_and_the_one_that_decides(make_run, capsys):

@@ -1,4 +1,4 @@
-"""List the checkpoints of a run, with their metrics: size, whether they are complete or damaged, which is the best."""
+"""List the checkpoints of a run: size, metrics, which is the best, and with --verify whether one is damaged."""
 
 import json
 import re
@@ -13,7 +13,9 @@ from tune.records import number, read
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
-    path = parser.parse_args(arguments).run
+    parser.add_argument("--verify", action="store_true", help="read all files, to name what is not as it was written")
+    options = parser.parse_args(arguments)
+    path = options.run
     from tune.checkpointers.disk import found_damage
 
     run = read(path)
@@ -27,7 +29,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         if name := re.match(r"(\.?)step-(\d+)", folder.name):
             values = ("".join(map(number, known[steps == int(name[2])])) for steps, known in map(run.known, metrics))
             state = "unfinished" if name[1] else "best" if int(name[2]) == best else "complete"
-            state = state if name[1] or not found_damage(folder) else "damaged"
+            state = state if name[1] or not options.verify or not found_damage(folder) else "damaged"
             rows.append([folder.name, gib(folder), state, *values])
     if len(rows) == 1:
         raise TuneError(f"{path} has no checkpoints yet: checkpointer.every says how often one is written")
