@@ -58,8 +58,7 @@ def store_predictions(cfg, world, tokenizer, *parts):
         most_probable = losses.MostProbable(
             cfg.teacher.top_k, cfg.loss.temperature, cfg.memory.loss_chunk_tokens, tokenizer.vocab_size
         )
-    for part in filter(None, parts):
-        datasets.require_kept(part, "teacher")
+    datasets.require_kept("teacher", *parts)
     teacher, weights = load_teacher(cfg, world, *parts)
     for part in filter(None, parts):
         datasets.add_scores(
