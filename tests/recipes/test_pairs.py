@@ -1,11 +1,14 @@
-"""All pairs of settings that decide how a step is computed: two steps of each give the numbers of the plain way."""
+"""All pairs of values of settings: `tune validate` refuses them, or two steps of them run, and give the numbers of the
+plain way where the settings only say how a step is computed."""
 
 import functools
 import importlib
 import itertools
 import json
 import random
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,39 +53,104 @@ WHAT = {
 }
 # What they do not depend on; the first of each is the plain way.
 HOW = {
-    "compile": {"false": [], "true": ["compile=true"], "one": ["compile=[blocks.1]"]},
+    "compile": {"false": [], "true": ["compile=true"], "one": ["compile=['*.1']"]},
     "checkpointing": {each: [f"memory.activation_checkpointing={each}"] for each in ("none", "selective", "full")},
     "activation_offload": {"false": [], "true": ["memory.activation_offload=true"]},
     "cpu_offload": {"false": [], "true": ["memory.cpu_offload=true"]},
     "in_backward": {"false": ["micro_batch_size=4"], "true": ["optimizer_in_backward=true"]},
 }
-FACTORS = WHAT | HOW
+# What a run does beside, or what its rows are.
+BESIDE = {
+    "model": {"build": [], "hf": ["model._component_=tune.models.hf"]},
+    "start": {"weights": [], "random": ["from_scratch=true"]},
+    "export": {"plain": [], "bf16": ["export.dtype=bf16"], "merged": ["export.merge=true"]},
+    "scale": {"alpha / r": [], "rsLoRA": ["adapter.rank_stabilized=true"]},
+    "decay": {"matrices": [], "all": ["parameter_groups.decay_vectors=true", "optimizer.weight_decay=0.1"]},
+    "schedule": {
+        "cosine": [],
+        **{each: [f"schedule._component_=tune.optimizers.{each}"] for each in ("linear", "warmup_stable_decay")},
+        "constant": ["schedule._component_=tune.optimizers.constant"],
+    },
+    "warmup": {"0": [], "1": ["schedule.warmup=1"], "0.5": ["schedule.warmup=0.5"]},
+    "clipping": {"null": [], "1.0": ["max_grad_norm=1.0"]},
+    "chunk": {"null": [], "16": ["memory.loss_chunk_tokens=16"]},
+    "accuracy": {"false": [], "true": ["loss.accuracy=true"]},
+    "train_on": {each: [f"dataset.train_on={each}"] * (each != "assistant") for each in ("assistant", "all", "last")},
+    "too_long": {"128": [], **{each: ["max_seq_len=96", f"dataset.too_long={each}"] for each in ("truncate", "drop")}},
+    "bad rows": {"error": [], "skip": ["dataset.on_bad_row=skip"]},
+    "rows": {"kept": ["epochs=3"], "streamed": ["dataset.streaming=true", "dataset.workers=1"]},
+    "template": {"own": [], "chatml": ["tokenizer.chat_template=chatml"]},
+    "validation": {
+        "none": [],
+        "fraction": ["dataset.validation_fraction=0.2"],
+        "path": ["validation_dataset.path={data}", "validate_every=1", "validate_first=true"],
+    },
+    "evaluate": {"none": [], "prompts": ["evaluate.prompts={prompts}", "evaluate.max_new_tokens=3"]},
+    "keep_best": {"null": [], "loss": ["checkpointer.keep_best=validation_loss", "checkpointer.keep=1"]},
+    "every": {"null": [], "1": ["checkpointer.every=1"]},
+    "async": {"true": [], "false": ["checkpointer.async=false"]},
+    "on_error": {"retry": [], "stop": ["checkpointer.on_error=stop"]},
+    "on_nan": {each: [f"checkpointer.on_nan={each}"] * (each != "stop") for each in ("stop", "skip", "rollback")},
+    "zero_stage": {"null": [], "1": ["parallel.zero_stage=1"], "0": ["parallel.zero_stage=0"]},
+    "reduce": {"true": [], "false": ["parallel.reduce_every_micro_batch=false"]},
+    "profiler": {"null": [], "1": ["profiler.start=1", "profiler.steps=1"]},
+    "resume": {"auto": [], "never": ["resume=never"]},
+}
+FACTORS = WHAT | HOW | BESIDE
 PLAIN = {name: next(iter(values)) for name, values in HOW.items()}
-REFUSED = {
-    "adapter: is not a setting. It is one of": {"trained": "all", "dropout": "0.2"},
-    "quantization.weights: is not a setting": {"trained": "all", "quantization": "nf4"},
-    "quantization.weights: is not a sett": {"trained": "all", "quantization": "double"},
-    "adapter: is not a setting. It is one": {"trained": "all, int8", "dropout": "0.2"},
-    "quantization.weights: is not a se": {"trained": "all, int8", "quantization": "nf4"},
-    "quantization.weights: is not a s": {"trained": "all, int8", "quantization": "double"},
-    "adapter.dropout: with quantization.qat": {"trained": "lora, int8", "dropout": "0.2"},
-    "quantization.weights: it does not go": {"trained": "lora, float8", "quantization": "nf4"},
-    "quantization.weights: it does not g": {"trained": "lora, float8", "quantization": "double"},
-    "quantization.qat: .* is quantised": {"trained": "lora, int8", "quantization": "nf4"},
-    "quantization.qat: .* is quantised already": {"trained": "lora, int8", "quantization": "double"},
-    "quantization.qat: .* is exported as": {"trained": "lora, int8", "dtype": "bf16/fp32"},
-    "quantization.qat: .* is exported as float32": {"trained": "lora, int8", "dtype": "bf16"},
-    "memory.cpu_offload: gradients may still": {"in_backward": "true", "cpu_offload": "true"},
-    "memory.activation_offload: what activation_checkpointing=selective keeps": {
-        "activation_offload": "true", "checkpointing": "selective", "compile": "false"
-    },
-    "memory.activation_offload: what activation_checkpointing=selective keeps is": {
-        "activation_offload": "true", "checkpointing": "selective", "compile": "one"
-    },
-}  # fmt: skip
+NOT_ADAPTED = ("all", "all, int8")
+ANSWERS = ("DPO", "KTO")
+ADAPTED = [name for name in WHAT["trained"] if name not in NOT_ADAPTED]
+OF_ADAPTERS = [
+    {"dropout": ["0.2"]},
+    {"quantization": ["nf4", "double"]},
+    {"scale": ["rsLoRA"]},
+    {"export": ["merged"]},
+]
+# Values that do not go together, and what `tune validate` and the run say of the first of each.
+REFUSED = [
+    ({"trained": NOT_ADAPTED, "dropout": ["0.2"]}, "adapter: is not a setting. It is one of"),
+    ({"trained": NOT_ADAPTED, "quantization": ["nf4", "double"]}, "quantization.weights: is not a setting"),
+    ({"trained": NOT_ADAPTED, "scale": ["rsLoRA"]}, "adapter: is not a setting. It is one of"),
+    ({"trained": NOT_ADAPTED, "export": ["merged"]}, "export.merge: is not a setting"),
+    ({"trained": ADAPTED, "export": ["bf16"]}, "export.dtype: is not a setting"),
+    ({"trained": ADAPTED, "start": ["random"]}, "from_scratch: is not a setting"),
+    *(({"start": ["random"], **each}, "from_scratch: is not a setting") for each in OF_ADAPTERS),
+    *(({"export": ["bf16"], **each}, "export.dtype: is not a setting") for each in OF_ADAPTERS[:-1]),
+    ({"trained": ["distilled", *ANSWERS], "accuracy": ["true"]}, "has no argument 'accuracy'"),
+    (
+        {"trained": ANSWERS, "train_on": ["all", "last"]},
+        "rows: answers are learned, and not split: leave out",
+    ),
+    (
+        {"trained": ["KTO"], "rows": ["streamed"]},
+        "streaming: labelled answers are compared with those to other prompts",
+    ),
+    ({"trained": ["all, int8", "lora, int8"], "model": ["hf"]}, "model: with quantization.qat"),
+    ({"trained": ["lora, int8"], "dropout": ["0.2"]}, "adapter.dropout: with quantization.qat"),
+    ({"trained": ["lora, float8"], "quantization": ["nf4", "double"]}, "quantization.weights: it does not go"),
+    ({"trained": ["lora, int8"], "quantization": ["nf4", "double"]}, "is quantised already"),
+    ({"trained": ["lora, int8"], "dtype": ["bf16/fp32", "bf16"]}, "is exported as float32"),
+    ({"in_backward": ["true"], "cpu_offload": ["true"]}, "memory.cpu_offload: gradients may still"),
+    ({"in_backward": ["true"], "clipping": ["1.0"]}, "max_grad_norm: gradients are gone"),
+    ({"in_backward": ["true"], "on_nan": ["skip", "rollback"]}, "checkpointer.on_nan: weights change before"),
+    (
+        {"activation_offload": ["true"], "checkpointing": ["selective"], "compile": ["false", "one"]},
+        "memory.activation_offload: what activation_checkpointing=selective keeps is",
+    ),
+    ({"start": ["random"], "model": ["hf"]}, "from_scratch: "),
+    ({"trained": ["head"], "model": ["hf"], "dropout": ["0.2"]}, "which goes without dropout. Set adapter.dropout=0"),
+    ({"keep_best": ["loss"], "validation": ["none"]}, "checkpointer.keep_best: there is nothing to validate on"),
+    ({"rows": ["streamed"], "validation": ["fraction"]}, "validation_fraction: a stream holds no rows out"),
+]
 
 
-def covering(draw, factors, refused):
+def each_of(values):
+    """All rows in which a setting has one of its values."""
+    return [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
+
+
+def covering(draw, factors, refused, tries=30, left_out=()):
     """Rows in which every two values of two settings occur together, unless they are refused. Each row takes in as many
     of the pairs that are left as the best of some greedy tries does, and else the plain values, which cost least."""
     values = {name: [(name, value) for value in factors[name]] for name in factors}
@@ -94,99 +162,111 @@ def covering(draw, factors, refused):
         frozenset(pair)
         for one, other in itertools.combinations(factors, 2)
         for pair in itertools.product(values[one], values[other])
-        if not is_refused(dict(pair))
+        if not is_refused(dict(pair)) and not any(value in left_out for value in pair)
     }
 
     def greedy(pairs):
         row = dict(draw.choice(pairs))
         for name in draw.sample(sorted(factors.keys() - row), len(factors) - len(row)):
-            allowed = [value for value in values[name] if not is_refused(row | dict([value]))]
+            if not (allowed := [value for value in values[name] if not is_refused(row | dict([value]))]):
+                return greedy(pairs)  # of three values each two go together
             row |= [max(allowed, key=lambda value: sum(frozenset([value, each]) in left for each in row.items()))]
         return row
 
     while left:
         first = sorted(map(sorted, left))
-        tries = {
+        found = {
             frozenset(map(frozenset, itertools.combinations(row.items(), 2))): row
-            for row in (greedy(first) for _ in range(30))
+            for row in (greedy(first) for _ in range(tries))
         }
-        pairs = max(tries, key=lambda pairs: len(pairs & left))
+        pairs = max(found, key=lambda pairs: len(pairs & left))
         left -= pairs
-        yield tries[pairs]
-
-
-def described(row):
-    return pytest.param(row, id=",".join(row[name] for name in FACTORS))
+        yield found[pairs]
 
 
 @pytest.fixture(scope="module")
-def run(chats, pairs, checkpoint, tmp_path_factory):
-    """Runs two steps of settings; returns loss and norm of the gradient of each."""
+def settings_of(chats, pairs, checkpoint, tmp_path_factory):
+    """The recipe and the settings of a row."""
     experts = save_checkpoint(
         tmp_path_factory.mktemp("experts"), "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, head_dim=16,
         moe_intermediate_size=32, num_hidden_layers=2,
     )  # fmt: skip
-
     teacher = save_checkpoint(tmp_path_factory.mktemp("teacher"), num_hidden_layers=2)
+    prompts = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    prompts.write_text("the cat\n")
+
+    def settings_of(row):
+        trained = row["trained"]
+        recipe = "full_finetune" if trained in NOT_ADAPTED else "lora_finetune"
+        recipe = "distill" if trained == "distilled" else "preference_finetune" if trained in ANSWERS else recipe
+        data = pairs if trained in ANSWERS else chats
+        given = [
+            f"model.path={experts if trained == 'experts' else checkpoint}", f"dataset.path={data}", "max_seq_len=128",
+            "device=cpu", "dtype=fp32", "global_batch_size=8", "micro_batch_size=8", "max_steps=2",
+            "max_grad_norm=null", "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
+            *(setting for name, value in row.items() for setting in FACTORS[name][value]),
+            *[f"teacher.path={teacher}"] * (recipe == "distill"),
+            f"output_dir={tmp_path_factory.mktemp('run')}",
+        ]  # fmt: skip
+        return recipe, [each.format(data=data, prompts=prompts) if "{" in each else each for each in given]
+
+    return settings_of
+
+
+@pytest.fixture(scope="module")
+def run(settings_of):
+    """Runs two steps of a row; gives loss and norm of the gradient of each."""
 
     def run(row):
-        is_compared = row["trained"] in ("DPO", "KTO")
-        recipes = dict.fromkeys(("all", "all, int8"), "full_finetune") | {"distilled": "distill"}
-        recipe = recipes.get(row["trained"], "lora_finetune")
-        if is_compared:
-            recipe = "preference_finetune"
-        folder = tmp_path_factory.mktemp("run")
-        settings = [setting for name, value in row.items() for setting in FACTORS[name][value]]
-        if recipe == "distill":
-            settings.append(f"teacher.path={teacher}")
-        cfg = config.load(
-            recipe,
-            [
-                f"model.path={experts if row['trained'] == 'experts' else checkpoint}",
-                f"dataset.path={pairs if is_compared else chats}",
-                f"output_dir={folder}", "max_seq_len=128", "device=cpu", "dtype=fp32", "global_batch_size=8",
-                "micro_batch_size=8", "max_steps=2", "max_grad_norm=null", "optimizer.lr=1e-3", "schedule.warmup=0",
-                "checkpointer.every=null", *settings,
-            ],
-        )  # fmt: skip
+        recipe, settings = settings_of(row)
+        cfg = config.load(recipe, settings)
         importlib.import_module(recipe).main(cfg)
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [(line["loss"], line["grad_norm"]) for line in lines]
+        lines = [json.loads(line) for line in (Path(cfg.output_dir) / "metrics.jsonl").read_text().splitlines()]
+        return [(line["loss"], line["grad_norm"]) for line in lines if line["step"]]
 
     return run
 
 
-@pytest.fixture(scope="module")
-def plainly(run):
-    """What the plain way gives, computed once for all ways."""
+@functools.cache
+def rows():
+    refused = [row for values, _ in REFUSED for row in each_of(values)]
+    # To compile all blocks takes long; to compile one shows as much.
+    drawn = [*covering(random.Random(2), FACTORS, refused, tries=4, left_out=[("compile", "true")])]
+    compiled = {"compile": "true", "activation_offload": "true"}
+    return [*drawn, *({**drawn[0], **compiled, "checkpointing": each} for each in HOW["checkpointing"])]
 
-    @functools.cache
-    def numbers(*what):
-        with torch.compiler.set_stance("force_eager"):  # torchao's optimizers compile themselves
-            return run(dict(what) | PLAIN)
 
-    return numbers
+SHARES = 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", [described(row) for row in covering(random.Random(2), FACTORS, REFUSED.values())])
-def test_each_way_gives_the_numbers_of_the_plain_one(row, run, plainly, monkeypatch):
-    expected = plainly(*((name, row[name]) for name in WHAT))
-    torch.compiler.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    if row["activation_offload"] == "true":  # there is nowhere to offload to from a CPU, and a setting would say so
-        offloading = functools.partial(wrap_forward, offload=True)
-        monkeypatch.setattr(
-            sys.modules["tune.distributed.parallelize"], "wrap_forward", lambda *given, **_: offloading(*given[:-1])
-        )
-    with torch.compiler.set_stance("default" if row["compile"] != "false" else "force_eager"):
-        found = run(row | {"activation_offload": "false"})
-    tolerance = 3e-2 if row["dtype"] != "fp32" else 3e-3 if row["trained"] == "lora, float8" else 1e-4
-    assert found == [pytest.approx(each, rel=tolerance) for each in expected] and len(found) == 2
+@pytest.mark.parametrize("share", range(SHARES))
+def test_what_is_not_refused_runs_and_gives_the_numbers_of_the_plain_way(share, run, settings_of, told, monkeypatch):
+    compile = torch.compile
+    for row in rows()[share::SHARES]:
+        backend = "aot_eager" if row["compile"] == "true" else "eager"
+        monkeypatch.setattr(torch, "compile", functools.partial(compile, backend=backend))
+        recipe, settings = settings_of(row | {"activation_offload": "false"})
+        assert told(recipe, settings) == "", settings
+        torch.compiler.reset()
+        with monkeypatch.context() as patch:
+            if row["activation_offload"] == "true":  # a CPU has nowhere to offload to, and a setting would say so
+                offloading = functools.partial(wrap_forward, offload=True)
+                module = sys.modules["tune.distributed.parallelize"]
+                patch.setattr(module, "wrap_forward", lambda *given, way=offloading, **more: way(*given[:-1], **more))
+            with torch.compiler.set_stance("default" if row["compile"] != "false" else "force_eager"):
+                found = run(row | {"activation_offload": "false"})
+        with torch.compiler.set_stance("force_eager"):  # torchao's optimizers compile themselves
+            expected = run(row | PLAIN) if PLAIN.items() - row.items() else found
+        tolerance = 3e-2 if row["dtype"] != "fp32" else 3e-3 if row["trained"] == "lora, float8" else 1e-4
+        assert found == [pytest.approx(each, rel=tolerance) for each in expected] and len(found) == 2, settings
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_refused(message, run):
-    row = {name: next(iter(FACTORS[name])) for name in FACTORS} | {"trained": "lora"} | REFUSED[message]
-    with pytest.raises(TuneError, match=message):
-        run(row)
+@pytest.mark.parametrize("values", [values for values, _ in REFUSED], ids=[message for _, message in REFUSED])
+def test_refused(values, run, settings_of, told):
+    message = next(message for each, message in REFUSED if each == values)
+    usual = {name: next(iter(FACTORS[name])) for name in FACTORS} | {"trained": "lora"}
+    for row in each_of(values):
+        assert message in told(*settings_of(usual | row))
+    with pytest.raises(TuneError, match=re.escape(message)):
+        run(usual | each_of(values)[0])
