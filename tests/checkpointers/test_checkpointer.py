@@ -304,6 +304,18 @@ if world.is_main:
     file.write_bytes(content)
 world.barrier()
 assert make().resume("auto") == 1
+
+write = Path.write_text
+def full(file, text):
+    if file.name == "state.json":
+        raise OSError("No space left on device")
+    return write(file, text)
+Path.write_text = full  # on rank 0, which alone writes it: no other process may wait for what it does not come to
+again = make()
+again.save(3, wait=True)
+Path.write_text = write
+again.save(4, wait=True)
+assert make().resume("auto") == 4
 """
 
 
@@ -313,6 +325,7 @@ def test_two_processes_share_the_digests_and_their_comparison(tmp_path):
     )
     told = run_processes(tmp_path / "script.py", 2, str(tmp_path / "checkpoints"))
     assert "step-00000002 is damaged: __1_0.distcp is not as it was written" in told
+    assert told.count("the checkpoint of step 3 could not be written: No space left on device") == 1
 
 
 def test_digests_of_earlier_versions_are_compared_too(tmp_path):

@@ -196,18 +196,21 @@ def test_wrong_settings(name, checkpoint, chats, tmp_path, run_recipe, recipe, t
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+TASKS = {"mine/loss_avoided": True, "mine/brier_score": False}
+
+
 def test_what_is_best():
-    loss, score = Best("validation_loss", 2), Best("hellaswag/acc", None)
+    loss, score = Best("validation_loss", 2, {}), Best("hellaswag/acc", None, {})
     found = [loss.take(step, value) for step, value in enumerate([2.0, float("nan"), 1.5, 1.5, 1.6], 1)]
     assert found == [True, False, True, False, False] and loss.is_over and str(loss) == "validation_loss, 1.5 at step 3"
     assert [score.take(step, value) for step, value in enumerate([0.2, 0.1, 0.3], 1)] == [True, False, True]
-    told = Best("mine/loss_avoided", None, True), Best("mine/brier_score", None, False)
+    told = Best("mine/loss_avoided", None, TASKS), Best("mine/brier_score", None, TASKS)
     assert [[each.take(step, value) for step, value in enumerate([0.2, 0.3], 1)] for each in told] == [
         [True, True],
         [True, False],
     ]
-    assert not score.is_over and not Best(None, None).is_over
-    other = Best("validation_loss", 2)
+    assert not score.is_over and not Best(None, None, {}).is_over
+    other = Best("validation_loss", 2, {})
     other.load_state_dict(score.state_dict())
     assert other.step == 0
     other.load_state_dict(loss.state_dict())

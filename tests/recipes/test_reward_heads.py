@@ -7,13 +7,12 @@ import transformers
 from helpers import save_checkpoint
 from models.test_families import VARIANTS
 from recipes.test_rewards import FAMILIES as SHOWN
+from recipes.test_rewards import made_a_reward_model
 from torch.testing import assert_close
 
 from tune import checkpointers, distributed
 from tune.collators import Batch
 from tune.losses import score
-from tune.models import build, prepare_scores
-from tune.tokenizers import Tokenizer
 
 FAMILIES = {name.partition("-")[0]: variant for name, variant in reversed(VARIANTS.items())}
 TOKENS = torch.arange(5, 45)
@@ -24,13 +23,7 @@ TOKENS = torch.arange(5, 45)
 def test_a_family_has_scores(family, tmp_path):
     config_class, changes = FAMILIES[family]
     base = save_checkpoint(tmp_path / "base", config_class, **{"pad_token_id": None} | changes)
-    with torch.device("meta"):
-        model = build(str(base), head="score")
-    weights = checkpointers.Pretrained(str(base), model)
-    model.to_empty(device="cpu")
-    weights.load(model)
-    tokenizer = Tokenizer(str(base))
-    prepare_scores(model, tokenizer)
+    model, tokenizer = made_a_reward_model(base)
     batch = Batch.of(TOKENS[None].numpy(), documents=(TOKENS[None] > 20).int().numpy())
     before = score(model, batch)
     (before[0] - before[1]).sigmoid().log().neg().backward()

@@ -20,7 +20,7 @@ from tune import checkpointers, datasets, distributed
 from tune.collators import Sample, collate
 from tune.errors import TuneError
 from tune.losses import score
-from tune.models import build
+from tune.models import build, prepare_scores
 from tune.peft import merge
 from tune.tokenizers import Tokenizer
 
@@ -126,18 +126,24 @@ def ours(folder, conversations):
     return score(model, collate([[Sample(each.numpy(), each.numpy()) for each in tokens]]))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_gives_the_same_scores(family, rows, tmp_path):
-    """Of a language model that has become a reward model, whose pad token was the one that ends turns."""
-    config_class, changes = FAMILIES[family]
-    base = save_checkpoint(tmp_path / "base", config_class, **{"pad_token_id": 2} | changes)
+def made_a_reward_model(base):
+    """A language model that becomes a reward model, and its tokenizer."""
     with torch.device("meta"):
         model = build(str(base), head="score")
     weights = checkpointers.Pretrained(str(base), model)
     model.to_empty(device="cpu")
     weights.load(model)
     tokenizer = Tokenizer(str(base))
-    reward_finetune.prepare_scores(model, tokenizer)
+    prepare_scores(model, tokenizer)
+    return model, tokenizer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_gives_the_same_scores(family, rows, tmp_path):
+    """Of a language model that has become a reward model, whose pad token was the one that ends turns."""
+    config_class, changes = FAMILIES[family]
+    base = save_checkpoint(tmp_path / "base", config_class, **{"pad_token_id": 2} | changes)
+    model, tokenizer = made_a_reward_model(base)
     world = distributed.init("cpu")
     checkpointers.export(model, tokenizer, tmp_path / "model", world, source=str(base))
     conversations = [each for row in chats(rows) for each in row]

@@ -1,22 +1,42 @@
 """The best value of a metric in a training."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from tune.errors import TuneError
 
 
 class Best:
     """The best value of a metric so far; `stale` counts those since. `kept` are value and step of the best one whose
-    checkpoint is written. The lowest is the best of a loss and of a metric that is not `higher_is_better`."""
+    checkpoint is written. The lowest is the best of a loss; of the metrics of tasks `higher_is_better` says it.
 
-    def __init__(self, metric: str | None, patience: int | None, higher_is_better: bool | None = None):
+    Raises:
+        TuneError: it is the metric of a task, and of none of these.
+    """
+
+    def __init__(self, metric: str | None, patience: int | None, higher_is_better: Mapping[str, bool]):
         self.metric, self.patience = metric, patience
-        if higher_is_better is None:
-            higher_is_better = not any(word in (metric or "") for word in ("loss", "perplexity", "bits_per_byte"))
-        self.sign = 1 if higher_is_better else -1
+        wanted = metric or ""
+        tasks = {name.rpartition("/")[0] for name in higher_is_better}
+        if tasks and "/" in wanted and wanted.rpartition("/")[0] not in tasks:
+            raise TuneError(f"checkpointer.keep_best: {wanted} is a metric of none of the tasks: {', '.join(tasks)}")
+        is_loss = any(word in wanted for word in ("loss", "perplexity", "bits_per_byte"))
+        self.sign = 1 if higher_is_better.get(wanted.split(",")[0], not is_loss) else -1  # a task's: with any filter
         self.value, self.step, self.stale = -float("inf"), 0, 0
         self.kept = self.value, self.step
 
     def __str__(self) -> str:
         return f"{self.metric}, {self.value * self.sign:.4g} at step {self.step}"
+
+    def is_in(self, metrics: Iterable[str]) -> bool:
+        """Whether it was measured. Raises TuneError if what would measure it did, and it is not there."""
+        wanted = self.metric or ""
+        prefix = "validation_" if wanted.startswith("validation_") else wanted.rpartition("/")[0] + "/"
+        found = ", ".join(name for name in metrics if name.startswith(prefix))
+        if wanted and found and wanted not in metrics:
+            what = "a validation" if prefix == "validation_" else f"the task {prefix[:-1]}"
+            raise TuneError(f"checkpointer.keep_best: {what} does not measure {wanted}, but {found}")
+        return wanted in metrics
 
     def take(self, step: int, value: float) -> bool:
         """Whether the metric of a step is the best so far. NaN is not."""

@@ -1,13 +1,11 @@
 """Saving and restoring training states with torch.distributed.checkpoint (DCP), also on another number of processes."""
 
-import contextlib
 import functools
 import json
 import math
 import os
 import shutil
 import uuid
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -32,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tune.atomic import CHECKPOINT
 from tune.checkpointers.best import Best
-from tune.checkpointers.disk import digest_of, found_damage, replace_json, write_digests
+from tune.checkpointers.disk import found_damage, gather_digests, replace_json, write_digests
 from tune.checkpointers.reading import Planner, Reader, cause_of, checkpoint_at
 from tune.distributed import World, reshard, uncut
 from tune.distributed.ray_train import is_ray_worker, report
@@ -64,8 +62,8 @@ class Checkpointer:
     and `adapter` that its settings are the same.
 
     With `keep_best`, the name of a metric, the checkpoint with its best value is kept too: the lowest of a loss, the
-    highest of others, unless `tasks` say it of their metrics (`higher_is_better`). After `patience` values in a row
-    that were no better the training `is_over`.
+    highest of others; of a task's metric, what `tasks` say of it (`higher_is_better`). After `patience` values in a
+    row that were no better the training `is_over`.
 
     `extra` is state of your own, by name: averaged weights, counters. Plain values are saved as JSON. Tensors, also
     sharded ones, are loaded in place, so that the object must have them before it is restored.
@@ -102,12 +100,7 @@ class Checkpointer:
         self.soon = max(1, (every or 0) // 10)  # steps after which a checkpoint that was not written is tried again
         self.on_error, self.on_nan, self.refused = on_error, on_nan, 0
         self.tell = tell if world.is_main else lambda message: None
-        higher_is_better, wanted = tasks.higher_is_better if tasks else {}, keep_best or ""
-        names = {name.rpartition("/")[0] for name in higher_is_better}
-        if names and "/" in wanted and wanted.rpartition("/")[0] not in names:
-            raise TuneError(f"checkpointer.keep_best: {wanted} is a metric of none of the tasks: {', '.join(names)}")
-        is_higher = higher_is_better.get(wanted.split(",")[0])  # with any filter of its answers
-        self.best = Best(keep_best, patience, is_higher)
+        self.best = Best(keep_best, patience, tasks.higher_is_better if tasks else {})
         self.saved, self.reported, self.writing = 0, 0, 0
         self.resumed: dict[int, Path] = {}  # the step that training continues after, and its checkpoint, of any folder
         is_first_here = os.environ.get("LOCAL_RANK") == "0" and (folder.parent / STORED).exists()
@@ -223,14 +216,8 @@ class Checkpointer:
         `on_error="stop"` it raises TuneError if a checkpoint could not be written; earlier ones are intact."""
         if self.pending is not None and self.pending.done():
             self._collect()
-        measured, wanted = self.best.metric in metrics, self.best.metric or ""
-        prefix = "validation_" if wanted.startswith("validation_") else wanted.rpartition("/")[0] + "/"
-        found = ", ".join(name for name in metrics if name.startswith(prefix))
-        if wanted and found and not measured:
-            what = "a validation" if prefix == "validation_" else f"the task {prefix[:-1]}"
-            raise TuneError(f"checkpointer.keep_best: {what} does not measure {wanted}, but {found}")
-        if measured:
-            self.best.take(step, metrics[wanted])
+        if measured := self.best.is_in(metrics):
+            self.best.take(step, metrics[str(self.best.metric)])
             vars(self.best).update(self.world.broadcast(vars(self.best)))  # rank 0 knows which are written
         is_best = measured and self.best.step == step
         if measured and self.is_over():
@@ -272,9 +259,10 @@ class Checkpointer:
         def write() -> None:
             try:
                 dcp.save(tensors, checkpoint_id=unfinished, process_group=self.group)
-                if self.world.is_main:  # it returns from there after all ranks have written, and the metadata are saved
+                digests = gather_digests(unfinished, self.group)
+                if self.world.is_main:  # from here on no process waits for another: this may fail
                     (unfinished / "state.json").write_text(small)
-                self._write_digests(unfinished)
+                    write_digests(unfinished, digests, ".metadata", "state.json")
                 if self.tidies:
                     unfinished.rename(complete)
             except (OSError, CheckpointException) as error:
@@ -292,19 +280,6 @@ class Checkpointer:
             self._settle(write)
         if wait:
             self._written()
-
-    def _write_digests(self, folder: Path) -> None:
-        """In the thread that writes: each process reads its own files, which its machine still has in memory."""
-        mine: dict[str, str] | None = None
-        found: list[Any] = [None] * self.world.size
-        with contextlib.suppress(OSError):
-            mine = {file.name: digest_of(file) for file in folder.glob(f"__{self.world.rank}_*")}
-        dist.all_gather_object(found, mine, self.group)
-        if None in found:
-            raise OSError(f"process {found.index(None)} cannot read what it has written")
-        if self.world.is_main:
-            small = (".metadata", "state.json")
-            write_digests(folder, ChainMap({name: digest_of(folder / name) for name in small}, *found))
 
     def wait(self) -> int:
         """Wait for the checkpoint that is being written, on all processes; return the step of the last complete one,

@@ -1,15 +1,18 @@
 """Reading the tensors of a checkpoint folder, from safetensors or torch files; finding files that are damaged."""
 
+import contextlib
 import hashlib
 import json
 import pickle
 import re
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES
@@ -95,10 +98,24 @@ def digest_of(file: Path) -> str:
         return f"xxh3:{hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()}"
 
 
-def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
-    """Keep the `digest_of` files of `folder`."""
+def gather_digests(folder: Path, group: dist.ProcessGroup) -> dict[str, str]:
+    """The `digest_of` each file of a checkpoint that its processes have written. Each reads its own files, which its
+    machine still has in memory. Raises OSError, on all of them, if one cannot."""
+    mine: dict[str, str] | None = None
+    found: list[Any] = [None] * dist.get_world_size(group)
+    with contextlib.suppress(OSError):
+        mine = {file.name: digest_of(file) for file in folder.glob(f"__{dist.get_rank(group)}_*")}
+    dist.all_gather_object(found, mine, group)
+    if None in found:
+        raise OSError(f"process {found.index(None)} cannot read what it has written")
+    return {**ChainMap(*found)}
+
+
+def write_digests(folder: Path, digests: Mapping[str, str], *others: str) -> None:
+    """Keep the `digest_of` files of `folder`; those of `others` are made here."""
+    digests = {**digests} | {name: digest_of(folder / name) for name in others}
     with written_aside(folder / DIGESTS) as unfinished:
-        unfinished.write_text(json.dumps({**digests}, indent=2, sort_keys=True) + "\n")
+        unfinished.write_text(json.dumps(digests, indent=2, sort_keys=True) + "\n")
 
 
 def replace_json(file: Path, value: Any) -> None:

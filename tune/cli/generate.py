@@ -211,8 +211,8 @@ def write(options: Namespace, rows: list[tuple[str, Any]], answers: Iterable[tup
 
 @contextmanager
 def records_file(path: Path, rows: list[tuple[str, Any]]) -> Iterator[Callable[[list[dict[str, Any]]], object]]:
-    """A function that writes records: as JSON lines, or as Parquet if that is the file's suffix, whose columns have the
-    types that they have in all `rows`. Raises TuneError if it cannot be written."""
+    """A function that writes records: as JSON lines (dates as text), or as Parquet if that is the file's suffix, whose
+    columns have the types that they have in all `rows`. Raises TuneError if it cannot be written."""
     import pyarrow
     from pyarrow import parquet
 

@@ -118,9 +118,8 @@ class Divergence(ABC):
         rows = Rows(weight, size)
         teachers = None
         if isinstance(teacher, Teacher):
-            is_alike = len(weight) == len(teacher.weight) and isinstance(weight, DTensor) == isinstance(
-                teacher.weight, DTensor
-            )
+            is_sharded, teachers_is = (isinstance(each, DTensor) for each in (weight, teacher.weight))
+            is_alike = len(weight) == len(teacher.weight) and is_sharded == teachers_is
             theirs = rows.of_other(teacher.weight, is_alike)
             inputs = of_supervised(teacher.hidden, batch), theirs, self.chunk_tokens, teacher.softcap
             teachers = chunks_of_logits(*inputs, self.temperature)
