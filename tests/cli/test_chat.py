@@ -1,5 +1,6 @@
 """`tune chat`, driven through a real terminal."""
 
+import io
 import json
 import os
 import pty
@@ -11,9 +12,11 @@ import time
 
 import pytest
 from helpers import HANGS, make_adapter, save_checkpoint
+from rich.console import Console
 
 from tune.checkpointers import load_model
-from tune.generation import Sampler
+from tune.cli.chat import Dialogue, Speaker
+from tune.generation import Continuation, Sampler
 from tune.tokenizers import Tokenizer
 
 CUT = "(cut after 12 tokens: --max-new-tokens, or what the model has room for)"
@@ -22,11 +25,11 @@ CUT = "(cut after 12 tokens: --max-new-tokens, or what the model has room for)"
 class Terminal:
     """A process in a terminal: what is typed, and what is shown."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, **variables):
         self.process, self.screen = pty.fork()
         if not self.process:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests that a shell started in the background ignore it
-            environment = os.environ | {"TERM": "dumb", "COLUMNS": "100000"}
+            environment = os.environ | {"TERM": "dumb", "COLUMNS": "100000"} | variables
             os.execve(sys.executable, [sys.executable, "-m", "tune.cli", *map(str, arguments)], environment)
         self.seen, self.bytes = "", b""
 
@@ -71,8 +74,8 @@ class Terminal:
 def terminal():
     opened = []
 
-    def start(*arguments):
-        opened.append(Terminal("chat", *arguments))
+    def start(*arguments, **variables):
+        opened.append(Terminal("chat", *arguments, **variables))
         opened[0].wait_for(r"(?m)^> ")
         return opened[0]
 
@@ -152,6 +155,74 @@ def test_another_answer_by_another_sample(checkpoint, terminal):
         assert words(chat.ask(line)) == words(said)
         expected += said
     assert re.search("[\u0080-\ufffc]", expected)  # characters of several tokens, which are shown whole
+
+
+WIDE = {"TERM": "xterm", "COLUMNS": "100", "LINES": "12"}
+ERASED = "\x1b[2K"  # a line, by what shows an answer that grows
+
+
+def columns(shown):
+    """Of what is printed last: a heading, the text and the note of each column."""
+    rows = re.sub(r"\x1b\[[\d;?]*\w", "", shown.rpartition(ERASED)[2]).split("\n")
+    sides = zip(*(row.split("\u2502") for row in rows if "\u2502" in row), strict=True)
+    return [(head.strip(), *"".join(lines).rpartition("(")[::2]) for head, *lines in sides]
+
+
+def letters(text):
+    """Without the blanks that wrapping changes, and without the marks that have no width."""
+    return re.sub(r"\s", "", words(text))
+
+
+def test_side_by_side(checkpoint, terminal, tmp_path):
+    """Two columns that grow together, in a terminal that can show them; Ctrl-C keeps what there is of both."""
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", 1)
+    chat = terminal(adapter, "--compare", checkpoint, "--max-new-tokens", 40, **WIDE)
+    messages = []
+    for line in ("the cat", "a dog"):
+        messages.append(user(line))
+        said = answer(checkpoint, messages, 40)
+        shown = chat.ask(line)
+        (first, tuned, _), (second, base, cut) = columns(shown)
+        for name, whole in {first: adapter, second: checkpoint}.items():
+            assert str(whole).endswith(name.removeprefix("\u2026")) and len(name) > 20
+        assert cut.startswith("cut after 40 tokens")
+        assert letters(base) == letters(said) != letters(tuned)
+        messages.append(assistant(said))
+
+
+def test_side_by_side_until_ctrl_c(terminal, tmp_path):
+    """What there is of both answers stays, and is longer than the terminal is high."""
+    folder = save_checkpoint(tmp_path / "endless", max_position_embeddings=200_000, eos_token_id=None)
+    chat = terminal(folder, "--compare", folder, "--max-new-tokens", 150_000, **WIDE)
+    chat.type("the cat\n")
+    for _ in range(20):
+        chat.wait_for(re.escape(ERASED) + r"[\s\S]*?\u2502")  # drawn again
+    chat.type("\x03")
+    (_, first, stopped), (_, second, _) = columns(chat.wait_for(r"(?m)^> "))
+    shorter, longer = sorted((first.rstrip(" \ufffd"), second), key=len)  # a character may be cut by Ctrl-C
+    assert longer.startswith(shorter) and len(letters(shorter)) > 50 and stopped.startswith("stopped)")
+
+
+def test_both_caches_stay(checkpoint):
+    """Each model reads what is new of the conversation, and no token of it twice."""
+    tokenizer, models = Tokenizer(str(checkpoint)), [load_model(str(checkpoint)) for _ in range(2)]
+    settings = {"temperature": 0, "stop_ids": ()}
+    speakers = [Speaker("", Continuation(model), tokenizer, settings) for model in models]
+    read = {model: [] for model in models}
+
+    def count(model, inputs):
+        read[model].append(getattr(inputs[0], "tokens", inputs[0]).numel())
+
+    for model in models:
+        model.register_forward_pre_hook(count)
+    dialogue = Dialogue(Console(file=io.StringIO()), print, speakers, 5, None)
+    dialogue.ask("the cat")
+    dialogue.ask("a dog")
+    dialogue.ask("it ran")
+    for speaker, tokens in zip(speakers, read.values(), strict=True):
+        text = tokenizer.apply_chat_template(speaker.messages[:-1], add_generation_prompt=True)
+        # Each answer's last token is read with the next message, where it is encoded anew.
+        assert sum(tokens) <= len(tokenizer.encode(text)) + 5 + 3 * 5
 
 
 @pytest.mark.slow

@@ -7,12 +7,18 @@ tune chat runs/mine --compare ./SmolLM2-135M
 import json
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from tune import distributed
 from tune.cli.export import model_at
@@ -22,6 +28,8 @@ from tune.generation import Continuation, Sampler
 from tune.lookup import did_you_mean
 from tune.peft import open_model
 from tune.tokenizers import Message, Tokenizer
+
+NARROW = 60  # columns of a terminal: below, two models answer one after the other
 
 COMMANDS = {
     "/system": "TEXT: set the system message, and begin anew",
@@ -69,6 +77,64 @@ class Speaker:
     tokenizer: Tokenizer
     settings: dict[str, Any]
     messages: list[Message] = field(default_factory=list)
+
+
+class Reply:
+    """What a speaker answers to its messages, piece by piece: pieces end where characters do."""
+
+    def __init__(self, speaker: Speaker, most: int, step: int):
+        tokenizer, continuation = speaker.tokenizer, speaker.continuation
+        self.speaker, self.text, self.note, self.is_complete = speaker, "", "", False
+        prompt = tokenizer.encode(tokenizer.apply_chat_template(speaker.messages, add_generation_prompt=True))
+        longest = continuation.model.max_generated or sys.maxsize
+        if len(prompt) >= longest:
+            raise TuneError(
+                f"the conversation has {len(prompt)} tokens, and the model reads {longest}: /reset begins anew"
+            )
+        self.count = min(most, longest - len(prompt))
+        self.stream = tokenizer.stream(skip_special_tokens=True)
+        self.said = list[int]()
+        self.coming = continuation(Sampler(max_new_tokens=self.count, **speaker.settings), prompt, step=step)
+
+    def __iter__(self) -> Iterator[str]:
+        tokenizer = self.speaker.tokenizer
+        for token in self.coming:
+            self.said.append(token)
+            piece = self.stream.add(token)
+            self.text += piece
+            yield piece
+        yield self.rest()
+        self.is_complete = True
+        if len(self.said) == self.count and self.said[-1] not in tokenizer.stop_ids:
+            self.note = f"(cut after {self.count:,} tokens: --max-new-tokens, or what the model has room for)"
+
+    def rest(self) -> str:
+        """What is held back of a character that has begun."""
+        piece = self.stream.finish()
+        self.text += piece
+        return piece
+
+    @property
+    def content(self) -> str:
+        return self.speaker.tokenizer.decode(self.said, skip_special_tokens=True)
+
+
+def columns(replies: list[Reply], console: Console, height: int | None = None) -> Table:
+    """The answers beside each other, of each its last lines, `height` at most."""
+    table = Table(box=box.MINIMAL, show_edge=False)
+    width = (console.width - 2) // len(replies) - 3  # of text, with a blank on each side, a line, and room for ^C
+    cells = []
+    for reply in replies:
+        name = reply.speaker.name
+        table.add_column(
+            Text(name if len(name) <= width else f"\u2026{name[1 - width :]}"), width=width, overflow="fold"
+        )
+        lines = Text(reply.text).wrap(console, width, overflow="fold", no_wrap=False)
+        cells.append(Text("\n").join(lines[-height:] if height else lines))
+    table.add_row(*cells)
+    if height is None and any(reply.note for reply in replies):
+        table.add_row(*(Text(reply.note, style="dim") for reply in replies))
+    return table
 
 
 class Dialogue:
@@ -133,41 +199,56 @@ class Dialogue:
                 pass
 
     def ask(self, text: str) -> None:
-        """All answer, one after the other; each goes on from its own answers."""
+        """All answer; each goes on from its own answers."""
         self.answers += 1
         for speaker in self.speakers:
             speaker.messages.append({"role": "user", "content": text})
         try:
-            for speaker in self.speakers:
-                if len(self.speakers) > 1:
-                    self.console.print(f"[{speaker.name}]", style="bold")
-                speaker.messages.append({"role": "assistant", "content": self.answer(speaker)})
+            replies = [Reply(speaker, self.max_new_tokens or MAX_NEW_TOKENS, self.answers) for speaker in self.speakers]
+            console = self.console
+            shows_columns = console.is_terminal and not console.is_dumb_terminal and console.width >= NARROW
+            if len(replies) > 1 and shows_columns:
+                self.show_side_by_side(replies)
+            else:
+                self.show_in_turn(replies)
         except (TuneError, KeyboardInterrupt):
             self.take_back()
             raise
+        for reply in replies:
+            reply.speaker.messages.append({"role": "assistant", "content": reply.content})
 
-    def answer(self, speaker: Speaker) -> str:
-        """Print an answer as it comes, and return it, or what there is of it at Ctrl-C."""
-        tokenizer, said = speaker.tokenizer, list[int]()
-        prompt = tokenizer.encode(tokenizer.apply_chat_template(speaker.messages, add_generation_prompt=True))
-        longest = speaker.continuation.model.max_generated or sys.maxsize
-        if len(prompt) >= longest:
-            raise TuneError(
-                f"the conversation has {len(prompt)} tokens, and the model reads {longest}: /reset begins anew"
-            )
-        count = min(self.max_new_tokens or MAX_NEW_TOKENS, longest - len(prompt))
-        text = tokenizer.stream(skip_special_tokens=True)
-        try:
-            sampler = Sampler(max_new_tokens=count, **speaker.settings)
-            for token in speaker.continuation(sampler, prompt, step=self.answers):
-                said.append(token)
-                self.console.out(text.add(token), end="", highlight=False)
-            self.console.out(text.finish(), highlight=False)
-            if len(said) == count and said[-1] not in tokenizer.stop_ids:
-                self.tell(f"(cut after {count:,} tokens: --max-new-tokens, or what the model has room for)")
-        except KeyboardInterrupt:
-            self.tell(f"{text.finish()} (stopped)")
-        return tokenizer.decode(said, skip_special_tokens=True)
+    def show_in_turn(self, replies: list["Reply"]) -> None:
+        """Print answers as they come, or what there is of one at Ctrl-C."""
+        for reply in replies:
+            if len(replies) > 1:
+                self.console.print(f"[{reply.speaker.name}]", style="bold")
+            try:
+                for piece in reply:
+                    self.console.out(piece, end="", highlight=False)
+                self.console.out()
+            except KeyboardInterrupt:
+                reply.note = "(stopped)"
+                self.console.out(reply.rest(), end=" ", highlight=False)
+            if reply.note:
+                self.tell(reply.note)
+
+    def show_side_by_side(self, replies: list["Reply"]) -> None:
+        """A token of each in turn, in columns: while they come their ends, as many lines as the terminal has."""
+        with (
+            Live(
+                get_renderable=lambda: columns(replies, self.console, self.console.height - 4),
+                console=self.console, transient=True, refresh_per_second=10,
+            ),
+            suppress(KeyboardInterrupt),
+        ):  # fmt: skip
+            coming = [iter(each) for each in replies]
+            while coming:
+                coming = [each for each in coming if next(each, None) is not None]
+        for reply in replies:
+            if not reply.is_complete:
+                reply.rest()
+                reply.note = "(stopped)"
+        self.console.print(columns(replies, self.console), soft_wrap=False)
 
     def save(self, name: str) -> None:
         if not name:
