@@ -1,5 +1,8 @@
 """A reward model as a reward: transformers' scores of the ids that were sampled."""
 
+import json
+import shutil
+
 import pytest
 import torch
 import transformers
@@ -39,16 +42,28 @@ def test_scores_are_those_of_transformers(judge, world):
     assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_answer_is_scored_where_a_conversation_ends(judge, world):
-    """The template writes a newline behind the end of turn that was sampled."""
-    tokenizer = Tokenizer(str(judge))
+HEADERS_ALONE = (  # as GLM's: an answer ends where the next turn begins
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("template", "end"), [(None, "<|im_end|>"), (HEADERS_ALONE, "<|im_start|>")])
+def test_an_answer_is_scored_where_a_conversation_ends(template, end, judge, world, tmp_path):
+    """Behind the end of turn that was sampled a template writes a newline, or it writes neither."""
+    folder = shutil.copytree(judge, tmp_path / "judge")
+    (index,) = Tokenizer(str(folder)).encode(end)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [index]}))
+    if template:
+        (folder / "template.jinja").write_text(template)
+    tokenizer = Tokenizer(str(folder), chat_template=template and str(folder / "template.jinja"))
     messages = [{"role": "user", "content": "Hi"}]
     whole = tokenizer.encode(tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": "a cat"}]))
     prompt = tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
-    answer = tokenizer.encode("a cat<|im_end|>")
-    assert [*prompt, *answer] == whole[:-1]
+    answer = tokenizer.encode(f"a cat{end}")
+    assert [*prompt, *answer] == (whole[:-1] if template is None else [*whole, index])
     episode = Episode(Prompt(0, prompt, {}, messages), tokens=answer, text="a cat", finish="stop")
-    (found,) = RewardModel(str(judge)).scores([episode], tokenizer, world)
+    (found,) = RewardModel(str(folder)).scores([episode], tokenizer, world)
     with torch.no_grad():
         model = transformers.AutoModelForSequenceClassification.from_pretrained(judge).eval()
         assert found == pytest.approx(model(torch.tensor([whole])).logits.item(), abs=1e-5)

@@ -13,6 +13,7 @@ from tune.generation.rollout import Episode
 from tune.losses import score
 from tune.models import Decoder
 from tune.tokenizers import Tokenizer
+from tune.tokenizers.supervision import PROBE
 from tune.types import PositiveInt
 
 
@@ -39,7 +40,7 @@ class RewardModel:
         if self.model is None:
             self.model, _ = load_frozen(self.path, world, self.dtype, setting="reward.path", head="score")
             require_same_vocabulary("reward.path", self.path, self.model, tokenizer)
-        texts = [[*each.prompt.tokens, *each.tokens, *_behind(each, tokenizer)] for each in episodes]
+        texts = [_scored(each, tokenizer) for each in episodes]
         batches = -(-len(texts) // self.micro_batch_size)
         found: list[float] = []
         for start in range(0, max(world.all_gather(batches)) * self.micro_batch_size, self.micro_batch_size):
@@ -51,11 +52,14 @@ class RewardModel:
         return found[: len(texts)]
 
 
-def _behind(episode: Episode, tokenizer: Tokenizer) -> list[int]:
-    """What the chat template writes behind the end of an answer: reward models score the last token of all."""
+def _scored(episode: Episode, tokenizer: Tokenizer) -> list[int]:
+    """Prompt and answer, which ends as in the conversations of the reward model's training: as the chat template ends
+    it, with its own token or none, and with what it writes behind that. Reward models score the last token of all."""
+    ids = [*episode.prompt.tokens, *episode.tokens]
     if episode.finish == "length" or episode.prompt.messages is None:
-        return []
-    said = [*episode.prompt.messages, {"role": "assistant", "content": episode.text}]
-    text = tokenizer.apply_chat_template(said, tools=episode.prompt.tools)
-    stop = tokenizer.decode(episode.tokens[-1:])
-    return tokenizer.encode(text[text.rfind(stop) + len(stop) :]) if stop in text else []
+        return ids
+    said = [*episode.prompt.messages, {"role": "assistant", "content": PROBE}]
+    _, answer, end = tokenizer.apply_chat_template(said, tools=episode.prompt.tools).rpartition(PROBE)
+    if not answer:
+        return ids
+    return (ids[:-1] if ids[-1] in tokenizer.stop_ids else ids) + tokenizer.encode(end)

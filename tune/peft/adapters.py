@@ -180,7 +180,7 @@ def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
         if not isinstance(layer, ExpertLinear) and _last(names.module(name)) in of_experts:
             reason = "has the name of an expert's projection, and PEFT would take its adapter for one of an expert. To "
             reason += r"adapt experts alone give a regular expression: '.*(q_proj|v_proj|experts\.\d+\.\w+)'"
-        is_head = layer is model.head and hasattr(model, "head_input")
+        is_head = hasattr(model, "head_input") and layer is model.head
         if lora.dropout and is_head:  # its body drops padding, its head not
             reason = "is the head of a model of transformers, which goes without dropout. Set adapter.dropout=0"
         if reason:
