@@ -4,14 +4,16 @@
     torchrun --nproc-per-node 8 recipes/preference_finetune.py --config my.yaml loss._component_=tune.losses.SimPO
     tune run --nproc-per-node 8 preference_finetune --config my.yaml adapter.rank=32
 
-The loss is a function of the log-probs of whole answers, sums over their tokens; of DPO, for a chosen answer w and a
-rejected one l, with ^ for the frozen reference: -log sigmoid(beta ((log p_w - log ^p_w) - (log p_l - log ^p_l))).
+The loss is a function of log-probs of a chosen answer w and a rejected one l: sums L, means over tokens A with their
+log-odds O = A - log(1 - exp A), and R and M, which are L and A less the frozen reference's. s is the logistic function:
+
+    DPO  -log s(beta (R_w - R_l))        SimPO  -log s(beta (A_w - A_l) - gamma)
+    IPO  (M_w - M_l - 1 / (2 beta))^2    CPO    -log s(beta (L_w - L_l)) - nll A_w
+    KTO  1 - s(+-beta (R - z))           ORPO   -A_w - beta log s(O_w - O_l)
 
 1. The loss is the mean over the pairs of the global batch. Several rejected answers to a prompt are as many pairs.
-2. The reference's log-probs are computed once, before the first step, and kept in the run folder by the hash of weights
-   and data; or they are those of the base, with the adapter switched off. Dropout is off in them.
-3. KTO compares labelled answers with the policy's mean log-ratio on mismatched ones (each prompt with the next one's
-   answer): that of the whole global batch, in a pass without gradient.
+2. The reference's log-probs are kept in the run folder by the hash of weights and data, or the adapter is switched off.
+3. KTO's answers are good (+) or bad (-); z is the mean R of mismatched ones, each prompt with the next one's answer.
 
 Every setting is in configs/preference_finetune.yaml. Copy this file (`tune cp preference_finetune my.py`), change it.
 """
@@ -131,8 +133,7 @@ def main(cfg):
             return None
         totals: dict[str, torch.Tensor] = {}
         model.eval()
-        for batch in batches:
-            batch = batch.to(world.device)
+        for batch in (each.to(world.device) for each in batches):
             loggers.add(totals, {"kl": losses.sum_and_count(score(batch)[0].ratio[batch.pairs[1]])})
         model.train()
         return loggers.means(totals, world)["kl"].clamp(min=0).to(world.device, torch.float32)
