@@ -19,7 +19,7 @@ from tune.models import build
 LAYOUTS = [{"tp": tp, "dp_replicate": replicas} for tp, replicas in ((1, 1), (1, 2), (2, 1), (4, 1))]
 LAYOUTS += [{"cp": 2, "dp_replicate": 2}, {"cp": 2, "tp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}]
 LAYOUTS += [{"zero_stage": 0}, {"zero_stage": 1, "tp": 2}, {"zero_stage": 2}, {"zero_stage": 0, "cp": 2}]
-LAYOUTS += [{"pp": 2, "pp_schedule": "interleaved"}]
+LAYOUTS += [{"pp": 2, "pp_schedule": "interleaved"}, {"tp": 2, "loss_parallel": False}]
 KINDS = {"all": None, "adapter": peft.LoRA(rank=4, dora=True)}
 path, folder = Path(sys.argv[1]), Path(sys.argv[2])
 if path.name == "experts":
@@ -112,7 +112,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "shape", "pairs"),
-    [("dense", "Qwen3Config", {"tie_word_embeddings": True}, 26), ("experts", "Qwen3MoeConfig", EXPERTS, 12)],
+    [("dense", "Qwen3Config", {"tie_word_embeddings": True}, 28), ("experts", "Qwen3MoeConfig", EXPERTS, 12)],
 )
 def test_pairs_of_layouts_of_four_processes(name, kind, shape, pairs, tmp_path):
     save_checkpoint(tmp_path / name, kind, num_hidden_layers=4, **shape)

@@ -52,7 +52,8 @@ path, axis, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
 stage, count = (int(sys.argv[4]), 2) if len(sys.argv) > 4 else (None, 1)
 dist.init_process_group("fake", rank=size // 2, world_size=size, store=FakeStore())
 dist.ProcessGroup.set_timeout = lambda *_: None  # this backend has none
-layout = {"dp_replicate": size // 2} if axis == "HSDP" else {axis: size}
+layouts = {"HSDP": {"dp_replicate": size // 2}, "whole head": {"tp": size, "loss_parallel": False}}
+layout = layouts.get(axis, {axis: size})
 world = distributed.init("cpu", **layout, zero_stage=stage, reduce_every_micro_batch=True)
 with torch.device("meta"):
     model = build(path)

@@ -8,7 +8,7 @@ from helpers import run_processes, save_checkpoint, slow_but
 
 COUNT = Path(__file__).with_name("count_collectives.py")
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-AXES = ("dp_shard", "HSDP", "cp", "tp", "pp")
+AXES = ("dp_shard", "HSDP", "cp", "tp", "whole head", "pp")
 
 
 @pytest.mark.parametrize("axis", slow_but(["cp"], AXES))
@@ -24,7 +24,10 @@ def test_bytes_of_an_axis(axis, checkpoint):
     sharding = found["of_fsdp"].get("bytes", 0) / 2
     expected = {"dp_shard": {"dp_shard": sharding}, "cp": {"dp_shard x cp": sharding, "cp": counted / 2}}
     expected["HSDP"] = {"dp_replicate": found["of_fsdp"].get("summed"), "dp_shard": sharding}
-    beside = {"cp": 4, "tp": 4 * 6 * 64}.get(axis, 0)  # of the loss; of the norms between the parts of 3 blocks
+    of_norms = 4 * 6 * 64
+    beside = {"cp": 4, "tp": of_norms, "whole head": of_norms}.get(
+        axis, 0
+    )  # of the loss; of the norms between the parts of 3 blocks
     close = pytest.approx(expected.get(axis, {"tp": counted}), rel=1e-6, abs=beside)  # a sum over 2 sends all of it
     assert found["expected"] == close
 

@@ -164,6 +164,7 @@ for *case, most in eval(sys.argv[2]):
 """
 DENSE = [
     (4, 1, 512, "none", 0.01), (8, 4, 128, "full", 0.01), (4, 1, 512, "none", {"tp": 2}, 0.01),
+    (4, 1, 512, "none", {"tp": 2, "loss_parallel": False}, 0.01),
     (4, 1, 512, "none", {"cp": 2}, 0.01), (4, 1, 512, "none", {"pp": 2}, 0.05),
     (8, 1, 512, "full", {"pp": 2, "cp": 2, "tp": 2}, 0.05), (4, 1, 64, "full", {"zero_stage": 0}, 0.05),
     (4, 1, 512, "none", {"zero_stage": 1}, 0.02), (4, 1, 512, "none", {"zero_stage": 2}, 0.01),

@@ -15,6 +15,7 @@ LAYOUTS = {
     "ZeRO 1": ["parallel.zero_stage=1", "micro_batch_size=2"],
     "HSDP": ["parallel.dp_replicate=2", "parallel.reduce_every_micro_batch=false", "micro_batch_size=2"],
     "tp": ["parallel.tp=2", "micro_batch_size=4"],
+    "tp, whole head": ["parallel.tp=2", "parallel.loss_parallel=false", "micro_batch_size=4"],
     "cp": ["parallel.cp=2", "micro_batch_size=4"],
     "ep": ["parallel.ep=2", "micro_batch_size=2"],
     "interleaved": [*STAGES, "parallel.pp_schedule=interleaved"],
@@ -41,7 +42,7 @@ REFUSED = [
     *({"layout": each, "trained": "DPO"} for each in PIPELINES),
     *({"layout": each, "in_backward": "true"} for each in PIPELINES),
     {"layout": "zero bubble", "checkpointing": "selective"},
-    {"layout": "tp", "optimizer": "Muon"},
+    *({"layout": each, "optimizer": "Muon"} for each in ("tp", "tp, whole head")),
 ]
 
 
@@ -69,7 +70,7 @@ def test_two_processes_give_the_numbers_of_one(chats, pairs, tmp_path):
         alone[recipe][expected[name]] = [*plain, "micro_batch_size=8"]
         shared[recipe][name] = plain + [setting for each in HOW for setting in HOW[each][row[each]]]
         if row["in_backward"] == "true":  # which wants one backward in a step
-            shared[recipe][name].append(f"micro_batch_size={8 if row['layout'] in ('tp', 'cp') else 4}")
+            shared[recipe][name].append(f"micro_batch_size={8 if row['layout'].startswith(('tp', 'cp')) else 4}")
 
     def measured(run):
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

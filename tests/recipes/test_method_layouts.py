@@ -73,6 +73,7 @@ WAYS = {  # by the number of processes
     4: {
         "HSDP": HSDP,
         "TP x FSDP": ["parallel.tp=2"],
+        "TP x FSDP, whole heads": ["parallel.tp=2", "parallel.loss_parallel=false"],
         "TP x CP": ["parallel.tp=2", "parallel.cp=2"],
         "packed": [*PACKED, *HSDP],
     },

@@ -93,6 +93,7 @@ BESIDE = {
     "on_nan": {each: [f"checkpointer.on_nan={each}"] * (each != "stop") for each in ("stop", "skip", "rollback")},
     "zero_stage": {"null": [], "1": ["parallel.zero_stage=1"], "0": ["parallel.zero_stage=0"]},
     "reduce": {"true": [], "false": ["parallel.reduce_every_micro_batch=false"]},
+    "loss_parallel": {"true": [], "false": ["parallel.loss_parallel=false"]},
     "profiler": {"null": [], "1": ["profiler.start=1", "profiler.steps=1"]},
     "resume": {"auto": [], "never": ["resume=never"]},
 }

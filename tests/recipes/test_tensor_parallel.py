@@ -15,8 +15,10 @@ from tune import config
 
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 LORA = ["adapter.rank=4", "adapter.dropout=0.2", "adapter.target_modules=all-linear"]
+HEAD = ["adapter.rank=4", "adapter.target_modules=[q_proj,lm_head,embed_tokens]"]
 MEASURED = ("loss", "grad_norm", "expert_load", "router_entropy", "router_loss", "validation_loss")
 NF4 = ["quantization.weights=nf4"]
+WHOLE_HEAD = ["parallel.loss_parallel=false"]
 FAMILIES = (
     "llama-tied", "llama-biases", "llama-multi-query", "qwen3", "gemma2", "gemma3_text-scaled", "phi3", "olmo2",
     "cohere2-biases", "glm4", "gpt_oss", "qwen3_moe", "granitemoe", "deepseek_v3", "qwen3_5_text",
@@ -71,24 +73,27 @@ def test_two_processes_share_each_block(wide, common, tmp_path, monkeypatch):
     deep = save_checkpoint(tmp_path / "deep", hidden_size=32, num_hidden_layers=10, vocab_size=301)
     variants = {"all": [f"model.path={wide}"], "deep": [f"model.path={deep}", "max_steps=2"]}
     compiled = ["parallel.tp=2", "micro_batch_size=8", "compile=true", "memory.activation_checkpointing=full"]
-    layouts = {"tp": ["parallel.tp=2", "micro_batch_size=2"], "compiled": compiled}
-    names = {"all": ["tp"], "deep": ["compiled"]}
+    shared = ["parallel.tp=2", "micro_batch_size=2"]
+    layouts = {"tp": shared, "whole head": [*shared, *WHOLE_HEAD], "compiled": compiled}
+    names = {"all": ["tp", "whole head"], "deep": ["compiled"]}
     assert_one_curve("full_finetune", common, variants, layouts, 2, tmp_path, names)
     merged, alone = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("all, tp", "alone/all"))
     told, told_deep = ((tmp_path / run / "log.txt").read_text() for run in ("all, tp", "deep, compiled"))
     assert "mesh: tp 2; processes that follow each other share the last axis\n" in told
     assert re.search(r"\nsent by each process in a step of [\d,]+ tokens, MiB: tp [\d.]+\n", told)
     assert "warning: tp 2 goes over nodes of 1 processes, whose links are slow. Set it to 1\n" in told
-    assert "does not divide" not in told
+    assert "does not divide" not in told + (tmp_path / "all, whole head" / "log.txt").read_text()
     assert "warning: tp=2 does not divide the rows of embedding, head: each process has all\n" in told_deep
     torch.testing.assert_close(merged, alone, rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.slow
-def test_all_parameters(checkpoint, wide, common, tmp_path):
+def test_all_parameters(checkpoint, tied_checkpoint, wide, common, tmp_path):
     variants = {
         "packed": [f"model.path={checkpoint}"],
         "plain": [f"model.path={checkpoint}", "packed=false"],
+        "whole head": [f"model.path={checkpoint}", *WHOLE_HEAD],
+        "whole tied head": [f"model.path={tied_checkpoint}", *WHOLE_HEAD],
         "from random weights": [f"model.path={checkpoint}", "from_scratch=true"],
         "recomputed": [f"model.path={checkpoint}", "memory.activation_checkpointing=selective"],
         "on the host": [f"model.path={checkpoint}", "memory.cpu_offload=true"],
@@ -119,7 +124,8 @@ def test_adapters(wide, common, tmp_path):
         "PiSSA": ["adapter.rank=4", "adapter.init=pissa"],
         "NF4": [*LORA, *NF4],
         "NF4 with DoRA": [*LORA, *NF4, "adapter.dora=true"],
-        "head and embedding": ["adapter.rank=4", "adapter.target_modules=[q_proj,lm_head,embed_tokens]"],
+        "head and embedding": HEAD,
+        "whole head and embedding": [*HEAD, *WHOLE_HEAD],
         "tokens": ["adapter.trainable_tokens=[2,30,7]", "adapter.modules_to_save=[norm]"],
     }
     names = {name: ["tp x HSDP"] for name in variants} | {"LoRA": ["tp x FSDP", "tp x HSDP"]}

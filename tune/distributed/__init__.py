@@ -14,12 +14,11 @@ from tune.distributed.parallelize import (
     reshard,
     set_gradient_sync,
     stored_dtype,
-    undivided,
     units_of,
 )
 from tune.distributed.pipeline import Pipeline, from_its_stage, uncut
 from tune.distributed.plans import check_plan
 from tune.distributed.shards import full_tensor, local_shard, sum_of_squares
-from tune.distributed.tensor_parallel import share
+from tune.distributed.tensor_parallel import share, undivided
 from tune.distributed.traffic import bytes_sent
 from tune.distributed.world import World, init, join

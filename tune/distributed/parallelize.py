@@ -71,7 +71,7 @@ def parallelize(
     if world.mesh["tp"].size() > 1:
         trained = any(parameter.requires_grad for parameter in model.parameters())
         on_both = world.experts and world.experts["ep", "tp"]
-        share(model, blocks, units, world.mesh["tp"], world.plan if trained else None, on_both)
+        share(model, blocks, units, world.mesh["tp"], world.plan if trained else None, on_both, world.loss_parallel)
     if world.mesh["cp"].size() > 1:
         split(model, world.mesh["cp"])
     needs_cast = cast_by_fsdp(model, dtype, master_dtype)
@@ -190,17 +190,6 @@ def units_of(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     untied = [module for module in embeddings if heads and all(module.weight is not head for head in heads)]
     return [*blocks, *untied, model]
-
-
-def undivided(model: nn.Module, size: int) -> dict[str, nn.Module]:
-    """The embeddings and heads, by name, that `size` processes of `tp` cannot share by rows: each has them whole."""
-    inside = {module for block in repeated_blocks(model) for module in block.modules()}
-    tables = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.Linear) and module not in inside
-    }
-    return {name: each for name, each in tables.items() if each.weight is not None and len(each.weight) % size}
 
 
 def _require_one_type(unit: nn.Module, parameters: set[nn.Parameter], cast: torch.dtype | None) -> None:

@@ -35,11 +35,13 @@ def share(
     mesh: DeviceMesh,
     plan: Mapping[str, str] | None = None,
     experts: DeviceMesh | None = None,
+    loss_parallel: bool = True,
 ) -> None:
     """Make the parameters of `model`, on the meta device, DTensors on `mesh`, and its forwards see their shares.
 
     The parameters of each of the `units`, among them the `blocks`, become plain when its forward begins. Those that
-    processes of `ep` share are DTensors already, and become ones on the mesh of both, `experts`.
+    processes of `ep` share are DTensors already, and become ones on the mesh of both, `experts`. Without
+    `loss_parallel` each process has the whole head.
 
     Raises:
         TuneError: a part of a block does not say how it is shared, and no `plan` does, or heads or widths cannot be.
@@ -57,11 +59,13 @@ def share(
         planned = model.sharing_plan = SharingPlan(model, blocks, mesh, plan)
         uses = planned.uses
     head = getattr(model, "head_module", None)
+    own_to_each = undivided(model, blocks, mesh.size(), loss_parallel).values()
     for module in (each for each in model.modules() if each not in inside):
         weight = module._parameters.get("weight")
-        if isinstance(module, nn.Embedding | nn.Linear) and weight is not None and len(weight) % mesh.size() == 0:
+        if isinstance(module, nn.Embedding | nn.Linear) and weight is not None and module not in own_to_each:
             # What else reads the weight of an embedding, or of a linear layer, is known of models with a `head_module`.
-            sees_shares = module is head if type(module) is nn.Linear else type(module) is nn.Embedding and head
+            is_known = hasattr(model, "head_module")
+            sees_shares = module is head if type(module) is nn.Linear else type(module) is nn.Embedding and is_known
             uses |= {(module, kind): Use(0, None if sees_shares else WHOLE) for kind in ("weight", "bias")}
             if sees_shares and isinstance(module, nn.Embedding):
                 _look_up_shares(module, peers)
@@ -92,6 +96,19 @@ def share(
             see_shares(unit, mine)
         if unit in inside and planned is not None:
             planned.seen.append(mine)
+
+
+def undivided(model: nn.Module, blocks: list[nn.Module], size: int, loss_parallel: bool) -> dict[str, nn.Module]:
+    """The embeddings and heads, by name, that `size` processes have whole: their rows do not divide, or without
+    `loss_parallel` the head, which may be an embedding too."""
+    inside = {module for block in blocks for module in block.modules()}
+    head = None if loss_parallel else getattr(model, "head_module", None)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.Linear) and module not in inside
+        if module.weight is not None and (len(module.weight) % size or module is head)
+    }
 
 
 def _uses_of_parts(blocks: list[nn.Module], mesh: DeviceMesh, peers: Peers, shares_tokens: bool) -> Uses:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from torch import nn
 
 from tune.distributed.parallelize import DTYPES, cast_by_fsdp, repeated_blocks, stored_dtype, units_of
+from tune.distributed.tensor_parallel import undivided
 from tune.distributed.world import World
 
 REDUCED = 4  # bytes of a gradient when it is summed
@@ -38,6 +39,7 @@ def bytes_sent(
     twice |= {id(each) for unit in embeddings for each in unit.parameters() if each.requires_grad}
     reductions = micro_batches if world.reduce_every_micro_batch else 1
     sharding = replicas = 0.0
+    whole = undivided(model, blocks, tp, world.loss_parallel).values()
     seen = set()
     for name, module in model.named_modules():
         shares = ep if ".experts" in f".{name}" and ep > 1 else 1
@@ -46,7 +48,7 @@ def bytes_sent(
                 continue
             seen.add(id(parameter))
             stored = DTYPES[dtype] if parameter in casts else stored_dtype(module, parameter, dtype, master_dtype)
-            count = parameter.numel() / shares / tp / pp
+            count = parameter.numel() / shares / (1 if module in whole else tp) / pp
             # In forward and again in backward, the root's but once; once a step what stays gathered.
             times = 1 if world.units_stay_gathered else micro_batches * (1 + (id(parameter) in twice))
             own = max(1, shards // shares)
@@ -61,8 +63,9 @@ def bytes_sent(
         numbers = DTYPES[dtype].itemsize * tokens
         hidden, layers = config.hidden_size, config.layers
         # Two parts a block, each with a gather and a scatter in forward and in backward; what its stage's blocks begin
-        # with, in backward, and what they end with; the embedded tokens and the head's input, both summed.
-        found["tp"] = numbers / cp * hidden * part(tp) * (8 * len(layers) / pp + 2 + 4 / pp)
+        # with, in backward, and what they end with; the embedded tokens and the head's input, both summed, of shares.
+        summed = sum(each not in whole for each in (model.embedding, model.head_module))
+        found["tp"] = numbers / cp * hidden * part(tp) * (8 * len(layers) / pp + 2 + 2 * summed / pp)
         keys_and_values = sum(_keys_and_values(layer.attention) for layer in layers)
         found["cp"] = numbers * 2 * part(cp) * keys_and_values / tp / pp
         routers = [layer.mlp.router for layer in layers if hasattr(layer.mlp, "router")]

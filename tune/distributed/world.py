@@ -42,6 +42,7 @@ class World:
     zero_stage: Literal[0, 1, 2, 3] = 3
     reduce_every_micro_batch: bool = False
     plan: Mapping[str, str] | None = None  # of tensor parallelism, for layers that do not say it themselves
+    loss_parallel: bool = True  # whether processes of tp share the rows of the head
 
     @property
     def rank(self) -> int:
@@ -209,14 +210,16 @@ def init(
     reduce_every_micro_batch: bool = False,
     timeout: float = 60,
     plan: Mapping[str, str] | None = None,
+    loss_parallel: bool = True,
 ) -> World:
     """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without one, a group of one process.
 
     `pp_schedule` is one of `Pipeline`, and `pp_virtual` the stages of each process; None is 2 for interleaved, else 1.
     `zero_stage` is what FSDP's devices share in a step (ZeRO, Rajbhandari et al.,
     2020): nothing, the optimizer's states, gradients too, weights too; None is 3, with stages of a pipeline 2.
-    `plan` gives layers the styles of `tune.distributed.plans`. `timeout` is in minutes. It must exceed the longest work
-    of one process for which others wait, such as writing a large model.
+    `plan` gives layers the styles of `tune.distributed.plans`. Without `loss_parallel` each process of `tp` has the
+    whole head. `timeout` is in minutes. It must exceed the longest work of one process for which others wait, such as
+    writing a large model.
 
     Raises:
         TuneError: the device is not available, or the mesh does not match the number of processes.
@@ -277,7 +280,7 @@ def init(
         sharding = DeviceMesh._concatenate([replicas, sharding])
     PACE.device = here
     every = reduce_every_micro_batch and zero_stage != 1
-    ways = tuple(links), virtual if pp > 1 else 1, pp_schedule, zero_stage, every, plan
+    ways = tuple(links), virtual if pp > 1 else 1, pp_schedule, zero_stage, every, plan, loss_parallel
     world = World(mesh, here, data, peers, sharding, duration, experts, *ways)
     if here.type == "cuda":
         gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(here).uuid))))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tune.distributed import DTYPES, stored_dtype, undivided
+from tune.distributed import DTYPES, repeated_blocks, stored_dtype, undivided
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -20,14 +20,16 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def planned_memory(model: nn.Module, dtype: str, master_dtype: str, shards: int, tp: int = 1) -> dict[str, float]:
+def planned_memory(
+    model: nn.Module, dtype: str, master_dtype: str, shards: int, tp: int = 1, loss_parallel: bool = True
+) -> dict[str, float]:
     """GiB that each of `shards` processes will hold from the first step to the last; `model` may be on meta. Of these
-    `tp` share layers, without embeddings and heads whose rows they cannot share.
+    `tp` share layers, without embeddings and heads whose rows they cannot share, or do not without `loss_parallel`.
 
     `optimizer` is that of two states for each trained parameter, as AdamW has them.
     """
     stored: dict[nn.Parameter, int] = {}
-    whole = [*undivided(model, tp).values()] if tp > 1 else []
+    whole = [*undivided(model, repeated_blocks(model), tp, loss_parallel).values()] if tp > 1 else []
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             size = parameter.numel() * stored_dtype(module, parameter, dtype, master_dtype).itemsize

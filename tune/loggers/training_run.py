@@ -21,7 +21,7 @@ from tune.datasets import DataLoader, Dataset, Mixture, PromptLoader, Stream
 from tune.datasets.display import MARKS, first_rows, marked, parts_of
 from tune.datasets.loader import require_batches
 from tune.datasets.warnings import warnings_about
-from tune.distributed import PACE, World, bytes_sent, undivided
+from tune.distributed import PACE, World, bytes_sent, repeated_blocks, undivided
 from tune.errors import TuneError
 from tune.generation import Sampler
 from tune.loggers import run_folder
@@ -153,10 +153,10 @@ class Run:
         self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
         self.info(f"model: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable")
         tp = self.world.mesh["tp"].size()
-        parts = tp * self.world.num_stages
-        planned = planned_memory(model, cfg.dtype, cfg.master_dtype, self.world.shards.shape[-1] * parts, tp)
+        parts, shared = tp * self.world.num_stages, (tp, self.world.loss_parallel)
+        planned = planned_memory(model, cfg.dtype, cfg.master_dtype, self.world.shards.shape[-1] * parts, *shared)
         if self.world.zero_stage in (1, 2):
-            planned["gathered in a step"] = planned_memory(model, cfg.dtype, cfg.dtype, parts, tp)["weights"]
+            planned["gathered in a step"] = planned_memory(model, cfg.dtype, cfg.dtype, parts, *shared)["weights"]
         held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
         self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
         if self.world.size > 1:
@@ -190,7 +190,7 @@ class Run:
         by_axis = ", ".join(f"{axis} {size / 2**20:,.1f}" for axis, size in sent.items())
         by_axis += ", tp not counted, as the model has a plan" if sizes["tp"] > 1 and "tp" not in sent else ""
         self.info(f"sent by each process in a step of {tokens:,.0f} tokens, MiB: {by_axis}")
-        if whole := undivided(model, sizes["tp"]):
+        if whole := undivided(model, repeated_blocks(model), sizes["tp"], loss_parallel=True):
             self.info(f"warning: tp={sizes['tp']} does not divide the rows of {', '.join(whole)}: each process has all")
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world.size))
         ep = 1 if experts is None else experts["ep"].size()

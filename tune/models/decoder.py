@@ -141,8 +141,8 @@ class Decoder(nn.Module):
 
     @property
     def head_module(self) -> nn.Module:
-        """The head, or the embedding whose weight it shares."""
-        return self.embedding if self.head is None else self.head
+        """The head, or the embedding whose weight it shares; None in a stage of a pipeline that has neither."""
+        return self.embedding if self.config.tied_head else self.head  # type: ignore[return-value]
 
     @property
     def max_positions(self) -> int | None:

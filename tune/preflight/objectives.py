@@ -62,7 +62,7 @@ def subjects(cfg: DictConfig, model: Any) -> list[Subject]:
 
     trained = Subject(
         *shorten(model), lambda model, batch: loss(model, batch) + balance_loss(model),
-        cfg.dtype, cfg.master_dtype, cfg.compile, cfg.parallel.get("plan"),
+        cfg.dtype, cfg.master_dtype, cfg.compile, cfg.parallel.get("plan"), cfg.parallel.get("loss_parallel", True),
     )  # fmt: skip
     if getattr(loss_fn, "needs_reference", False):
         off = cfg.reference == "adapter_off"
@@ -72,7 +72,7 @@ def subjects(cfg: DictConfig, model: Any) -> list[Subject]:
         ))  # fmt: skip
         if not off and cfg.reference != "precomputed":
             frozen.append(_frozen("reference", {"path": cfg.reference}, cfg.dtype, log_probs)._replace(place="beside"))
-    return [trained, *frozen]
+    return [trained, *(each._replace(loss_parallel=trained.loss_parallel) for each in frozen)]
 
 
 def _frozen(setting: str, given: Any, dtype: str, head: Any) -> Subject:

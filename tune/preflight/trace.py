@@ -123,6 +123,7 @@ class Subject(NamedTuple):
     master_dtype: str
     compiled: bool = False
     plan: Any = None  # that of tensor parallelism
+    loss_parallel: bool = True
     # A frozen one computes before the first step, "alone" or "beside" the weights of the trained one, or in its "head".
     place: Literal["trained", "alone", "beside", "head"] = "trained"
     passes: int = 0
@@ -346,7 +347,7 @@ def _allocated(
     if "ep" in meshes:
         share_experts(model, meshes["ep"]["ep"])
     if "tp" in meshes:
-        share(model, repeated_blocks(model), units, meshes["tp"], subject.plan, meshes.get("ep"))
+        share(model, repeated_blocks(model), units, meshes["tp"], subject.plan, meshes.get("ep"), subject.loss_parallel)
     shared = {parameter for experts in shared_experts(model) for parameter in experts.parameters()}
     with fake:
         model.to_empty(device="cpu")
