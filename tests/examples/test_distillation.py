@@ -8,7 +8,7 @@ from helpers import save_checkpoint
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "distillation" / "distill.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "distillation" / "halve.py"
 
 
 def test_a_student_has_every_second_block(tmp_path):

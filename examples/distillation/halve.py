@@ -1,6 +1,6 @@
 """Distil a model that knows home commands into one of half its blocks, beside the same student taught by labels alone.
 
-    python examples/distillation/distill.py MODEL [--steps N]      from the top of the repository
+    python examples/distillation/halve.py MODEL [--steps N]      from the top of the repository
 
 MODEL is a chat model's folder; `make model` gets one. The teacher is MODEL after `full_finetune`; the student begins
 as every second of its blocks.
