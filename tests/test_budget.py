@@ -9,7 +9,7 @@ HOUSE = Path(tune.__file__).parent
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
     "checkpointers": 2040,
-    "cli": 2300,
+    "cli": 2369,
     "collators": 264,
     "config": 881,
     "datasets": 3944,
@@ -21,7 +21,7 @@ CEILINGS = {
     "losses": 919,
     "models": 3373,
     "optimizers": 333,
-    "peft": 1462,
+    "peft": 1477,
     "preflight": 2035,
     "records": 331,
     "rules": 422,

@@ -14,6 +14,7 @@ import pytest
 from helpers import HANGS, make_adapter, save_checkpoint
 from rich.console import Console
 
+from tune import distributed
 from tune.checkpointers import load_model
 from tune.cli.chat import Dialogue, Speaker
 from tune.generation import Continuation, Sampler
@@ -215,7 +216,7 @@ def test_both_caches_stay(checkpoint):
 
     for model in models:
         model.register_forward_pre_hook(count)
-    dialogue = Dialogue(Console(file=io.StringIO()), print, speakers, 5, None)
+    dialogue = Dialogue(distributed.init("cpu"), Console(file=io.StringIO()), print, speakers, 5, None)
     dialogue.ask("the cat")
     dialogue.ask("a dog")
     dialogue.ask("it ran")
@@ -237,10 +238,22 @@ def test_base_and_tuned(checkpoint, terminal, tmp_path):
     assert words(base) == words(answer(checkpoint, [user("the cat"), assistant(first), user("a dog")], 12))
 
 
-def test_streaming_and_ctrl_c(terminal, tmp_path):
+@pytest.mark.slow
+def test_processes_that_share_the_model(checkpoint, terminal):
+    chat = terminal(checkpoint, "--compare", checkpoint, "--tp", 2, "--max-new-tokens", 12, "--device", "cpu", **WIDE)
+    said = answer(checkpoint, [user("the cat")], 12)
+    for _, text, cut in columns(chat.ask("the cat")):
+        assert letters(text) == letters(said) and cut.startswith("cut after 12 tokens")
+    chat.type("/exit\n")
+    assert os.waitstatus_to_exitcode(os.waitpid(chat.process, 0)[1]) == 0
+    chat.process = os.spawnv(os.P_NOWAIT, "/bin/true", ["true"])
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_streaming_and_ctrl_c(processes, terminal, tmp_path):
     """An answer that would take minutes is seen while it comes, and is stopped."""
     folder = save_checkpoint(tmp_path / "endless", max_position_embeddings=200_000, eos_token_id=None)
-    chat = terminal(folder, "--max-new-tokens", 150_000)
+    chat = terminal(folder, "--max-new-tokens", 150_000, "--tp", processes, "--device", "cpu")
     chat.type("the cat\n")
     chat.wait_for(r"the cat\n.*\S[\s\S]{40}")
     chat.type("\x03")

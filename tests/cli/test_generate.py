@@ -132,14 +132,19 @@ def test_settings_of_the_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes(checkpoint, files, tmp_path, capsys):
-    arguments = ["generate", checkpoint, "--prompts", files / "prompts.txt", "--max-new-tokens", "9", "--device", "cpu"]
+@pytest.mark.parametrize("shares", ["prompts", "layers"])
+def test_two_processes(shares, checkpoint, files, tmp_path, capsys):
+    """They share the prompts, or each layer of the model and its adapter."""
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", 1)
+    arguments = ["generate", *(["--tp", "2"] if shares == "layers" else []), checkpoint, "--adapter", adapter]
+    arguments += ["--prompts", files / "prompts.txt", "--max-new-tokens", "9", "--device", "cpu"]
     arguments += ["--samples", "2", "--temperature", "1", "--batch-size", "1", "--out", tmp_path / "two.jsonl"]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "-m", "tune.cli"]
     command = [sys.executable, *torchrun, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == run(capsys, *arguments[1:-1], tmp_path / "one.jsonl")[0]
+    whole = arguments[arguments.index(checkpoint) : -1]
+    assert done.stdout == run(capsys, *whole, tmp_path / "one.jsonl")[0]
     assert (tmp_path / "two.jsonl").read_text() == (tmp_path / "one.jsonl").read_text()
 
 
@@ -222,6 +227,11 @@ WRONG = {
     "launcher": (["MODEL", "--prompt", "a", "--launcher", "slurm"], "invalid choice: 'slurm'"),
     "without a launcher": (["MODEL", "--prompt", "a", "--nproc-per-node", "2"], "unrecognized arguments: --nproc"),
     "no actors": (["--launcher", "ray", "--nproc-per-node", "0", "MODEL", "--prompt", "a"], "'0' is not a number of"),
+    "actors that share": (
+        ["--launcher", "ray", "MODEL", "--prompt", "a", "--tp", "2"],
+        "--tp: an actor of Ray has the whole model",
+    ),
+    "parts of a model in one process": (["MODEL", "--prompt", "a", "--tp", "2"], "(--nproc-per-node starts more)"),
     "both": (["MODEL", "--prompt", "a", "--prompts", "long.txt"], "not allowed with argument --prompt"),
     "one of the most likely": (
         ["MODEL", "--prompt", "a", "--top-k", "5"],

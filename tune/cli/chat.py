@@ -5,10 +5,14 @@ tune chat runs/mine --compare ./SmolLM2-135M
 """
 
 import json
+import os
+import signal
+import socket
+import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +33,7 @@ from tune.lookup import did_you_mean
 from tune.peft import open_model
 from tune.tokenizers import Message, Tokenizer
 
+PATIENCE = 7 * 24 * 60.0  # minutes for which processes wait while a person thinks
 NARROW = 60  # columns of a terminal: below, two models answer one after the other
 
 COMMANDS = {
@@ -46,25 +51,52 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     add_arguments(parser)
     parser.add_argument("--compare", metavar="BASE", help="have this model answer too")
     options = parser.parse_args(arguments)
-    with model_at(options.model, options.step) as options.model, model_at(options.compare or "") as options.compare:
+    with (
+        others(options.tp, arguments) if options.tp > 1 and "RANK" not in os.environ else nullcontext(),
+        model_at(options.model, options.step) as options.model,
+        model_at(options.compare or "") as options.compare,
+    ):
         talk(options)
+
+
+@contextmanager
+def others(count: int, arguments: list[str]) -> Iterator[None]:
+    """`count` processes: this one has the terminal, and the others do as it does. torchrun would end all at Ctrl-C."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
+    quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    command = [sys.executable, "-m", "tune.cli", "chat", *arguments]
+    started = []
+    try:
+        for rank in range(1, count):
+            environment = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            started.append(subprocess.Popen(command, env=environment, start_new_session=True, **quiet))
+        os.environ.update(place | {"RANK": "0", "LOCAL_RANK": "0"})
+        yield
+    finally:
+        for each in started:
+            with suppress(subprocess.TimeoutExpired):
+                each.wait(timeout=5)
+            each.kill()
 
 
 def talk(options: Namespace) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     tell = partial(console.print, style="dim")
-    world = distributed.init(options.device)
-    if world.size > 1:
-        raise TuneError("a chat is in one process: start it without torchrun")
-    model, tokenizer, settings = opened(options, world.device, tell)
+    world = distributed.init(options.device, tp=options.tp, timeout=PATIENCE)
+    if world.data_size > 1:
+        raise TuneError("a chat starts processes that share a model itself: --tp N, without torchrun")
+    model, tokenizer, settings = opened(options, world, tell)
     models = [(options.model, model, tokenizer)]
     if options.compare:
-        models.append((options.compare, *open_model(options.compare, device=world.device, dtype=options.dtype)))
+        device, peers = world.device, world.mesh["tp"]
+        models.append((options.compare, *open_model(options.compare, device=device, dtype=options.dtype, peers=peers)))
     speakers = []
     for name, each, its_own in models:
         its_own.require_chat_template()
         speakers.append(Speaker(name, Continuation(each), its_own, settings | {"stop_ids": its_own.stop_ids}))
-    Dialogue(console, tell, speakers, options.max_new_tokens, options.system).run()
+    Dialogue(world, console, tell, speakers, options.max_new_tokens, options.system).run()
     world.finish()
 
 
@@ -82,7 +114,8 @@ class Speaker:
 class Reply:
     """What a speaker answers to its messages, piece by piece: pieces end where characters do."""
 
-    def __init__(self, speaker: Speaker, most: int, step: int):
+    def __init__(self, speaker: Speaker, most: int, step: int, check: Callable[[], None]):
+        self.check = check
         tokenizer, continuation = speaker.tokenizer, speaker.continuation
         self.speaker, self.text, self.note, self.is_complete = speaker, "", "", False
         prompt = tokenizer.encode(tokenizer.apply_chat_template(speaker.messages, add_generation_prompt=True))
@@ -99,6 +132,7 @@ class Reply:
     def __iter__(self) -> Iterator[str]:
         tokenizer = self.speaker.tokenizer
         for token in self.coming:
+            self.check()
             self.said.append(token)
             piece = self.stream.add(token)
             self.text += piece
@@ -138,9 +172,13 @@ def columns(replies: list[Reply], console: Console, height: int | None = None) -
 
 
 class Dialogue:
-    """Reads messages and commands until the end of the input."""
+    """Reads messages and commands until the end of the input: on the first process, for all."""
 
-    def __init__(self, console: Console, tell: Any, speakers: list[Speaker], longest: int | None, system: str | None):
+    def __init__(
+        self, world: distributed.World, console: Console, tell: Any, speakers: list[Speaker],
+        longest: int | None, system: str | None,
+    ):  # fmt: skip
+        self.world, self.is_reading, self.is_stopped = world, False, False
         self.console, self.tell, self.speakers, self.max_new_tokens = console, tell, speakers, longest
         self.system, self.answers = system, 0
         self.saved: tuple[str, list[Any]] = "", []  # where, and what
@@ -151,25 +189,45 @@ class Dialogue:
             speaker.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def run(self) -> None:
+        if self.world.size > 1:
+            signal.signal(signal.SIGINT, self.on_signal)
         if sys.stdin.isatty():
             import readline  # noqa: F401  # lines can be edited
 
             self.tell("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends")
         while True:
             try:
-                line = input("> ").strip()
-                if line == "/exit":
+                line = self.read()
+                if line in (None, "/exit"):
                     return
                 if line.startswith("/"):
                     self.command(*line.split(maxsplit=1))
                 elif line:
                     self.ask(line)
-            except EOFError:
-                return
             except KeyboardInterrupt:
                 self.tell("\n(Ctrl-D or /exit ends)")
             except TuneError as error:
                 self.tell(f"error: {error}")
+
+    def read(self) -> str | None:
+        """A line, or None at the end."""
+        line = None
+        if self.world.is_main:
+            self.is_reading = True
+            with suppress(EOFError):
+                line = input("> ").strip()
+            self.is_reading = False
+        return self.world.broadcast(line)
+
+    def on_signal(self, *_: Any) -> None:
+        """Of several processes none may leave the exchange that the others are in: they stop together, by `check`."""
+        if self.is_reading:
+            raise KeyboardInterrupt
+        self.is_stopped = True
+
+    def check(self) -> None:
+        if self.world.size > 1 and self.world.broadcast(self.is_stopped):
+            raise KeyboardInterrupt
 
     def command(self, name: str, text: str = "") -> None:
         if text and name in ("/reset", "/retry", "/help"):
@@ -201,13 +259,14 @@ class Dialogue:
     def ask(self, text: str) -> None:
         """All answer; each goes on from its own answers."""
         self.answers += 1
+        self.is_stopped = False
         for speaker in self.speakers:
             speaker.messages.append({"role": "user", "content": text})
         try:
-            replies = [Reply(speaker, self.max_new_tokens or MAX_NEW_TOKENS, self.answers) for speaker in self.speakers]
-            console = self.console
-            shows_columns = console.is_terminal and not console.is_dumb_terminal and console.width >= NARROW
-            if len(replies) > 1 and shows_columns:
+            most, console = self.max_new_tokens or MAX_NEW_TOKENS, self.console
+            replies = [Reply(speaker, most, self.answers, self.check) for speaker in self.speakers]
+            has_room = console.is_terminal and not console.is_dumb_terminal and console.width >= NARROW
+            if self.world.broadcast(len(replies) > 1 and has_room):
                 self.show_side_by_side(replies)
             else:
                 self.show_in_turn(replies)
@@ -253,6 +312,8 @@ class Dialogue:
     def save(self, name: str) -> None:
         if not name:
             raise TuneError("/save: name a file")
+        if not self.world.is_main:
+            return
         rows = [{"model": speaker.name, "messages": [*speaker.messages]} for speaker in self.speakers]
         if self.saved == (name, rows):
             self.tell(f"it is in {name} already")

@@ -4,6 +4,7 @@ to standard error; under torchrun the prompts are shared by its processes, with 
     tune generate runs/mine --prompt "Why is the sky blue?"
     tune generate ./model --adapter ./adapter --prompts questions.jsonl --out answers.jsonl
     torchrun --nproc-per-node 2 -m tune.cli generate ./model --prompts questions.txt --out answers.jsonl
+    torchrun --nproc-per-node 2 -m tune.cli generate ./model --tp 2 --prompt "Why is the sky blue?"
     tune generate --launcher ray --nproc-per-node 2 ./model --prompts questions.jsonl --out answers.parquet
 """
 
@@ -45,6 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--min-p", metavar="P", type=float, help="among those at least P times as likely as the first")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="another one gives other samples (default: 0)")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--tp", metavar="N", type=positive, default=1, help="processes that share the model's layers")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
     dtype = "bf16, fp16 or fp32 (default: fp32 on a CPU, else the file's)"
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), metavar="TYPE", help=dtype)
@@ -66,6 +68,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if launcher == "ray":
         actors, arguments = ray.parser("tune generate --launcher ray").parse_known_args(others)
     options = parser.parse_args(arguments)
+    if actors and options.tp > 1:
+        parser.error("--tp: an actor of Ray has the whole model; start processes that share it with torchrun")
     if options.prompt is None and options.prompts is None and sys.stdin.isatty():
         parser.error("give --prompt TEXT, --prompts FILE, or prompts on standard input")
     from tune.datasets.prompts import placed_rows
@@ -83,17 +87,21 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         generate(options, rows, actors)
 
 
-def opened(options: Namespace, device: Any, tell: Any) -> tuple[Any, Any, dict[str, Any]]:
+def opened(options: Namespace, world: Any, tell: Any) -> tuple[Any, Any, dict[str, Any]]:
     """The model, its tokenizer, and the settings of a sampler but for `max_new_tokens`."""
     from tune.peft import open_model, resolve_model
 
-    model, tokenizer = open_model(options.model, adapters=options.adapter, device=device, dtype=options.dtype)
+    device, peers = world.device, world.mesh["tp"]
+    model, tokenizer = open_model(
+        options.model, adapters=options.adapter, device=device, dtype=options.dtype, peers=peers
+    )
     given = {name: getattr(options, name) for name in SAMPLING}
     folders = tokenizer.path, resolve_model(options.model, options.adapter).base  # an adapter's may say nothing
     folder = next((each for each in folders if (each / "generation_config.json").exists()), tokenizer.path)
     settings, words = sampling_settings(folder, **given)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    tell(f"{options.model}: {dtype} on {device}; {words}, seed {options.seed}")
+    place = f"{world.device}, shared by {options.tp} processes" if options.tp > 1 else world.device
+    tell(f"{options.model}: {dtype} on {place}; {words}, seed {options.seed}")
     return model, tokenizer, settings | {"seed": options.seed, "stop_ids": tokenizer.stop_ids}
 
 
@@ -124,8 +132,8 @@ class Answerer:
         from tune.datasets.prompts import open_prompts
         from tune.generation import Sampler
 
-        self.world, self.samples = distributed.init(options.device), options.samples
-        self.model, self.tokenizer, settings = opened(options, self.world.device, self.tell)
+        self.world, self.samples = distributed.init(options.device, tp=options.tp), options.samples
+        self.model, self.tokenizer, settings = opened(options, self.world, self.tell)
         if self.samples > 1 and options.temperature is None and not settings["temperature"]:
             raise TuneError(f"--samples {self.samples}: the most likely answer is always the same; add --temperature 1")
         self.prompts = open_prompts(self.tokenizer, rows, system=options.system, raw=options.raw)
@@ -172,8 +180,8 @@ def shares(count: int, size: int) -> list[range]:
 
 
 def turns(count: int, size: int, world: Any) -> Iterator[range]:
-    """The numbers below `count`: `size` for each process at a time, four times as many where these are quick."""
-    start, least = 0, size * world.size
+    """The numbers below `count`: `size` for each model at a time, four times as many where these are quick."""
+    start, least = 0, size * world.data_size
     size = least
     while start < count:
         began = time.perf_counter()

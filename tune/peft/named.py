@@ -7,12 +7,15 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from tune.atomic import CHECKPOINT
 from tune.checkpointers import check, open_checkpoint
 from tune.distributed import DTYPES
-from tune.distributed.parallelize import allocate
+from tune.distributed.parallelize import allocate, repeated_blocks, units_of
+from tune.distributed.tensor_parallel import share
 from tune.errors import TuneError
+from tune.models import HuggingFaceModel
 from tune.models.config_file import ConfigFile, read_json
 from tune.peft.adapters import adapted_modules, add_adapters
 from tune.peft.files import CONFIG, load_adapter, read_adapter
@@ -97,20 +100,24 @@ def open_model(
     device: str | torch.device = "cpu",
     dtype: Literal["bf16", "fp16", "fp32"] | None = None,
     quantization: Literal["nf4"] | None = None,
+    peers: DeviceMesh | None = None,
 ) -> tuple[Any, Tokenizer]:
-    """The language model that `path` names, see `resolve_model`, ready for use on one device, and its tokenizer.
+    """The language model that `path` names, see `resolve_model`, ready for use on one device, and its tokenizer. The
+    processes of `peers` (`world.mesh["tp"]`) share its layers, if they are several: each has a part on its device.
 
     The models of other families are those of transformers. Without a `dtype` it is fp32 on a CPU, elsewhere that of the
     file. What several adapters change adds up, as in PEFT: all but the last are merged into the weights.
 
     Raises:
-        TuneError: also if the model is a reward model, does not fit its files, or several adapters are to be merged
-            into quantised weights.
+        TuneError: also if the model is a reward model, does not fit its files, cannot be shared by so many, or several
+            adapters are to be merged into quantised or shared weights.
     """
     found = resolve_model(path, adapters)
     loras = [read_adapter(str(each)) for each in found.adapters]
-    if quantization and len(loras) > 1:
-        raise TuneError("quantised weights take one adapter: merge the others into the base first (`tune merge`)")
+    is_shared = peers is not None and peers.size() > 1
+    if (quantization or is_shared) and len(loras) > 1:
+        kind = "quantised weights" if quantization else "weights that several processes share"
+        raise TuneError(f"{kind} take one adapter: merge the others into the base first (`tune merge`)")
     if any("score" in lora.modules_to_save for lora in loras):
         raise TuneError(f"{path} is a reward model: it scores texts and writes none")
     model, weights = open_checkpoint(found.base)
@@ -120,14 +127,22 @@ def open_model(
         parameter.data = parameter.data.to(chosen)
     if quantization:
         quantize_linears(model, double=True)
+    if peers is not None and is_shared:
+        if isinstance(model, HuggingFaceModel):
+            raise TuneError(f"tp: {found.base} is of a family that only transformers has, whose cache is not shared")
+        for lora in loras:
+            add_adapters(model, lora)
+        blocks = repeated_blocks(model)
+        share(model, blocks, units_of(model, blocks), peers)
     allocate(model, torch.device(device), torch.device(device))
     weights.load(model)
     for folder, lora in zip(found.adapters, loras, strict=True):
-        _merge_in_place(model)
-        add_adapters(model, lora)
+        if not is_shared:
+            _merge_in_place(model)
+            add_adapters(model, lora)
         load_adapter(model, str(folder))
     check(model)
-    return model.to(device).eval(), Tokenizer(str(found.tokenizer))
+    return (model if is_shared else model.to(device)).eval(), Tokenizer(str(found.tokenizer))
 
 
 @torch.no_grad()
