@@ -140,6 +140,21 @@ def test_torchao_takes_the_tensors(kind: str, checkpoint: Path, tmp_path: Path) 
     assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_transformers_writes_the_format_of_torchao(checkpoint: Path, tmp_path: Path) -> None:
+    """As docs/cli.md has it."""
+    torchao = pytest.importorskip("torchao.quantization")
+    load, tokens = transformers.AutoModelForCausalLM.from_pretrained, torch.arange(40)[None]
+    how = transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig(version=2))
+    model = load(checkpoint, quantization_config=how, dtype="auto")
+    model.save_pretrained(tmp_path / "out")
+    again = load(tmp_path / "out", dtype="auto")
+    assert isinstance(again.get_submodule("model.layers.0.mlp.up_proj").weight, torchao.Int8Tensor)
+    with torch.no_grad():
+        before, found = load(checkpoint)(tokens).logits, again(tokens).logits
+        assert_close(found, model(tokens).logits)
+    assert 0 < (found - before).abs().max() < 0.1
+
+
 @pytest.mark.parametrize(("kind", "columns"), [("int8", 96), ("int8", 90), ("int4", 128), ("fp8", 96), ("mxfp4", 96)])
 def test_the_library_makes_the_same(kind: str, columns: int) -> None:
     from tune.quantization import Compressor

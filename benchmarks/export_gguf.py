@@ -1,0 +1,130 @@
+"""What llama.cpp itself computes of a model's GGUF files, beside tune.
+
+    python benchmarks/export_gguf.py MODEL [--text FILE --pieces 10 --prompts 3]
+
+MODEL is what `tune export` takes. Printed are how many of 64 greedy tokens are the same in F16 and Q8_0, whether chat
+templates are, and perplexities of pieces of 200 tokens: in llama.cpp of both files, and of a Q8_0 file whose blocks
+llama.cpp's own quantisation has made of the F16 file; in tune of the weights as they are, of those that the Q8_0 file
+has, and of these with the inputs of products rounded to 8 bits too, as llama.cpp does on a CPU. Needs xllamacpp.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import math
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+import xllamacpp.xllamacpp
+
+from tune import cli
+from tune.generation import Sampler
+from tune.models import Decoder
+from tune.peft import open_model
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from llama_cpp import LlamaCpp  # noqa: E402
+
+QUESTIONS = ["Write a short story about a dog.", "Explain what a prime number is.", "List three fruits."]
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
+
+
+def rounded(values):
+    """In Q8_0: blocks of 32 numbers of 8 bits, with a scale each."""
+    return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(values.numpy(), Q8_0), Q8_0))
+
+
+def requantise(file, source):
+    """Make the blocks of a Q8_0 `file` those that llama.cpp's quantisation gives of the F16 file `source`. Returns the
+    share of them that were these."""
+    function = ctypes.CDLL(xllamacpp.xllamacpp.__file__).quantize_q8_0
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    function.restype = ctypes.c_size_t
+    originals = {tensor.name: tensor for tensor in gguf.GGUFReader(source).tensors}
+    same = count = 0
+    for tensor in gguf.GGUFReader(file, "r+").tensors:
+        if tensor.tensor_type != Q8_0:
+            continue
+        values = np.ascontiguousarray(originals[tensor.name].data, dtype=np.float32)
+        blocks = np.empty(tensor.data.shape, dtype=np.uint8)
+        rows, columns = values.size // values.shape[-1], values.shape[-1]
+        assert function(values.ctypes.data, blocks.ctypes.data, rows, columns, None) == blocks.nbytes
+        equal = (blocks == tensor.data).reshape(-1, 34).all(axis=1)
+        same, count = same + int(equal.sum()), count + equal.size
+        tensor.data[:] = blocks
+    return same / count
+
+
+@torch.no_grad()
+def loss(model, pieces, inputs_too=False):
+    """The mean negative log-probability of all tokens but the first of each piece."""
+
+    def head(hidden, weight, batch, **softcap):
+        return Decoder.logits(rounded(hidden) if inputs_too else hidden, weight, batch, **softcap)
+
+    def of(piece):
+        found = model(torch.tensor([piece]), head)[0, :-1].log_softmax(-1)
+        return -found.gather(1, torch.tensor(piece[1:])[:, None]).mean().item()
+
+    with contextlib.ExitStack() as hooks:
+        for layer in model.modules() if inputs_too else ():
+            if isinstance(layer, torch.nn.Linear):
+                hook = layer.register_forward_pre_hook(lambda _, given: rounded(given[0]))
+                hooks.callback(hook.remove)
+        return sum(map(of, pieces)) / len(pieces)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--text", metavar="FILE", type=Path, default=ROOT / "LICENSE")
+    parser.add_argument("--pieces", type=int, default=10)
+    parser.add_argument("--prompts", type=int, default=3, choices=(1, 2, 3))
+    args = parser.parse_args()
+
+    model, tokenizer = open_model(args.model, dtype="fp32")
+    ids = tokenizer.encode(" ".join(args.text.read_text().split()))
+    pieces = [ids[start : start + 200] for start in range(0, len(ids) - 199, 200)][: args.pieces]
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS[: args.prompts]]
+    texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
+    prompts = [tokenizer.encode(text) for text in texts]
+    ours = Sampler(max_new_tokens=64, temperature=0)(model, prompts)
+    losses = {"tune, as they are": loss(model, pieces)}
+    with tempfile.TemporaryDirectory() as folder:
+        files = {kind: Path(folder) / f"{kind}.gguf" for kind in ("f16", "q8_0", "q8_0, quantised by llama.cpp")}
+        for kind in ("f16", "q8_0"):
+            cli.main(["export", args.model, "--to", "gguf", "--type", kind, "--out", str(files[kind])])
+        theirs = files["q8_0, quantised by llama.cpp"]
+        shutil.copyfile(files["q8_0"], theirs)
+        print(f"blocks of q8_0 that llama.cpp makes of f16 as they are: {requantise(theirs, files['f16']):.4%}")
+        for kind, file in files.items():
+            with LlamaCpp(file) as llama_cpp:
+                for prompt, (answer,) in zip(prompts, ours, strict=True):
+                    there = llama_cpp.greedy(prompt, len(answer.tokens))
+                    pairs = enumerate(zip(there, answer.tokens, strict=True))
+                    first = next((at for at, (a, b) in pairs if a != b), len(there))
+                    print(f"{kind}: {first} of {len(there)} greedy tokens are the same before the first other")
+                for chat, prompt in zip(chats, prompts, strict=True):
+                    read = llama_cpp.ask(messages=chat, max_tokens=1)["usage"]["prompt_tokens"]
+                    print(f"{kind}: a chat has {read} tokens, in tune {len(prompt)}")
+                losses[f"llama.cpp, {kind}"] = sum(map(llama_cpp.loss, pieces)) / len(pieces)
+            field = gguf.GGUFReader(file).get_field("tokenizer.chat_template")
+            print(f"{kind}: the chat template is the checkpoint's: {field.contents() == tokenizer.chat_template}")
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data = rounded(parameter.detach())
+    losses["tune, with the weights of q8_0"] = loss(model, pieces)
+    losses["tune, with these, and inputs in q8_0"] = loss(model, pieces, inputs_too=True)
+    plain = losses["tune, as they are"]
+    for name, value in losses.items():
+        print(f"{name:50} perplexity {math.exp(value):8.3f}  {math.exp(value - plain) - 1:+.2%}")
+
+
+if __name__ == "__main__":
+    main()
