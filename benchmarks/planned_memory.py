@@ -87,7 +87,7 @@ def tracked(cfg: Any, processes: int, rows: int, checkpointing: Any, more: dict[
         "fake", store=FakeStore(), rank=stage * (processes // cfg.parallel.pp), world_size=processes
     )
     axes = {name: size for name, size in more.items() if "." not in name}
-    world = distributed.init("cpu", **axes, reduce_every_micro_batch=True)
+    world = distributed.init("cpu", **axes, max_seq_len=cfg.max_seq_len, reduce_every_micro_batch=True)
     with torch.device("meta"):
         model = config.instantiate(cfg.model)
     if cfg.quantization.float8:

@@ -45,19 +45,56 @@ def test_the_most_expensive_stage_is_as_cheap_as_it_can_be(blocks, head, sizes):
 
 
 def test_what_blocks_cost(tmp_path):
-    """The head counts, and of experts those that a token is sent to; weights in 4 bits count as others do."""
+    """The head counts, and of experts those that a token is sent to; weights in 4 bits count as frozen ones do."""
     model = model_of(tmp_path / "experts", "qwen3_moe")
+    attention = 6 * 2 * 4 * model.config.layers[0].attention.head_dim  # of a token with itself
     *blocks, head = model.costs()
     mlp = model.blocks[0].mlp
     whole, experts = (sum(each.numel() for each in part.parameters()) for part in (model.blocks[0], mlp.experts))
     router = mlp.router.config
-    assert blocks[0] == pytest.approx(whole - experts * (1 - router.chosen / router.num_experts))
-    assert head == 128 * 64
+    active = whole - experts * (1 - router.chosen / router.num_experts)
+    assert blocks[0] == pytest.approx(6 * active + attention)
+    assert head == 6 * 128 * 64
     dense = model_of(tmp_path / "dense", "llama", intermediate_size=128)
-    before = dense.costs()
+    before = dense.requires_grad_(False).costs()
     with torch.device("meta"):
         quantize_linears(dense)
     assert dense.costs() == pytest.approx(before, rel=0.15)  # the scales
+
+
+@pytest.mark.parametrize("length", [32, 4096])
+def test_stages_of_unequal_blocks(length, tmp_path):
+    """Gemma 3 has windows in most blocks, and DeepSeek-V3 no experts in the first ones: what blocks cost by a formula,
+    and the cut by trying all."""
+    kinds = ["full_attention"] * 2 + ["sliding_attention"] * 4
+    given = {"num_hidden_layers": 6, "head_dim": 24, "sliding_window": 16, "layer_types": kinds}
+    gemma = model_of(tmp_path / "gemma", "gemma3_text", **given)
+    weights = 64 * 24 * (4 + 2 + 2 + 4) + 3 * 64 * 96 + 4 * 64 + 2 * 24
+    pairs = [sum(min(at, 16 if "sliding" in kind else at) for at in range(1, length + 1)) / length for kind in kinds]
+    of_gemma = [*(6 * (weights + 2 * 4 * 24 * each) for each in pairs), 6 * 128 * 64]
+    given = {"num_hidden_layers": 6, "first_k_dense_replace": 2, "intermediate_size": 1024}
+    deepseek = model_of(tmp_path / "deepseek", "deepseek_v3", **given)
+    config = json.loads((tmp_path / "deepseek" / "config.json").read_text())
+    rank, queries, plain, turned, values = (
+        config[name] for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    latent = 64 * queries + queries + queries * 4 * (plain + turned) + 64 * (rank + turned) + rank
+    latent += rank * 4 * (plain + values) + 4 * values * 64 + 2 * 64
+    shared, experts = (config[name] for name in ("n_shared_experts", "num_experts_per_tok"))
+    sparse = 64 * config["n_routed_experts"] + 3 * 64 * config["moe_intermediate_size"] * (shared + experts)
+    mlps = [3 * 64 * 1024] * 2 + [sparse] * 4
+    attention = 4 * (plain + turned + values) * (length + 1) / 2
+    of_deepseek = [*(6 * (latent + each + attention) for each in mlps), 6 * 128 * 64]
+    for model, costs in ((gemma, of_gemma), (deepseek, of_deepseek)):
+        assert model.costs(length) == pytest.approx(costs, rel=1e-3)  # a router's bias
+
+        def most(starts, costs=costs):
+            return max(sum(costs[start:end]) for start, end in itertools.pairwise([*starts, len(costs)]))
+
+        best = min(most([0, *way]) for way in itertools.combinations(range(1, 6), 2))
+        assert most([stage.start for stage in pipeline.split_blocks(model, 3, length=length)]) == pytest.approx(best)
+    # Of long documents the two blocks without a window are most.
+    assert pipeline.split_blocks(gemma, 2, length=length)[1].start == {32: 3, 4096: 1}[length]
 
 
 class Turns(pipeline.Pipeline):
@@ -159,7 +196,7 @@ class Unknown(nn.Module):
 
 def test_what_cannot_be_cut(checkpoint, tmp_path):
     pytest.importorskip("transformers")
-    world = SimpleNamespace(mesh={"pp": Mesh(4)}, num_stages=4, pp_virtual=1)
+    world = SimpleNamespace(mesh={"pp": Mesh(4)}, num_stages=4, pp_virtual=1, max_seq_len=8)
     frozen = model_of(tmp_path, "llama", num_hidden_layers=4)
     frozen.blocks[:2].requires_grad_(False)
     refused = [

@@ -24,7 +24,9 @@ def settings(path, *more: str, recipe="full_finetune"):
 def test_it_is_asked_for(checkpoint, tmp_path):
     assert not settings(checkpoint).parallel.auto
     given = settings(checkpoint, "parallel.tp=2", "parallel.timeout=3")
-    assert layout_of(given) == {name: value for name, value in given.parallel.items() if name != "auto"}
+    assert layout_of(given) == {"max_seq_len": given.max_seq_len} | {
+        name: value for name, value in given.parallel.items() if name != "auto"
+    }
     (tmp_path / "mine.yaml").write_text("parallel: auto\n")
     for way in ["parallel=auto"], ["--config", str(tmp_path / "mine.yaml")], ["parallel.auto=true"]:
         for order in [*way, "parallel.timeout=3"], ["parallel.timeout=3", *way]:

@@ -34,8 +34,9 @@ from tune.errors import TuneError
 M = TypeVar("M")
 
 
-def split_blocks(model: Any, size: int, virtual: int = 1) -> list[range]:
-    """The blocks of each of the stages of `model`, of so many processes with `virtual` each.
+def split_blocks(model: Any, size: int, virtual: int = 1, length: int = 1) -> list[range]:
+    """The blocks of each of the stages of `model`, of so many processes with `virtual` each, for rows of
+    `length` tokens.
 
     Raises:
         TuneError: it has fewer blocks than there are stages, or does not say what they cost, or a stage has nothing to
@@ -45,7 +46,7 @@ def split_blocks(model: Any, size: int, virtual: int = 1) -> list[range]:
         raise TuneError(
             f"parallel.pp: a {type(model).__name__} is not cut into stages; those of tune.models.build are. Set it to 1"
         )
-    *blocks, head = model.costs()
+    *blocks, head = model.costs(length)
     if len(blocks) < size * virtual:
         each = f", parallel.pp_virtual={virtual} of each process," if virtual > 1 else ""
         other = ", or lower parallel.pp_virtual (interleaved has 2 or more)" if virtual > 1 else ""
@@ -67,7 +68,8 @@ def cut(model: Any, world: World, dtype: torch.dtype) -> None:
     """Have `model`, on the meta device, be this process's stages, which send hidden states in `dtype`. Raises TuneError
     as `split_blocks` does."""
     place = world.mesh["pp"].get_local_rank()
-    mine = split_blocks(model, world.num_stages, world.pp_virtual)[place :: world.num_stages]
+    stages = split_blocks(model, world.num_stages, world.pp_virtual, world.max_seq_len)
+    mine = stages[place :: world.num_stages]
     count = len(model.blocks)
     model.uncut = (copy.deepcopy(model),)  # in a tuple, so that it is no part of the model
     model.stages = world.mesh["pp"]

@@ -43,6 +43,7 @@ class World:
     reduce_every_micro_batch: bool = False
     plan: Mapping[str, str] | None = None  # of tensor parallelism, for layers that do not say it themselves
     loss_parallel: bool = True  # whether processes of tp share the rows of the head
+    max_seq_len: int = 1  # of a document, by which attention counts where stages share blocks
 
     @property
     def rank(self) -> int:
@@ -211,12 +212,14 @@ def init(
     timeout: float = 60,
     plan: Mapping[str, str] | None = None,
     loss_parallel: bool = True,
+    max_seq_len: int = 1,
 ) -> World:
     """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without one, a group of one process.
 
     `pp_schedule` is one of `Pipeline`, and `pp_virtual` the stages of each process; None is 2 for interleaved, else 1.
-    `zero_stage` is what FSDP's devices share in a step (ZeRO, Rajbhandari et al.,
-    2020): nothing, the optimizer's states, gradients too, weights too; None is 3, with stages of a pipeline 2.
+    Stages share blocks by what these cost in a document of `max_seq_len` tokens. `zero_stage` is what FSDP's devices
+    share in a step (ZeRO, Rajbhandari et al., 2020): nothing, the optimizer's states, gradients too, weights too; None
+    is 3, with stages of a pipeline 2.
     `plan` gives layers the styles of `tune.distributed.plans`. Without `loss_parallel` each process of `tp` has the
     whole head. `timeout` is in minutes. It must exceed the longest work of one process for which others wait, such as
     writing a large model.
@@ -280,7 +283,7 @@ def init(
         sharding = DeviceMesh._concatenate([replicas, sharding])
     PACE.device = here
     every = reduce_every_micro_batch and zero_stage != 1
-    ways = tuple(links), virtual if pp > 1 else 1, pp_schedule, zero_stage, every, plan, loss_parallel
+    ways = tuple(links), virtual if pp > 1 else 1, pp_schedule, zero_stage, every, plan, loss_parallel, max_seq_len
     world = World(mesh, here, data, peers, sharding, duration, experts, *ways)
     if here.type == "cuda":
         gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(here).uuid))))

@@ -154,17 +154,24 @@ class Decoder(nn.Module):
         """The length of documents that can be generated with a cache; None without rotary embeddings."""
         return min((rope.config.cached_length for rope in self.ropes.values()), default=None)
 
-    def costs(self) -> list[float]:
-        """How many weights a token is multiplied by in each block, then in the head."""
+    def costs(self, length: int = 1) -> list[float]:
+        """FLOPs of forward and backward for a token in each block, then in the head, on average of a document of
+        `length`: 6 for a trained weight, 4 for a frozen one, and 6 for each pair of tokens and dimension of queries and
+        values, of the pairs that a causal mask and the window leave. To look up an embedding costs nothing."""
         in_a_byte = {torch.uint8: 2}  # of NF4
-        return [
+        costs = [
             sum(
-                parameter.numel() * in_a_byte.get(parameter.dtype, 1) * getattr(module, "activated_share", 1.0)
+                (6 if parameter.requires_grad else 4)
+                * (parameter.numel() * in_a_byte.get(parameter.dtype, 1) * getattr(module, "activated_share", 1.0))
                 for module in part.modules()
                 for parameter in module.parameters(recurse=False)
             )
             for part in (*self.blocks, self.head_module)
         ]
+        for index, attention in enumerate(layer.attention for layer in self.config.layers):
+            seen = min(length, getattr(attention, "window", None) or length)
+            costs[index] += 6 * attention.pair_width * seen * (2 * length - seen + 1) / (2 * length)
+        return costs
 
     def keep_blocks(self, kept: list[range]) -> None:
         """Have the blocks of these stages of a pipeline; the first stage has the embedding too, the last one the norm

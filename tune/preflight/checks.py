@@ -110,6 +110,8 @@ def _world(processes: int, kind: str, told: Told) -> Iterator[World | None]:
     known = signature(distributed.init).parameters
     given = parallel.items() if isinstance(parallel := told.value("parallel"), DictConfig) else ()
     axes = {str(axis): size for axis, size in given if axis in known}
+    if isinstance(length := told.value("max_seq_len"), int):
+        axes["max_seq_len"] = length
     try:
         world = told("parallel", lambda: distributed.init("cpu", **axes))
         yield world and replace(world, device=NONE)

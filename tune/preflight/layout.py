@@ -17,9 +17,9 @@ from tune.type_check import as_given
 
 
 def layout_of(cfg: DictConfig) -> dict[str, Any]:
-    """The group `parallel` of a recipe's settings, as `tune.distributed.init` takes it. With `parallel.auto`, `cfg` is
-    given the fastest layout that fits, with its micro-batch, checkpointing and offload: on all processes what the first
-    one finds, which tells it.
+    """The group `parallel` of a recipe's settings, and `max_seq_len`, as `tune.distributed.init` takes them. With
+    `parallel.auto`, `cfg` is given the fastest layout that fits, with its micro-batch, checkpointing and offload: on
+    all processes what the first one finds, which tells it.
 
     Raises:
         TuneError: nothing fits, or the recipe, a setting or the device is not planned.
@@ -42,7 +42,8 @@ def layout_of(cfg: DictConfig) -> dict[str, Any]:
         for key, value in box[0].items():
             OmegaConf.update(cfg, key, value)
         cfg.parallel.auto = False  # config.yaml says what was chosen
-    return {str(name): value for name, value in cfg.parallel.items() if name != "auto"}
+    length = {"max_seq_len": cfg.max_seq_len} if "max_seq_len" in cfg else {}
+    return length | {str(name): value for name, value in cfg.parallel.items() if name != "auto"}
 
 
 def best(settings: dict[str, Any], device: Device, processes: int) -> dict[str, Any]:

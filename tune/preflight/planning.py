@@ -144,7 +144,7 @@ class Job:
         ))  # fmt: skip
         self.layers = len(repeated_blocks(model))
         self.experts = max(getattr(each, "num_experts", 1) for each in model.modules())
-        self.blocks = functools.cache(functools.partial(split_blocks, model))
+        self.blocks = functools.cache(functools.partial(split_blocks, model, length=cfg.max_seq_len))
 
     def layout(self, processes: int) -> Layout:
         """That of the settings."""
