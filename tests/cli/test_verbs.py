@@ -26,6 +26,24 @@ def test_help_is_instant() -> None:
         assert f"  {verb} " in shown
 
 
+VALIDATE = """
+import sys
+from tune.cli import main
+try:
+    main(["validate", *sys.argv[1:]])
+except SystemExit as end:
+    assert not end.code
+print("unneeded:", *({"torch._dynamo", "torchao", "transformers", "datasets", "pandas", "pyarrow"} & {*sys.modules}))
+"""
+
+
+def test_validate_imports_what_it_needs(checkpoint: Path, chats: Path) -> None:
+    """Of the time that it takes, imports are nearly all; the compiler of torch alone is as much as all checks."""
+    run = ["full_finetune", f"model.path={checkpoint}", f"dataset.path={chats}", "--world-size", "2", "--device", "cpu"]
+    shown = subprocess.run([sys.executable, "-c", VALIDATE, *run], check=False, capture_output=True, text=True)
+    assert shown.stdout.endswith("unneeded:\n"), shown
+
+
 def test_ls_says_what_each_recipe_and_config_is_for(capsys: pytest.CaptureFixture[str]) -> None:
     main(["ls"])
     lines = capsys.readouterr().out.splitlines()

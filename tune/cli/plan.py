@@ -70,6 +70,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     gc.disable()  # what an import makes stays: to look for garbage in it takes a quarter of its time
     from tune.preflight.planning import Job, calibrate  # imports torch
 
+    gc.freeze()  # nor is it looked for while layouts are traced, or at the end
     gc.enable()
     device = device_named(options.device)
     if options.calibrate:

@@ -141,7 +141,7 @@ def _all_to_all(rows: Tensor, received: list[int] | None, sent: list[int] | None
         return wait_tensor(all_to_all_single(rows.contiguous(), received, sent, mesh))
 
 
-@torch.compiler.disable  # its sizes depend on the data
+@torch._disable_dynamo  # its sizes depend on the data; torch.compiler.disable would import the compiler here
 def on_processes(mesh: DeviceMesh, experts: nn.Module, rows: Tensor, plan: Dispatch) -> Tensor:
     """What all experts make of the `rows` of `plan`, where each process of `mesh` has a part of them, `experts`."""
     count = len(plan.ends) // mesh.size()

@@ -4,6 +4,7 @@ Each check is the function that the recipe calls; one that fails is a finding, a
 made are left out.
 """
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +15,15 @@ from importlib import metadata
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from packaging.requirements import Requirement
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tune import checkpointers, datasets, distributed, evaluation, optimizers, peft, quantization
@@ -44,6 +48,18 @@ from tune.tokenizers import Tokenizer
 PLACE = re.compile(r"([\w./\[\]-]+(?::\d+)?): (.+)", re.DOTALL)
 LOADED = ("tune.datasets.load", "tune.datasets.load_prompts", "tune.datasets.ray")
 NONE = torch.device("meta")  # shapes alone
+
+
+class Uninitialised(TorchFunctionMode):
+    """Parameters on the meta device are not initialised: to do so there, torch imports its compiler, which takes as
+    long as all checks."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        is_init = getattr(function, "__module__", "") == "torch.nn.init"
+        if is_init and (tensor := args[0] if args else given["tensor"]).is_meta:
+            return tensor
+        return function(*args, **given)
 
 
 @dataclass
@@ -94,7 +110,7 @@ def validate(
     told = Told(cfg, settings)
     kind = device or told("device", lambda: device_type(cfg.device)) or "cpu"
     told.findings += judge(Facts(cfg, kind, processes, capability), strict)
-    with _world(processes, kind, told) as world:
+    with _world(processes, kind, told) as world, Uninitialised():
         _check(told, world, rows)
     return sorted(told.findings, key=lambda finding: (finding.place, finding.level != Level.ERROR))
 
@@ -145,16 +161,22 @@ def _check(told: Told, world: World | None, rows: int | None) -> None:
         told("schedule", lambda: instantiate(cfg.schedule, optimizer, total_steps=steps))
 
 
-def _optimizer(cfg: DictConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """One for a small parameter of each group, after a step. It must take the parameters themselves, too."""
-    instantiate(cfg.optimizer, [dict(group) for group in groups])
-    small = [{**group, "params": [torch.nn.Parameter(torch.zeros((2,) * group["params"][0].ndim))]} for group in groups]
+def _optimizer(cfg: DictConfig, groups: list[dict[str, Any]]) -> Optimizer:
+    """One for a small parameter of each group, after a step. It must take the parameters themselves, too. An optimizer
+    of torch is called without what torch puts around it, which imports the compiler."""
+    with mock.patch.object(Optimizer, "add_param_group", inspect.unwrap(Optimizer.add_param_group)):
+        instantiate(cfg.optimizer, [dict(group) for group in groups])
+        small = [group | {"params": [torch.zeros((2,) * group["params"][0].ndim).requires_grad_()]} for group in groups]
+        optimizer = instantiate(cfg.optimizer, small)
     for group in small:
         group["params"][0].grad = torch.zeros_like(group["params"][0])
-    optimizer = instantiate(cfg.optimizer, small)
     try:
-        with torch.compiler.set_stance("force_eager"):
-            optimizer.step()
+        if cfg.optimizer._component_.startswith("torch.optim."):
+            with torch.set_grad_enabled(optimizer.defaults.get("differentiable", False)):
+                inspect.unwrap(type(optimizer).step)(optimizer)
+        else:
+            with torch.compiler.set_stance("force_eager"):
+                optimizer.step()
     except (RuntimeError, TypeError) as error:
         raise TuneError(f"optimizer._component_: {cfg.optimizer._component_} does not work here: {error}") from error
     return optimizer
