@@ -1,11 +1,12 @@
 """Seconds for the requests of lm-evaluation-harness: `tune.evaluation`, and its own model class `HFLM`.
 
-    python benchmarks/evaluate.py MODEL [--questions 20 --rounds 1 --batch-size 16] [--exact]
+    python benchmarks/evaluate.py MODEL [--questions 20 --rounds 1 --batch-size 16] [--only "whole texts"] [--exact]
 
 Questions are pieces of this repository's documentation, 16 to 192 tokens long, with four choices each: words that
-follow (2 to 16 tokens), or one letter. Whole texts have 100 to 600 tokens. The two run in turns, in one process with
-all cores; printed are the medians, and the largest difference of a log-likelihood; with `--exact` also how far each is
-from what transformers computes in fp64.
+follow (2 to 16 tokens), or one letter. Whole texts have 100 to 600 tokens. Answers are the 24 most likely tokens behind
+half as many questions. The two run in turns, in one process with all cores; printed are the medians, and the largest
+difference of a log-likelihood, or how many answers differ; with `--exact` also how far each is from what transformers
+computes in fp64.
 """
 
 import argparse
@@ -31,6 +32,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=16, help="requests in a forward of HFLM")
     parser.add_argument("--cpu-time", action="store_true", help="of the process, on a busy machine")
+    parser.add_argument("--only", choices=("four choices", "four letters", "whole texts", "answers"))
     parser.add_argument("--exact", action="store_true", help="compare both with transformers in fp64")
     args = parser.parse_args()
     if args.questions < 4:
@@ -67,9 +69,13 @@ def main():
         "four choices": [(context, f" {piece(2, 16)}") for context in contexts for _ in range(4)],
         "four letters": [(context, f" {letter}") for context in contexts for letter in "ABCD"],
         "whole texts": [(piece(100, 600),) for _ in range(args.questions // 4)],
+        "answers": [(context, {"until": [], "max_gen_toks": 24}) for context in contexts[::2]],
     }
+    kinds = {"whole texts": "loglikelihood_rolling", "answers": "generate_until"}
     for name, arguments in tasks.items():
-        kind = "loglikelihood" if len(arguments[0]) == 2 else "loglikelihood_rolling"
+        if args.only not in (None, name):
+            continue
+        kind = kinds.get(name, "loglikelihood")
         requests = [Instance(kind, {}, each, index) for index, each in enumerate(arguments)]
         seconds, found = {each: [] for each in models}, {}
         for _ in range(args.rounds):
@@ -77,18 +83,22 @@ def main():
                 start = clock()
                 answers = getattr(lm, kind)(requests, disable_tqdm=True)
                 seconds[each].append(clock() - start)
-                values = [answer[0] if isinstance(answer, tuple) else answer for answer in answers]
-                found[each] = torch.tensor(values, dtype=torch.float64)
+                found[each] = [answer[0] if isinstance(answer, tuple) else answer for answer in answers]
         medians = {each: statistics.median(times) for each, times in seconds.items()}
-        difference = (found["tune"] - found["HFLM"]).abs().max()
-        if exact is not None:
+        if kind == "generate_until":
+            apart = sum(ours != theirs for ours, theirs in zip(*found.values(), strict=True))
+            difference = f"{apart} answers differ"
+        else:
+            found = {each: torch.tensor(values, dtype=torch.float64) for each, values in found.items()}
+            difference = f"largest difference {(found['tune'] - found['HFLM']).abs().max():.1e}"
+        if exact is not None and kind != "generate_until":
             expected = torch.tensor([in_fp64(*each) for each in arguments], dtype=torch.float64)
             apart = {each: f"{(answers - expected).abs().max():.1e}" for each, answers in found.items()}
             print(f"{name}: from fp64 at most {apart}, of at most {expected.abs().max():.0f}")
         print(
             f"{name}: {len(requests)} requests, "
             + ", ".join(f"{each} {median:.2f} s" for each, median in medians.items())
-            + f": {medians['HFLM'] / medians['tune']:.2f}x; largest difference {difference:.1e}",
+            + f": {medians['HFLM'] / medians['tune']:.2f}x; {difference}",
             flush=True,
         )
     world.finish()
