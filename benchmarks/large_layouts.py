@@ -72,7 +72,7 @@ def step(folder, processes, rank, axes, tokens):
     """A step of the process `rank`: bytes that it has of the model, and what it takes here."""
     begin = time.perf_counter()
     dist.init_process_group("fake", rank=rank, world_size=processes, store=FakeStore())
-    world = distributed.init("cpu", **axes)
+    world = distributed.init("cpu", max_seq_len=tokens, **axes)
     with torch.device("meta"):
         model = build(folder)
     whole = sum(each.nbytes for each in model.parameters())

@@ -28,6 +28,7 @@ from helpers import save_checkpoint  # noqa: E402
 from tune import checkpointers, config, distributed, optimizers  # noqa: E402
 from tune.collators import Batch  # noqa: E402
 from tune.devices import DEVICES  # noqa: E402
+from tune.preflight import layout_of  # noqa: E402
 
 TRIED, ROUNDS = 12, 7
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -40,7 +41,7 @@ def settings(folder: str, *overrides: str) -> Any:
 
 def step_of(cfg: Any) -> Callable[[], None]:
     """A training step in the layout of `cfg`, as the recipe takes it."""
-    world = distributed.init("cpu", **{name: value for name, value in cfg.parallel.items() if name != "auto"})
+    world = distributed.init("cpu", **layout_of(cfg))
     with torch.device("meta"):
         model = config.instantiate(cfg.model)
     weights = checkpointers.Pretrained(cfg.model.path, model)

@@ -36,7 +36,7 @@ def test_everything_wrong_is_told_at_once() -> None:
         ("memory.cpu_ofload=true", "memory.cpu_ofload: is not a setting. Did you mean 'cpu_offload'?"),
         ("logger.wandb.projekt=x", "logger.wandb.projekt: is not a setting. Did you mean 'project'?"),
         ("zzz.yyy=1", "zzz: is not a setting. --help lists all of them."),
-        ("group_size=4", "group_size: is not a setting. It is one of grpo: use that recipe."),
+        ("group_size=4", "group_size: is not a setting. It is one of grpo: use that recipe, or leave it out."),
         ("optimizer.warmup=3", "optimizer.warmup: AdamW has no argument 'warmup'. Did you mean 'schedule.warmup'?"),
         ("optimizer.params=3", "optimizer.params: is given by the recipe itself, not in the configuration."),
         ("dataset.max_seq_len=3", "dataset.max_seq_len: is given by the recipe itself, not in the configuration."),
@@ -268,7 +268,8 @@ def test_a_wrong_setting_that_others_take_is_told_once() -> None:
 def test_stages_of_other_recipes_and_dropout_that_is_recomputed() -> None:
     paths = ["model.path=m", "dataset.path=d", "parallel.pp=2"]
     found = findings(*paths, default="preference_finetune")
-    assert found == ["parallel.pp: is not a setting. It is one of full_finetune, lora_finetune: use that recipe."]
+    others = "It is one of full_finetune, lora_finetune: use that recipe, or leave it out."
+    assert found == [f"parallel.pp: is not a setting. {others}"]
     recomputed = ["adapter.dropout=0.1", "memory.activation_checkpointing=selective"]
     assert load("lora_finetune", [*paths, *recomputed]).adapter.dropout == 0.1
     (found,) = findings(*paths, *recomputed, "compile=true", default="lora_finetune")
