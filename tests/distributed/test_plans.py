@@ -10,6 +10,7 @@ from distributed.test_tensor_parallel import Mesh, line_of
 from helpers import run_processes, save_checkpoint
 from planned_module import PLAN, build
 
+from tune import distributed
 from tune.distributed import tensor_parallel
 from tune.distributed.parallelize import repeated_blocks, units_of
 from tune.errors import TuneError
@@ -25,6 +26,13 @@ def share(model, processes, plan=None):
 def own(heads=4):
     with torch.device("meta"):
         return build("", heads)
+
+
+def test_one_process_checks_a_plan_too():
+    distributed.parallelize(model := own(), distributed.init("cpu", plan=PLAN), dtype="fp32")
+    assert not hasattr(model, "sharing_plan")
+    with pytest.raises(TuneError, match=r"parallel\.plan: nonsense matches no layer"):
+        distributed.parallelize(own(), distributed.init("cpu", plan={"nonsense": "colwise"}), dtype="fp32")
 
 
 UP = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}

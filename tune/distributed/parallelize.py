@@ -68,10 +68,13 @@ def parallelize(
     units = units_of(model, blocks)
     if world.experts is not None:
         share_experts(model, world.experts["ep"])
+    plan = world.plan if any(parameter.requires_grad for parameter in model.parameters()) else None
     if world.mesh["tp"].size() > 1:
-        trained = any(parameter.requires_grad for parameter in model.parameters())
         on_both = world.experts and world.experts["ep", "tp"]
-        share(model, blocks, units, world.mesh["tp"], world.plan if trained else None, on_both, world.loss_parallel)
+        share(model, blocks, units, world.mesh["tp"], plan, on_both, world.loss_parallel)
+    elif plan:  # a wrong one is told before there is more than one process to share
+        other = copy.deepcopy(model)
+        share(other, repeated_blocks(other), units_of(other, repeated_blocks(other)), world.mesh["tp"], plan)
     if world.mesh["cp"].size() > 1:
         split(model, world.mesh["cp"])
     needs_cast = cast_by_fsdp(model, dtype, master_dtype)
