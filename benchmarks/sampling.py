@@ -1,13 +1,16 @@
 """Seconds for 64 new tokens after each of 32 prompts, greedily: `tune.generation` and `transformers.generate`.
 
     python benchmarks/sampling.py MODEL [--prompts 32 --new 64 --rounds 5]
+    python benchmarks/sampling.py MODEL --chats examples/home_commands/train.jsonl      answers end where they do
 
-The prompts are pieces of this repository's documentation, 16 to 192 tokens long. transformers gets them as one batch,
-padded on the left. The two run in turns, in one process with all cores; printed are the times of each round, their
-medians, and whether the tokens are the same.
+The prompts are pieces of this repository's documentation, 16 to 192 tokens long; with `--chats` the requests of
+conversations, whose answers have at most 64 tokens. transformers gets them as one batch, padded on the left. The two
+run in turns, in one process with all cores; printed are the times of each round, their medians, and whether the tokens
+are the same.
 """
 
 import argparse
+import json
 import random
 import statistics
 import time
@@ -18,6 +21,7 @@ import transformers
 
 from tune.checkpointers import load_model
 from tune.generation import Sampler
+from tune.tokenizers import Tokenizer
 
 
 def main():
@@ -26,6 +30,7 @@ def main():
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--chats", help="a JSONL file with messages: their requests are the prompts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument(
@@ -33,14 +38,20 @@ def main():
     )
     args = parser.parse_args()
     dtype, clock = getattr(torch, args.dtype), time.process_time if args.cpu_time else time.perf_counter
-    text = " ".join(file.read_text() for file in sorted(Path("docs").glob("*.md")))
-    ids = transformers.AutoTokenizer.from_pretrained(args.model)(text, verbose=False)["input_ids"]
-    draw = random.Random(0)
-    lengths = [draw.randint(16, 192) for _ in range(args.prompts)]
-    prompts = [ids[start : start + length] for length in lengths for start in [draw.randrange(len(ids) - length)]]
+    tokenizer, ends = Tokenizer(args.model), set()
+    if args.chats:
+        chats = [json.loads(line)["messages"] for line in Path(args.chats).read_text().splitlines()[: args.prompts]]
+        asked = [tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True) for chat in chats]
+        prompts, ends = [tokenizer.encode(each) for each in asked], tokenizer.stop_ids
+    else:
+        ids = tokenizer.encode(" ".join(file.read_text() for file in sorted(Path("docs").glob("*.md"))))
+        draw = random.Random(0)
+        lengths = [draw.randint(16, 192) for _ in range(args.prompts)]
+        prompts = [ids[start : start + length] for length in lengths for start in [draw.randrange(len(ids) - length)]]
+    lengths = [len(each) for each in prompts]
 
     ours = load_model(args.model, dtype=dtype).to(args.device)
-    sampler = Sampler(max_new_tokens=args.new, temperature=0, max_rows=args.prompts)
+    sampler = Sampler(max_new_tokens=args.new, temperature=0, max_rows=args.prompts, stop_ids=ends)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(args.device)
     longest = max(lengths)
     padded = torch.tensor([[0] * (longest - len(each)) + each for each in prompts], device=args.device)
@@ -50,8 +61,11 @@ def main():
         return [completion.tokens for (completion,) in sampler(ours, prompts)]
 
     def generate():
-        settings = {"max_new_tokens": args.new, "min_new_tokens": args.new, "do_sample": False, "pad_token_id": 0}
-        return theirs.generate(padded, attention_mask=mask, **settings)[:, longest:].tolist()
+        end = {"eos_token_id": [*ends]} if ends else {"min_new_tokens": args.new}
+        settings = {"max_new_tokens": args.new, "do_sample": False, "pad_token_id": 0, **end}
+        found = theirs.generate(padded, attention_mask=mask, **settings)[:, longest:].tolist()
+        last = [next((at for at, token in enumerate(each, 1) if token in ends), len(each)) for each in found]
+        return [each[:end] for each, end in zip(found, last, strict=True)]
 
     seconds = {tune: [], generate: []}
     for _ in range(args.rounds):

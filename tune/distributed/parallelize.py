@@ -10,6 +10,7 @@ from fnmatch import filter as matching
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -149,7 +150,7 @@ def _shard(
         parameters = set(unit.parameters()) - taken
         cast = dtype if parameters & casts else None
         _require_one_type(unit, parameters, cast)
-        if world.device.type == "meta":  # a layout that is only checked: FSDP would import the compiler
+        if world.device.type == "meta" and dist.get_backend() == "fake":  # only checked: FSDP would import the compiler
             taken |= parameters
             continue
         sharded = fully_shard(
