@@ -12,7 +12,6 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -98,7 +97,7 @@ def tracked(cfg: Any, processes: int, rows: int, checkpointing: Any, more: dict[
     loss_fn = config.instantiate(cfg.loss)
     ones = np.ones((1, rows * cfg.max_seq_len), dtype=np.int64)
     batch = Batch.of(ones, labels=ones, documents=np.arange(rows).repeat(cfg.max_seq_len)[None])
-    distributed.parallelize(model, replace(world, device=torch.device("meta")), activation_checkpointing=checkpointing)
+    distributed.parallelize(model, world, activation_checkpointing=checkpointing)
     pipeline, times = distributed.Pipeline(model, world), cfg.global_batch_size // world.data_size // rows
     with (
         FakeTensorMode(allow_non_fake_inputs=True),

@@ -181,8 +181,8 @@ class Reader:
             raise Read
 
         sys.argv = arguments
-        sys.path.insert(0, "benchmarks")
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Read):
+            patch.syspath_prepend(str(ROOT / "benchmarks"))  # a relative one would stay that of the first page's folder
             patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
             runpy.run_path(arguments[0], run_name="__main__")
 

@@ -259,7 +259,8 @@ def test_what_is_not_refused_runs_and_gives_the_numbers_of_the_plain_way(share, 
                 found = run(row | {"activation_offload": "false"})
         with torch.compiler.set_stance("force_eager"):  # torchao's optimizers compile themselves
             expected = run(row | PLAIN) if PLAIN.items() - row.items() else found
-        tolerance = 3e-2 if row["dtype"] != "fp32" else 3e-3 if row["trained"] == "lora, float8" else 1e-4
+        rounded = "8" in row["trained"]  # another last bit of a weight may be another of 256 numbers
+        tolerance = 3e-2 if row["dtype"] != "fp32" else 3e-3 if rounded else 1e-4
         assert found == [pytest.approx(each, rel=tolerance) for each in expected] and len(found) == 2, settings
 
 
