@@ -32,6 +32,12 @@ def main(cfg):
         raise TuneError("score: it needs prompts to answer: give a data file (--data FILE, or dataset.path)")
     if not cfg.tasks and not cfg.dataset.path:
         raise TuneError("there is nothing to evaluate on: give tasks, or a data file (--data FILE, or dataset.path)")
+    if cfg.limit and cfg.dataset.path:
+        if cfg.limit % 1:
+            raise TuneError(f"limit: {cfg.limit} is a share, which tasks have; of a data file give a number of rows")
+        cfg.dataset.take = int(cfg.limit)
+    if cfg.score and cfg.dataset._component_ == "tune.datasets.load":
+        cfg.dataset._component_ = "tune.datasets.load_prompts"  # of the same rows
     if cfg.log_samples and not cfg.out:
         raise TuneError("log_samples: samples are written beside the results: say where, out=results.json")
     if cfg.out:
@@ -65,7 +71,7 @@ def main(cfg):
         )
         sampler.check(shape, [], [])
         room = longest - sampler.max_new_tokens
-        questions = datasets.load_prompts(tokenizer, cfg.dataset.path, cfg.dataset.split, max_prompt_len=room)
+        questions = instantiate(cfg.dataset, tokenizer, max_prompt_len=room)
         tell(questions.table())
     elif cfg.dataset.path:
         data = instantiate(cfg.dataset, tokenizer, max_seq_len=longest)

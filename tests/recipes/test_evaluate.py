@@ -2,6 +2,7 @@
 lm-evaluation-harness (tests/evaluation)."""
 
 import json
+import re
 import math
 import random
 import shutil
@@ -143,6 +144,18 @@ def test_answers_are_scored(checkpoint, prompts, tmp_path, capsys):
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     main(["eval", str(checkpoint), *options, "--score", "tune.evaluation.exact_match"])
     assert of(evaluated(tmp_path / "out.json"), "prompts")["exact_match,none"] == pytest.approx(2 / 5)
+    main(["eval", str(checkpoint), *options, "--score", "tune.evaluation.exact_match", "--limit", "2"])
+    assert of(evaluated(tmp_path / "out.json"), "prompts")["exact_match,none"] == pytest.approx(1 / 2)
+    main(["eval", str(checkpoint), "--data", str(prompts), "--limit", "2"])
+    assert re.search("rows +2\n", capsys.readouterr().out)
+
+
+def test_settings_of_the_data_hold_where_answers_are_scored(checkpoint, prompts, tmp_path):
+    prompts.write_text(json.dumps({"question": "the cat", "completion": "sat"}) + "\n")
+    options = ["--data", str(prompts), "--max-new-tokens", "2", "--score", "my_scores:length", "--log-samples"]
+    main(["eval", str(checkpoint), *options, "dataset.columns={prompt: question}", "--out", str(tmp_path / "out.json")])
+    (sample,) = map(json.loads, (tmp_path / "out_samples_prompts.jsonl").read_text().splitlines())
+    assert sample["row"]["question"] == "the cat"
 
 
 def test_an_adapter_and_a_run(checkpoint, chats, folder, tmp_path, run_recipe):
@@ -315,6 +328,7 @@ WRONG = {
     "unknown task": (["--tasks", "choise"], "there is no task 'choise'. Did you mean 'choice'?"),
     "its data are on the hub": ("far", "tasks: far cannot be used", "run it once with network", "include_path"),
     "not installed": (not_installed, "pip install 'tune-recipes[eval]'"),
+    "a share of a file": (["--data", "prompts.jsonl", "--limit", "0.5"], "limit: 0.5 is a share, which tasks have"),
     "no rows": (["--tasks", "choice", "--limit", "0"], "limit: 0 is not a positive number"),
     "no examples": (["--tasks", "choice", "--num-fewshot", "-1"], "num_fewshot: -1 is not a non-negative integer"),
     "empty batches": (["--tasks", "choice", "--batch-size", "0"], "batch_size: 0 is not a positive integer"),
