@@ -2,12 +2,12 @@
 
 from tune.distributed.activations import wrap_forward
 from tune.distributed.exchanges import summed
+from tune.distributed.inference import PackedWeights, inference
 from tune.distributed.interrupt import Interrupt
 from tune.distributed.pace import PACE
 from tune.distributed.parallelize import (
     DTYPES,
     clip_grad_norm_,
-    gathered,
     parallelize,
     repeated_blocks,
     require_layout,

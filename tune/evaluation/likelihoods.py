@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from tune.collators import Batch
-from tune.distributed import World, gathered
+from tune.distributed import World, inference
 from tune.errors import TuneError
 from tune.losses import LogProbs, TokenLogProbs
 from tune.models import Decoder
@@ -22,7 +22,6 @@ Ids = Sequence[int]
 Group = tuple[tuple[int, ...], list[tuple[int, ...]]]  # documents, and what all of them begin with
 
 
-@torch.no_grad()
 def log_likelihoods(
     model: nn.Module, requests: Sequence[tuple[Ids, Ids]], world: World, max_length: int, batch_size: int | None = None
 ) -> list[tuple[float, bool]]:
@@ -48,23 +47,18 @@ def log_likelihoods(
         alike.setdefault(document[:start], []).append(document)
     groups = sorted(alike.items(), key=lambda group: -max(map(len, group[1])))[world.data_rank :: world.data_size]
     found: dict[int, tuple[float, bool]] = {}
-    training = model.training
-    model.eval()
     total, is_off = sum(len(each) for _, each in groups), None if world.is_main else True  # None: without a terminal
     bar = tqdm(total=total, desc="log-likelihoods", disable=is_off)
-    try:  # nothing is compiled: blocks would be, for every number of tokens
-        with gathered(model), torch.compiler.set_stance("eager_on_recompile"), bar:
-            while groups:
-                sizes = [len(each) if batch_size else sum(map(len, each)) for _, each in groups[:BATCH_TOKENS]]
-                fitting = max(1, int(np.searchsorted(np.cumsum(sizes), batch_size or BATCH_TOKENS, "right")))
-                batch, groups = groups[:fitting], groups[fitting:]
-                indices = [inputs[each] for _, documents in batch for each in documents]
-                continuations = [[requests[at][1] for at in each] for each in indices]
-                answers = _forward(model, batch, continuations, world.device)
-                found |= zip([at for each in indices for at in each], answers, strict=True)
-                bar.update(len(indices))
-    finally:
-        model.train(training)
+    with inference(model), bar:
+        while groups:
+            sizes = [len(each) if batch_size else sum(map(len, each)) for _, each in groups[:BATCH_TOKENS]]
+            fitting = max(1, int(np.searchsorted(np.cumsum(sizes), batch_size or BATCH_TOKENS, "right")))
+            batch, groups = groups[:fitting], groups[fitting:]
+            indices = [inputs[each] for _, documents in batch for each in documents]
+            continuations = [[requests[at][1] for at in each] for each in indices]
+            answers = _forward(model, batch, continuations, world.device)
+            found |= zip([at for each in indices for at in each], answers, strict=True)
+            bar.update(len(indices))
     together = {index: value for each in world.all_gather(found) for index, value in each.items()}
     return [together.get(index, (0.0, True)) for index in range(len(requests))]  # an empty one has no tokens
 

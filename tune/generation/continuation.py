@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tune.collators import Batch
+from tune.distributed import PackedWeights
 from tune.generation.sampler import Completion, GenerativeModel, Sampler, uniforms
 
 CHUNK = 512  # tokens that are read together behind what the cache has
@@ -18,6 +19,7 @@ class Continuation:
     def __init__(self, model: GenerativeModel):
         self.model, self.capacity = model, 0
         self.known: list[int] = []  # the text that the cache has
+        self.weights = PackedWeights()
 
     @torch.no_grad()
     def __call__(self, sampler: Sampler, prompt: Sequence[int], step: int = 0) -> Iterator[int]:
@@ -26,7 +28,9 @@ class Continuation:
         completion, draws = Completion(), uniforms(sampler.seed, step, 0, 0)
         self._make_room(len(prompt) + sampler.max_new_tokens)
         while not sampler.is_complete(completion):
-            sampler.extend([completion], [next(draws)], self._read([*prompt, *completion.tokens]))
+            with self.weights:
+                logits = self._read([*prompt, *completion.tokens])
+            sampler.extend([completion], [next(draws)], logits)
             yield completion.tokens[-1]
 
     def _make_room(self, length: int) -> None:

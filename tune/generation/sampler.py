@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tune.collators import Batch
-from tune.distributed import World, gathered
+from tune.distributed import World, inference
 from tune.errors import TuneError
 from tune.models import Decoder, HuggingFaceModel
 from tune.tokenizers import Tokenizer
@@ -86,7 +86,6 @@ class Sampler:
         if self.stop_strings and ("" in self.stop_strings or self.decode is None):
             raise TuneError("stop_strings: none may be empty, and they need decode=tokenizer.decode")
 
-    @torch.no_grad()
     def __call__(
         self, model: nn.Module, prompts: Sequence[Sequence[int]], *,
         samples: int = 1, step: int = 0, indices: Sequence[int] | None = None,
@@ -110,14 +109,9 @@ class Sampler:
 
     def complete(self, model: GenerativeModel, rows: list[SampledRow]) -> None:
         """Sample what completes the `rows`, of which there may be none."""
-        training = model.training
-        model.eval()
-        try:  # nothing is compiled: blocks would be, for every number of rows
-            with gathered(model), torch.compiler.set_stance("eager_on_recompile"):
-                if rows:
-                    _Rollout(self, model, deque(rows)).run()
-        finally:
-            model.train(training)
+        with inference(model):
+            if rows:
+                _Rollout(self, model, deque(rows)).run()
 
     def stops(self, tokens: list[int]) -> bool:
         """Whether a completion ends with the last of its `tokens`."""
