@@ -2,9 +2,9 @@
 lm-evaluation-harness (tests/evaluation)."""
 
 import json
-import re
 import math
 import random
+import re
 import shutil
 import sys
 from pathlib import Path

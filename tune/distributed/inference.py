@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from tune.distributed.parallelize import gathered
+
+LARGE = 2**17  # numbers in a weight, from which a copy in another order pays
 
 
 @contextmanager
@@ -20,29 +21,49 @@ def inference(model: nn.Module) -> Iterator[None]:
     training = model.training
     model.eval()
     try:
-        with gathered(model), torch.compiler.set_stance("eager_on_recompile"), torch.no_grad(), PackedWeights():
+        with gathered(model), torch.compiler.set_stance("eager_on_recompile"), torch.no_grad(), PackedWeights(model):
             yield
     finally:
         model.train(training)
 
 
-class PackedWeights(TorchFunctionMode):
-    """Within, on an x86 CPU, products with parameters are those of oneDNN, from copies of them in an order of its own: it
-    takes a half to two thirds of the time for up to 32 tokens, and somewhat less for many. Only where nothing needs a
-    gradient, and weights do not change."""
+class PackedWeights:
+    """Within, on an x86 CPU, large weights of `model` are `PackedWeight`. They must not change; it may be entered again."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, model: nn.Module):
         is_x86 = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
         has_bf16 = is_x86 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        self.dtypes = (torch.float32, torch.bfloat16)[: is_x86 + has_bf16]
-        self.packed: dict[nn.Parameter, Tensor] = {}
+        dtypes = (torch.float32, torch.bfloat16)[: is_x86 + has_bf16]
+        self.places = [
+            (module._parameters, name, weight)
+            for module in model.modules()
+            for name, weight in module._parameters.items()
+            if type(weight) is nn.Parameter and weight.is_cpu and weight.dtype in dtypes
+            if weight.dim() == 2 and weight.numel() >= LARGE
+        ]
+        self.packed = {weight: weight.detach().as_subclass(PackedWeight) for *_, weight in self.places}
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.linear and not kwargs:
+    def __enter__(self) -> None:
+        for parameters, name, weight in self.places:
+            parameters[name] = self.packed[weight]  # type: ignore[assignment]
+
+    def __exit__(self, *error: Any) -> None:
+        for parameters, name, weight in self.places:
+            parameters[name] = weight
+
+
+class PackedWeight(Tensor):
+    """A weight whose products with `F.linear` are oneDNN's, from a copy in an order of its own: without gradients, in a
+    half to two thirds of the time for up to 32 tokens, and somewhat less for many."""
+
+    packed: Tensor
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if function is not F.linear or kwargs:
+                return function(*args, **(kwargs or {}))
             input, weight, bias = (*args, None)[:3]
-            if type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype in self.dtypes:
-                if weight not in self.packed:
-                    self.packed[weight] = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-                return torch.ops.mkldnn._linear_pointwise(input, self.packed[weight], bias, "none", [], "")
-        return function(*args, **(kwargs or {}))
+            if not hasattr(weight, "packed"):
+                weight.packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+            return torch.ops.mkldnn._linear_pointwise(input, weight.packed, bias, "none", [], "")

@@ -19,7 +19,7 @@ class Continuation:
     def __init__(self, model: GenerativeModel):
         self.model, self.capacity = model, 0
         self.known: list[int] = []  # the text that the cache has
-        self.weights = PackedWeights()
+        self.weights = PackedWeights(model)
 
     @torch.no_grad()
     def __call__(self, sampler: Sampler, prompt: Sequence[int], step: int = 0) -> Iterator[int]:
