@@ -9,8 +9,8 @@
    of the file, with the masks and templates of training.
 3. With `score`, a file's prompts are answered, and a function (row, completion) -> number says how well.
 
-Every process has the whole model and a share of the requests. Every setting is in configs/evaluate.yaml. Copy this file
-(`tune cp evaluate my.py`) and change it.
+Every process has the whole model, or with `parallel.tp` a part of it, and a share of the requests. Every setting is in
+configs/evaluate.yaml. Copy this file (`tune cp evaluate my.py`) and change it.
 """
 
 import json
@@ -48,7 +48,7 @@ def main(cfg):
                     raise IsADirectoryError("it is a folder")
         except OSError as error:
             raise TuneError(f"out: {cfg.out} cannot be written: {error}. Name a JSON file") from error
-    world = distributed.init(cfg.device)
+    world = distributed.init(cfg.device, tp=cfg.parallel.tp)
 
     def tell(text):
         if world.is_main:
@@ -79,7 +79,7 @@ def main(cfg):
         tell(data.accounting.table())
     model, _ = peft.open_model(
         cfg.model.path, adapters=cfg.adapters, device=world.device, dtype=cfg.dtype,
-        quantization=cfg.quantization.weights,
+        quantization=cfg.quantization.weights, peers=world.mesh["tp"],
     )  # fmt: skip
 
     def measure_loss():
@@ -95,7 +95,7 @@ def main(cfg):
         groups = generation.rollout(model, sampler, tokenizer, prompts, scores, world, samples=1, step=0)
         found = world.fetch(**loggers.means(generation.statistics(groups, scores), world))
         own = {name.removeprefix("reward/"): value for name, value in found.items() if name != "reward"}
-        everyone = world.all_gather([episode.record(0) for (episode,) in groups])
+        everyone = world.all_gather([episode.record(0) for (episode,) in groups])[:: world.peers.size()]
         return own, sorted((each for part in everyone for each in part), key=lambda each: each["prompt"])
 
     results: dict = {"results": {}}

@@ -189,13 +189,18 @@ def test_a_quantised_base(checkpoint, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes(checkpoint, chats, folder, prompts, tmp_path):
+@pytest.mark.parametrize(("count", "tp"), [(2, 1), (2, 2), pytest.param(4, 2, id="two times two")])
+def test_several_processes(count, tp, checkpoint, chats, folder, prompts, tmp_path):
     def same(*settings):
-        out = tmp_path / "one.json", tmp_path / "two.json"
-        for count, file in enumerate(out, 1):
-            run_processes(RECIPE, count, f"model.path={checkpoint}", "device=cpu", f"out={file}", *settings)
+        out = tmp_path / "one.json", tmp_path / "several.json"
+        for size, file, *more in (1, out[0]), (count, out[1], f"parallel.tp={tp}"):
+            more += ["device=cpu", "log_samples=true", f"out={file}", *settings]
+            run_processes(RECIPE, size, f"model.path={checkpoint}", *more)
         one, two = map(evaluated, out)
         assert one.keys() == two.keys()
+        for alone in tmp_path.glob("one_samples_*.jsonl"):
+            together = tmp_path / alone.name.replace("one", "several")
+            assert len(alone.read_text().splitlines()) == len(together.read_text().splitlines())
         for task in one:
             assert of(two, task) == pytest.approx(of(one, task), rel=1e-6)
 

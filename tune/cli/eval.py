@@ -17,7 +17,10 @@ from tune.cli.export import add_step, model_at
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
 
-NESTED = {"data": "dataset.path", "quantization": "quantization.weights", "max_new_tokens": "generation.max_new_tokens"}
+NESTED = {
+    "data": "dataset.path", "quantization": "quantization.weights", "max_new_tokens": "generation.max_new_tokens",
+    "tp": "parallel.tp",
+}  # fmt: skip
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:

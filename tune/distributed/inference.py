@@ -28,7 +28,7 @@ def inference(model: nn.Module) -> Iterator[None]:
 
 
 class PackedWeights:
-    """Within, on an x86 CPU, large weights of `model` are `PackedWeight`. They must not change; it may be entered again."""
+    """Within, on an x86 CPU, large weights of `model` are `PackedWeight`. They must not change; it may come again."""
 
     def __init__(self, model: nn.Module):
         is_x86 = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
