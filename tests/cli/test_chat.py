@@ -200,7 +200,8 @@ def test_side_by_side_until_ctrl_c(terminal, tmp_path):
         chat.wait_for(re.escape(ERASED) + r"[\s\S]*?\u2502")  # drawn again
     chat.type("\x03")
     (_, first, stopped), (_, second, _) = columns(chat.wait_for(r"(?m)^> "))
-    shorter, longer = sorted((first.rstrip(" \ufffd"), second), key=len)  # a character may be cut by Ctrl-C
+    ends = (each.rstrip(" \ufffd") for each in (first, second))  # a character may be cut by Ctrl-C
+    shorter, longer = sorted(ends, key=len)
     assert longer.startswith(shorter) and len(letters(shorter)) > 50 and stopped.startswith("stopped)")
 
 
