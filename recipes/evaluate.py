@@ -35,7 +35,7 @@ def main(cfg):
     if cfg.limit and cfg.dataset.path:
         if cfg.limit % 1:
             raise TuneError(f"limit: {cfg.limit} is a share, which tasks have; of a data file give a number of rows")
-        cfg.dataset.take = int(cfg.limit)
+        cfg.dataset.take = min(int(cfg.limit), cfg.dataset.get("take") or int(cfg.limit))
     if cfg.score and cfg.dataset._component_ == "tune.datasets.load":
         cfg.dataset._component_ = "tune.datasets.load_prompts"  # of the same rows
     if cfg.log_samples and not cfg.out:

@@ -275,13 +275,7 @@ def test_one_wait_a_token(llama, monkeypatch):
     from recipes.test_synchronisation import Waits
 
     copies, cpu = [], torch.Tensor.cpu
-
-    def counted(tensor):
-        copies.append(tensor.shape)
-        with torch._C.DisableTorchFunction():  # a mode would call what `torch.Tensor` has, this function, again
-            return cpu(tensor)
-
-    monkeypatch.setattr(torch.Tensor, "cpu", counted)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copies.append(tensor.shape) or cpu(tensor))
     with Waits() as waits:
         Sampler(max_new_tokens=6, max_rows=2, top_k=5, top_p=0.9)(llama[1], make_prompts([5]), samples=2)
     assert copies == [(2, 2)] * 6

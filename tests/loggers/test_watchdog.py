@@ -75,16 +75,18 @@ from pathlib import Path
 from tune import distributed
 from tune.loggers.watchdog import Watchdog
 
-world = distributed.init("cpu", timeout=0.01)  # 0.6 s
+world = distributed.init("cpu", timeout=0.02)  # 1.2 s: it speaks after 0.75
 folder = Path(sys.argv[1], str(world.rank))
 folder.mkdir()
 watchdog = Watchdog(folder / "stacks", world, print, apart=True)
 assert watchdog.seen == [world.rank]
-assert Watchdog(Path(sys.argv[1], "stacks"), world, print).seen == [0, 1]
 def keeps_pythons_lock():
-    ctypes.PyDLL(None).usleep(600_000)
+    ctypes.PyDLL(None).sleep(2)
 keeps_pythons_lock()
 watchdog.end()
+together = Watchdog(Path(sys.argv[1], "stacks"), world, print)
+assert together.seen == [0, 1]
+together.end()
 """
 
 

@@ -259,8 +259,9 @@ def test_what_is_not_refused_runs_and_gives_the_numbers_of_the_plain_way(share, 
                 found = run(row | {"activation_offload": "false"})
         with torch.compiler.set_stance("force_eager"):  # torchao's optimizers compile themselves
             expected = run(row | PLAIN) if PLAIN.items() - row.items() else found
-        rounded = "8" in row["trained"]  # another last bit of a weight may be another of 256 numbers
-        tolerance = 3e-2 if row["dtype"] != "fp32" else 3e-3 if rounded else 1e-4
+        tolerance = 3e-2 if row["dtype"] != "fp32" else 3e-3 if row["trained"] == "lora, float8" else 1e-4
+        if "int8" in row["trained"] and row["optimizer"] == "Muon":  # it makes a last bit as large as what is learned,
+            tolerance = max(tolerance, 3e-4)  # and a weight's last bit may be another of the 256 numbers
         assert found == [pytest.approx(each, rel=tolerance) for each in expected] and len(found) == 2, settings
 
 

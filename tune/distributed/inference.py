@@ -15,9 +15,9 @@ LARGE = 2**17  # numbers in a weight, from which a copy in another order pays
 
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """Within, weights do not change, and forwards of `model` have no gradients: it is in eval mode, its weights are
-    gathered, and packed on a CPU; nothing is compiled, as blocks would be for every shape. All processes enter it
-    together."""
+    """A context for forwards of `model` without gradients. It is in eval mode, with its weights gathered, and on a CPU
+    packed (`PackedWeights`); nothing is compiled anew, as blocks would be for every shape. Weights must not change
+    within. All processes enter it together."""
     training = model.training
     model.eval()
     try:
@@ -28,7 +28,8 @@ def inference(model: nn.Module) -> Iterator[None]:
 
 
 class PackedWeights:
-    """Within, on an x86 CPU, large weights of `model` are `PackedWeight`. They must not change; it may come again."""
+    """A context, to be entered as often as one likes, in which the large weights of `model` on an x86 CPU are each a
+    `PackedWeight`. Packed copies stay: between its first and its last use nothing may change the weights."""
 
     def __init__(self, model: nn.Module):
         is_x86 = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
@@ -53,8 +54,9 @@ class PackedWeights:
 
 
 class PackedWeight(Tensor):
-    """A weight whose products with `F.linear` are oneDNN's, from a copy in an order of its own: without gradients, in a
-    half to two thirds of the time for up to 32 tokens, and somewhat less for many."""
+    """A weight `[out, in]` with a copy in the order in which oneDNN multiplies. `F.linear` uses that, and needs a half
+    to two thirds of the time for up to 32 tokens, somewhat less than all of it for many. It has no gradients. All other
+    functions see the weight as it is. It is packed at its first product, so that an embedding never is."""
 
     packed: Tensor
 

@@ -36,6 +36,7 @@ class Watchdog:
         self.thread = threading.get_ident()
         self.step, self.ended = 0, threading.Event()
         self.beaten, self.began = time.monotonic(), time.time()
+        self.pause = min(10.0, self.seconds / 4)
         self.seen = [*range(self.size)]
         if apart:
             about = folder.parent.stat()
@@ -43,6 +44,7 @@ class Watchdog:
             self.seen = [rank for rank, place in enumerate(world.all_gather(here)) if place == here]
         if world.rank == self.seen[0]:
             shutil.rmtree(folder, ignore_errors=True)
+        self._postpone()  # here: the thread may come too late to say what keeps it from its first turn
         threading.Thread(target=self._watch, daemon=True).start()
 
     def beat(self, step: int) -> None:
@@ -53,24 +55,27 @@ class Watchdog:
         self.ended.set()
 
     def _watch(self) -> None:
-        told, pause = 0.0, min(10.0, self.seconds / 4)
+        told = 0.0
         self._write_heartbeat()
-        faulthandler.dump_traceback_later(self.seconds + pause, file=2)
-        while not self.ended.wait(pause):
-            faulthandler.dump_traceback_later(self.seconds + pause, file=2)  # later: this thread gets the lock
+        while not self.ended.wait(self.pause):
+            self._postpone()  # this thread gets the lock
             self._write_heartbeat()
             if time.monotonic() - self.beaten > self.seconds and told != self.beaten:
                 told = self.beaten
                 with contextlib.suppress(OSError):  # a full disk
                     self._write()
-                    self.ended.wait(2 * pause)  # for the others
+                    self.ended.wait(2 * self.pause)  # for the others
                     found = read(self.folder)
                     if self.rank == min(found) and told == self.beaten:
                         self.tell(
-                            f"warning: no step has ended for {self.seconds + 2 * pause:.0f} s. "
+                            f"warning: no step has ended for {self.seconds + 2 * self.pause:.0f} s. "
                             f"{waited_for(found, self.seen, self.size)} Their stacks are in {self.folder}"
                         )
         faulthandler.cancel_dump_traceback_later()
+
+    def _postpone(self) -> None:
+        """Stacks go to stderr if this is not called again in time."""
+        faulthandler.dump_traceback_later(self.seconds + self.pause, file=2)
 
     def _write_heartbeat(self) -> None:
         """The first process's heartbeat.json, for who looks from outside: the step at work and since when, the newest
