@@ -71,6 +71,7 @@ def test_what_other_nodes_write_to_their_own_disks_is_not_missed() -> None:
 
 APART = """\
 import ctypes, sys
+sys.setswitchinterval(10)  # the thread gets no turn by chance
 from pathlib import Path
 from tune import distributed
 from tune.loggers.watchdog import Watchdog
