@@ -4,11 +4,17 @@ import json
 import shutil
 from pathlib import Path
 
+import distill
 import full_finetune
+import grpo
 import lora_finetune
+import ppo_finetune
+import preference_finetune
 import pytest
+import reward_finetune
 import torch
 from helpers import run_processes
+from recipes.test_grpo import requests  # noqa: F401
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -80,6 +86,53 @@ def test_the_best_is_kept_and_exported(run, recipe, checkpoint):
     assert found.keys() == weights.keys()
     assert all(torch.equal(weights[name], each) for name, each in found.items())
     assert any(not torch.equal(each, exported(plain)[name]) for name, each in exported(folder).items())
+
+
+SAMPLED = ["dataset.path={requests}", "validation_dataset.path={requests}", "max_prompt_len=64", "optimizer.lr=3e-2"]
+SAMPLED += ["reward=recipes.test_grpo.share_of_a", "sampling.max_new_tokens=6", "prompts_per_step=4", "epochs=2"]
+PAIRS = ["dataset.path={pairs}", "validation_dataset.path={pairs}", "max_seq_len=256", "epochs=3"]
+METHODS = {
+    preference_finetune: ("validation_rewards/margins", [*PAIRS, "loss._component_=tune.losses.DPO"]),
+    reward_finetune: ("validation_loss", [*PAIRS, "optimizer.lr=0.05"]),
+    distill: (
+        "validation_loss",
+        ["dataset.path={chats}", "validation_dataset.path={chats}", "max_seq_len=128", "teacher.path={tied}"],
+    ),
+    grpo: ("validation_reward", [*SAMPLED, "group_size=4"]),
+    ppo_finetune: ("validation_reward", [*SAMPLED, "adapter.rank=4"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", METHODS, ids=lambda recipe: recipe.__name__)
+def test_the_best_of_a_method(recipe, checkpoint, tied_checkpoint, pairs, chats, requests, tmp_path, run_recipe):  # noqa: F811
+    metric, settings = METHODS[recipe]
+    data = {"pairs": pairs, "chats": chats, "requests": requests, "tied": tied_checkpoint}
+    folder = tmp_path / "run"
+    common = [
+        f"model.path={checkpoint}", "device=cpu", "dtype=fp32", "optimizer.lr=0.03", "schedule.warmup=0", "max_steps=4",
+        "validate_every=1", f"checkpointer.keep_best={metric}", "checkpointer.every=1", "checkpointer.keep=null",
+        *(["global_batch_size=8"] if "reward=" not in str(settings) else []),
+        *(each.format(**data) for each in settings), f"output_dir={folder}",
+    ]  # fmt: skip
+    assert run_recipe(common, recipe) == 0
+    values = [line[metric] for line in logged(folder)]
+    best = values.index((min if "loss" in metric else max)(values)) + 1
+    assert steps(folder) == [1, 2, 3, 4] and len({*values}) > 1
+    assert (
+        f"the weights are those with the best {metric}, {values[best - 1]:.4g} at step {best}"
+        in (folder / "log.txt").read_text()
+        or best == 4
+    )
+    dcp_to_torch_save(folder / "checkpoints" / f"step-0000000{best}", folder / "state.pt")
+    weights = torch.load(folder / "state.pt", weights_only=True)["model"]
+    if recipe is reward_finetune:
+        assert torch.equal(weights["head.weight"], exported(folder)["score.weight"])
+        return
+    weights = {name.removeprefix("policy."): each for name, each in weights.items()}
+    found = dict(open_model(folder)[0].named_parameters())
+    trained = weights.keys() & found.keys()
+    assert trained and all(torch.equal(weights[name], found[name]) for name in trained)
 
 
 def test_a_run_that_has_stopped_stays_stopped_and_goes_on_to_the_bit(run):

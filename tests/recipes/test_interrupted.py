@@ -159,6 +159,34 @@ def test_interrupted_before_the_training(inputs, contents):
     assert contents(inputs.folder) == before
 
 
+SWALLOWS = """\
+import time
+from tune import config
+
+try:
+    print("importing", flush=True)
+    time.sleep(600)
+except BaseException:
+    pass
+
+@config.entrypoint("full_finetune")
+def main(cfg):
+    pass
+
+main()
+"""
+
+
+def test_an_import_that_swallows_exceptions_is_interrupted(inputs):
+    script = inputs.folder / "script.py"
+    script.write_text(SWALLOWS)
+    command = [sys.executable, "-m", "tune.cli", "run", str(script), *inputs.settings()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == -signal.SIGINT
+
+
 @pytest.mark.slow
 def test_a_lost_process_where_no_launcher_tells_of_it(killing, tmp_path):
     launch = killing.Launch([*killing.make_inputs(tmp_path), f"output_dir={tmp_path / 'run'}"], 2)

@@ -2,17 +2,21 @@
 
 import json
 
+import distill
 import full_finetune
 import grpo
 import lora_finetune
 import ppo_finetune
+import preference_finetune
 import pytest
+import reward_finetune
 import torch
 from helpers import run_processes
 from recipes.run_variants import __file__ as RUN_VARIANTS
 from recipes.test_grpo import requests  # noqa: F401
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tune import distributed
 from tune.losses import ClippedPolicy, LinearCrossEntropy
 
 BAD_ROW = 11
@@ -49,6 +53,47 @@ def test_updates_on_completions_end(recipe, counts, way, run_recipe, checkpoint,
     assert run_recipe([*settings, f"output_dir={run}"], recipe) == 0
     assert [value is None for value in losses(run)] == [False, True, False]
     assert (run / "log.txt").read_text().count("training goes on") == 1
+
+
+METHODS = {
+    preference_finetune: ["dataset.path={pairs}", "max_seq_len=256", "reference={tied}"],
+    reward_finetune: ["dataset.path={pairs}", "max_seq_len=256", "adapter.rank=4"],
+    distill: ["dataset.path={chats}", "max_seq_len=128", "teacher.path={tied}", "on_policy.share=0.5"],
+}
+
+
+@pytest.mark.parametrize("way", [pytest.param("skip", marks=pytest.mark.slow), "rollback"])
+@pytest.mark.parametrize("recipe", METHODS, ids=lambda recipe: recipe.__name__)
+def test_gradients_of_a_method(
+    recipe, way, run_recipe, checkpoint, tied_checkpoint, pairs, chats, tmp_path, monkeypatch
+):
+    """A step whose gradients are NaN leaves the weights, and the run goes on as if it had not been."""
+    common = [each.format(pairs=pairs, chats=chats, tied=tied_checkpoint) for each in METHODS[recipe]] + [
+        f"model.path={checkpoint}", "device=cpu", "dtype=fp32", "global_batch_size=8", "micro_batch_size=4",
+        "checkpointer.every=1", "checkpointer.keep=null", f"checkpointer.on_nan={way}", "max_steps=3",
+        "schedule.warmup=0", "optimizer.lr=1e-2", "epochs=3",
+    ]  # fmt: skip
+    clip, calls = distributed.clip_grad_norm_, []
+
+    def spoiled(parameters, *rest):
+        parameters = [each for each in parameters if each.grad is not None]
+        calls.append(len(calls))
+        if calls[-1] == 1:
+            parameters[0].grad.fill_(torch.nan)
+        return clip(parameters, *rest)
+
+    monkeypatch.setattr(distributed, "clip_grad_norm_", spoiled)
+    run = tmp_path / "run"
+    assert run_recipe([*common, f"output_dir={run}"], recipe) == 0
+    found = [weights(run, step, tmp_path) for step in (1, 2, 3)]
+    differs = [any(not torch.equal(each[name], found[0][name]) for name in each) for each in found]
+    assert differs == [False, False, True] and None not in losses(run)
+    log = (run / "log.txt").read_text()
+    assert log.count("grad_norm is nan at step 2") == 1 and "training goes on" in log
+    monkeypatch.setattr(distributed, "clip_grad_norm_", clip)
+    again = tmp_path / "again"
+    assert run_recipe([*common, f"resume={run}/checkpoints/step-00000002", f"output_dir={again}"], recipe) == 0
+    assert losses(again) == losses(run)[2:]
 
 
 @pytest.fixture

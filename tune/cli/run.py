@@ -14,6 +14,7 @@ Without options the recipe runs in this process.
 import ast
 import re
 import runpy
+import signal
 import sys
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
@@ -46,6 +47,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         launcher(name)(others, recipe, *with_folder(default, recipe, settings))
         return
     sys.argv = [str(recipe), *settings]
+    if default:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `main(cfg)`: others' imports may swallow KeyboardInterrupt
     runpy.run_path(str(recipe), run_name="__main__")
 
 

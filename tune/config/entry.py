@@ -52,6 +52,8 @@ def entrypoint(default: str) -> Callable[[Main], Callable[..., None]]:
                 return main(cfg)
             with explained_errors():
                 cfg = _settings(main.__globals__, default)
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # `tune run`, which has nothing to end until here
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             with explained_errors(cfg):
                 return main(cfg)
 
