@@ -14,8 +14,6 @@ learning_rate: 1.0e-3
 num_train_epochs: 4
 per_device_train_batch_size: 2
 gradient_accumulation_steps: 4
-lr_scheduler_type: {schedule}
-warmup_steps: {warmup}
 weight_decay: 0.1
 max_length: 64
 bf16: false
@@ -27,16 +25,25 @@ save_strategy: "no"
 """
 
 
+CASES = [
+    *({"lr_scheduler_type": schedule} for schedule in ("linear", "cosine", "constant")),
+    {"lr_scheduler_type": "cosine", "max_grad_norm": 0.1, "adam_beta2": 0.9},
+    {"completion_only_loss": False, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2, "gradient_checkpointing": True},
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "warmup"), [("linear", 0), ("cosine", 0), ("constant", 0)])
-def test_one_curve(schedule, warmup, checkpoint, tmp_path, monkeypatch):
+@pytest.mark.parametrize("changes", CASES, ids=lambda changes: ", ".join(f"{k}={v}" for k, v in changes.items()))
+def test_one_curve(changes, checkpoint, tmp_path, capsys):
+    """A warm-up differs, and `tune migrate` says so."""
     trl = pytest.importorskip("trl", reason="compares with TRL, which is installed by hand")
     import datasets
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     rows = [{"prompt": f"the cat {'sat ' * n}", "completion": f"on the mat {'and ran ' * (n % 3)}"} for n in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    theirs = yaml.safe_load(CONFIG.format(schedule=schedule, warmup=warmup)) | {"output_dir": str(tmp_path / "theirs")}
+    theirs = yaml.safe_load(CONFIG) | changes | {"output_dir": str(tmp_path / "theirs")}
     file = {"model_name_or_path": str(checkpoint), "dataset_name": str(tmp_path / "rows.jsonl"), **theirs}
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file))
     main(["migrate", str(tmp_path / "theirs.yaml"), "--method", "sft", "--out", str(tmp_path / "ours.yaml")])
@@ -54,5 +61,9 @@ def test_one_curve(schedule, warmup, checkpoint, tmp_path, monkeypatch):
     cfg = config.load("full_finetune", settings)
     runpy.run_path(str(config.find_recipe("full_finetune")))["main"](cfg)
     found = [json.loads(line)["loss"] for line in (tmp_path / "ours" / "metrics.jsonl").read_text().splitlines()]
+    if changes.get("warmup_steps"):
+        assert "schedule.warmup=2  (the first step there has a rate of 0)" in capsys.readouterr().out
+        assert expected[1] == pytest.approx(expected[0]) and found[1] < expected[1] - 0.1
+        return
     assert found == pytest.approx(expected, abs=1e-4)
     assert found[-1] < found[0] - 0.1
