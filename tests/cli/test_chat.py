@@ -9,6 +9,7 @@ import select
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from helpers import HANGS, make_adapter, save_checkpoint
@@ -247,6 +248,18 @@ def test_processes_that_share_the_model(checkpoint, terminal):
         assert letters(text) == letters(said) and cut.startswith("cut after 12 tokens")
     chat.type("/exit\n")
     assert os.waitstatus_to_exitcode(os.waitpid(chat.process, 0)[1]) == 0
+    chat.process = os.spawnv(os.P_NOWAIT, "/bin/true", ["true"])
+
+
+@pytest.mark.slow
+def test_a_lost_process_is_named(checkpoint, terminal):
+    chat = terminal(checkpoint, "--tp", 2, "--max-new-tokens", 12, "--device", "cpu")
+    chat.ask("the cat")
+    (other,) = Path(f"/proc/{chat.process}/task/{chat.process}/children").read_text().split()
+    os.kill(int(other), signal.SIGKILL)
+    chat.type("a dog\n")
+    chat.wait_for("error: process 1 has ended with exit code -9: often for want of memory")
+    assert os.waitstatus_to_exitcode(os.waitpid(chat.process, 0)[1]) == 2
     chat.process = os.spawnv(os.P_NOWAIT, "/bin/true", ["true"])
 
 

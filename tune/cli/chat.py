@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from rich import box
@@ -65,20 +66,31 @@ def others(count: int, arguments: list[str]) -> Iterator[None]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
-    quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
     command = [sys.executable, "-m", "tune.cli", "chat", *arguments]
     started = []
     try:
         for rank in range(1, count):
             environment = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            started.append(subprocess.Popen(command, env=environment, start_new_session=True, **quiet))
+            errors = TemporaryFile("w+")
+            process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=errors, **quiet)
+            started.append((process, errors))
         os.environ.update(place | {"RANK": "0", "LOCAL_RANK": "0"})
         yield
-    finally:
-        for each in started:
+    except RuntimeError as error:  # also of the connection to a process that has ended
+        for rank, (process, errors) in enumerate(started, 1):
             with suppress(subprocess.TimeoutExpired):
-                each.wait(timeout=5)
-            each.kill()
+                if process.wait(timeout=1):
+                    errors.seek(0)
+                    told = "\n".join(errors.read().splitlines()[-5:]) or "often for want of memory"
+                    raise TuneError(f"process {rank} has ended with exit code {process.returncode}: {told}") from error
+        raise
+    finally:
+        for process, errors in started:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=5)
+            process.kill()
+            errors.close()
 
 
 def talk(options: Namespace) -> None:
