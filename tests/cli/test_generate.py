@@ -276,6 +276,7 @@ def test_a_family_of_transformers_alone(checkpoint, files, tmp_path, capsys):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     sizes["initializer_range"] = 0.5
     config = transformers.GPTNeoXConfig(vocab_size=len(transformers.AutoTokenizer.from_pretrained(checkpoint)), **sizes)
+    torch.manual_seed(3)
     transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(checkpoint / name, tmp_path)

@@ -495,7 +495,7 @@ NOT_BEFORE |= {resume_from_an_earlier_step_in_place}
 
 @pytest.mark.parametrize(("spoil", "says"), CASES)
 def test_wrong_input(spoil, says, inputs, run_recipe, contents, capfd, told):
-    settings = inputs.settings(*(spoil(inputs) or []))
+    settings = inputs.settings("checkpointer.async=false", *(spoil(inputs) or []))
     before = contents(inputs.folder)
     if spoil not in NOT_BEFORE:
         found = told("full_finetune", settings)
