@@ -9,7 +9,7 @@ HOUSE = Path(tune.__file__).parent
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
     "checkpointers": 2040,
-    "cli": 2389,
+    "cli": 2393,
     "collators": 264,
     "config": 883,
     "datasets": 3944,
@@ -22,7 +22,7 @@ CEILINGS = {
     "models": 3380,
     "optimizers": 333,
     "peft": 1477,
-    "preflight": 2060,
+    "preflight": 2181,
     "records": 331,
     "rules": 422,
     "quantization": 425,

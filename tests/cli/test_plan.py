@@ -131,8 +131,26 @@ def test_wrong_inputs(name, checkpoint, capsys):
     assert exit.value.code == 2 and message in capsys.readouterr().err
 
 
+def test_completions(checkpoint, capsys):
+    """The steps of sampling grow with what is sampled; a process has the cache of its own prompts."""
+    common = ["grpo", f"model.path={checkpoint}", "reward=x.y", "--device", "h100", "sampling.max_rows=1024"]
+
+    def planned(*arguments):
+        return json.loads(plan(capsys, *arguments, "--json"))
+
+    one, longer = planned(*common), planned(*common, "sampling.max_new_tokens=512")
+    assert longer["seconds"]["rollout"] == pytest.approx(2 * one["seconds"]["rollout"], rel=0.1)
+    assert one["tokens_per_step"] == 8 * 8 * (1024 + 256) and one["bottleneck"] == "rollout"
+    assert planned(*common, "updates=3")["seconds"]["products"] == 3 * one["seconds"]["products"]
+    two = planned(*common, "--world-size", "2", "micro_batch_size=1")
+    assert two["memory_gib"]["activations"] < 0.6 * one["memory_gib"]["activations"]
+    found = planned(*common, "--world-size", "4", "--search")
+    assert found["fits"] and "parallel.pp" not in " ".join(found["overrides"])
+
+
 NOT_PLANNED = {
-    "grpo": ["reward=x.y"], "ppo_finetune": ["reward=x.y"], "distill": ["teacher.path=x", "on_policy.share=0.5"],
+    "grpo": ["reward=x.y", "environment=recipes.test_grpo.Guess"], "ppo_finetune": ["reward=x.y"],
+    "distill": ["teacher.path=x", "on_policy.share=0.5"],
     "full_finetune": ["quantization.float8=rowwise"],
 }  # fmt: skip
 
@@ -142,4 +160,8 @@ def test_what_is_not_planned(recipe, checkpoint, capsys):
     with pytest.raises(SystemExit):
         main(["plan", recipe, f"model.path={checkpoint}", *NOT_PLANNED[recipe], "--device", "a100"])
     told = capsys.readouterr().err
-    assert "reward_finetune and distill" in told or "a100 has no products in float8" in told
+    assert (
+        "not planned; planned are" in told
+        or "neither an environment" in told
+        or "a100 has no products in float8" in told
+    )

@@ -43,6 +43,10 @@ BOUNDS = {
         "parallel.reduce_every_micro_batch=false",
     ),
     "optimizer": ("the optimizer's update", "a larger global_batch_size"),
+    "rollout": (
+        "the sampling of completions",
+        "a larger sampling.max_rows, a smaller sampling.max_new_tokens, more devices, or vLLM as the engine",
+    ),
     "offload": ("transfers to the host", "memory.activation_offload=false, memory.cpu_offload=false, or more devices"),
 }
 

@@ -1,19 +1,23 @@
 """What each recipe computes of full rows, in its own lines: of the model that it trains, and of frozen ones."""
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tune import losses, quantization
-from tune.collators import Batch
+from tune.collators import IGNORE, Batch, Sample, collate
 from tune.config import instantiate
 from tune.distributed import DTYPES
 from tune.errors import TuneError
+from tune.generation.rollout import EXAMPLES
+from tune.generation.sampler import PREFILL_TOKENS, choose
 from tune.models import balance_loss, build, hf
 from tune.models.config_file import ConfigFile
 from tune.models.families import supported
@@ -22,14 +26,16 @@ from tune.preflight.trace import Subject, shorten
 
 def subjects(cfg: DictConfig, model: Any) -> list[Subject]:
     """The trained `model` with its loss, then frozen ones. Raises TuneError: the recipe is not planned."""
-    samples = "max_prompt_len" in cfg or (cfg.get("on_policy") or {}).get("share")
-    if samples or not cfg.get("loss", {}).get("_component_"):
+    if "value" in cfg or (cfg.get("on_policy") or {}).get("share") or not cfg.get("loss", {}).get("_component_"):
         raise TuneError(
-            "plan: how long the answers of grpo, ppo_finetune and on_policy.share become, only a run says; planned are "
-            "full_finetune, lora_finetune, preference_finetune, reward_finetune and distill"
+            "plan: ppo_finetune and on_policy.share are not planned; planned are full_finetune, lora_finetune, "
+            "preference_finetune, reward_finetune, distill and grpo"
         )
+    samples = "group_size" in cfg
+    if samples and (cfg.environment or not cfg.sampling._component_.endswith("Sampler")):
+        raise TuneError("plan: of grpo neither an environment nor another engine than the library's is planned")
     loss_fn, chunk = instantiate(cfg.loss), cfg.memory.get("loss_chunk_tokens")
-    kind, log_probs = getattr(loss_fn, "rows", None), losses.LogProbs(chunk)
+    kind, log_probs = getattr(loss_fn, "rows", None), losses.LogProbs(chunk, cfg.sampling.temperature if samples else 1)
     top_k, frozen = cfg.get("teacher", {}).get("top_k"), list[Subject]()
     if "teacher" in cfg:
         head = losses.MostProbable(top_k, chunk_tokens=chunk) if top_k else losses.Teacher.head
@@ -48,6 +54,11 @@ def subjects(cfg: DictConfig, model: Any) -> list[Subject]:
         return loss_fn(hidden, weight, batch, teacher=target, **softcap)
 
     def loss(model: Any, batch: Batch) -> Any:
+        if samples:
+            found = model(batch, log_probs).log_probs
+            advantages, sampled = losses.of_tokens("advantage", batch), losses.of_tokens("sampled", batch)
+            more = cfg.kl * losses.kl_estimate(found, sampled) if cfg.kl else 0.0
+            return (loss_fn(found, sampled, advantages, batch)[0] + more).sum()
         if not kind:
             return model(batch, of_tokens if frozen else loss_fn)
         first, others = batch.pairs
@@ -64,6 +75,15 @@ def subjects(cfg: DictConfig, model: Any) -> list[Subject]:
         *shorten(model), lambda model, batch: loss(model, batch) + balance_loss(model),
         cfg.dtype, cfg.master_dtype, cfg.compile, cfg.parallel.get("plan"), cfg.parallel.get("loss_parallel", True),
     )  # fmt: skip
+    if samples:
+        alone = trained._replace(model=copy.deepcopy(trained.model).requires_grad_(False).eval(), compiled=False)
+        if cfg.kl and cfg.reference == "adapter_off":
+            frozen.append(alone._replace(call=lambda model, batch: model(batch, log_probs), place="alone", passes=1))
+        elif cfg.kl:
+            frozen.append(_frozen("reference", {"path": cfg.reference}, cfg.dtype, log_probs))
+            frozen[-1] = frozen[-1]._replace(place="head", passes=1)
+        for call in (_prompts_read, _token_sampled):
+            frozen.append(alone._replace(call=functools.partial(call, cfg), place="rollout"))
     if getattr(loss_fn, "needs_reference", False):
         off = cfg.reference == "adapter_off"
         frozen.append(trained._replace(  # labelled answers are compared with a mean, which is computed first
@@ -85,9 +105,54 @@ def _frozen(setting: str, given: Any, dtype: str, head: Any) -> Subject:
     return Subject(*shorten(model.requires_grad_(False).eval()), lambda model, batch: model(batch, head), dtype, dtype)
 
 
+def as_rows(cfg: DictConfig) -> DictConfig:
+    """The settings, with the length and the number of a step's rows where they sample them: all as long as they may."""
+    if "group_size" not in cfg:
+        return cfg
+    cfg = copy.deepcopy(cfg)
+    OmegaConf.set_struct(cfg, False)
+    cfg.max_seq_len = cfg.max_prompt_len + cfg.sampling.max_new_tokens
+    cfg.global_batch_size = cfg.prompts_per_step * cfg.group_size
+    return cfg
+
+
+def _prompts_read(cfg: DictConfig, model: Any, batch: Batch) -> Any:
+    """Of as many completions as `batch` has rows, their first tokens: the prompts that are read together."""
+    rows, length = len(batch.documents.lengths), cfg.max_prompt_len
+    count = max(1, min(-(-rows // cfg.group_size), PREFILL_TOKENS // length))
+    cache = model.new_cache(rows + 1, cfg.max_seq_len)
+    with unset_fake_temporarily():  # places are numbers
+        prompts = Batch.of(np.ones((1, count * length), np.int64), documents=np.arange(count).repeat(length)[None])
+        cache.start([*range(count)], prompts, batch.tokens.device)
+    logits = model(prompts, cache=cache)[:, 0]
+    cache.copy([(row % count, row) for row in range(count, rows)])
+    return cache, choose(logits[torch.arange(rows) % count], torch.zeros(rows), cfg.sampling.temperature)
+
+
+def _token_sampled(cfg: DictConfig, model: Any, batch: Batch) -> Any:
+    """The last token of as many completions."""
+    rows, device = len(batch.documents.lengths), batch.tokens.device
+    cache = model.new_cache(rows + 1, cfg.max_seq_len)
+    with unset_fake_temporarily():
+        cache.start([0], one := Batch.of(np.ones((1, 1), np.int64)), device)
+    model(one, lambda hidden, *_, **__: hidden, cache=cache)  # makes the cache
+    positions = cache.extend([cfg.max_seq_len - 1] * rows, device)
+    logits = model(torch.ones(rows, 1, dtype=torch.int64), positions=positions, cache=cache)[:, 0]
+    return cache, choose(logits, torch.zeros(rows), cfg.sampling.temperature)
+
+
 def full_rows(cfg: DictConfig, rows: int) -> Batch:
-    """Rows of `max_seq_len` tokens, all supervised; where answers are compared, each has two that share none. Labelled
-    answers and mismatched ones are as long each, unless they are packed."""
+    """Rows of `max_seq_len` tokens, all supervised but the prompts of what is sampled, which groups share. Where
+    answers are compared, each has two that share none. Labelled answers and mismatched ones are as long each, unless
+    they are packed."""
+    if "group_size" in cfg:
+        new = cfg.sampling.max_new_tokens
+        of_sample: dict[str, Any] = {"advantage": np.float32(0), "reward": np.float32(0)}
+        labels = np.repeat([IGNORE, 1], [cfg.max_prompt_len - 1, new]).astype(np.int32)
+        of_sample["sampled"] = np.zeros(len(labels), dtype=np.float32)
+        ids = [np.repeat([row // cfg.group_size, row], [cfg.max_prompt_len, new - 1]) for row in range(rows)]
+        samples = [[Sample(each.astype(np.int32), labels, row, of_sample)] for row, each in enumerate(ids)]
+        return collate(samples, cfg.max_seq_len if cfg.compile else None, EXAMPLES)
     kind, k = getattr(instantiate(cfg.loss), "rows", None), cfg.get("teacher", {}).get("top_k")
     answers = 2 if kind else 1
     length = cfg.max_seq_len // (1 if kind == "labelled" and not cfg.packed else answers)

@@ -22,14 +22,16 @@ from tune.config import instantiate
 from tune.datasets.loader import require_batches
 from tune.devices import Device
 from tune.distributed import DTYPES, repeated_blocks
+from tune.distributed.inference import LARGE
 from tune.distributed.parallelize import cast_by_fsdp
 from tune.distributed.pipeline import split_blocks
 from tune.errors import TuneError
+from tune.generation.sampler import PREFILL_TOKENS
 from tune.loggers import flops_per_token
 from tune.loggers.hardware import planned_memory
 from tune.preflight.checks import adapt
-from tune.preflight.memory import GIB, IN_STEP, Checkpointing, Layout, Stage, bytes_of_states, memory
-from tune.preflight.objectives import full_rows, subjects
+from tune.preflight.memory import GIB, IN_STEP, PARTS, Checkpointing, Layout, Stage, bytes_of_states, memory
+from tune.preflight.objectives import as_rows, full_rows, subjects
 from tune.preflight.speed import seconds
 from tune.preflight.trace import Trace, trace
 from tune.type_check import as_given
@@ -110,6 +112,7 @@ class Job:
     """
 
     def __init__(self, cfg: DictConfig, device: Device):
+        cfg = as_rows(cfg)
         with torch.device("meta"):
             model = instantiate(cfg.model)
         rounding = cfg.get("quantization", {})
@@ -142,6 +145,10 @@ class Job:
             self.subjects[number], full_rows(cfg, rows), device, meshes=_meshes(*axes), checkpointing=checkpointing,
             plain=plain, accumulates=accumulates,
         ))  # fmt: skip
+        looked_up = [] if getattr(model, "head", None) is None else [model.embedding.weight]
+        of_products = {*model.parameters()}.difference(looked_up)
+        large = sum(each.numel() for each in of_products if each.dim() == 2 and each.numel() >= LARGE)
+        self.packed = large * DTYPES[cfg.dtype].itemsize * device.is_host  # while completions are sampled
         self.layers = len(repeated_blocks(model))
         self.experts = max(getattr(each, "num_experts", 1) for each in model.modules())
         self.blocks = functools.cache(functools.partial(split_blocks, model, length=cfg.max_seq_len))
@@ -172,8 +179,10 @@ class Job:
     def plan(self, layout: Layout, line: bool = False) -> Plan:
         """With `line`, the trace is the straight line through those of one row and of two."""
         rows, micro = self.cfg.global_batch_size, layout.micro_batch_size
-        require_batches(layout.data, rows, micro, not layout.optimizer_in_backward, layout.pp)
-        layout = replace(layout, micro_batches=rows // layout.data // micro)
+        if "group_size" not in self.cfg:
+            require_batches(layout.data, rows, micro, not layout.optimizer_in_backward, layout.pp)
+        mine = self._prompts(layout) * self.cfg.group_size if "group_size" in self.cfg else rows // layout.data
+        layout = replace(layout, micro_batches=-(-mine // micro))
         plain = layout.size == 1 and not self.casts and not layout.cpu_offload  # as `parallelize` has it
         axes = layout.tp, layout.cp, layout.ep
 
@@ -191,6 +200,8 @@ class Job:
         longest, needed = max(spent, key=lambda each: sum(each.values())), []
         frozen = in_head = 0.0
         for number, each in enumerate(self.subjects[1:], 1):
+            if each.place == "rollout":
+                continue
             other, alone = traced("none", layout.size == 1, False, number), replace(layout, cpu_offload=False)
             given = Stage(other), alone, 0.0, layout.size == 1, self.device
             more = seconds(*given, hop)
@@ -203,11 +214,49 @@ class Job:
                 frozen, in_head = parts["weights"] + stays, sum(parts[name] for name in IN_STEP) - stays
         fixed = self.states, plain, self.device, self.copies, frozen, in_head
         needed += [memory(each, layout, *fixed) for each in stages]
+        if self.subjects[-1].place == "rollout":
+            longest = {name: self.cfg.updates * value for name, value in longest.items()}
+            parts, longest["rollout"] = self._rollout(found, layout, frozen)
+            needed.append(("rollout", parts, 0.0))
         moment, parts, _ = max(needed, key=lambda each: sum(each[1].values()))
         return Plan(
             layout, self.device, moment, parts, max(host for *_, host in needed), longest,
             rows * self.cfg.max_seq_len, self.flops, self.chosen,
         )  # fmt: skip
+
+    def _prompts(self, layout: Layout) -> int:
+        """Those of which a process samples completions."""
+        return -(-self.cfg.prompts_per_step // layout.data)
+
+    def _rollout(self, trained: Trace, layout: Layout, frozen: float) -> tuple[dict[str, float], float]:
+        """Bytes by part and seconds of the completions of a step, which are all as long as they may be."""
+        prompts, new = self._prompts(layout), self.cfg.sampling.max_new_tokens
+        samples = prompts * self.cfg.group_size
+        rows = min(self.cfg.sampling.max_rows, samples)
+        plain, last = layout.size == 1 and not self.casts, len(self.subjects) - 1
+        axes = layout.tp, layout.cp, layout.ep
+        read, sampled = (self.trace(rows, axes, "none", plain, False, number) for number in (last - 1, last))
+        together = max(1, min(-(-rows // self.cfg.group_size), PREFILL_TOKENS // self.cfg.max_prompt_len))
+        forwards = (read, -(-prompts // together)), (sampled, -(-samples // rows) * new)
+        spent = self.device.transfer(read.whole.gathered, layout.tp * layout.shards) if layout.shards > 1 else 0.0
+        for found, number in forwards:
+            parts = [(found.embed, 1), (found.loss, 1), *((kind.forward, kind.number) for kind in found.blocks)]
+            spent += number * sum(count * (each.compute + each.exchange) for each, count in parts)
+        in_blocks = [kind.forward.extra - kind.forward.live for found, _ in forwards for kind in found.blocks]
+        above = max(*in_blocks, read.loss.extra, sampled.loss.extra)
+        copied = trained.whole.master + trained.whole.trained * self.states if self.copies == "beside" else 0.0
+        sizes = {
+            "weights": trained.whole.stored / layout.shards + self.packed / layout.tp,
+            "optimizer": trained.whole.trained * self.states / layout.shards,
+            "activations": read.embed.live + read.saved + above,
+            "communication": read.whole.gathered,
+            "frozen": frozen,
+            "checkpoint": copied / layout.shards if self.device.is_host else 0.0,
+        }
+        if layout.cpu_offload:
+            sizes |= {"weights": 0.0, "optimizer": 0.0}
+        reserve = self.device.reserve * GIB + self.device.reserve_share * sum(sizes.values())
+        return dict.fromkeys(PARTS, 0.0) | sizes | {"reserve": reserve}, spent
 
     def _stages(self, whole: Trace, layout: Layout, hop: float) -> list[Stage]:
         """Those that differ. What a stage has sent, it keeps until as much has followed."""
@@ -305,6 +354,10 @@ def calibrate(run: Path, device: Device) -> Device:
     if not steps:
         raise TuneError(f"--calibrate: {run} has not two steps to measure")
     cfg = cast(DictConfig, OmegaConf.load(files["config.yaml"]))
+    if "group_size" in cfg:
+        raise TuneError(
+            "--calibrate: what a run samples is of any length. Take a run of full_finetune or lora_finetune"
+        )
     cfg.max_seq_len = round(median(each["tokens"] for each in steps) / cfg.global_batch_size)
     job = Job(cfg, device)
     plan = job.plan(job.layout(json.loads(files["run.json"].read_text())["processes"]))

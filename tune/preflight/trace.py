@@ -124,8 +124,9 @@ class Subject(NamedTuple):
     compiled: bool = False
     plan: Any = None  # that of tensor parallelism
     loss_parallel: bool = True
-    # A frozen one computes before the first step, "alone" or "beside" the weights of the trained one, or in its "head".
-    place: Literal["trained", "alone", "beside", "head"] = "trained"
+    # A frozen one computes before the first step, "alone" or "beside" the weights of the trained one, or in its "head";
+    # or it is the trained one, before the updates of a step.
+    place: Literal["trained", "alone", "beside", "head", "rollout"] = "trained"
     passes: int = 0
 
 
@@ -261,8 +262,10 @@ def trace(
         recorder.ignore(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
     with fake, _kernels(device), recorder, torch.set_grad_enabled(subject.place == "trained"):
         for _ in range(1 + accumulates):
-            marks = _step(blocks, lambda: subject.call(model, batch), recorder)
-    between = [Interval(b.live - a.live, b.extra - a.live, *b[2:]) for a, b in itertools.pairwise(marks)]
+            begin, *marks = _step(blocks, lambda: subject.call(model, batch), recorder)
+    if subject.place == "rollout":
+        marks = marks[-len(blocks) - 2 :]  # those of the last forward
+    between = [Interval(b.live - a.live, b.extra - a.live, *b[2:]) for a, b in itertools.pairwise([begin, *marks])]
     last = len(blocks)
     (embed, *forward), (loss, *backward) = between[: last + 1], between[last + 1 :]
     rest = backward.pop() if backward else Interval()  # a frozen model has no backward
