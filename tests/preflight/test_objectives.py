@@ -88,6 +88,15 @@ def test_peak_of_completions_of_a_family(of_family, more, tmp_path, monkeypatch)
     compare_completions(of_family, tmp_path, monkeypatch, more, rel=0.12 if more == ROLLOUT else 0.01)
 
 
+@pytest.mark.parametrize("micro_batch_size", [4, 16])
+def test_a_search_knows_what_groups_share(micro_batch_size, checkpoint):
+    common = [f"model.path={checkpoint}", "dataset.path=x", "reward=preflight.test_objectives.length_modulo"]
+    sizes = ["group_size=4", "prompts_per_step=4", "max_prompt_len=400", f"micro_batch_size={micro_batch_size}"]
+    job = Job(config.load("grpo", [*common, *sizes, "sampling.max_new_tokens=20", "sampling.max_rows=4"]), EXACT)
+    peaks = [job.plan(job.layout(1), line).peak for line in (False, True)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+
+
 def compare_completions(folder, tmp_path, monkeypatch, more, is_rollout=None, rel=0.05):
     """The peak of GRPO, where all prompts and all completions are as long as they may be."""
     draw, by_length, tokenizer = random.Random(0), defaultdict(list), Tokenizer(str(folder))

@@ -116,10 +116,15 @@ def as_rows(cfg: DictConfig) -> DictConfig:
     return cfg
 
 
+def read_together(cfg: DictConfig, rows: int) -> int:
+    """How many prompts are read at one time, for so many completions."""
+    return max(1, min(-(-rows // cfg.group_size), PREFILL_TOKENS // cfg.max_prompt_len))
+
+
 def _prompts_read(cfg: DictConfig, model: Any, batch: Batch) -> Any:
     """Of as many completions as `batch` has rows, their first tokens: the prompts that are read together."""
     rows, length = len(batch.documents.lengths), cfg.max_prompt_len
-    count = max(1, min(-(-rows // cfg.group_size), PREFILL_TOKENS // length))
+    count = read_together(cfg, rows)
     cache = model.new_cache(rows + 1, cfg.max_seq_len)
     with unset_fake_temporarily():  # places are numbers
         prompts = Batch.of(np.ones((1, count * length), np.int64), documents=np.arange(count).repeat(length)[None])

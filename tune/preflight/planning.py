@@ -26,12 +26,11 @@ from tune.distributed.inference import LARGE
 from tune.distributed.parallelize import cast_by_fsdp
 from tune.distributed.pipeline import split_blocks
 from tune.errors import TuneError
-from tune.generation.sampler import PREFILL_TOKENS
 from tune.loggers import flops_per_token
 from tune.loggers.hardware import planned_memory
 from tune.preflight.checks import adapt
 from tune.preflight.memory import GIB, IN_STEP, PARTS, Checkpointing, Layout, Stage, bytes_of_states, memory
-from tune.preflight.objectives import as_rows, full_rows, subjects
+from tune.preflight.objectives import as_rows, full_rows, read_together, subjects
 from tune.preflight.speed import seconds
 from tune.preflight.trace import Trace, trace
 from tune.type_check import as_given
@@ -177,18 +176,23 @@ class Job:
         return {name: value for name, value in values.items() if value is not None}
 
     def plan(self, layout: Layout, line: bool = False) -> Plan:
-        """With `line`, the trace is the straight line through those of one row and of two."""
+        """With `line`, the trace is the straight line through those of one row and of two, or groups that share their
+        prompts."""
         rows, micro = self.cfg.global_batch_size, layout.micro_batch_size
-        if "group_size" not in self.cfg:
+        group = self.cfg.get("group_size", 1)
+        if samples := self.subjects[-1].place == "rollout":
+            mine = self._prompts(layout) * group
+        else:
             require_batches(layout.data, rows, micro, not layout.optimizer_in_backward, layout.pp)
-        mine = self._prompts(layout) * self.cfg.group_size if "group_size" in self.cfg else rows // layout.data
+            mine = rows // layout.data
         layout = replace(layout, micro_batches=-(-mine // micro))
         plain = layout.size == 1 and not self.casts and not layout.cpu_offload  # as `parallelize` has it
         axes = layout.tp, layout.cp, layout.ep
 
         def traced(*key: Any) -> Trace:
-            if line and micro > 2:
-                return self.trace(1, axes, *key).scaled(self.trace(2, axes, *key), micro)
+            unit = group if micro > group else 1
+            if line and micro > 2 * unit:
+                return self.trace(unit, axes, *key).scaled(self.trace(2 * unit, axes, *key), -(-micro // unit))
             return self.trace(micro, axes, *key)
 
         found = traced(layout.activation_checkpointing, plain, plain and layout.micro_batches > 1)
@@ -214,9 +218,9 @@ class Job:
                 frozen, in_head = parts["weights"] + stays, sum(parts[name] for name in IN_STEP) - stays
         fixed = self.states, plain, self.device, self.copies, frozen, in_head
         needed += [memory(each, layout, *fixed) for each in stages]
-        if self.subjects[-1].place == "rollout":
+        if samples:
             longest = {name: self.cfg.updates * value for name, value in longest.items()}
-            parts, longest["rollout"] = self._rollout(found, layout, frozen)
+            parts, longest["rollout"] = self._rollout(found, layout, plain, frozen)
             needed.append(("rollout", parts, 0.0))
         moment, parts, _ = max(needed, key=lambda each: sum(each[1].values()))
         return Plan(
@@ -228,16 +232,14 @@ class Job:
         """Those of which a process samples completions."""
         return -(-self.cfg.prompts_per_step // layout.data)
 
-    def _rollout(self, trained: Trace, layout: Layout, frozen: float) -> tuple[dict[str, float], float]:
+    def _rollout(self, trained: Trace, layout: Layout, plain: bool, frozen: float) -> tuple[dict[str, float], float]:
         """Bytes by part and seconds of the completions of a step, which are all as long as they may be."""
         prompts, new = self._prompts(layout), self.cfg.sampling.max_new_tokens
         samples = prompts * self.cfg.group_size
         rows = min(self.cfg.sampling.max_rows, samples)
-        plain, last = layout.size == 1 and not self.casts, len(self.subjects) - 1
-        axes = layout.tp, layout.cp, layout.ep
+        axes, last = (layout.tp, layout.cp, layout.ep), len(self.subjects) - 1
         read, sampled = (self.trace(rows, axes, "none", plain, False, number) for number in (last - 1, last))
-        together = max(1, min(-(-rows // self.cfg.group_size), PREFILL_TOKENS // self.cfg.max_prompt_len))
-        forwards = (read, -(-prompts // together)), (sampled, -(-samples // rows) * new)
+        forwards = (read, -(-prompts // read_together(self.cfg, rows))), (sampled, -(-samples // rows) * new)
         spent = self.device.transfer(read.whole.gathered, layout.tp * layout.shards) if layout.shards > 1 else 0.0
         for found, number in forwards:
             parts = [(found.embed, 1), (found.loss, 1), *((kind.forward, kind.number) for kind in found.blocks)]
