@@ -144,7 +144,7 @@ def test_completions(checkpoint, capsys):
     assert planned(*common, "updates=3")["seconds"]["products"] == 3 * one["seconds"]["products"]
     two = planned(*common, "--world-size", "2", "micro_batch_size=1")
     assert two["memory_gib"]["activations"] < 0.6 * one["memory_gib"]["activations"]
-    found = planned(*common, "--world-size", "4", "--search")
+    found = planned(*common, "--search")
     assert found["fits"] and "parallel.pp" not in " ".join(found["overrides"])
 
 
