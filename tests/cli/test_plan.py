@@ -148,6 +148,14 @@ def test_completions(checkpoint, capsys):
     assert found["fits"] and "parallel.pp" not in " ".join(found["overrides"])
 
 
+@pytest.mark.parametrize("reward", ["{_component_: tune.generation.RewardModel, path: x}", "x.y"])
+def test_models_beside_completions_are_not_planned(reward, checkpoint, capsys):
+    with pytest.raises(SystemExit):
+        engine = [] if "Model" in reward else ["sampling._component_=tune.generation.VLLM"]
+        main(["plan", "grpo", f"model.path={checkpoint}", f"reward={reward}", *engine, "--device", "a100"])
+    assert "reward models nor other engines" in capsys.readouterr().err
+
+
 NOT_PLANNED = {
     "grpo": ["reward=x.y", "environment=recipes.test_grpo.Guess"], "ppo_finetune": ["reward=x.y"],
     "distill": ["teacher.path=x", "on_policy.share=0.5"],
@@ -161,7 +169,5 @@ def test_what_is_not_planned(recipe, checkpoint, capsys):
         main(["plan", recipe, f"model.path={checkpoint}", *NOT_PLANNED[recipe], "--device", "a100"])
     told = capsys.readouterr().err
     assert (
-        "not planned; planned are" in told
-        or "neither an environment" in told
-        or "a100 has no products in float8" in told
+        "not planned; planned are" in told or "neither environments" in told or "a100 has no products in float8" in told
     )

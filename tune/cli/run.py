@@ -47,7 +47,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         launcher(name)(others, recipe, *with_folder(default, recipe, settings))
         return
     sys.argv = [str(recipe), *settings]
-    if default:
+    if default and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `main(cfg)`: others' imports may swallow KeyboardInterrupt
     runpy.run_path(str(recipe), run_name="__main__")
 

@@ -17,7 +17,8 @@ from tune.config import instantiate
 from tune.distributed import DTYPES
 from tune.errors import TuneError
 from tune.generation.rollout import EXAMPLES
-from tune.generation.sampler import PREFILL_TOKENS, choose
+from tune.generation.sampler import PREFILL_TOKENS, Sampler, choose
+from tune.lookup import locate
 from tune.models import balance_loss, build, hf
 from tune.models.config_file import ConfigFile
 from tune.models.families import supported
@@ -32,8 +33,12 @@ def subjects(cfg: DictConfig, model: Any) -> list[Subject]:
             "preference_finetune, reward_finetune, distill and grpo"
         )
     samples = "group_size" in cfg
-    if samples and (cfg.environment or not cfg.sampling._component_.endswith("Sampler")):
-        raise TuneError("plan: of grpo neither an environment nor another engine than the library's is planned")
+    if samples and (
+        cfg.environment or locate(cfg.sampling._component_) is not Sampler or "RewardModel" in f"{cfg.reward}"
+    ):
+        raise TuneError(
+            "plan: of grpo neither environments, reward models nor other engines than the library's are planned"
+        )
     loss_fn, chunk = instantiate(cfg.loss), cfg.memory.get("loss_chunk_tokens")
     kind, log_probs = getattr(loss_fn, "rows", None), losses.LogProbs(chunk, cfg.sampling.temperature if samples else 1)
     top_k, frozen = cfg.get("teacher", {}).get("top_k"), list[Subject]()
@@ -131,7 +136,7 @@ def _prompts_read(cfg: DictConfig, model: Any, batch: Batch) -> Any:
         cache.start([*range(count)], prompts, batch.tokens.device)
     logits = model(prompts, cache=cache)[:, 0]
     cache.copy([(row % count, row) for row in range(count, rows)])
-    return cache, choose(logits[torch.arange(rows) % count], torch.zeros(rows), cfg.sampling.temperature)
+    return cache, _chosen(cfg, logits[torch.arange(rows) % count])
 
 
 def _token_sampled(cfg: DictConfig, model: Any, batch: Batch) -> Any:
@@ -143,7 +148,12 @@ def _token_sampled(cfg: DictConfig, model: Any, batch: Batch) -> Any:
     model(one, lambda hidden, *_, **__: hidden, cache=cache)  # makes the cache
     positions = cache.extend([cfg.max_seq_len - 1] * rows, device)
     logits = model(torch.ones(rows, 1, dtype=torch.int64), positions=positions, cache=cache)[:, 0]
-    return cache, choose(logits, torch.zeros(rows), cfg.sampling.temperature)
+    return cache, _chosen(cfg, logits)
+
+
+def _chosen(cfg: DictConfig, logits: Tensor) -> Any:
+    of = cfg.sampling
+    return choose(logits, torch.zeros(len(logits)), of.temperature, of.top_k, of.top_p, of.min_p)
 
 
 def full_rows(cfg: DictConfig, rows: int) -> Batch:
