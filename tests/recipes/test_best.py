@@ -92,11 +92,17 @@ SAMPLED = ["dataset.path={requests}", "validation_dataset.path={requests}", "max
 SAMPLED += ["reward=recipes.test_grpo.share_of_a", "sampling.max_new_tokens=6", "prompts_per_step=4", "epochs=2"]
 PAIRS = ["dataset.path={pairs}", "validation_dataset.path={pairs}", "max_seq_len=256", "epochs=3"]
 METHODS = {
-    preference_finetune: ("validation_rewards/margins", [*PAIRS, "loss._component_=tune.losses.DPO"]),
-    reward_finetune: ("validation_loss", [*PAIRS, "optimizer.lr=0.05"]),
+    preference_finetune: ("validation_loss", [*PAIRS, "optimizer.lr=0.3", "loss._component_=tune.losses.ORPO"]),
+    reward_finetune: ("validation_loss", [*PAIRS, "optimizer.lr=0.3"]),
     distill: (
         "validation_loss",
-        ["dataset.path={chats}", "validation_dataset.path={chats}", "max_seq_len=128", "teacher.path={tied}"],
+        [
+            "dataset.path={chats}",
+            "validation_dataset.path={chats}",
+            "max_seq_len=128",
+            "teacher.path={tied}",
+            "max_steps=2",
+        ],
     ),
     grpo: ("validation_reward", [*SAMPLED, "group_size=4"]),
     ppo_finetune: ("validation_reward", [*SAMPLED, "adapter.rank=4"]),
@@ -118,12 +124,9 @@ def test_the_best_of_a_method(recipe, checkpoint, tied_checkpoint, pairs, chats,
     assert run_recipe(common, recipe) == 0
     values = [line[metric] for line in logged(folder)]
     best = values.index((min if "loss" in metric else max)(values)) + 1
-    assert steps(folder) == [1, 2, 3, 4] and len({*values}) > 1
-    assert (
-        f"the weights are those with the best {metric}, {values[best - 1]:.4g} at step {best}"
-        in (folder / "log.txt").read_text()
-        or best == 4
-    )
+    assert best < steps(folder)[-1], values
+    told = f"the weights are those with the best {metric}, {values[best - 1]:.4g} at step {best}"
+    assert told in (folder / "log.txt").read_text()
     dcp_to_torch_save(folder / "checkpoints" / f"step-0000000{best}", folder / "state.pt")
     weights = torch.load(folder / "state.pt", weights_only=True)["model"]
     if recipe is reward_finetune:
