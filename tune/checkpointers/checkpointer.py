@@ -2,11 +2,10 @@
 
 import functools
 import json
-import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -31,7 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tune.atomic import CHECKPOINT
 from tune.checkpointers.best import Best
 from tune.checkpointers.disk import found_damage, gather_digests, replace_json, write_digests
-from tune.checkpointers.reading import Planner, Reader, cause_of, checkpoint_at
+from tune.checkpointers.finite import CAUSES, STOPPED, not_finite, require_finite
+from tune.checkpointers.reading import Planner, Reader, cause_of, checkpoint_at, require_same_names
 from tune.distributed import World, reshard, uncut
 from tune.distributed.ray_train import is_ray_worker, report
 from tune.errors import TuneError
@@ -40,8 +39,6 @@ from tune.types import PositiveInt
 # Frozen parameters are not saved: they come from the checkpoint that the model was built from.
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 STORED = ".store"  # in a run folder that is uploaded: each node has its own, with what its processes write
-STOPPED = "stopped, nothing of this step is saved, checkpoints are intact"
-CAUSES = "Usual causes: a learning rate too high, damaged weights, dtype=bf16 with a model that overflows in it"
 
 
 class Checkpointer:
@@ -159,7 +156,7 @@ class Checkpointer:
                 "settings; or, if the files are damaged, remove that folder and continue from the checkpoint before it"
             ) from error
         others = uncut(self.model).state_dict().keys() - self.model.state_dict().keys()  # what other stages have
-        _require_same_names(path, saved, state, others)
+        require_same_names(path, saved, state, others)
         groups = optimizer["param_groups"]
         if len(groups) != (count := len(small["groups"])):
             raise TuneError(f"resume: {path} has {count} parameter groups, not {len(groups)}. Restore parameter_groups")
@@ -176,7 +173,7 @@ class Checkpointer:
         Raises:
             TuneError: it stops, or there is no checkpoint to go back to; names the step and `rows` of the dataset.
         """
-        if not (found := _not_finite(step, rows, values)):
+        if not (found := not_finite(step, rows, values)):
             self.refused = 0
             return True
         self.refused += 1
@@ -358,24 +355,6 @@ class Checkpointer:
         ]
 
 
-def require_finite(step: int, rows: list[int], **values: float) -> None:
-    """Stop before ruined weights are saved.
-
-    Raises:
-        TuneError: a value is NaN or infinite; names the step and the dataset rows of its batch.
-    """
-    if found := _not_finite(step, rows, values):
-        raise TuneError(
-            f"{found}: {STOPPED}. {CAUSES}. checkpointer.on_nan=skip or rollback goes on without such batches"
-        )
-
-
-def _not_finite(step: int, rows: list[int], values: dict[str, float]) -> str:
-    listing = ", ".join(map(str, rows[:16])) + (", ..." if len(rows) > 16 else "")
-    bad = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
-    return f"{bad[0]} at step {step}, of a batch of the dataset rows {listing}" if bad else ""
-
-
 @functools.cache
 def _background_group(world: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     """One group for all background threads. Training must not share it; the threads may, as one checkpoint is written
@@ -392,18 +371,3 @@ def _on_host(tensor: Tensor) -> Tensor:
     parts = tree_map_only(Tensor, _on_host, {name: getattr(tensor, name) for name in names})  # a mesh stays as it is
     kind: Any = type(tensor)
     return kind.__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
-
-
-def _require_same_names(path: Path, saved: Iterable[str], state: dict[str, Any], others: Iterable[str]) -> None:
-    """DCP refuses a checkpoint with missing names, but not one with unused names."""
-    for kind in ("model", "extra", "optimizer"):
-        known = {*flatten_state_dict({kind: state[kind]})[0], *(f"model.{name}" for name in others)}
-        found = {name for name in saved if name.startswith(f"{kind}.")}
-        if kind == "optimizer":  # the parameters are those of the model: compare the states of any of them
-            known, found = ({name.rpartition(".")[2] for name in names} for names in (known, found))
-        if unknown := sorted(name.removeprefix(f"{kind}.") for name in found - known):
-            names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
-            raise TuneError(
-                f"resume: {path} is of another {'state' if kind == 'extra' else kind}, it has {names}. Restore the "
-                "settings of that run, or start anew with resume=never and another output_dir"
-            )

@@ -6,6 +6,7 @@ import operator
 import pickle
 import warnings
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.serialization import _get_layout
@@ -54,6 +56,21 @@ def cause_of(error: BaseException) -> str:
     causes = {str(failure[0]).rstrip(".") or repr(failure[0]) for failure in error.failures.values()}
     # torch's writer says "unexpected pos" when the disk is full.
     return "; ".join(sorted("No space left on device" if "unexpected pos" in cause else cause for cause in causes))
+
+
+def require_same_names(path: Path, saved: Iterable[str], state: dict[str, Any], others: Iterable[str]) -> None:
+    """DCP refuses a checkpoint with missing names, but not one with unused names."""
+    for kind in ("model", "extra", "optimizer"):
+        known = {*flatten_state_dict({kind: state[kind]})[0], *(f"model.{name}" for name in others)}
+        found = {name for name in saved if name.startswith(f"{kind}.")}
+        if kind == "optimizer":  # the parameters are those of the model: compare the states of any of them
+            known, found = ({name.rpartition(".")[2] for name in names} for names in (known, found))
+        if unknown := sorted(name.removeprefix(f"{kind}.") for name in found - known):
+            names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+            raise TuneError(
+                f"resume: {path} is of another {'state' if kind == 'extra' else kind}, it has {names}. Restore the "
+                "settings of that run, or start anew with resume=never and another output_dir"
+            )
 
 
 class Reader(dcp.FileSystemReader):
