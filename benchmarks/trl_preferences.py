@@ -1,4 +1,4 @@
-"""Preference tuning beside TRL: the same losses for 20 steps, and the speed of DPO with adapters.
+"""Preference tuning and reward models beside TRL: the same losses for 20 steps, and the speed of DPO with adapters.
 
     python benchmarks/trl_preferences.py --model FOLDER            # losses, of a tiny random Llama with its tokenizer
     python benchmarks/trl_preferences.py --model FOLDER --speed    # tokens/s and peak memory of the model itself
@@ -9,6 +9,7 @@ The same weights, rows, order, fp32 and AdamW for both, without dropout and pack
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -24,6 +25,7 @@ from types import SimpleNamespace
 HERE = Path(__file__).parent
 DATA = HERE.parent / "examples/home_commands/train.jsonl"
 ROWS = 4  # of an optimizer step
+PAD = "<|endoftext|>"  # of reward models: transformers gives its row no gradient, and the end wants one
 LOSSES = {  # settings of ours, trainer of TRL and its settings
     "DPO": ([], "DPO", {"beta": 0.1}),
     "IPO": (["loss.beta=0.1"], "DPO", {"beta": 0.1, "loss_type": ["ipo"]}),
@@ -32,6 +34,7 @@ LOSSES = {  # settings of ours, trainer of TRL and its settings
     "CPO": ([], "CPO", {"beta": 0.1}),
     "ORPO": ([], "ORPO", {"beta": 0.1}),
     "KTO": ([], "KTO", {"beta": 0.1}),
+    "reward": (["loss.center=0.01"], "Reward", {"center_rewards_coefficient": 0.01, "pad_token": PAD}),
 }  # fmt: skip
 OURS_IN_TRL = {
     "CPO": "NLL is the mean over an answer's tokens; TRL's is that over the tokens of a micro-batch: one of a row",
@@ -57,10 +60,12 @@ def main() -> None:
     if options.speed:
         return speed(options)
     with tempfile.TemporaryDirectory() as folder:
-        small = tiny(options.model, Path(folder) / "model")
+        kinds = ("LlamaForCausalLM", "LlamaForSequenceClassification")
+        policy, scorer = (tiny(options.model, Path(folder) / kind, kind) for kind in kinds)
         for name in options.losses:
             run = Path(folder) / name
             run.mkdir()
+            small = scorer if name == "reward" else policy
             rows = write_rows(small, run, options.steps, labelled=name == "KTO")
             with contextlib.redirect_stdout(io.StringIO()):
                 mine = ours(name, small, run, options.steps)
@@ -74,19 +79,22 @@ def main() -> None:
             )
 
 
-def tiny(model: str, folder: Path) -> str:
+def tiny(model: str, folder: Path, kind: str) -> str:
     """A random Llama of the vocabulary of `model`, with its tokenizer."""
     import torch
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    if kind == "LlamaForSequenceClassification":
+        tokenizer.pad_token = PAD
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     shape = transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, initializer_range=0.05, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, num_labels=1,
     )  # fmt: skip
-    transformers.AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+    getattr(transformers, kind)(shape).save_pretrained(folder)
     return str(folder)
 
 
@@ -121,15 +129,14 @@ def write_rows(model: str, folder: Path, steps: int, labelled: bool = False) -> 
 def ours(name: str, model: str, folder: Path, steps: int, *settings: str) -> list[float]:
     from tune import config
 
-    sys.path.insert(0, str(config.find_recipe("preference_finetune").parent))
-    import preference_finetune
-
-    preference_finetune.main(
+    recipe, loss = ("reward_finetune", "BradleyTerry") if name == "reward" else ("preference_finetune", name)
+    sys.path.insert(0, str(config.find_recipe(recipe).parent))
+    importlib.import_module(recipe).main(
         config.load(
-            "preference_finetune",
+            recipe,
             [
                 f"model.path={model}", f"dataset.path={folder / 'rows.jsonl'}", f"output_dir={folder / 'run'}",
-                f"loss._component_=tune.losses.{name}", *LOSSES[name][0], "device=cpu", "dtype=fp32",
+                f"loss._component_=tune.losses.{loss}", *LOSSES[name][0], "device=cpu", "dtype=fp32",
                 f"global_batch_size={ROWS}", f"micro_batch_size={ROWS}", f"max_steps={steps}", "optimizer.lr=1e-4",
                 "schedule._component_=tune.optimizers.constant", "schedule.warmup=0", "checkpointer.every=null",
                 "logger.console_every=1000", *settings,
@@ -168,6 +175,7 @@ def theirs(
         "CPO": (cpo.CPOTrainer, cpo.CPOConfig),
         "ORPO": (orpo.ORPOTrainer if as_is else AnswersORPO, orpo.ORPOConfig),
         "KTO": (trl.KTOTrainer, trl.KTOConfig),
+        "Reward": (trl.RewardTrainer, trl.RewardConfig),
     }
     _, kind, own = LOSSES[name]
     trainer_class, config_class = trainers[kind]
@@ -183,8 +191,9 @@ def theirs(
 
         adapter = peft.LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear", task_type="CAUSAL_LM")
     clock = Clock()
+    head = "SequenceClassification" if kind == "Reward" else "CausalLM"
     trainer = trainer_class(
-        transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        getattr(transformers, f"AutoModelFor{head}").from_pretrained(model, dtype=torch.float32),
         args=config_class(
             output_dir=str(folder / "trl"), use_cpu=True, bf16=False, max_steps=steps, max_length=2048,
             per_device_train_batch_size=micro, gradient_accumulation_steps=ROWS // micro,
