@@ -34,14 +34,16 @@ def test_every_family(recipe, settings, checkpoints, chats, tmp_path):
     families = [*checkpoints] if recipe == "full_finetune" else [*checkpoints][::2]
     variants = {family: [f"model.path={checkpoints[family]}"] for family in families}
     run_variants(recipe, tmp_path / "1", [*common, "dtype=fp32", "micro_batch_size=24"], variants)
-    run_variants(recipe, tmp_path / "bf16", [*common, "dtype=bf16", "micro_batch_size=24"], variants)
+    if recipe == "full_finetune":  # CPUs take several times as long for bf16
+        run_variants(recipe, tmp_path / "bf16", [*common, "dtype=bf16", "micro_batch_size=24"], variants)
     smaller = [*common, "dtype=fp32", "micro_batch_size=12"]
     run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "2"), json.dumps(smaller), json.dumps(variants))
     for family in variants:
         curve = losses(tmp_path / "1" / family)
         assert len(curve) == 3 and curve[-1] < curve[0]
         assert losses(tmp_path / "2" / family) == pytest.approx(curve, rel=1e-5), family
-        assert losses(tmp_path / "bf16" / family) == pytest.approx(curve, rel=0.02), family
+        if recipe == "full_finetune":
+            assert losses(tmp_path / "bf16" / family) == pytest.approx(curve, rel=0.02), family
 
 
 def losses(run):
