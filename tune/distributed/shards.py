@@ -1,7 +1,6 @@
 """Local shards of parameters."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
 
 def _by_pieces(parameter: DTensor) -> torch.Tensor:
     """As `full_tensor`, of which gloo copies all that it gathers once more. Along one axis of the mesh after the other
-    each process sends what it has to the others, some rows at a time."""
+    each process sends what it has to the others."""
     own, place = local_shard(parameter)
     full = torch.empty(parameter.shape, dtype=parameter.dtype)
     full[place] = own
@@ -42,21 +41,13 @@ def _by_pieces(parameter: DTensor) -> torch.Tensor:
         known: list[list[tuple[slice, ...]]] = [[] for _ in range(group.size())]
         dist.all_gather_object(known, places, group=group)
         for source, theirs in enumerate(known):
-            for there in (rows for each in theirs for rows in _of_some_rows(each)):
+            for there in theirs:
                 piece = full[there].contiguous()
                 dist.broadcast(piece, group=group, group_src=source)
                 if piece.data_ptr() != full[there].data_ptr():
                     full[there] = piece
         places = [place for theirs in known for place in theirs]
     return full
-
-
-def _of_some_rows(place: tuple[slice, ...]) -> Iterator[tuple[slice, ...]]:
-    """The place in parts of at most LARGE numbers, or one row."""
-    rows, *others = place
-    step = max(1, LARGE // max(1, math.prod(each.stop - each.start for each in others)))
-    for begin in range(rows.start, rows.stop, step):
-        yield slice(begin, min(begin + step, rows.stop)), *others
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
