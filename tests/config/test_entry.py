@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import HANGS
@@ -96,6 +97,14 @@ def failing(error: BaseException) -> int:
 def test_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
     assert failing(KeyboardInterrupt()) == 130
     assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_an_error_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its end of line: where PYTHONUNBUFFERED is set, the lines of two processes mixed otherwise."""
+    writes: list[str] = []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=bool, write=writes.append, flush=bool))
+    assert failing(TuneError("wrong")) == 2
+    assert [text for text in writes if text] == ["error: wrong\n"]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "python"])

@@ -22,13 +22,15 @@ world.barrier()
 if attempt == "0":
     sys.exit(1)
 
+# A file for each process: on one output, lines of two may mix.
+told, messages = Path(f"told-{world.rank}.txt").absolute(), []
 run_folder.PATIENCE = 0.5
 os.makedirs(f"node-{world.rank}/runs", exist_ok=True)
 os.chdir(f"node-{world.rank}")
 try:
     Run("mine", world, "runs/apart", settings=cfg)
 except TuneError as error:
-    print(f"rank {world.rank}: {error}", flush=True)
+    messages.append(str(error))
 
 
 # What each node has of its own: the settings name the same path on both.
@@ -46,16 +48,17 @@ Path("model/model.safetensors").write_bytes(bytes(10**6))
 Path("model/README.md").write_text(f"rank {world.rank}")
 assert refusal(model={"path": "model"}) == ""
 Path("rows.jsonl").write_text(f"row {world.rank}")
-print(f"rank {world.rank}: {refusal(dataset={'path': 'rows.jsonl'})}", flush=True)
+messages.append(refusal(dataset={"path": "rows.jsonl"}))
 if world.rank:
     Path("model/model.safetensors").write_bytes(b"1" * 10**6)  # of the same size, as an older copy is
-print(f"rank {world.rank}: {refusal(model={'path': 'model'})}", flush=True)
+messages.append(refusal(model={"path": "model"}))
 if world.rank:
     Path("rows.jsonl").unlink()
-print(f"rank {world.rank}: {refusal(validation_dataset={'path': 'rows.jsonl'})}", flush=True)
+messages.append(refusal(validation_dataset={"path": "rows.jsonl"}))
 assert not [*Path("runs").glob("apart/.*")]
 try:
     run._require_same_data(SimpleNamespace(fingerprint=world.rank), None)
 except TuneError as error:
-    print(f"rank {world.rank}: {error}", flush=True)
+    messages.append(str(error))
 run._require_same_data(SimpleNamespace(fingerprint="equal"), None)
+told.write_text("\n".join(messages))

@@ -105,7 +105,7 @@ def _rank() -> str:
 
 def _print_error(message: str) -> None:
     red, plain = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() else ("", "")
-    print(f"{red}error:{plain} {message}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"{red}error:{plain} {message}\n")  # one write: the lines of several processes mix otherwise
 
 
 def _let_torchrun_end_this() -> None:
