@@ -1,13 +1,15 @@
 """Trains on a file that is streamed, kills it on the way, continues it, and compares memory and loss curves.
 
     python benchmarks/streaming.py --gigabytes 5 --folder /somewhere/with/room
+    python benchmarks/streaming.py --gigabytes 2 --ray      # by Ray Data, on a cluster of this machine
 
 The rows have a short prompt and completion, and 20 kB in a column that is not used: all of the file is read, and the
-tokens of a pass can be trained on in minutes. Memory is that of all processes of the run together, read once a second
-(proportional set size; Linux only). Exits with 1 if the curve of the run that was killed is another one.
+tokens of a pass can be trained on in minutes. Memory is that of all processes of the run together, Ray's too, read
+once a second (proportional set size; Linux only). Exits with 1 if the curve of the run that was killed is another one.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -21,6 +23,7 @@ from kill_and_resume import Launch, losses, make_inputs
 
 ROW, BATCH = 512, 64  # tokens of a packed row, rows of a step
 BALLAST = 20_000  # bytes
+MARK = "TUNE_STREAMING_BENCHMARK"
 
 
 def main() -> None:
@@ -28,7 +31,9 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=5.0)
     parser.add_argument("--kill-at", type=float, default=0.6, help="share of the steps after which it is killed")
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    parser.add_argument("--ray", action="store_true", help="dataset._component_=tune.datasets.ray")
     options = parser.parse_args()
+    os.environ[MARK] = str(os.getpid())  # by which all processes of a run are found: each inherits it
     with tempfile.TemporaryDirectory(dir=options.folder) as path:
         folder = Path(path)
         settings = [setting for setting in make_inputs(folder) if not setting.startswith("epochs=")]
@@ -37,7 +42,8 @@ def main() -> None:
         size = (folder / "rows.jsonl").stat().st_size / 1e9
         print(f"{size:.2f} GB, {rows:,} rows, {tokens:,} tokens, {steps} steps", flush=True)
         settings += [
-            "dataset.streaming=true", "packed=true", f"max_seq_len={ROW}", f"global_batch_size={BATCH}",
+            "dataset._component_=tune.datasets.ray" if options.ray else "dataset.streaming=true",
+            "packed=true", f"max_seq_len={ROW}", f"global_batch_size={BATCH}",
             f"max_steps={steps}", "micro_batch_size=8", "optimizer.lr=1e-3", f"checkpointer.every={steps // 10}",
         ]  # fmt: skip
         run(settings, folder / "whole", steps, None)
@@ -70,7 +76,7 @@ def run(settings: list[str], output: Path, steps: int, kill_at: int | None) -> N
     peaks: dict[int, float] = {}  # GiB, by tenths of the steps
     while launch.is_running():
         tenth = len(lines(output)) * 10 // steps
-        peaks[tenth] = max(peaks.get(tenth, 0.0), memory(launch.processes[0].pid))
+        peaks[tenth] = max(peaks.get(tenth, 0.0), memory())
         if kill_at and len(lines(output)) >= kill_at:
             os.killpg(launch.processes[0].pid, signal.SIGKILL)
             break
@@ -89,16 +95,13 @@ def lines(output: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def memory(group: int) -> float:
-    """GiB of the processes of a group."""
-    total = 0
+def memory() -> float:
+    """GiB of the processes of a run."""
+    mark, total = f"{MARK}={os.getpid()}".encode(), 0
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getpgid(int(process.name)) == group:
-                fields = (process / "smaps_rollup").read_text().split("Pss:")[1].split()
-                total += int(fields[0])
-        except (OSError, IndexError):  # it has ended
-            continue
+        with contextlib.suppress(OSError, IndexError):  # it has ended, or is another user's
+            if process.name != str(os.getpid()) and mark in (process / "environ").read_bytes().split(b"\0"):
+                total += int((process / "smaps_rollup").read_text().split("Pss:")[1].split()[0])
     return total / 2**20
 
 
