@@ -30,13 +30,14 @@ def connect(address: str | None, cores: int) -> tuple[Any, dict[str, float]]:
         import ray
     if cores:
         here = {"address": "local", "num_cpus": max(os.cpu_count() or 1, cores), "include_dashboard": False}
-        hook = {"worker_process_setup_hook": quiet}
         hint = "Start one by `ray start --head`, or leave it out; if it wants a token, set RAY_AUTH_MODE=token"
-        with explained(f"--address: no Ray cluster is reached at {address}. {hint}", OSError, ValueError, RuntimeError):
+        reached = f"--address: no Ray cluster is reached at {address}. {hint}"
+        with explained(reached if address else "Ray does not start on this machine", Exception):
             if address:
                 print(f"--address: trying Ray at {address}, for {PATIENCE} seconds at most", file=sys.stderr)
                 require_answer(address, PATIENCE)
-            ray.init(**({"address": address} if address else here), logging_level="warning", runtime_env=hook)
+            where, hook = {"address": address} if address else here, {"worker_process_setup_hook": quiet}
+            ray.init(**where, logging_level="warning", runtime_env=hook)
     return ray, ray.cluster_resources() if cores else {}
 
 

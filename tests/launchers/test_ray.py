@@ -54,6 +54,19 @@ def test_help_and_settings_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> 
     assert "unrecognized arguments: seed=1" in capsys.readouterr().err
 
 
+def test_a_cluster_that_does_not_start_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with too much other work Ray gives up, with an Exception of no kind."""
+    module = pytest.importorskip("ray")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(module, "init", init)
+    with pytest.raises(TuneError, match="Ray does not start on this machine: Exception: The current node timed out"):
+        ray_cluster.connect(None, 1)
+
+
 def test_workers_are_told_to_stop_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run the recipe in a thread, which gets no signals."""
     monkeypatch.setenv("TUNE_STOP_FILE", str(tmp_path / "stop"))
