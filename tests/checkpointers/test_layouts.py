@@ -84,6 +84,7 @@ def whole(world, model, optimizer):
 
 pairs = 0
 for kind, lora in KINDS.items():
+    LAYOUTS = LAYOUTS[:: 2 if lora else 1]
     started = [start(layout, lora, folder / f"{kind} {number}") for number, layout in enumerate(LAYOUTS)]
     saved, expected = [], []
     for world, model, optimizer, checkpointer in started:
@@ -112,7 +113,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "shape", "pairs"),
-    [("dense", "Qwen3Config", {"tie_word_embeddings": True}, 28), ("experts", "Qwen3MoeConfig", EXPERTS, 12)],
+    [("dense", "Qwen3Config", {"tie_word_embeddings": True}, 21), ("experts", "Qwen3MoeConfig", EXPERTS, 12)],
 )
 def test_pairs_of_layouts_of_four_processes(name, kind, shape, pairs, tmp_path):
     save_checkpoint(tmp_path / name, kind, num_hidden_layers=4, **shape)

@@ -477,11 +477,11 @@ def spoiled(how: str, folder: Path) -> Path:
 def test_a_real_model(tmp_path: Path) -> None:
     """Greedy answers in fp16 are ours, and the perplexities in fp16 and of the same rounded weights."""
     model, tokenizer = load_model(str(REAL)), Tokenizer(str(REAL))
-    questions = ["Write a short story about a dog.", "Explain what a prime number is.", "List three fruits."]
+    questions = ["Write a short story about a dog.", "List three fruits."]
     chats = [[{"role": "user", "content": question}] for question in questions]
     prompts = [tokenizer.encode(tokenizer.apply_chat_template(chat, add_generation_prompt=True)) for chat in chats]
     text = " ".join((Path(__file__).parents[2] / "LICENSE").read_text().split())
-    pieces = [tokenizer.encode(text[start : start + 1200])[:200] for start in range(0, 10_000, 2000)]
+    pieces = [tokenizer.encode(text[start : start + 1200])[:200] for start in (0, 5000)]
 
     def loss(model: Decoder) -> float:
         return sum(-sum(log_probs(model, piece)) / (len(piece) - 1) for piece in pieces) / len(pieces)

@@ -21,7 +21,7 @@ WITH_EXPERTS = ["qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral-window"]
 
 @pytest.mark.slow
 def test_ten_families_on_eight_processes(tmp_path):
-    """Losses and norms of gradients of six steps are those of one process; what cannot be is refused."""
+    """Losses and norms of gradients of three steps are those of one process; what cannot be is refused."""
     transformers = pytest.importorskip("transformers")
     families = DENSE + WITH_EXPERTS
     for family in families:
@@ -34,11 +34,11 @@ def test_ten_families_on_eight_processes(tmp_path):
         if (family in WITH_EXPERTS if "ep" in how.split() else (number + at) % 2 or family == "qwen3_5_text")
     ]
     folders = json.dumps({family: str(tmp_path / family) for family in families})
-    alone = json.loads(run_processes(MEASURE, 1, folders, json.dumps([[each, {}] for each in families]), "6"))
+    alone = json.loads(run_processes(MEASURE, 1, folders, json.dumps([[each, {}] for each in families]), "3"))
     one = {family: each["measured"] for family, each in zip(families, alone, strict=True)}
     named = json.dumps([[family, MIXED[how]] for family, how in layouts])
     apart, refused = {}, {}
-    for (family, how), found in zip(layouts, json.loads(run_processes(MEASURE, 8, folders, named, "6")), strict=True):
+    for (family, how), found in zip(layouts, json.loads(run_processes(MEASURE, 8, folders, named, "3")), strict=True):
         if "refused" in found:
             refused[family, how] = found["refused"]
         else:

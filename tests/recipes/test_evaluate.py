@@ -189,7 +189,7 @@ def test_a_quantised_base(checkpoint, folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "tp"), [(2, 1), (2, 2), pytest.param(4, 2, id="two times two")])
+@pytest.mark.parametrize(("count", "tp"), [(2, 1), pytest.param(4, 2, id="two times two")])
 def test_several_processes(count, tp, checkpoint, chats, folder, prompts, tmp_path):
     def same(*settings):
         out = tmp_path / "one.json", tmp_path / "several.json"

@@ -28,16 +28,16 @@ def checkpoints(tmp_path_factory):
 def test_every_family(recipe, settings, checkpoints, chats, tmp_path):
     common = [
         *settings,
-        f"dataset.path={chats}", "max_seq_len=128", "global_batch_size=48", "device=cpu", "epochs=3",
-        "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
+        f"dataset.path={chats}", "dataset.take=16", "max_seq_len=128", "global_batch_size=16", "micro_batch_size=8",
+        "device=cpu", "epochs=3", "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
     ]  # fmt: skip
     families = [*checkpoints] if recipe == "full_finetune" else [*checkpoints][::2]
     variants = {family: [f"model.path={checkpoints[family]}"] for family in families}
-    run_variants(recipe, tmp_path / "1", [*common, "dtype=fp32", "micro_batch_size=24"], variants)
+    run_variants(recipe, tmp_path / "1", [*common, "dtype=fp32"], variants)
     if recipe == "full_finetune":  # CPUs take several times as long for bf16
-        run_variants(recipe, tmp_path / "bf16", [*common, "dtype=bf16", "micro_batch_size=24"], variants)
-    smaller = [*common, "dtype=fp32", "micro_batch_size=12"]
-    run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "2"), json.dumps(smaller), json.dumps(variants))
+        run_variants(recipe, tmp_path / "bf16", [*common, "dtype=bf16"], variants)
+    exact = json.dumps([*common, "dtype=fp32"])
+    run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "2"), exact, json.dumps(variants))
     for family in variants:
         curve = losses(tmp_path / "1" / family)
         assert len(curve) == 3 and curve[-1] < curve[0]

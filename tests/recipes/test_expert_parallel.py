@@ -80,10 +80,10 @@ def test_ways(common, tmp_path):  # noqa: F811
         "Adafactor": ["optimizer._component_=tune.optimizers.Adafactor"],
         "Muon": ["optimizer._component_=tune.optimizers.Muon"],
     }
-    variants = {name: [model, "model.router_loss=0.1", "max_steps=3", *each] for name, each in variants.items()}
+    variants = {name: [model, "model.router_loss=0.1", *each] for name, each in variants.items()}
     (tmp_path / "few").mkdir()
     few = of_family("mixtral", tmp_path / "few", num_local_experts=2)
-    variants["fewer experts than devices"] = [few, "max_steps=3"]
+    variants["fewer experts than devices"] = [few]
     layouts = {"ep x FSDP": LAYOUTS["ep x FSDP"]}
     assert_one_curve("full_finetune", common, variants, layouts, 4, tmp_path / "runs")
 
@@ -104,7 +104,7 @@ def test_adapters(common, tmp_path):  # noqa: F811
 @pytest.mark.slow
 def test_a_teacher_may_be_dense(common, tmp_path):  # noqa: F811
     save_checkpoint(tmp_path / "dense", **SMALL | {"vocab_size": 300})
-    variants = {"dense": [of_family("qwen3_moe", tmp_path), f"teacher.path={tmp_path / 'dense'}", "max_steps=2"]}
+    variants = {"dense": [of_family("qwen3_moe", tmp_path), f"teacher.path={tmp_path / 'dense'}"]}
     assert_one_curve("distill", common, variants, {"ep": ["parallel.ep=2", "micro_batch_size=4"]}, 2, tmp_path)
 
 

@@ -103,7 +103,7 @@ def test_adapters(own, common, tmp_path):  # noqa: F811
 def test_a_checkpoint_continues_without_the_plan(own, common, tmp_path):  # noqa: F811
     """Two steps on two processes, two more on one."""
     settings = ["schedule._component_=tune.optimizers.constant", "schedule.warmup=0", "validation_dataset.path=null"]
-    common = [*common, *OWN, f"model.path={own}", *settings]
+    common = [*common, "max_steps=4", *OWN, f"model.path={own}", *settings]
     full_finetune.main(config.load("full_finetune", [*common, f"output_dir={tmp_path / 'alone'}"]))
     first = json.dumps({"moved": ["parallel.tp=2", "max_steps=2"]})
     run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path), json.dumps(common), first)
