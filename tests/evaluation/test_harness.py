@@ -183,7 +183,7 @@ def test_what_choices_have_in_common_is_read_once(models, world, monkeypatch):
     read, embed = [], model.embed
     monkeypatch.setattr(model, "embed", lambda tokens: read.append(tokens.numel()) or embed(tokens))
     together = log_likelihoods(model, requests, world, 128)
-    assert sum(read) == 59 + 49 + 6 * 3
+    assert sum(read) == 59 + (2 + 1 + 3 + 2) + 49 + (1 + 3)
     for found, expected in zip(together, alone, strict=True):
         assert found == pytest.approx(expected, abs=1e-4)
 

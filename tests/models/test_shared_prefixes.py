@@ -102,7 +102,10 @@ def test_who_computes_each_answer_alone(name, tmp_path):
     if name == "dropout":
         peft.add_adapters(model, peft.LoRA(rank=2, dropout=0.1))
     assert batch.shared is not None
+    peft.set_dropout_keys(model.train(), 0, 0, batch)
     assert computed(model, batch) == batch.tokens.shape[1]
+    if name == "dropout":  # in training alone
+        assert computed(model.eval(), batch) == batch.shared.tokens.shape[1]
 
 
 def test_which_tokens_are_computed_once():

@@ -121,6 +121,7 @@ class Decoder(nn.Module):
     """
 
     attends_to_parts = True  # of batches: see `tune.collators.Part`
+    has_dropout = False  # of adapters, in training
     names: Names  # set by `build`
     routing: RoutingSums | None  # statistics of routers in training; None without experts
 
@@ -218,8 +219,11 @@ class Decoder(nn.Module):
         return function(hidden, weight, batch, **{"softcap": softcap} if softcap else {})
 
     def _can_share(self, documents: Documents) -> bool:
-        """Whether a token of `documents` depends on nothing but the tokens before it, all of which are at hand."""
-        return self.shares_prefixes and max(documents.lengths) <= (self.max_generated or max(documents.lengths))
+        """Whether a token of `documents` depends on nothing but the tokens before it, all of which are at hand. With
+        dropout it would have the mask of one of the documents that share it."""
+        drops = self.has_dropout and self.training
+        fits = max(documents.lengths) <= (self.max_generated or max(documents.lengths))
+        return self.shares_prefixes and not drops and fits
 
     @staticmethod
     def logits(hidden: Tensor, weight: Tensor, batch: Batch | Tensor, *, softcap: float | None = None) -> Tensor:

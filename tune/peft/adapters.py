@@ -86,8 +86,8 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
         tied_to = TokenEmbedding.adapt(embedding, lora.trainable_tokens)
         if head is not None:
             TokenHead.adapt(head, lora.trainable_tokens, tied_to if head.weight is embedding.weight else None)
-    if lora.dropout:  # a token that documents share would have the mask of one of them
-        model.shares_prefixes = False  # type: ignore[assignment]
+    if lora.dropout:
+        model.has_dropout = True  # type: ignore[assignment]
     for module in whole.values():
         module.requires_grad_(True)
     if not next(model.parameters()).is_meta:
