@@ -196,7 +196,7 @@ class Decoder(nn.Module):
     ) -> Any:
         """For generation, a `cache` knows what comes: documents in one row, of which each gets the logits of its
         last token `[documents, 1, vocab]`, or more tokens for each row of the cache, at `positions` `[rows, seq]`, of
-        which the last get theirs, or with a `head` all.
+        which the last get theirs.
         """
         shared = batch.shared if isinstance(batch, Batch) and self._can_share(batch.documents) else None
         if isinstance(batch, Batch):
@@ -209,7 +209,7 @@ class Decoder(nn.Module):
         hidden = self.run_blocks(self.embed(tokens), positions, documents, cache)
         if cache is not None and documents is not None:
             hidden = hidden[0][documents.boundaries[1:] - 1, None]
-        elif cache is not None and head is None:
+        elif cache is not None:
             hidden = hidden[:, -1:]
         hidden, weight = self.output_operands(hidden)
         if shared is not None:
