@@ -19,7 +19,6 @@ Every setting is in configs/reward_finetune.yaml. Copy this file (`tune cp rewar
 """
 
 import sys
-from dataclasses import replace
 
 import torch
 
@@ -40,9 +39,7 @@ def main(cfg):
     if cfg.quantization.weights:
         quantization.quantize_linears(model, double=cfg.quantization.double)
     lora = instantiate(cfg.adapter) if cfg.adapter else None
-    if lora:  # the head is trained in full
-        lora = replace(lora, modules_to_save=sorted({*lora.modules_to_save, "score"}))
-    adapted = peft.add_adapters(model, lora) if lora else None
+    adapted = peft.add_adapters(model, lora) if lora else None  # the head is trained in full
     loss_fn = instantiate(cfg.loss)
     distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
 

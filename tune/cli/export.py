@@ -7,7 +7,6 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -146,8 +145,6 @@ def at_step(run: Path, step: int) -> tuple[Any, Any, str, Any]:
     with torch.device("meta"):
         model = instantiate(cfg.model)
     lora = instantiate(cfg.adapter) if cfg.get("adapter") else None
-    if lora and cfg.model.get("head") == "score":  # which reward_finetune trains in full
-        lora = replace(lora, modules_to_save=sorted({*lora.modules_to_save, "score"}))
     base = checkpointers.Pretrained(cfg.model.path, model) if lora else None
     if lora:
         peft.add_adapters(model, lora)

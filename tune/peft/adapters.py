@@ -221,14 +221,17 @@ def _unsupported(name: str, layer: nn.Module, chosen: Collection[str], names: Na
 
 
 def modules_to_save(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The modules that are trained in full. Raises TuneError if a name matches none, or one that cannot be."""
+    """The modules that are trained in full, a reward model's head always. Raises TuneError if a name matches none, or
+    one that cannot be."""
     quantised = {name for name, module in model.named_modules() if isinstance(getattr(module, "weight", 0), NF4Weight)}
     candidates = {
         name: module
         for name, module in model.named_modules()
         if name in quantised or any(True for _ in module.parameters(recurse=False))
     }
-    chosen = _named(model, "modules_to_save", lora.modules_to_save, candidates)
+    scores = getattr(getattr(model, "config", None), "scores", False)
+    wanted = [*lora.modules_to_save, *["score"] * scores]
+    chosen = _named(model, "modules_to_save", wanted, candidates)
     for names, reason in (
         (chosen.keys() & targets.keys(), "has an adapter too (target_modules); choose one"),
         (chosen.keys() & quantised, "is quantised and cannot be trained; leave it out"),

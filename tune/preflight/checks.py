@@ -218,16 +218,7 @@ def _model(told: Told, world: World | None) -> tuple[Any, Any]:
         return None, None
     if not cfg.get("from_scratch"):
         told("model.path", lambda: checkpointers.Pretrained(cfg.model.path, model))
-    if told.value("quantization.weights"):
-        told("quantization", lambda: quantization.quantize_linears(model, double=cfg.quantization.double))
-    if scaling := told.value("quantization.float8"):
-        told("quantization", lambda: quantization.compute_in_float8(model, scaling, torch.device("cpu")))
-    if cfg.get("adapter"):
-        told("adapter", lambda: adapt(cfg, model))
-    if kind := told.value("quantization.qat"):
-        told("quantization", lambda: quantization.round_linears(
-            model, kind, checkpointers.exported_types(model, cfg.model.path, cfg.export.get("dtype")), cfg.dtype
-        ))  # fmt: skip
+    alter(cfg, model, torch.device("cpu"), told)
     folder, keep = local_folder(cfg.get("output_dir") or "."), told.value("checkpointer.keep")
     merged = told.value("model.path") if told.value("export.merge") else None
     if note := told("output_dir", lambda: disk_note(folder, model, cfg.master_dtype, keep, merged)):
@@ -249,12 +240,20 @@ def _model(told: Told, world: World | None) -> tuple[Any, Any]:
     return model, groups
 
 
-def adapt(cfg: DictConfig, model: Any) -> None:
-    """As recipes do: the head of a reward model is trained in full."""
-    lora = instantiate(cfg.adapter)
-    if getattr(model.config, "scores", False):
-        lora = replace(lora, modules_to_save=sorted({*lora.modules_to_save, "score"}))
-    peft.add_adapters(model, lora)
+def alter(cfg: DictConfig, model: Any, device: torch.device, change: Callable[[str, Callable[[], Any]], Any]) -> None:
+    """Change `model`, on the meta device, as recipes do before they shard it on such a `device`: quantised weights,
+    products in float8, adapters, rounding. `change` is called with the setting that asks for one, and what makes it."""
+    value = Facts(cfg)
+    if value("quantization.weights"):
+        change("quantization", lambda: quantization.quantize_linears(model, double=cfg.quantization.double))
+    if scaling := value("quantization.float8"):
+        change("quantization", lambda: quantization.compute_in_float8(model, scaling, device))
+    if value("adapter"):
+        change("adapter", lambda: peft.add_adapters(model, instantiate(cfg.adapter)))
+    if kind := value("quantization.qat"):
+        change("quantization", lambda: quantization.round_linears(
+            model, kind, checkpointers.exported_types(model, cfg.model.path, cfg.export.get("dtype")), cfg.dtype
+        ))  # fmt: skip
 
 
 def _others(told: Told, tokenizer: Tokenizer | None) -> list[Any]:

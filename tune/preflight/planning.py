@@ -16,8 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tune import quantization
-from tune.checkpointers import exported_types
 from tune.config import instantiate
 from tune.datasets.loader import require_batches
 from tune.devices import Device
@@ -28,7 +26,7 @@ from tune.distributed.pipeline import split_blocks
 from tune.errors import TuneError
 from tune.loggers import flops_per_token
 from tune.loggers.hardware import planned_memory
-from tune.preflight.checks import adapt
+from tune.preflight.checks import alter
 from tune.preflight.memory import GIB, IN_STEP, PARTS, Checkpointing, Layout, Stage, bytes_of_states, memory
 from tune.preflight.objectives import as_rows, full_rows, read_together, subjects
 from tune.preflight.speed import seconds
@@ -114,18 +112,9 @@ class Job:
         cfg = as_rows(cfg)
         with torch.device("meta"):
             model = instantiate(cfg.model)
-        rounding = cfg.get("quantization", {})
-        if rounding.get("weights"):
-            quantization.quantize_linears(model, double=rounding.double)
-        if rounding.get("float8"):
-            if not (device.is_host or device.float8):
-                raise TuneError(f"quantization.float8: {device.name} has no products in float8. Leave it out")
-            quantization.compute_in_float8(model, rounding.float8, torch.device("cpu" if device.is_host else "cuda"))
-        if cfg.get("adapter"):
-            adapt(cfg, model)
-        if rounding.get("qat"):
-            types = exported_types(model, cfg.model.path, cfg.export.get("dtype"))
-            quantization.round_linears(model, rounding.qat, types, cfg.dtype)
+        if OmegaConf.select(cfg, "quantization.float8") and not (device.is_host or device.float8):
+            raise TuneError(f"quantization.float8: {device.name} has no products in float8. Leave it out")
+        alter(cfg, model, torch.device("cpu" if device.is_host else "cuda"), lambda _, make: make())
         self.cfg, self.device, self.hidden = cfg, device, getattr(model.config, "hidden_size", 0)
         self.chosen = tuple(key for key in CHOSEN if "parallel." not in key or _field(key) in cfg.parallel)
         self.subjects = subjects(cfg, model)
