@@ -12,6 +12,7 @@ from tune import distributed
 from tune.datasets import Prompt
 from tune.errors import TuneError
 from tune.generation import Episode, Reward, RewardModel
+from tune.models import Decoder
 from tune.tokenizers import Tokenizer
 
 
@@ -29,12 +30,16 @@ def judge(tmp_path_factory):
     return folder
 
 
-def test_scores_are_those_of_transformers(judge, world):
+def test_scores_are_those_of_transformers(judge, world, monkeypatch):
+    prompts = [[5, 9, 30], [5, 9, 30], [8, 9, 32]]
     episodes = [
-        Episode(Prompt(number, [5, 9, 30 + number], {}), tokens=[*[40, 50, 60][: number + 1], 2]) for number in range(3)
+        Episode(Prompt(number, prompt, {}), tokens=[*[40, 50, 60][: number + 1], 2])
+        for number, prompt in enumerate(prompts)
     ]
-    reward = Reward("judge", RewardModel(str(judge), micro_batch_size=2))
+    reward, read, embed = Reward("judge", RewardModel(str(judge), micro_batch_size=2)), [], Decoder.embed
+    monkeypatch.setattr(Decoder, "embed", lambda self, tokens: read.append(tokens.numel()) or embed(self, tokens))
     found = reward.of(episodes, Tokenizer(str(judge)), world)
+    assert read == [5 + 2, 7]  # what the first two begin with, [5, 9, 30, 40], once
     model = transformers.AutoModelForSequenceClassification.from_pretrained(judge).eval()
     with torch.no_grad():
         ids = [torch.tensor([[*episode.prompt.tokens, *episode.tokens]]) for episode in episodes]

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from tune.checkpointers import load_frozen, open_checkpoint, require_same_vocabulary
-from tune.collators import Batch
+from tune.collators import IGNORE, Sample, collate
 from tune.distributed import World
 from tune.generation.rollout import Episode
 from tune.losses import score
@@ -46,9 +46,8 @@ class RewardModel:
         for start in range(0, max(world.all_gather(batches)) * self.micro_batch_size, self.micro_batch_size):
             # Processes whose own texts are scored take part in the forwards of the others.
             some = texts[start : start + self.micro_batch_size] or [[0]]
-            documents = np.repeat(np.arange(len(some)), list(map(len, some)))
-            batch = Batch.of(np.concatenate(some)[None], documents=documents[None])
-            found += score(self.model, batch.to(world.device)).tolist()
+            samples = [Sample(np.array(each), np.full(len(each), IGNORE)) for each in some]
+            found += score(self.model, collate([samples]).to(world.device)).tolist()
         return found[: len(texts)]
 
 
