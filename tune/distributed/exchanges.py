@@ -1,4 +1,4 @@
-"""Collectives of the hidden states of processes that share a model, each with what its backward does."""
+"""Collectives on hidden states, for processes that share a model. Each is differentiable."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ COLLECTIVES = torch.ops._c10d_functional  # those with names of their own in `to
 
 
 class Peers(NamedTuple):
-    """The processes of a group, by its name, and the number of this one."""
+    """A group of processes: its name, its size, and the rank of this process in it."""
 
     group: str
     size: int
@@ -23,27 +23,29 @@ class Peers(NamedTuple):
         return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """The same on each process, of which each computes a part; in backward the sum of the gradients."""
+        """`tensor` itself. What follows computes a part of the result on each process: backward sums the gradients."""
         return _Exchanged.apply(tensor, "same", "sum", *self)
 
     def summed(self, tensor: Tensor) -> Tensor:
-        """The sum, of which each process computes the same."""
+        """The sum over processes. What follows computes the same on each: backward takes the gradient as it is."""
         return _Exchanged.apply(tensor, "sum", "same", *self)
 
     def gathered(self, tensor: Tensor) -> Tensor:
-        """What all have, along the first dimension, of which each process computes a part."""
+        """The tensors of all processes, joined along the first dimension. What follows computes a part of the result on
+        each process: backward sums the gradients, and gives each process those of its own tensor."""
         return _Exchanged.apply(tensor, "gather", "scatter", *self)
 
     def scattered(self, tensor: Tensor) -> Tensor:
-        """This process's part of the sum, along the first dimension."""
+        """This process's part, along the first dimension, of the sum over processes; backward gathers the parts."""
         return _Exchanged.apply(tensor, "scatter", "gather", *self)
 
     def own(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """This process's part of what all have."""
+        """This process's part, along `dim`, of a tensor that all have; backward gathers the parts."""
         return _Exchanged.apply(tensor.movedim(dim, 0), "own", "gather", *self).movedim(0, dim)
 
     def whole(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """What all have, of which each process computes the same."""
+        """The tensors of all processes, joined along `dim`. What follows computes the same on each process: backward
+        gives each its part of the gradient."""
         return _Exchanged.apply(tensor.movedim(dim, 0), "gather", "own", *self).movedim(0, dim)
 
 
@@ -75,5 +77,5 @@ def _exchange(tensor: Tensor, how: str, group: str, size: int, rank: int) -> Ten
 
 
 def summed(tensor: Tensor, group: str) -> Tensor:
-    """The sum over the processes of `group`, by its name."""
+    """The sum over the processes of the group with this name."""
     return _exchange(tensor, "sum", group, 0, 0)

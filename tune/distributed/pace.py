@@ -1,8 +1,9 @@
-"""How long this process computes while it trains, without its waits for others: this tells the slowest one.
+"""How long each process computes in a step, without its waits for other processes: this tells which is the slowest.
 
-Counted are forwards and backwards of blocks, and waits for data. FSDP gathers before and reduces after them; what
-processes exchange within a block is `waiting`. A GPU's time is that between events on its stream, which are read when a
-step has waited for it: so what is sent with the next step's flag (`World.any`) is of the step before.
+The forwards and backwards of blocks count, and the waits for data. FSDP communicates before and after them, outside of
+the measured time; what processes exchange inside a block is taken out by `waiting`. On a GPU, time is measured between
+events on its stream. They are read once a step, when the host waits for the GPU anyway; `World.any` of the next step
+sends the result, which is therefore that of the step before.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ NOTABLE = 0.1  # more time than the other processes', from which on the slowest 
 
 
 class Pace:
-    """The seconds since they were last sent to the others (`own`), and what each process has sent (`of_ranks`)."""
+    """`own` are the seconds that this process has computed and not yet sent, `of_ranks` what each process sent last."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -38,7 +39,7 @@ class Pace:
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """What is done within does not count."""
+        """The time inside does not count."""
         counts = self.since is not None
         self.stop()
         yield
@@ -53,7 +54,7 @@ class Pace:
         return event
 
     def collect(self, of_ranks: list[float]) -> None:
-        """The device has done all that it was given: read the time it took, and keep what others have sent, if any."""
+        """Add up the measured intervals, which the device must have finished, and keep what all ranks have sent."""
         for start, end in self.intervals:
             self.own += start.elapsed_time(end) / 1e3 if isinstance(start, torch.cuda.Event) else end - start
         self.intervals.clear()
@@ -61,8 +62,8 @@ class Pace:
         self.of_ranks = of_ranks if any(of_ranks) else self.of_ranks
 
     def slowest(self) -> dict[str, float]:
-        """Of what was sent last: the process that took most, and which share more than the mean of the others, if it
-        is notable."""
+        """The metrics `slowest_rank` and `slowest_excess` (its time divided by the mean of the others, minus 1) of what
+        was sent last; none if no process is notably slower."""
         seconds, self.of_ranks = self.of_ranks, []
         if len(seconds) < 2 or not (others := (sum(seconds) - max(seconds)) / (len(seconds) - 1)):
             return {}
@@ -71,17 +72,17 @@ class Pace:
 
 
 PACE = Pace()
-"""That of this process."""
+"""The measurement of this process."""
 
 
 def waiting() -> AbstractContextManager[None]:
-    """A process waits for others within. In what is compiled these waits count."""
+    """Around a wait for other processes, whose time does not count. In compiled code it counts."""
     return contextlib.nullcontext() if torch.compiler.is_compiling() else PACE.outside()
 
 
 def count_time(block: nn.Module) -> None:
-    """Have PACE count the forward of `block`, if gradients are wanted, and its backward, if it goes through to the
-    first operand."""
+    """Have PACE measure the forward of `block`, if gradients are enabled, and its backward, if its first operand needs
+    a gradient."""
     forward = block.forward
 
     def counted(*args: Any, **kwargs: Any) -> Any:

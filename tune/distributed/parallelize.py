@@ -188,7 +188,7 @@ def _placements(experts: set[nn.Parameter], mesh: DeviceMesh) -> Callable[[nn.Pa
 
 
 def units_of(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """What FSDP gathers at one time: each block, each untied embedding; norm, head and tied weights with the root."""
+    """The modules that FSDP gathers one at a time: blocks, untied embeddings, and the model for all other weights."""
     heads = [child.weight for child in model.children() if isinstance(child, nn.Linear)]
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     untied = [module for module in embeddings if heads and all(module.weight is not head for head in heads)]
@@ -249,8 +249,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
-    """What FSDP does in the next backward, which `is_last` in its step. The last one reduces gradients over processes.
-    The others do so if `world.reduce_every_micro_batch`; else they add to the local ones."""
+    """Set what FSDP does in the next backward. The last one of a step (`is_last`) reduces gradients over processes; so
+    do the others with `world.reduce_every_micro_batch`, else their gradients add up on each process."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last or bool(model.reduces_every_micro_batch))
         if model.units_stay_gathered:
@@ -259,8 +259,8 @@ def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None, pipeline: Pipeline | None = None) -> Tensor:
-    """The norm of all gradients, also of those that other stages of `pipeline` have; with `max_norm`, scales them down
-    to it."""
+    """The norm of all gradients, also of those of the other stages of `pipeline`. With `max_norm`, gradients are scaled
+    down to it."""
     elsewhere = pipeline.counted_elsewhere if pipeline else ()
     by_mesh: dict[object, list[Tensor]] = defaultdict(list)  # torch scales the gradients of one mesh at a time
     by_layout: dict[object, list[Tensor]] = defaultdict(list)  # and sums up what is shared alike

@@ -28,8 +28,8 @@ def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _by_pieces(parameter: DTensor) -> torch.Tensor:
-    """As `full_tensor`, of which gloo copies all that it gathers once more. Along one axis of the mesh after the other
-    each process sends what it has to the others."""
+    """As `DTensor.full_tensor`, with less memory: gloo copies all that it gathers once more. Along one axis of the mesh
+    after the other, each process broadcasts what it has."""
     own, place = local_shard(parameter)
     full = torch.empty(parameter.shape, dtype=parameter.dtype)
     full[place] = own
@@ -51,9 +51,9 @@ def _by_pieces(parameter: DTensor) -> torch.Tensor:
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the squares of all numbers of `tensors`, which have one layout, in fp32; of shards each process has a
-    summand. Rows are summed first: torch adds up a CPU's numbers one after the other, and of 28 million (the embedding
-    of a small model) it so loses 0.3%, of shards less."""
+    """The sum of the squares of all numbers in `tensors`, which have one layout, in fp32; of shards, a DTensor whose
+    parts must still be summed. Rows are summed first: on a CPU torch adds up numbers one after the other, and the
+    error then grows with their count: 0.3% for 28 million, the embedding of a small model."""
     first = tensors[0]
     shards = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
     rows = [torch.linalg.vector_norm(each, dim=-1, dtype=torch.float32) for each in shards]

@@ -92,14 +92,14 @@ class World:
         return total
 
     def sum_of_parts(self, value: torch.Tensor | float) -> torch.Tensor:
-        """`sum` of what each of the ranks of `cp`, which read the same data, has a part of."""
+        """As `sum`, of a value of which each rank of `cp` has a part: those ranks read the same data."""
         total = self.sum(value)
         if self.mesh["cp"].size() > 1:
             dist.all_reduce(total, group=self.mesh.get_group("cp"))
         return total
 
     def any(self, flag: bool) -> torch.Tensor:
-        """1 if `flag` is set on any rank, else 0; with it goes how long each rank has computed, see PACE. Does not
+        """1 if `flag` is set on any rank, else 0. Each rank sends with it how long it has computed, see PACE. Does not
         synchronise with the device."""
         highest = self._fp64(0.0).repeat(1 + self.size)
         highest[0].fill_(float(flag))
@@ -135,8 +135,9 @@ class World:
         return values
 
     def of_peers(self, make: Callable[[], T]) -> T:
-        """What `make` gives on the first of the processes that read the same data, on all of them: for what need not
-        give the same twice. It is called there alone. If it raises, the others raise a TuneError that says the same."""
+        """The result of `make` on the first of the processes that read the same data, for all of them: of functions
+        that may give another result each time. Only the first one calls it. If it raises, the others raise a TuneError
+        with the same message."""
         if self.peers.size() == 1:
             return make()
         box: list[Any] = [None, None]
