@@ -7,8 +7,8 @@ from tune.errors import TuneError
 
 
 class Best:
-    """The best value of a metric so far; `stale` counts those since. `kept` are value and step of the best one whose
-    checkpoint is written. The lowest is the best of a loss; of the metrics of tasks `higher_is_better` says it.
+    """The best value of a metric so far; `stale` counts the values since. `kept` are value and step of the best whose
+    checkpoint is written. Of a loss the lowest is best; for metrics of tasks, `higher_is_better` says it.
 
     Raises:
         TuneError: it is the metric of a task, and of none of these.

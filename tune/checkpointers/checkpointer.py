@@ -50,17 +50,17 @@ class Checkpointer:
     written, training ends (`on_error="stop"`), or rank 0 calls `tell` and training goes on; it is tried again
     after a tenth of `every` steps, and at the next checkpoint.
 
-    What happens to a step whose loss or gradient is not finite says `on_nan`: training ends before the weights change
-    (`stop`), the weights stay as they are (`skip`), or are those of the last checkpoint (`rollback`), and training goes
-    on with the next batch.
+    `on_nan` says what happens to a step whose loss or gradient is not finite: training ends before the weights change
+    (`stop`), or it goes on with the next batch, from the weights as they are (`skip`) or from those of the last
+    checkpoint (`rollback`).
 
     Of the optimizer's parameter groups only values that training changed are saved; hyperparameters come from the
     current config. Frozen parameters are not saved: on resuming, `base` checks that they come from the same weights,
     and `adapter` that its settings are the same.
 
     With `keep_best`, the name of a metric, the checkpoint with its best value is kept too: the lowest of a loss, the
-    highest of others; of a task's metric, what `tasks` say of it (`higher_is_better`). After `patience` values in a
-    row that were no better the training `is_over`.
+    highest of others; for a task's metric, `tasks.higher_is_better` says which. After `patience` values in a row that
+    were no better, the training `is_over`.
 
     `extra` is state of your own, by name: averaged weights, counters. Plain values are saved as JSON. Tensors, also
     sharded ones, are loaded in place, so that the object must have them before it is restored.
@@ -233,8 +233,8 @@ class Checkpointer:
         return self.best.is_over
 
     def save(self, step: int, wait: bool = False) -> None:
-        """Save now, and perhaps wait until it is written; of a step that is saved already, what the best one is. All
-        processes must call it."""
+        """Save now, and with `wait`, wait until it is written. In the checkpoint of a step that is saved already, only
+        the note of the best one is renewed. All processes must call it."""
         saved = self._written()
         self._report(saved)
         if step == saved:
@@ -332,7 +332,7 @@ class Checkpointer:
             self.told = str(error)
 
     def _settled(self, step: int, best: tuple[float, int]) -> None:
-        """The checkpoint of a step is complete: those that are not to be kept go."""
+        """The checkpoint of a step is complete: remove those that are not to be kept."""
         self.saved, self.best.kept = step, best
         if self.tidies and self.keep:
             kept = {*sorted(self.folder.glob(CHECKPOINT))[-self.keep :], self.folder / f"step-{best[1]:08d}"}

@@ -119,7 +119,7 @@ def write_digests(folder: Path, digests: Mapping[str, str], *others: str) -> Non
 
 
 def replace_json(file: Path, value: Any) -> None:
-    """Write a file that has a digest; with both digests kept, neither content counts as damaged."""
+    """Replace a file that has a digest. Digests of both contents are kept: a kill in between leaves nothing damaged."""
     digests = json.loads((file.parent / DIGESTS).read_text()) if (file.parent / DIGESTS).exists() else {}
     with written_aside(file) as unfinished:
         unfinished.write_text(json.dumps(value))

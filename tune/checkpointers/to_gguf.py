@@ -26,10 +26,10 @@ LARGEST = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class Architecture:
-    """llama.cpp's name of a family; of what not all models of the family have, what it computes (`also`); whether it
-    rotates dimensions 2i and 2i + 1 of a head as a pair (`adjacent`), how many layers it has for each that is special:
-    without a window, or in SmolLM3 without rotation (`every`), how it calls the norm before a feed-forward, and whether
-    gate and up are one tensor (`joined`)."""
+    """A family in llama.cpp: its name; which of the parts that only some models have it computes (`also`); whether it
+    rotates dimensions 2i and 2i + 1 of a head as a pair (`adjacent`); that every so many layers one is special:
+    without a window, or in SmolLM3 without rotation (`every`, 0: none); its name for the norm before a feed-forward;
+    whether gate and up are one tensor (`joined`)."""
 
     name: str
     also: str = "an untied head, linear, yarn"

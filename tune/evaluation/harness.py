@@ -21,8 +21,8 @@ GENERATED, UNKNOWN_LENGTH = 256, 2048  # what `HFLM` has where a task, or a mode
 
 
 def sampling(settings: dict[str, Any], eos: str | None = None) -> tuple[list[str], dict[str, Any]]:
-    """Of a task's `generation_kwargs`: the texts that end an answer, and settings of `Sampler`. Raises TuneError for
-    what that does not have."""
+    """The texts that end an answer, and the settings of `Sampler`, from a task's `generation_kwargs`. Raises TuneError
+    for a setting that `Sampler` does not have."""
     given: dict[str, Any] = dict(normalize_gen_kwargs(settings, GENERATED))
     until = handle_stop_sequences(given.pop("until"), eos)
     given["max_new_tokens"], _ = given.pop("max_gen_toks"), given.pop("do_sample")
@@ -105,7 +105,7 @@ class HarnessModel(TemplateLM):
         return [found[index] for index in range(len(requests))]
 
     def _behind(self, contexts: dict[int, str], settings: str) -> Iterator[tuple[int, str]]:
-        """The texts after `contexts`."""
+        """The texts that are generated after `contexts`, with the numbers of these."""
         eos = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
         until, given = sampling(json.loads(settings), eos)
         require_generation(self.model, new := given["max_new_tokens"], self.max_length)

@@ -23,8 +23,8 @@ def peak_memory_gib(device: torch.device) -> float:
 def planned_memory(
     model: nn.Module, dtype: str, master_dtype: str, shards: int, tp: int = 1, loss_parallel: bool = True
 ) -> dict[str, float]:
-    """GiB that each of `shards` processes will hold from the first step to the last; `model` may be on meta. Of these
-    `tp` share layers, without embeddings and heads whose rows they cannot share, or do not without `loss_parallel`.
+    """GiB that each of `shards` processes will hold from the first step to the last; `model` may be on meta. Groups of
+    `tp` processes share the layers; an embedding or head that they do not share (see `undivided`) counts in full.
 
     `optimizer` is that of two states for each trained parameter, as AdamW has them.
     """
@@ -41,9 +41,9 @@ def planned_memory(
 
 
 def disk_note(folder: Path, model: nn.Module, master_dtype: str, keep: int | None, merged: str | None = None) -> str:
-    """Why the disk of `folder` is too small for `keep` checkpoints, the one that is being written, and the export, with
-    two states for each trained parameter, and the model in the folder `merged` with what is trained; empty if it is
-    not."""
+    """A warning if the disk of `folder` is too small for the run, else "". It counts `keep` checkpoints and one that is
+    being written, each with two optimizer states for each trained parameter, and the export; with the folder of a base,
+    `merged`, also the model that adapters are merged into."""
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     needed = trained * DTYPES[master_dtype].itemsize * (3 * (keep or 1) + 4)

@@ -31,8 +31,8 @@ def validate(
     batches: Iterable[tuple[Iterable[str], Batch]],
     measure: Callable[[Batch], Mapping[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """What `measure` gives for each of this process's `batches` (by metric a sum, and of how many it is), added up
-    without dropout, for all of them and for each source: the metric `loss` becomes `validation_loss`, and so on."""
+    """Add up, without dropout, what `measure` gives for each of this process's `batches`: by metric `[2]`, a sum and of
+    how many it is. The metric `loss` becomes `validation_loss`, and `validation_loss/SOURCE` for each source."""
     model.eval()  # no dropout
     totals: dict[str, Tensor] = {}
     for names, batch in batches:

@@ -20,7 +20,7 @@ QUESTIONS = 10  # about the time, of which the one with the quickest answer coun
 
 
 class Clock(NamedTuple):
-    """A process's host, what its clock lacks to rank 0's in microseconds, and how far this may be wrong."""
+    """A process's host, the microseconds by which its clock is behind rank 0's, and the largest error of these."""
 
     host: str
     behind: float = 0.0

@@ -46,8 +46,8 @@ def resumption(path: Path, resume: str) -> str:
 
 
 def refusal(path: Path, resume: str, mark: Path, adapts: bool) -> str:
-    """Make the folder and the empty file `mark` in it; why the run, which trains an adapter if it `adapts`, cannot use
-    it or what it would continue, or nothing."""
+    """Make the folder, and the empty file `mark` in it. Returns why the run cannot use the folder, or not continue what
+    is in it, as it trains an adapter (`adapts`) and that did not, or the reverse; "" if it can."""
     if resume == "never" and ((path / "config.yaml").exists() or (path / "checkpoints").exists()):
         return f"output_dir: {path} holds a run already, and resume=never. Give another output_dir, or resume=auto"
     try:
@@ -100,8 +100,8 @@ def require_shared(mark: Path, world: World) -> None:
 
 
 def require_same_files(settings: Any, world: World) -> None:
-    """Raises TuneError on all ranks if a model or data on one node are missing, or others than on the first: names and
-    sizes of files are compared, and samples of their bytes."""
+    """Raises TuneError on all ranks if a model or data are missing on a node, or differ from those on the first: names
+    and sizes of files are compared, and samples of their bytes."""
     paths = dict(_paths(settings)) if world.size > 1 else {}
     found = world.all_gather([_state_of(path) for path in paths.values()]) if paths else []
     for (key, path), states in zip(paths.items(), zip(*found, strict=True), strict=True):
@@ -114,7 +114,7 @@ def require_same_files(settings: Any, world: World) -> None:
 
 
 def require_same(values: Sequence[Any], world: World, what: str, advice: str) -> None:
-    """Raises TuneError on all ranks if the `values` of the ranks differ: of `what`, and what to do."""
+    """Raises TuneError on all ranks if their `values` differ. The message says `what` differs, and gives `advice`."""
     if any(differ := [value != values[0] for value in values]):
         first = _nodes([rank == 0 for rank in range(world.size)], world)
         raise TuneError(
@@ -130,7 +130,7 @@ def _nodes(chosen: Sequence[bool], world: World) -> str:
 
 
 def _paths(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Of models and data, with their keys; what the sampler is installed in may be another folder on each node."""
+    """Keys and paths of models and data. A sampler's own path may be another one on each node, and is left out."""
     if isinstance(settings, dict):
         for name, value in settings.items():
             yield from _paths(value, f"{key}.{name}" if key else name)
@@ -139,7 +139,7 @@ def _paths(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _state_of(path: str) -> str:
-    """A digest of a file, or of those directly in a folder but hidden and `.md` ones; of no file, nothing."""
+    """A digest of a file, or of the files directly in a folder, without hidden ones and `.md`; "" if there is none."""
     place = Path(path).expanduser()
     among = place.iterdir() if place.is_dir() else map(Path, glob.glob(str(place)))
     files = sorted(file for file in among if file.is_file() and not file.name.startswith(".") and file.suffix != ".md")

@@ -66,8 +66,8 @@ class Layout:
 
 
 class Stage(NamedTuple):
-    """Of a pipeline: what a micro-batch takes, how many are held between forward and backward at one time, and the
-    bytes of what is on its way to other stages. Without one, the whole model."""
+    """A stage of a pipeline, or without one the whole model: what a micro-batch takes, how many micro-batches are held
+    between forward and backward at one time, and the bytes on their way to other stages."""
 
     trace: Trace
     held: int = 1
@@ -78,10 +78,10 @@ def memory(
     stage: Stage, layout: Layout, states: float, plain: bool, device: Device, copies: str = "", frozen: float = 0.0,
     in_head: float = 0.0,
 ) -> tuple[str, dict[str, float], float]:  # fmt: skip
-    """The moment of the peak of a step after the first, the bytes by part then, and bytes in host memory. `states` are
-    the optimizer's bytes for a trained parameter. A checkpoint is written of a copy of what is trained and its states,
-    if `copies` says so: at the "end" of the run, or also "beside" later steps. A `frozen` model takes so many bytes
-    throughout, and to compute `in_head`."""
+    """When memory is at its peak in a step (not the first one), the bytes of each part then, and the bytes in host
+    memory. `states` are the optimizer's bytes for a trained parameter. With `copies` a checkpoint is written from a
+    copy of trained parameters and states: only at the "end" of the run, or also "beside" later steps. A frozen model
+    takes `frozen` bytes throughout, and `in_head` more while it computes, which is before the head does."""
     trace, whole, shards = stage.trace, stage.trace.whole, layout.shards
     gradients = whole.master / shards if layout.micro_batches > 1 else 0.0
     held = {"weights": whole.stored / shards, "gradients": gradients, "optimizer": whole.trained * states / shards}

@@ -6,13 +6,13 @@ from tune.preflight.trace import REDUCED, Interval, Unit
 
 
 def seconds(stage: Stage, layout: Layout, states: float, plain: bool, device: Device, hop: float) -> dict[str, float]:
-    """Of an optimizer step: `products` and `memory` (operations by what bounds them) are those of computation; `tensor`
-    are collectives that it waits for (of tp, cp and ep), `sharding` those of FSDP that it does not hide, `optimizer`
-    the update; `pipeline` is what a stage waits until the others have something for it, and `hop` the bytes that it
-    gets of each micro-batch, and gives.
+    """Seconds of an optimizer step, by part. Computation is `products` and `memory`: operations that are bound by
+    products, and those that are bound by memory. `tensor` are the collectives of tp, cp and ep, which computation waits
+    for, `sharding` those of FSDP that computation does not hide, `optimizer` the update, and `pipeline` the waits for
+    other stages; a stage receives `hop` bytes for each micro-batch, and sends as many.
 
-    FSDP's gathering of the next block, and its reduction of the last one's gradients, go on beside computation: of
-    each block only counts what takes longer. The first gathering and the last reduction are always waited for."""
+    FSDP gathers the next block, and reduces the gradients of the last one, while a block is computed: of both, the one
+    that takes longer counts. The first gathering and the last reduction are always waited for."""
     trace = stage.trace
     shards = 1 if plain else layout.shards
     span = layout.tp * shards  # neighbours in the mesh share a node first
