@@ -144,6 +144,7 @@ def test_adapters_and_quantised_weights(on_meta):
     quantize_linears(quantised.requires_grad_(False), double=True)
     add_adapters(quantised, LoRA(rank=8))
     assert flops_per_token(quantised, 512) == flops_per_token(model, 512)
+    assert quantised.costs(512) == model.costs(512)  # by which stages of a pipeline share blocks
 
 
 def test_heads_of_several_sizes(on_meta):

@@ -1,13 +1,10 @@
 """Floating-point operations of a model, for model FLOPs utilisation (Chowdhery et al., PaLM, 2022, appendix B)."""
 
-from typing import Any
-
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tune.devices import named
-from tune.models.decoder import Decoder
-from tune.quantization import NF4Weight
+from tune.models.decoder import Decoder, weight_flops
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -19,33 +16,14 @@ def peak_flops(device: torch.device) -> float | None:
 def flops_per_token(model: nn.Module, seq_len: int) -> float:
     """Floating-point operations of forward and backward for a token in a document of `seq_len`, recomputation left out.
 
-    6 for each trained weight (2 forward, 4 backward) and 4 for each frozen one (no gradient of its own), without the
-    embedding unless it is the head; 6 for each pair of tokens and each dimension of queries and values, as if attention
-    was not causal, within the window; of transformers' models those of attentions that end with an `nn.Linear`. Of
-    experts those count that a token is sent to. What recurrent layers do beside their weights is left out.
+    Those of `weight_flops`, without the embedding unless it is the head; 6 for each pair of tokens and each dimension
+    of queries and values, as if attention was not causal, within the window; of transformers' models those of
+    attentions that end with an `nn.Linear`. What recurrent layers do beside their weights is left out.
     """
-    lookups = {id(module.weight): module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    lookups = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     if getattr(model, "head", None) is None and lookups:
-        lookups.pop(max(lookups, key=lambda key: lookups[key].numel()))
-    total = 0.0
-    for name, module in model.named_modules():
-        if isinstance(module, NF4Weight):  # two weights a byte
-            total += 4 * 2 * module.codes.numel()
-            continue
-        for parameter in module.parameters(recurse=False):
-            if id(parameter) not in lookups:
-                share = _activated_share(model, name, parameter.ndim)
-                total += (6 if parameter.requires_grad else 4) * parameter.numel() * share
-    return total + 6 * _pair_widths(model, seq_len)
-
-
-def _activated_share(model: nn.Module, name: str, dimensions: int) -> float:
-    """The share of a module's weights that a token uses: below 1 for experts, whose weights are stacked."""
-    module = model.get_submodule(name)
-    config: Any = getattr(model, "config", None)
-    if isinstance(model, Decoder) or dimensions < 3 or "experts" not in name:
-        return getattr(module, "activated_share", 1.0)
-    return config.num_experts_per_tok / next(module.parameters()).shape[0]
+        lookups.remove(max(lookups, key=Tensor.numel))
+    return weight_flops(model, lookups) + 6 * _pair_widths(model, seq_len)
 
 
 def _pair_widths(model: nn.Module, seq_len: int) -> float:

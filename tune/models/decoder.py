@@ -1,5 +1,6 @@
 """The decoder of all families: embedding, blocks, norm, head."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from tune.models.moe import ExpertsConfig
 from tune.models.names import Names
 from tune.models.rope import Rope
 from tune.models.routing import RoutingStats, RoutingSums
+from tune.quantization import NF4Weight
 
 
 @dataclass(frozen=True)
@@ -157,18 +159,9 @@ class Decoder(nn.Module):
 
     def costs(self, length: int = 1) -> list[float]:
         """FLOPs of forward and backward for a token in each block, then in the head, on average of a document of
-        `length`: 6 for a trained weight, 4 for a frozen one, and 6 for each pair of tokens and dimension of queries and
-        values, of the pairs that a causal mask and the window leave. To look up an embedding costs nothing."""
-        in_a_byte = {torch.uint8: 2}  # of NF4
-        costs = [
-            sum(
-                (6 if parameter.requires_grad else 4)
-                * (parameter.numel() * in_a_byte.get(parameter.dtype, 1) * getattr(module, "activated_share", 1.0))
-                for module in part.modules()
-                for parameter in module.parameters(recurse=False)
-            )
-            for part in (*self.blocks, self.head_module)
-        ]
+        `length`: `weight_flops`, and 6 for each pair of tokens and dimension of queries and values, of the pairs that a
+        causal mask and the window leave. To look up an embedding costs nothing."""
+        costs = [weight_flops(part) for part in (*self.blocks, self.head_module)]
         for index, attention in enumerate(layer.attention for layer in self.config.layers):
             seen = min(length, getattr(attention, "window", None) or length)
             costs[index] += 6 * attention.pair_width * seen * (2 * length - seen + 1) / (2 * length)
@@ -269,6 +262,20 @@ class Decoder(nn.Module):
         if self.config.logit_scale != 1:
             hidden = hidden * self.config.logit_scale
         return head_operands(self.head_module, hidden)
+
+
+def weight_flops(model: nn.Module, without: Collection[Tensor] = ()) -> float:
+    """FLOPs of forward and backward for a token, by the weights that it uses, but for those `without`: 6 for a trained
+    one (2 forward, 4 backward), 4 for a frozen one (no gradient of its own). Recomputation is left out."""
+    total = 0.0
+    for module in model.modules():
+        share = getattr(module, "activated_share", 1.0)  # of experts that a token uses
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, NF4Weight):
+                share = 2 if name == "codes" else 0  # weights in a byte
+            if parameter not in without:
+                total += (6 if parameter.requires_grad else 4) * parameter.numel() * share
+    return total
 
 
 def head_operands(head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:

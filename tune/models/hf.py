@@ -91,6 +91,10 @@ class HuggingFaceModel(nn.Module):
         self.separates_documents = False  # in one row, by their positions; `check` finds out
         self.scale, self.softcap = _logit_transform(self.config)
 
+        for each, module in model.named_modules():
+            stack = next(module.parameters(recurse=False), None) if "experts" in each else None
+            if stack is not None and stack.ndim == 3:  # of which a token uses some
+                module.activated_share = getattr(self.config, "num_experts_per_tok", len(stack)) / len(stack)
         head_name = next(each for each, module in model.named_modules() if module is head)
         self.head_input = _HeadInput(self)
         model.set_submodule(head_name, self.head_input)
