@@ -1,5 +1,6 @@
 """Several adapters become one as in PEFT's `add_weighted_adapter`."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from torch.testing import assert_close
 
 from tune import distributed
 from tune.checkpointers import load_model
+from tune.checkpointers.writing import HUB_ID
 from tune.cli import main
 from tune.peft import LoRA, add_adapters, export_adapter
 from tune.tokenizers import Tokenizer
@@ -41,6 +43,15 @@ def adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
         export_adapter(model, lora, folder / name, world, base=str(checkpoint), tokenizer=tokenizer)
         found[name] = folder / name
     return found
+
+
+def test_the_card_names_a_base_as_the_hub_does(adapters: dict[str, Path], checkpoint: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(checkpoint, tmp_path / "base")
+    (base / HUB_ID).parent.mkdir(parents=True)  # as `tune download` does
+    (base / HUB_ID).write_text("someone/tiny")
+    main(["merge", str(base), str(adapters["a"]), str(tmp_path / "out")])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "\nbase_model: someone/tiny\n" in card and "`someone/tiny` with the adapter" in card
 
 
 @pytest.mark.parametrize("method", ["linear", "ties", "dare_linear", "dare_ties"])

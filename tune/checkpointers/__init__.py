@@ -15,4 +15,4 @@ from tune.checkpointers.weights import (
     require_frozen,
     require_same_vocabulary,
 )
-from tune.checkpointers.writing import add_tokens, export, exported_types, model_card
+from tune.checkpointers.writing import add_tokens, card, export, exported_types, model_card

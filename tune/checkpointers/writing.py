@@ -251,22 +251,25 @@ def copy_without_weights(source: Path, folder: Path) -> None:
             shutil.copytree(file, folder / file.name)
 
 
-def hub_id(folder: Path) -> str | None:
-    """The name on the Hugging Face hub of a `folder` that `tune download` or huggingface_hub's cache wrote."""
+def name_of(folder: Path) -> str:
+    """The name on the Hugging Face hub of a `folder` that `tune download` or huggingface_hub's cache wrote; of another
+    one its own name."""
     if (folder / HUB_ID).is_file():
         return (folder / HUB_ID).read_text().strip()
     repository = re.fullmatch("models--(.*)", folder.resolve().parent.parent.name)  # of models--org--name/snapshots/sha
-    return repository[1].replace("--", "/") if repository else None
+    return repository[1].replace("--", "/") if repository else folder.name
+
+
+def card(base: Path, what: str) -> str:
+    """README.md of a model that was made of `base`: says `what` it is."""
+    return f"---\nbase_model: {name_of(base)}\ntags: [tune]\n---\n\n{what}\n"
 
 
 def model_card(recipe: str, model_path: str, dataset_path: str) -> str:
-    """README.md of an exported model: its base and its data, by their names on the Hugging Face hub if known."""
-    model = hub_id(Path(model_path)) or Path(model_path).name
+    """`card` of what a recipe has made: its base and its data, by their names on the Hugging Face hub if known."""
     dataset = without_secrets(dataset_path)
     if Path(dataset).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset):  # else its name on the hub
         dataset = Path(dataset.partition("?")[0]).name
-    return (
-        f"---\nbase_model: {model}\ntags: [tune]\n---\n\n"
-        f"Fine-tuned from `{model}` on `{dataset}` with the recipe `{recipe}` of tune.\n"
-        "All settings are in config.yaml, all metrics in metrics.jsonl of the run folder.\n"
-    )
+    what = f"Fine-tuned from `{name_of(Path(model_path))}` on `{dataset}` with the recipe `{recipe}` of tune."
+    where = "All settings are in config.yaml, all metrics in metrics.jsonl of the run folder."
+    return card(Path(model_path), f"{what}\n{where}")

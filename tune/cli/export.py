@@ -115,8 +115,8 @@ def write(model: Any, tokenizer: Any, out: Path, path: str, what: str, **others:
     """Write a model in Hugging Face layout, with a card; `path` is that of its base."""
     from tune import checkpointers, distributed
 
-    card = f"---\nbase_model: {Path(path).name}\ntags: [tune]\n---\n\n{what}\n"
-    checkpointers.export(model, tokenizer, out, distributed.init("cpu"), source=path, card=card, **others)
+    text = checkpointers.card(Path(path), what)
+    checkpointers.export(model, tokenizer, out, distributed.init("cpu"), source=path, card=text, **others)
 
 
 def at_step(run: Path, step: int) -> tuple[Any, Any, str, Any]:

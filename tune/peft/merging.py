@@ -13,6 +13,7 @@ from tune import distributed
 from tune.atomic import written_aside
 from tune.checkpointers import Pretrained, export, open_checkpoint
 from tune.checkpointers.to_gguf import llama_cpp_tensors, require_supported
+from tune.checkpointers.writing import card, name_of
 from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.names import Names
@@ -36,8 +37,8 @@ def merge(base: str | Path, adapter: str | Path | Sequence[str | Path], out: str
     model, weights, tokenizer = open_on_disk(source, *adapters, **combination)
     names = ", ".join(f"`{'/'.join(each.parts[-2:])}`" for each in adapters)
     what = f"adapter {names} merged" if len(adapters) == 1 else f"adapters {names} merged ({combination['method']})"
-    card = f"---\nbase_model: {source.name}\ntags: [tune]\n---\n\n`{source.name}` with the {what} in by tune.\n"
-    export(model, tokenizer, out, distributed.init("cpu"), source=str(source), card=card, base=weights)
+    text = card(source, f"`{name_of(source)}` with the {what} in by tune.")
+    export(model, tokenizer, out, distributed.init("cpu"), source=str(source), card=text, base=weights)
 
 
 def open_on_disk(
