@@ -22,7 +22,7 @@ CEILINGS = {
     "models": 3395,
     "optimizers": 333,
     "peft": 1481,
-    "preflight": 2186,
+    "preflight": 2188,
     "records": 331,
     "rules": 422,
     "quantization": 425,

@@ -82,8 +82,8 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
 
 @contextmanager
 def in_actors(chosen: Any, make: Callable[[], Callable[[Any], Any]], items: Sequence[Any]) -> Iterator[Iterator[Any]]:
-    """The results for `items`, in their order, of the function that `make` gives in each of several actors. It is made
-    in all of them before this is entered.
+    """An iterator of the results for `items`, in their order. Several actors compute them, each by a function that it
+    has from `make`: they all have made it when the block begins.
 
     Raises:
         TuneError: as `make` or its function does; or an actor dies more often than `--max-restarts` says.
@@ -111,7 +111,7 @@ def in_actors(chosen: Any, make: Callable[[], Callable[[Any], Any]], items: Sequ
 
 
 class _Actor:
-    """Calls, in a process of its own, what `make` gives; that is made again where Ray has started it again."""
+    """Calls, in a process of its own, the function that `make` gives; makes it again when Ray has restarted it."""
 
     def __init__(self, make: Callable[[], Callable[[Any], Any]], folder: str):
         os.chdir(folder)
@@ -128,7 +128,7 @@ class _Actor:
 
 
 def _in_order(pool: Any, items: Sequence[Any]) -> Iterator[Any]:
-    """`pool.map` gives no work to an actor that is done before an earlier one."""
+    """The results in the order of `items`. `pool.map` would leave actors idle until an earlier one is done."""
     done = pool.map_unordered(lambda actor, numbered: actor.call.remote(*numbered), enumerate(items))
     results: dict[int, Any] = {}
     for position in range(len(items)):
@@ -138,7 +138,7 @@ def _in_order(pool: Any, items: Sequence[Any]) -> Iterator[Any]:
 
 
 def parser(command: str) -> ArgumentParser:
-    """Of the options that choose a cluster and its workers."""
+    """The parser of the options that choose a cluster and its workers."""
     parser = ArgumentParser(command, allow_abbrev=False)
     parser.add_argument("--nproc-per-node", type=count, default=1, help="workers of a node (default: 1)")
     parser.add_argument(
@@ -153,7 +153,7 @@ def parser(command: str) -> ArgumentParser:
 
 
 def _connected(chosen: Any, least: int, most: int) -> tuple[Any, dict[str, int], int]:
-    """Ray's module, what each worker needs, and for how many of them the cluster has room; none is needed for 0."""
+    """Ray's module, what each worker needs, and how many workers the cluster has room for; 0 for `most` uses none."""
     ray, resources = connect(chosen.address, most * chosen.cpus_per_worker)
     gpus = int("GPU" in resources) if chosen.gpus_per_worker is None else chosen.gpus_per_worker
     needs = {"CPU": chosen.cpus_per_worker, "GPU": gpus}
@@ -176,8 +176,8 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def _wait(trainer: Any, stop: Path, tables: str) -> int:
-    """The exit code of the recipe. A first signal makes the file by which the workers see that they have to stop.
-    Without the cluster's `tables` this process ends, since Ray would end it later, and say nothing."""
+    """The exit code of the recipe. A first signal makes the file `stop`, by which workers see that they have to stop.
+    If the cluster's `tables` do not answer, this process says so and ends: Ray would end it later, without a word."""
 
     def request(number: int, frame: FrameType | None) -> None:
         if stop.exists():

@@ -155,7 +155,7 @@ class Store:
             self.thread.start()
 
     def finish(self, error: BaseException | None) -> None:
-        """Upload what is left, after an `error` as far as that goes at once. Raises TuneError if it fails for long."""
+        """Upload what is left; after an `error`, try it only once. Raises TuneError if it fails for long."""
         if self.thread is None:
             return
         self.ended.set()
@@ -175,7 +175,7 @@ class Store:
             time.sleep(1)
 
     def _try(self, is_last: bool = False) -> str:
-        """Upload what is new; why not all of it is there, or nothing."""
+        """Upload what is new. Returns why something is missing in the store, or ""."""
         try:
             return self._upload(is_last)
         except Exception as error:  # each file system has its own
@@ -201,14 +201,14 @@ class Store:
         return f"{self.held} of another node is missing" if self.held and is_last else ""
 
     def _next(self) -> str:
-        """The newest checkpoint to upload; of several nodes, which remove old ones each in its time, only a newer one
-        than those there."""
+        """The newest checkpoint that is not in the store. With several nodes, which remove old ones each in its own
+        time, only one that is newer than all there."""
         least = max(self.there, default="") if len(self.nodes) > 1 else ""
         return next((step for step in self._steps() if step not in self.there and step > least), "")
 
     def _upload_part(self, step: str) -> bool:
-        """All of a checkpoint but the file that makes it complete, if it is here. It is held until all of it is there,
-        whatever the run keeps; the first node has the others upload theirs."""
+        """Upload a checkpoint, if it is here, but for the file that makes it complete. It is held until all of it is in
+        the store, whatever the run removes; the first node tells the others which one to upload."""
         held, path = self.folder / HELD, self.folder / "checkpoints" / step
         if self.held != step:
             shutil.rmtree(held, ignore_errors=True)
@@ -227,7 +227,7 @@ class Store:
         return True
 
     def _is_over(self) -> bool:
-        """Whether what is held is complete in the store now, or another node has it no more."""
+        """Whether the held checkpoint is now complete in the store, or is given up, as another node has removed it."""
         folder = f"checkpoints/{self.held}"
         marks = {f"{folder}/{MARK}{rank}" for rank in self.nodes if rank}
         if marks <= {*self._listed(folder)}:
@@ -246,7 +246,7 @@ class Store:
         return True
 
     def _upload_files(self, is_due: bool) -> None:
-        """All but checkpoints, so often that this takes a twentieth of the time at most."""
+        """Upload all files but checkpoints, so seldom that it takes at most a twentieth of the time."""
         began = time.monotonic()
         if is_due or began > self.next_files:
             for file in sorted(self.folder.rglob("*")):

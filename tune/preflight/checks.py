@@ -64,7 +64,8 @@ class Uninitialised(TorchFunctionMode):
 
 @dataclass
 class Told:
-    """Calls checks of `cfg`, and keeps what they find. What follows from wrong `settings` may fail in any way."""
+    """Calls checks of `cfg`, and keeps what they find. If `settings` are wrong, checks may fail in any way: such errors
+    are left out."""
 
     cfg: DictConfig
     settings: Sequence[str]
@@ -76,8 +77,9 @@ class Told:
             self.add(problem, is_cause=True)
 
     def add(self, text: str, place: str = "", level: Level = Level.ERROR, is_cause: bool = False) -> None:
-        """A message, which may begin with its place; an error is kept once, unless it `is_cause`: what two settings
-        themselves have. One about a setting that is wrong itself is an effect of that."""
+        """Keep a message, which may begin with its place. The same error is kept once, at its first place, unless it
+        `is_cause`: a problem of the setting itself. One of a setting, or of a group with a setting, that has an error
+        already is left out: it follows from that."""
         if match := PLACE.fullmatch(text):
             place, text = match.groups()
         is_once = level is Level.ERROR and not is_cause
@@ -117,7 +119,7 @@ def validate(
 
 @contextmanager
 def _world(processes: int, kind: str, told: Told) -> Iterator[World | None]:
-    """The first of so many processes, none of which is started; None if they make no mesh."""
+    """The world as the first of so many processes sees it; none is started. None if they make no mesh."""
     if kind == "mps" and processes > 1:
         told.add(f"device: mps is one device; found {processes} processes. Start one process, or set device=cpu")
     is_new = not dist.is_initialized()
@@ -192,7 +194,7 @@ def _require_versions(told: Told) -> None:
 
 
 def _require_folder(cfg: DictConfig) -> None:
-    """What the run asks of its folder, of which nothing is left."""
+    """Check the run folder as the run does, and remove what that has made."""
     folder = local_folder(cfg.get("output_dir") or "runs")
     mark, made = folder / ".validate", [each for each in (folder, *folder.parents) if not each.exists()]
     found = run_folder.refusal(folder, cfg.get("resume", "auto"), mark, bool(cfg.get("adapter")))
@@ -257,7 +259,7 @@ def alter(cfg: DictConfig, model: Any, device: torch.device, change: Callable[[s
 
 
 def _others(told: Told, tokenizer: Tokenizer | None) -> list[Any]:
-    """The models beside the one that is trained, and what rewards it, which it gives."""
+    """Check the models beside the trained one, and the rewards, which are returned."""
     cfg, rewards = told.cfg, list[Any]()
     for key in ("value.path", "teacher.path", "reference"):
         path = told.value(key)
@@ -280,7 +282,7 @@ def _others(told: Told, tokenizer: Tokenizer | None) -> list[Any]:
 def _data(
     told: Told, tokenizer: Tokenizer, model: Any, world: World | None, rows: int | None, rewards: list[Any]
 ) -> Any:
-    """What the steps of the run are drawn from, if all rows were read."""
+    """Check the data; returns the loader of the run's steps, or None if not all rows were read."""
     cfg, given, fraction = told.cfg, told.cfg.copy(), told.value.number("dataset.validation_fraction")
     is_limited = rows and cfg.dataset.get("_component_") in LOADED and told.value("dataset.take", rows) >= rows
     for key in ("dataset", "validation_dataset"):
@@ -337,7 +339,7 @@ def _data(
 
 
 def _require_continuable(told: Told, data: Any) -> None:
-    """What a checkpoint says of itself, without its tensors."""
+    """Check that the run can continue its checkpoint, by what that says of itself without its tensors."""
     folder, resume = local_folder(told.cfg.get("output_dir") or "runs"), told.cfg.get("resume", "never")
     found = told("resume", run_folder.continued, folder, resume)
     if found and data is not None:
