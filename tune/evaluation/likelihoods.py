@@ -26,10 +26,10 @@ def log_likelihoods(
     tokens is the most probable one. All processes call it with the same requests, and share them.
 
     Requests with the same tokens before the last one, as the choices A to D of a question, are one document. Documents
-    that begin alike, as a question with its other choices, or with the same examples before it, come in one batch, and
-    models of `tune.models.build` compute their beginning once. A batch has `batch_size` documents, or as many as have
-    `BATCH_TOKENS` tokens, the longest first. Contexts are cut from the left to `max_length` tokens. Raises TuneError
-    for a continuation that is longer, and for an empty context.
+    are sorted by their tokens: those that begin alike, as a question with each of its choices, or behind the same
+    examples, are then in one batch, and models of `tune.models.build` compute their beginning once. A batch has
+    `batch_size` documents, or as many as have `BATCH_TOKENS` tokens. Contexts are cut from the left to `max_length`
+    tokens. Raises TuneError for a continuation that is longer, and for an empty context.
     """
     inputs: dict[tuple[int, ...], list[int]] = {}
     for index, (context, continuation) in enumerate(requests):
@@ -39,19 +39,17 @@ def log_likelihoods(
             raise TuneError(f"request {index} has no context, of which its first token is predicted: begin it with BOS")
         if continuation:
             inputs.setdefault((*context, *continuation)[-max_length - 1 : -1], []).append(index)
-    groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # documents by what is before all that is predicted
-    for document, those in inputs.items():
-        start = len(document) - max(len(requests[at][1]) for at in those)
-        groups.setdefault(document[:start], []).append(document)
-    mine = sorted(groups.values(), key=lambda group: -max(map(len, group)))[world.data_rank :: world.data_size]
+    ordered = sorted(inputs)
+    ends = np.cumsum([0, *map(len, ordered)])  # each process has documents of about as many tokens
+    bounds = ends[-1] * np.array([world.data_rank, world.data_rank + 1]) / world.data_size
+    mine = ordered[slice(*np.searchsorted(ends, bounds))]
     found: dict[int, tuple[float, bool]] = {}
-    total, is_off = sum(map(len, mine)), None if world.is_main else True  # None: without a terminal
-    bar = tqdm(total=total, desc="log-likelihoods", disable=is_off)
-    with inference(model), bar:
+    is_off = None if world.is_main else True  # None: without a terminal
+    with inference(model), tqdm(total=len(mine), desc="log-likelihoods", disable=is_off) as bar:
         while mine:
-            sizes = [len(each) if batch_size else sum(map(len, each)) for each in mine[:BATCH_TOKENS]]
-            fitting = max(1, int(np.searchsorted(np.cumsum(sizes), batch_size or BATCH_TOKENS, "right")))
-            documents, mine = [*itertools.chain(*mine[:fitting])], mine[fitting:]
+            sizes = np.cumsum([1 if batch_size else len(each) for each in mine[:BATCH_TOKENS]])
+            fitting = max(1, int(np.searchsorted(sizes, batch_size or BATCH_TOKENS, "right")))
+            documents, mine = mine[:fitting], mine[fitting:]
             indices = [inputs[each] for each in documents]
             answers = _forward(model, documents, [[requests[at][1] for at in each] for each in indices], world.device)
             found |= zip(itertools.chain(*indices), answers, strict=True)
