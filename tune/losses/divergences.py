@@ -94,8 +94,8 @@ class Divergence(ABC):
     teacher, both at `temperature` T, H the cross-entropy of the labels at temperature 1, c its share `cross_entropy`.
 
     T^2 gives D gradients of the size of those of H ([Hinton et al.](https://arxiv.org/abs/1503.02531)). Heads of two
-    sizes, or beside a `TopK`, are cut to the ids below `vocab_size`, by default to the smaller one. As in `LinearCrossEntropy`, the forward
-    makes the logits of `chunk_tokens` tokens at a time and the gradients with them, which the teacher gets none of.
+    sizes, and any beside a `TopK`, are cut to the ids below `vocab_size`, by default the smaller size. The forward makes
+    the logits of `chunk_tokens` tokens at a time and the gradients with them, which the teacher gets none of.
     """
 
     temperature: PositiveFloat = 1.0
