@@ -94,7 +94,7 @@ class Divergence(ABC):
     teacher, both at `temperature` T, H the cross-entropy of the labels at temperature 1, c its share `cross_entropy`.
 
     T^2 gives D gradients of the size of those of H ([Hinton et al.](https://arxiv.org/abs/1503.02531)). Heads of two
-    sizes, and any beside a `TopK`, are cut to the ids below `vocab_size`, by default the smaller size. The forward makes
+    sizes, and any beside a `TopK`, are cut to the ids below `vocab_size`, by default the smaller one. The forward makes
     the logits of `chunk_tokens` tokens at a time and the gradients with them, which the teacher gets none of.
     """
 
