@@ -164,7 +164,7 @@ def main(cfg):
             both.eval()
             judgements = [judged(batch) for batch in micro_batches]
             both.train()
-            advantages = torch.cat([each for _, each in judgements])
+            advantages = torch.cat([each for _, each in judgements]).cpu().double()  # squares of large ones cancel
             moments = {"mean": losses.sum_and_count(advantages), "square": losses.sum_and_count(advantages.square())}
             mean, square = world.fetch(**loggers.means(moments, world)).values()
             deviation = max(1e-12, square - mean**2) ** 0.5

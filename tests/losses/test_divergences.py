@@ -201,6 +201,19 @@ def test_stored_predictions(divergence, k, temperature, share):
     check(loss_fn(hidden, weight, Batch.of(labels, labels), teacher=kept), expected, hidden, weight)
 
 
+@pytest.mark.parametrize("k", [5, 95])
+@divergences
+def test_stored_predictions_of_padded_vocabularies(divergence, k):
+    """The student's padding is left out, as the teacher's is."""
+    hidden, weight, labels, teacher = operands()
+    labels[labels >= 95] = 0
+    kept = stored(teacher, labels, k, vocab_size=95)
+    student_log_p, teacher_log_p = log_softmax(hidden, weight[:95], labels), kept.log_probs.double()
+    expected = FORMULAS[divergence](bucketed(student_log_p, kept.ids)[:, : min(k + 1, 95)], teacher_log_p[:, :95])
+    loss_fn = divergence(vocab_size=95, **OPTIONS.get(divergence, {}))
+    check(loss_fn(hidden, weight, Batch.of(labels, labels), teacher=kept), expected, hidden, weight)
+
+
 @divergences
 def test_all_predictions_stored(divergence):
     """Nothing is left for the bucket of the others, whose log-prob is finite."""

@@ -10,7 +10,7 @@ import pytest
 import reward_finetune
 import torch
 from helpers import run_processes, save_checkpoint, slow_but
-from recipes.test_grpo import requests  # noqa: F401
+from recipes.test_grpo import requests, share_of_a  # noqa: F401
 from recipes.test_rewards import pairs, reward_model, rows  # noqa: F401
 from safetensors.torch import load_file
 
@@ -84,6 +84,17 @@ def test_advantages_are_those_of_the_formula():
             expected = sum(decay**ahead * delta for ahead, delta in enumerate(deltas[at:]))
             assert found[start + at].item() == pytest.approx(float(expected), abs=1e-6)
         start += length
+
+
+def far_share_of_a(row, completion):
+    return 1000 + share_of_a(row, completion)
+
+
+def test_what_is_added_to_all_rewards_changes_no_gradient_of_the_policy(run, tmp_path):
+    alone = ["max_steps=1", "updates=1", "gae_lambda=1", "value_weight=0"]
+    far = ["reward=recipes.test_ppo.far_share_of_a"]
+    near, moved = (run(*alone, *more, folder=tmp_path / str(len(more)))[0]["grad_norm"] for more in ([], far))
+    assert near > 0 and moved == pytest.approx(near, rel=1e-2)
 
 
 def same(steps, expected):

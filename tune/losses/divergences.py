@@ -94,8 +94,8 @@ class Divergence(ABC):
     teacher, both at `temperature` T, H the cross-entropy of the labels at temperature 1, c its share `cross_entropy`.
 
     T^2 gives D gradients of the size of those of H ([Hinton et al.](https://arxiv.org/abs/1503.02531)). Heads of two
-    sizes are cut to the ids below `vocab_size`, by default to the smaller one. As in `LinearCrossEntropy`, the forward
-    makes the logits of `chunk_tokens` tokens at a time and the gradients with them, which the teacher gets none of.
+    sizes, and any beside a `TopK`, are cut to the ids below `vocab_size`, by default the smaller one. The forward makes
+    the logits of `chunk_tokens` tokens at a time and the gradients with them, which the teacher gets none of.
     """
 
     temperature: PositiveFloat = 1.0
@@ -113,8 +113,8 @@ class Divergence(ABC):
     ) -> Tensor:
         """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]` -> scalar. A `TopK` is at the same temperature."""
         size = len(weight)
-        if isinstance(teacher, Teacher) and size != len(teacher.weight):
-            size = self.vocab_size or min(size, len(teacher.weight))
+        if isinstance(teacher, TopK) or size != len(teacher.weight):
+            size = self.vocab_size or min(size, len(teacher[1]) if isinstance(teacher, Teacher) else size)
         rows = Rows(weight, size)
         teachers = None
         if isinstance(teacher, Teacher):
