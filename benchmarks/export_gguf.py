@@ -2,15 +2,17 @@
 
     python benchmarks/export_gguf.py MODEL [--text FILE --pieces 10 --prompts 3]
 
-MODEL is what `tune export` takes. Printed are how many of 64 greedy tokens are the same in F16 and Q8_0, whether chat
-templates are, and perplexities of pieces of 200 tokens: in llama.cpp of both files, and of a Q8_0 file whose blocks
-llama.cpp's own quantisation has made of the F16 file; in tune of the weights as they are, of those that the Q8_0 file
-has, and of these with the inputs of products rounded to 8 bits too, as llama.cpp does on a CPU. Needs xllamacpp.
+MODEL is what `tune export` takes. Printed are how many greedy tokens, of 64 or up to the end of the turn, are the same
+in F16 and Q8_0, whether chat templates are, and perplexities of pieces of 200 tokens: in llama.cpp of both files, and
+of a Q8_0 file whose blocks llama.cpp's own quantisation has made of the F16 file; in tune of the weights as they are,
+of those that the Q8_0 file has, and of these with the inputs of products rounded to 8 bits too, as llama.cpp does on a
+CPU. Needs xllamacpp.
 """
 
 import argparse
 import contextlib
 import ctypes
+import itertools
 import math
 import shutil
 import sys
@@ -94,7 +96,7 @@ def main():
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS[: args.prompts]]
     texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
     prompts = [tokenizer.encode(text) for text in texts]
-    ours = Sampler(max_new_tokens=64, temperature=0)(model, prompts)
+    ours = Sampler(max_new_tokens=64, temperature=0, stop_ids=tokenizer.stop_ids)(model, prompts)
     losses = {"tune, as they are": loss(model, pieces)}
     with tempfile.TemporaryDirectory() as folder:
         files = {kind: Path(folder) / f"{kind}.gguf" for kind in ("f16", "q8_0", "q8_0, quantised by llama.cpp")}
@@ -106,10 +108,10 @@ def main():
         for kind, file in files.items():
             with LlamaCpp(file) as llama_cpp:
                 for prompt, (answer,) in zip(prompts, ours, strict=True):
-                    there = llama_cpp.greedy(prompt, len(answer.tokens))
-                    pairs = enumerate(zip(there, answer.tokens, strict=True))
-                    first = next((at for at, (a, b) in pairs if a != b), len(there))
-                    print(f"{kind}: {first} of {len(there)} greedy tokens are the same before the first other")
+                    there = llama_cpp.greedy(prompt, 64, ignore_eos=False)
+                    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(there, answer.tokens, strict=False))
+                    count = len(list(same))
+                    print(f"{kind}: {count} of {len(answer.tokens)} greedy tokens are the same before the first other")
                 for chat, prompt in zip(chats, prompts, strict=True):
                     read = llama_cpp.ask(messages=chat, max_tokens=1)["usage"]["prompt_tokens"]
                     print(f"{kind}: a chat has {read} tokens, in tune {len(prompt)}")

@@ -64,7 +64,7 @@ def main(cfg):
         apply_chat_template=cfg.apply_chat_template, batch_size=cfg.batch_size, max_length=cfg.max_length,
         model=shape,
     )  # fmt: skip
-    scores = [generation.Reward(*each) for each in instantiate_weighted(cfg.score, "score")]
+    scores = [generation.Reward(*each, "score") for each in instantiate_weighted(cfg.score, "score")]
     if scores:
         sampler = instantiate(
             cfg.generation, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, max_rows=cfg.batch_size or 16

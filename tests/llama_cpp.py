@@ -35,20 +35,22 @@ class LlamaCpp:
         return self.answer()
 
     def complete(self, prompt: list[int] | str, count: int, **settings: Any) -> list[dict[str, Any]]:
-        """Greedy: id and log-probability, from the unchanged logits, of each token."""
-        answer = self.ask(prompt=prompt, n_predict=count, temperature=0, n_probs=1, ignore_eos=True, **settings)
+        """Greedy: id and log-probability, from the unchanged logits, of each token. `ignore_eos` makes ends of a turn
+        impossible; without it an answer is over at one, which is its last token."""
+        settings = {"ignore_eos": True} | settings
+        answer = self.ask(prompt=prompt, n_predict=count, temperature=0, n_probs=1, **settings)
         return answer["choices"][0]["logprobs"]["content"]
 
     def count(self, text: str) -> int:
         """The number of tokens of `text`."""
         return self.ask(prompt=text, n_predict=1)["usage"]["prompt_tokens"]
 
-    def greedy(self, prompt: list[int] | str, count: int) -> list[int]:
-        return [token["id"] for token in self.complete(prompt, count)]
+    def greedy(self, prompt: list[int] | str, count: int, **settings: Any) -> list[int]:
+        return [token["id"] for token in self.complete(prompt, count, **settings)]
 
     def log_prob(self, prompt: list[int], token: int) -> float:
         """Of `token` behind `prompt`."""
-        (found,) = self.complete(prompt, 1, logit_bias=[[token, 1e9]])
+        (found,) = self.complete(prompt, 1, logit_bias=[[token, 1e9]], ignore_eos=False)
         assert found["id"] == token
         return found["logprob"]
 

@@ -72,6 +72,23 @@ def test_standard_input(checkpoint, files, capsys, monkeypatch):
         assert run(capsys, checkpoint, "--max-new-tokens", 5)[0] == answers
 
 
+def test_only_a_line_feed_ends_a_line(checkpoint, tmp_path, capsys, monkeypatch):
+    """And a byte order mark is no part of the first one: the places are those of `wc -l` and of editors."""
+    text = "a cat\u2028and\x0ca dog\x85"
+    (tmp_path / "texts.txt").write_text(f"{text}\r\nit", encoding="utf-8-sig")
+    run(capsys, checkpoint, "--prompts", tmp_path / "texts.txt", "--max-new-tokens", 2, "--out", tmp_path / "a.jsonl")
+    records = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().split("\n")[:-1]]
+    assert [each["prompt"] for each in records] == [text, "it"]
+    rows = json.dumps({"prompt": text}, ensure_ascii=False) + "\n" + '{"prompt": "it"'
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"\ufeff{rows}}}\n"))
+    assert run(capsys, checkpoint, "--max-new-tokens", 2)[0] == "".join(f"{each['completion']}\n" for each in records)
+    for system in ([], ["--system", "brief"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(rows))
+        with pytest.raises(SystemExit):
+            run(capsys, checkpoint, *system)
+        assert "error: standard input:2: malformed JSON: " in capsys.readouterr().err
+
+
 def test_samples_and_their_records(checkpoint, files, tmp_path, capsys):
     sampled = [checkpoint, "--prompts", files / "prompts.jsonl", "--max-new-tokens", 12, "--temperature", 0.9]
     sampled += ["--samples", 3, "--top-k", 50, "--top-p", 0.95, "--min-p", 0.001, "--out", tmp_path / "out.jsonl"]
@@ -200,6 +217,10 @@ WRONG = {
     "another kind of file": (["MODEL", "--prompts", "notes.md"], "notes.md: cannot read .md files"),
     "an empty file": (["MODEL", "--prompts", "empty.txt"], "empty.txt has no prompt"),
     "no JSON": (["MODEL", "--prompts", "broken.jsonl"], "broken.jsonl:1: malformed JSON: "),
+    "no JSON for a chat": (["MODEL", "--prompts", "broken.jsonl", "--system", "b"], "broken.jsonl:1: malformed JSON: "),
+    "no JSON for a text": (["MODEL", "--prompts", "broken.jsonl", "--raw"], "broken.jsonl:1: malformed JSON: "),
+    "no Unicode": (["MODEL", "--prompt", "a\udce9"], "--prompt: the text holds half of a character pair"),
+    "no text or chat": (["MODEL", "--prompts", "number.jsonl"], "prompt is 3; it must be a text or a list of messages"),
     "other columns": (
         ["MODEL", "--prompts", "columns.jsonl"],
         "If one has another name, rename it: to prompt",
@@ -256,6 +277,7 @@ def test_wrong_inputs(name, checkpoint, tmp_path, monkeypatch, capsys):
     (tmp_path / "empty.txt").write_text("\n\n")
     (tmp_path / "broken.jsonl").write_text("{prompt\n")
     (tmp_path / "columns.jsonl").write_text('{"question": "a"}\n')
+    (tmp_path / "number.jsonl").write_text('{"prompt": 3}\n')
     (tmp_path / "null.jsonl").write_text('{"prompt": null}\n')
     (tmp_path / "answers.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n')
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
@@ -268,7 +290,8 @@ def test_wrong_inputs(name, checkpoint, tmp_path, monkeypatch, capsys):
         main(["generate", *(str(checkpoint) if each == "MODEL" else each for each in arguments)])
     shown = capsys.readouterr()
     assert ended.value.code == 2 and message in shown.err and not shown.out
-    assert "to write" not in name or "the most likely token" not in shown.err  # before the model is loaded
+    early = "to write" in name or name in ("temperature", "top-p")
+    assert not early or "float32 on cpu" not in shown.err  # before the model is loaded
     assert "dataset." not in shown.err and "sampling" not in shown.err  # settings of recipes
 
 

@@ -351,7 +351,11 @@ WRONG = {
     "out is in a file": (["--tasks", "choice", "--out", "prompts.jsonl/out"], "out: prompts.jsonl/out cannot be"),
     "no model": (["./nowhere", "--tasks", "choice"], "nowhere"),
     "no data": (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
-    "a score that fails": (["--data", "prompts.jsonl", "--score", "my_scores:fails"], "fails fails on", "no such row"),
+    "a score that fails": (
+        ["--data", "prompts.jsonl", "--score", "my_scores:fails"],
+        "score: fails fails on",
+        "no such row",
+    ),
     "a score of rows": (["--data", "prompts.jsonl", "--score", "my_scores:alone"], "score: alone cannot be called so"),
     "no such score": (["--data", "prompts.jsonl", "--score", "my_scores:lenght"], "Did you mean 'length'?"),
     "another type": (["--tasks", "choice", "--dtype", "fp8"], "dtype: 'fp8' is not one of bf16, fp32"),

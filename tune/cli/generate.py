@@ -89,16 +89,16 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
 def opened(options: Namespace, world: Any, tell: Any) -> tuple[Any, Any, dict[str, Any]]:
     """The model, its tokenizer, and the settings of a sampler but for `max_new_tokens`."""
+    from tune.generation import Sampler
     from tune.peft import open_model, resolve_model
 
-    device, peers = world.device, world.mesh["tp"]
+    found = resolve_model(options.model, options.adapter)
+    say = (each for each in (found.tokenizer, found.base) if (each / "generation_config.json").exists())  # or neither
+    settings, words = sampling_settings(next(say, found.base), **{name: getattr(options, name) for name in SAMPLING})
+    Sampler(max_new_tokens=1, **settings)  # what is wrong with them, before the model is loaded
     model, tokenizer = open_model(
-        options.model, adapters=options.adapter, device=device, dtype=options.dtype, peers=peers
+        options.model, adapters=options.adapter, device=world.device, dtype=options.dtype, peers=world.mesh["tp"]
     )
-    given = {name: getattr(options, name) for name in SAMPLING}
-    folders = tokenizer.path, resolve_model(options.model, options.adapter).base  # an adapter's may say nothing
-    folder = next((each for each in folders if (each / "generation_config.json").exists()), tokenizer.path)
-    settings, words = sampling_settings(folder, **given)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     place = f"{world.device}, shared by {options.tp} processes" if options.tp > 1 else world.device
     tell(f"{options.model}: {dtype} on {place}; {words}, seed {options.seed}")

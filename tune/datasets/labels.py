@@ -14,8 +14,8 @@ from tokenizers import Encoding
 from tune.collators import IGNORE, Sample
 from tune.datasets.formats.content import Chat, Content, Plain, Tokens
 from tune.datasets.formats.messages import ROLES, is_empty_answer
-from tune.errors import TuneError, explained
-from tune.tokenizers import Message, Span, Tokenizer
+from tune.errors import TuneError
+from tune.tokenizers import Message, Span, Tokenizer, require_unicode
 from tune.tokenizers.supervision import around_content
 
 TrainOn = Literal["assistant", "all", "last"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
@@ -63,8 +63,7 @@ def rendered(content: Content, tokenizer: Tokenizer, train_on: TrainOn) -> Draft
         spans = [(0, border)] * ("user" in roles) + [(border, len(text))] * ("assistant" in roles)
     else:
         text, spans = "", []
-    with explained("the text holds half of a character pair (a lone \\ud800-\\udfff escape)", UnicodeEncodeError):
-        text.encode()
+    require_unicode(text)
     return Draft(content, text, spans)
 
 

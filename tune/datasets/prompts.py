@@ -1,6 +1,5 @@
 """Prompts to sample answers to, and their order."""
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from tune.datasets.formats.messages import checked_tools, conversation, question
 from tune.datasets.loader import require_continuable
 from tune.datasets.rows import LEFT_OUT, TOO_LONG
 from tune.datasets.sources.opening import open_source
+from tune.datasets.sources.readers import json_row
 from tune.datasets.user_functions import applied
 from tune.errors import TuneError, explained
 from tune.tokenizers import Message, Tokenizer
@@ -86,8 +86,7 @@ def load_prompts(
             if filter and isinstance(row, dict) and not applied(filter, "filter", row):
                 dropped[LEFT_OUT + filter] += 1
                 continue
-            left_out = [*ignore, *FOR_REWARDS]
-            prompt = _prompt(tokenizer, row, columns or {}, left_out, len(prompts))
+            prompt = _prompt(tokenizer, row, columns or {}, [*ignore, *FOR_REWARDS], len(prompts))
         if len(prompt.tokens) > max_prompt_len:
             dropped[TOO_LONG.replace("max_seq_len", "max_prompt_len")] += 1
         else:
@@ -108,10 +107,11 @@ def placed_rows(path: str | None, setting: str) -> list[tuple[str, Any]]:
         rows = list(open_source(path))
     else:
         with explained(f"{name} cannot be read", ValueError):
-            lines = (Path(path).read_text(encoding="utf-8") if path else sys.stdin.read()).splitlines()
-            is_json = not path and lines and lines[0].startswith("{")
+            text = Path(path).read_text(encoding="utf-8") if path else sys.stdin.read()
+            lines = text.removeprefix("\ufeff").split("\n")  # splitlines() would also end one at U+2028 and the like
+            is_json = not path and lines[0].startswith("{")
             rows = [
-                (f"{name}:{number}", json.loads(line) if is_json else {"prompt": line})
+                (f"{name}:{number}", json_row(line) if is_json else {"prompt": line})
                 for number, line in enumerate(lines, 1)
                 if line.strip()
             ]
@@ -132,10 +132,10 @@ def open_prompts(
         with explained(place):
             if system and (raw or (isinstance(text, str) and not is_chat)):
                 raise TuneError("a system message needs a chat template, and a text as it is has none")
-            if raw and not isinstance(text, str):
+            if raw and isinstance(row, dict) and not isinstance(text, str):
                 raise TuneError("a text as it is must be in the column prompt")
             asked = {**row, "prompt": None, "instruction": text} if isinstance(text, str) and is_chat else row
-            asked = {**asked, "system": system} if system else asked
+            asked = {**asked, "system": system} if system and isinstance(row, dict) else asked
             prompts.append(replace(_prompt(tokenizer, asked, None, FOR_REWARDS, len(prompts)), row=row))
     return prompts
 

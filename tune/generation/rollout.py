@@ -33,6 +33,7 @@ class Reward:
     name: str
     function: Callable[[dict[str, Any], str], float]
     weight: float = 1.0
+    setting: str = "reward"  # that names it, for messages
 
     def of(self, episodes: Sequence["Episode"], tokenizer: Tokenizer, world: World) -> list[float]:
         """One number for each of the episodes. A function with the method `scores` gets all of them together. Of
@@ -41,19 +42,19 @@ class Reward:
         def make() -> list[float]:
             if not hasattr(self.function, "scores"):
                 return [self(episode.prompt.row, episode.text) for episode in episodes]
-            scores = called(f"reward: {self.name} fails", self.function.scores, episodes, tokenizer, world)
+            scores = called(f"{self.setting}: {self.name} fails", self.function.scores, episodes, tokenizer, world)
             if not isinstance(scores, Sequence) or len(scores) != len(episodes):
-                found = f"reward: {self.name} gives {scores!r:.80} for {len(episodes)} completions"
+                found = f"{self.setting}: {self.name} gives {scores!r:.80} for {len(episodes)} completions"
                 raise TuneError(f"{found}; it must give a list of as many numbers")
-            return [_finite(score, f"reward: {self.name} gives {score!r}") for score in scores]
+            return [_finite(score, f"{self.setting}: {self.name} gives {score!r}") for score in scores]
 
         return make() if getattr(self.function, "is_sharded", False) else world.of_peers(make)
 
     def __call__(self, row: dict[str, Any], completion: str) -> float:
         """Raises TuneError if the function raises, or gives something else than a finite number."""
         shown = repr(completion if len(completion) <= 80 else completion[:77] + "...")
-        value = called(f"reward: {self.name} fails on {shown}", self.function, row, completion)
-        return _finite(value, f"reward: {self.name} gives {value!r} for {shown}")
+        value = called(f"{self.setting}: {self.name} fails on {shown}", self.function, row, completion)
+        return _finite(value, f"{self.setting}: {self.name} gives {value!r} for {shown}")
 
 
 def _finite(value: Any, found: str) -> float:
@@ -101,8 +102,7 @@ class Episode:
         and by token the log-probs of what was `sampled`."""
         first = len(self.prompt.tokens) - 1
         tokens = np.array([*self.prompt.tokens, *self.tokens[:-1]], dtype=np.int32)
-        labels = np.full(len(tokens), IGNORE, dtype=np.int32)
-        sampled = np.zeros(len(tokens), dtype=np.float32)
+        labels, sampled = np.full(len(tokens), IGNORE, dtype=np.int32), np.zeros(len(tokens), dtype=np.float32)
         for at, (token, log_prob) in enumerate(zip(self.tokens, self.log_probs, strict=True), first):
             if log_prob is not None:
                 labels[at], sampled[at] = token, log_prob

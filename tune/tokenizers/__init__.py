@@ -2,4 +2,4 @@
 
 from tune.tokenizers.chat_template import ChatTemplate, Message, Span
 from tune.tokenizers.supervision import supervised_spans
-from tune.tokenizers.tokenizer import Tokenizer
+from tune.tokenizers.tokenizer import Tokenizer, require_unicode

@@ -118,12 +118,9 @@ def _configured(folder: Path, config: Mapping[str, Any], special: list[str]) -> 
 
 
 def _add(
-    tokenizer: tokenizers.Tokenizer,
-    file: Path,
-    configured: dict[int, AddedToken],
-    special: list[str],
+    tokenizer: tokenizers.Tokenizer, file: Path, configured: dict[int, AddedToken], special: list[str],
     names: SpecialTokens,
-) -> None:
+) -> None:  # fmt: skip
     """Adds the configured tokens, and makes `special` those that are ordinary tokens. Raises TuneError if a token has
     another id than configured, or if BOS, EOS or padding is missing."""
     present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}

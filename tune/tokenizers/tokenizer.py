@@ -18,16 +18,9 @@ from tune.tokenizers.folder import SOURCES, mapping_in, read_vocabulary
 from tune.tokenizers.supervision import end_of_turn, supervised_spans
 
 FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
-    "vocab.json",
-    "merges.txt",
-    *SOURCES,
-)
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "additional_chat_templates/*.jinja", "vocab.json", "merges.txt", *SOURCES,
+)  # fmt: skip
 
 
 class Tokenizer:
@@ -130,6 +123,7 @@ class Tokenizer:
 
         Without `parse_special_tokens`, special tokens that a text spells out are text: it cannot end a turn, say.
         """
+        require_unicode(text)
         self._tokenizer.encode_special_tokens = not parse_special_tokens
         try:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -357,6 +351,13 @@ class TextStream:
     def _rest(self) -> str:
         before = self._decode(self._ids[self._start : self._given])
         return self._decode(self._ids[self._start :])[len(before) :]
+
+
+def require_unicode(text: str) -> None:
+    """Raises TuneError for what no file in UTF-8 can hold."""
+    what = "the text holds half of a character pair (a lone \\ud800-\\udfff escape), or bytes that are not UTF-8"
+    with explained(what, UnicodeEncodeError):
+        text.encode()
 
 
 def _listed(ids: int | list[int] | None) -> list[int]:

@@ -37,7 +37,8 @@ def conversation(row: Row, column: str) -> list[Message]:
 
 
 def checked_messages(messages: Any, column: str) -> list[Message]:
-    require(isinstance(messages, list) and len(messages) > 0, column, messages, "a list of messages")
+    wanted = "a text or a list of messages" if column == "prompt" else "a list of messages"
+    require(isinstance(messages, list) and len(messages) > 0, column, messages, wanted)
     return [_checked(message, f"{column}[{index}]") for index, message in enumerate(messages)]
 
 

@@ -86,16 +86,16 @@ def _has_lines(file: File) -> bool:
 def _json_lines(file: File) -> PlacedRows:
     with file.open() as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                row = TuneError(
-                    f"{_malformed(error)}: {line[:60]!r}... "
-                    f"Each line must be one whole row{', or the file one list of them' * (file.kind == '.json')}"
-                )
-            yield f"{file.name}:{number}", row
+            if line.strip():
+                yield f"{file.name}:{number}", json_row(line, ", or the file one list of them" * (file.kind == ".json"))
+
+
+def json_row(line: str | bytes, otherwise: str = "") -> Any:
+    """The row in a line of JSON, or the mistake in it."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return TuneError(f"{_malformed(error)}: {line[:60]!r}... Each line must be one whole row{otherwise}")
 
 
 def _malformed(error: Exception) -> str:
