@@ -22,7 +22,7 @@ CEILINGS = {
     "models": 3380,
     "optimizers": 333,
     "peft": 1477,
-    "preflight": 2198,
+    "preflight": 2197,
     "records": 331,
     "rules": 422,
     "quantization": 425,
