@@ -148,6 +148,12 @@ def test_completions(checkpoint, capsys):
     assert found["fits"] and "parallel.pp" not in " ".join(found["overrides"])
 
 
+def test_the_shortest_rows_of_pairs(checkpoint, capsys):
+    assert "it fits" in plan(
+        capsys, "preference_finetune", f"model.path={checkpoint}", "max_seq_len=1", "--device", "h100"
+    )
+
+
 @pytest.mark.parametrize("reward", ["{_component_: tune.generation.RewardModel, path: x}", "x.y"])
 def test_models_beside_completions_are_not_planned(reward, checkpoint, capsys):
     with pytest.raises(SystemExit):
@@ -158,7 +164,7 @@ def test_models_beside_completions_are_not_planned(reward, checkpoint, capsys):
 
 NOT_PLANNED = {
     "grpo": ["reward=x.y", "environment=recipes.test_grpo.Guess"], "ppo_finetune": ["reward=x.y"],
-    "distill": ["teacher.path=x", "on_policy.share=0.5"],
+    "distill": ["teacher.path=x", "on_policy.share=0.5"], "evaluate": [],
     "full_finetune": ["quantization.float8=rowwise"],
 }  # fmt: skip
 

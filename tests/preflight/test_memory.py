@@ -137,6 +137,13 @@ def test_the_search_is_the_best_of_all(checkpoint):
     assert found == planned.search(3)
 
 
+def test_what_a_search_puts_first_is_not_on_a_line(checkpoint):
+    """Its memory and time are those of `tune plan` with its overrides."""
+    planned = job(checkpoint, rows=32, dtype="bf16", device="h100")
+    first = planned.search(1)[0]
+    assert first.layout.micro_batch_size > 2 and first == planned.plan(first.layout)
+
+
 def test_time_is_that_of_operations_which_run(monkeypatch):
     """Autograd also asks each tensor for its device: that reads nothing and launches nothing."""
     monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: [*range(8)])
@@ -152,6 +159,38 @@ def test_time_is_that_of_operations_which_run(monkeypatch):
     assert computed == pytest.approx(moved / (device.bandwidth * 1e9 * device.bandwidth_share))
     ring = 2 * bytes_of * 7 / 8  # each process sends a share of an all-reduce so often
     assert recorder.exchange == pytest.approx(ring / (device.link * 1e9 * device.link_share) + 2e-5)
+
+
+def test_time_is_that_of_elements_which_are_touched():
+    """Of a table or a cache those rows that are indexed; `out=` is not read; a view is free."""
+    device = replace(DEVICES["h100"], launch=0.0)
+    with FakeTensorMode():
+        table, rows, ids = torch.empty(1000, 8), torch.empty(4, 8), torch.zeros(4, dtype=torch.int64)
+        ids_size, rows_size, table_size = 4 * 8, 4 * 8 * 4, 1000 * 8 * 4
+        for run, moved in {
+            lambda: nn.functional.embedding(ids, table): 2 * (ids_size + rows_size),
+            lambda: table[ids]: 2 * (ids_size + rows_size),
+            lambda: table.index_put_((ids,), rows): 2 * (ids_size + rows_size),
+            lambda: torch.exp(table, out=table): 2 * table_size,
+            lambda: torch.ops.aten._unsafe_view(table, [8, 1000]): 0,
+            lambda: table.add_(1): 2 * table_size,
+        }.items():
+            with Recorder(device, "fp32", fused=False) as recorder:
+                run()
+            assert recorder.compute == pytest.approx(moved / (device.bandwidth * 1e9 * device.bandwidth_share))
+
+
+def test_weights_in_four_bits_take_time_to_read(checkpoint):
+    """Each time those of the block become whole ones: read as bytes, written in the type of the computation."""
+    at_once = replace(DEVICES["h100"], launch=0.0, product_share=1e9, attention_share=1e9)
+    linears = [m for name, m in build(str(checkpoint)).named_modules() if isinstance(m, nn.Linear) and name != "head"]
+    written = 2 * sum(each.weight.numel() for each in linears) / (at_once.bandwidth * 1e9 * at_once.bandwidth_share)
+    times = []
+    for nf4 in (False, True):
+        planned = job(checkpoint, lora=True, nf4=nf4, dtype="bf16")
+        found = Job(planned.cfg, at_once).trace(1, (1, 1, 1), "none", True, False)
+        times.append(sum(kind.number * kind.forward.compute for kind in found.blocks))
+    assert 1.2 * written < times[1] - times[0] < 1.3 * written  # a quarter of it is read
 
 
 TRACKED = """

@@ -222,6 +222,27 @@ def test_counts_of_an_epoch_are_not_those_of_steps(tmp_path):
     assert found["evals_per_epoch"] == found["saves_per_epoch"] == "differs"
 
 
+def test_steps_of_ppo_are_not_completions(tmp_path):
+    """torchtune's PPO divides num_steps by batch_size; its GRPO does not."""
+    ppo = "batch_size: 64\nnum_steps: 10000\nppo_epochs: 2\nvalue_checkpointer: {checkpoint_dir: /tmp/v}\n"
+    found = converted(ppo, tmp_path, "torchtune")
+    assert ours(found)["max_steps"] == 156 and status(found)["num_steps"] == "differs"
+    assert ours(converted("batch_size: 2\nnum_steps: 200\ngrpo_samples: 4", tmp_path, "torchtune"))["max_steps"] == 200
+
+
+def test_scripts_of_trl_validate_on_a_split_of_the_same_data(tmp_path):
+    """If eval_strategy says that they validate at all."""
+    text = "model_name_or_path: a/b\ndataset_name: c/d\neval_steps: 50\n"
+    for more, split in (("eval_strategy: steps", "test"), ("eval_strategy: steps\ndataset_test_split: dev", "dev")):
+        found = ours(converted(f"{text}{more}", tmp_path, "trl"))
+        held_out = found["validation_dataset.path"], found["validation_dataset.split"], found["validate_every"]
+        assert held_out == ("c/d", split, 50) and found["dataset.path"] == "c/d"
+    for more in ("dataset_test_split: dev", "eval_strategy: 'no'", "eval_strategy: no"):
+        assert not any(
+            key.startswith("validation_dataset") for key in ours(converted(f"{text}{more}", tmp_path, "trl"))
+        )
+
+
 def test_conversations_beside_instructions_keep_their_template(tmp_path):
     text = A + "datasets: [{path: one.jsonl, type: alpaca}, {path: two.jsonl, type: TYPE}]"
     assert ours(converted(text.replace("TYPE", "alpaca"), tmp_path))["tokenizer.chat_template"] == "plain"

@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
-from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -125,7 +124,7 @@ def _world(processes: int, kind: str, told: Told) -> Iterator[World | None]:
     is_new = not dist.is_initialized()
     if is_new:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
-    known = signature(distributed.init).parameters
+    known = inspect.signature(distributed.init).parameters
     given = parallel.items() if isinstance(parallel := told.value("parallel"), DictConfig) else ()
     axes = {str(axis): size for axis, size in given if axis in known}
     if isinstance(length := told.value("max_seq_len"), int):
@@ -322,10 +321,8 @@ def _data(
         found = told("dataset", lambda: instantiate_data(cfg, tokenizer, size)) or found
     dataset, validation = found
     if model and told.value("on_policy.share"):
-        told(
-            "on_policy",
-            lambda: Sampler(max_new_tokens=cfg.on_policy.max_new_tokens).check(model, [[0]], ["of a token"]),
-        )
+        most = cfg.on_policy.max_new_tokens
+        told("on_policy", lambda: Sampler(max_new_tokens=most).check(model, [[0]], ["of a token"]))
     compares = getattr(loss, "needs_reference", False)
     if (compares and told.value("reference") not in (None, "adapter_off")) or told.value("teacher.top_k"):
         for part in filter(None, found):

@@ -101,7 +101,10 @@ def batch(run: Migration) -> None:
     of_devices = f" groups of {same}" if same > 1 else ""
     note = f"{micro.value} a device x {steps.value} accumulated x {devices}{of_devices} devices (--world-size)"
     used = [*micro.sources, *steps.sources]
-    if "prompts_per_step" in run.settings:  # torchtune counts prompts
+    if "prompts_per_step" in run.settings:  # torchtune counts prompts, and the completions of a whole run of PPO
+        if run.recipe == "ppo_finetune" and (last := run.settings.get("max_steps")):
+            last.value //= run.settings["prompts_per_step"].value
+            last.notes.append("completions there, steps here")
         run.settings["prompts_per_step"].value *= devices
         run.said.update(dict.fromkeys(used, ("same by default", "gradients accumulate until the step is complete")))
     elif run.takes("prompts_per_step"):
@@ -189,6 +192,11 @@ def data(run: Migration) -> None:
     if template and chats and all(key.endswith("].type") for key in template.sources):
         run.refuse("tokenizer.chat_template", f"beside {chats[0]}=chat_template all have the checkpoint's own")
     sources, held_out = _items(run, "_data"), _items(run, "_val")
+    if "dataset_name" in run.theirs:  # TRL's scripts validate on a split of the same data, if at all
+        split = held_out[0]["split"] if held_out else Setting("test", ["eval_strategy"])
+        held_out = [sources[0] | {"split": split}]
+        if run.theirs.get("eval_strategy") in (None, False, "no"):
+            held_out, run.said = [], run.said | dict.fromkeys(split.sources, ("same by default", "off there too"))
     if sources and held_out and _is_rest(sources[0], held_out[0]):
         done, rest = sources[0].pop("split"), held_out[0]
         used = [*done.sources, *(name for each in rest.values() for name in each.sources)]

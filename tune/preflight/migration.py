@@ -115,9 +115,9 @@ class Migration:
             from tune.preflight import migrate_rules
 
             return getattr(migrate_rules, rule["by"])(self, key, value)
-        index = re.search(r"\[\d+\]", key)
+        index = (re.search(r"\[\d+\]", key) or [""])[0]
         targets = [rule["to"]] if isinstance(rule["to"], str) else rule["to"]
-        targets = [found.expand(each).replace("[]", index[0] if index else "") for each in targets]
+        targets = [found.expand(each).replace("[]", index) for each in targets]
         note = rule.get("note", "")
         if "values" in rule:
             value = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -130,8 +130,7 @@ class Migration:
             chosen, note = chosen if isinstance(chosen, list) else (chosen, note)
             if isinstance(chosen, dict):
                 for name, each in chosen.items():
-                    place = name.replace("[]", index[0] if index else "")
-                    self.put(key, each, [targets[0] + place], note, implied=True)
+                    self.put(key, each, [targets[0] + name.replace("[]", index)], note, implied=True)
                 return
             if chosen is None:
                 self.said[key] = ("differs", note) if note else ("same by default", "")
@@ -213,9 +212,7 @@ def migrate(
     name = found["recipe"] if found["recipe"] != "sft" else "lora_finetune" if has_adapter else "full_finetune"
     referred = set(re.findall(r"\$\{([\w.]+)\}", str(values)))
     facts = {"method": given, **theirs}
-    usual = {
-        key: value for each in rules["defaults"] if holds(each["when"], facts) for key, value in each["are"].items()
-    }
+    usual = {k: v for each in rules["defaults"] if holds(each["when"], facts) for k, v in each["are"].items()}
     run = Migration(peer, given, name, theirs, referred, recipes[name], usual, world_size, has_adapter)
     for key, value in found.items():
         run.set(key, name if key == "recipe" else value, *([source] if source in theirs else []))

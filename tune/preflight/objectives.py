@@ -26,19 +26,11 @@ from tune.preflight.trace import Subject, shorten
 
 
 def subjects(cfg: DictConfig, model: Any) -> list[Subject]:
-    """The trained `model` with its loss, then frozen ones. Raises TuneError: the recipe is not planned."""
-    if "value" in cfg or (cfg.get("on_policy") or {}).get("share") or not cfg.get("loss", {}).get("_component_"):
-        raise TuneError(
-            "plan: ppo_finetune and on_policy.share are not planned; planned are full_finetune, lora_finetune, "
-            "preference_finetune, reward_finetune, distill and grpo"
-        )
+    """The trained `model` with its loss, then frozen ones. Raises TuneError: a setting is not planned."""
     samples = "group_size" in cfg
-    if samples and (
-        cfg.environment or locate(cfg.sampling._component_) is not Sampler or "RewardModel" in f"{cfg.reward}"
-    ):
-        raise TuneError(
-            "plan: of grpo neither environments, reward models nor other engines than the library's are planned"
-        )
+    has_engine = samples and locate(cfg.sampling._component_) is not Sampler
+    if has_engine or (samples and (cfg.environment or "RewardModel" in f"{cfg.reward}")):
+        raise TuneError("plan: of grpo neither environments, reward models nor other engines than ours are planned")
     loss_fn, chunk = instantiate(cfg.loss), cfg.memory.get("loss_chunk_tokens")
     kind, log_probs = getattr(loss_fn, "rows", None), losses.LogProbs(chunk, cfg.sampling.temperature if samples else 1)
     top_k, frozen = cfg.get("teacher", {}).get("top_k"), list[Subject]()
@@ -111,7 +103,13 @@ def _frozen(setting: str, given: Any, dtype: str, head: Any) -> Subject:
 
 
 def as_rows(cfg: DictConfig) -> DictConfig:
-    """The settings, with the length and the number of a step's rows where they sample them: all as long as they may."""
+    """The settings, with the length and the number of a step's rows where they sample them: all as long as they may.
+    Raises TuneError: the recipe is not planned."""
+    if "value" in cfg or (cfg.get("on_policy") or {}).get("share") or not cfg.get("loss", {}).get("_component_"):
+        raise TuneError(
+            "plan: evaluate, ppo_finetune and on_policy.share are not planned; planned are full_finetune, "
+            "lora_finetune, preference_finetune, reward_finetune, distill and grpo"
+        )
     if "group_size" not in cfg:
         return cfg
     cfg = copy.deepcopy(cfg)
@@ -170,7 +168,7 @@ def full_rows(cfg: DictConfig, rows: int) -> Batch:
         return collate(samples, cfg.max_seq_len if cfg.compile else None, EXAMPLES)
     kind, k = getattr(instantiate(cfg.loss), "rows", None), cfg.get("teacher", {}).get("top_k")
     answers = 2 if kind else 1
-    length = cfg.max_seq_len // (1 if kind == "labelled" and not cfg.packed else answers)
+    length = max(1, cfg.max_seq_len // (1 if kind == "labelled" and not cfg.packed else answers))
     documents = np.arange(answers * rows).repeat(length)[None]
     number, zeros = np.arange(answers * rows) % answers, np.zeros(answers * rows)
     columns: dict[str, Any] = {"answer": number, "label": 1 - number, "reference": zeros, "margin": zeros}

@@ -261,8 +261,7 @@ class Job:
         return list(found.values())
 
     def search(self, processes: int) -> list[Plan]:
-        """Layouts of so many processes, the fastest that fit first, then those that need the least memory beyond. Its
-        rules are in docs/planning.md."""
+        """Layouts of so many processes, the fastest that fit first, then the smallest, by docs/planning.md."""
         found: list[Plan] = []
         for axes in self._axes(processes):
             try:
@@ -275,7 +274,13 @@ class Job:
                 f"global_batch_size={self.cfg.global_batch_size} cannot be divided over {processes} processes: "
                 "set it to a multiple of them"
             )
-        return sorted(found, key=lambda plan: (not plan.fits, plan.step_seconds if plan.fits else plan.peak))
+
+        def rank(plan: Plan) -> tuple[bool, float]:
+            return not plan.fits, plan.step_seconds if plan.fits else plan.peak
+
+        while (found := sorted(found, key=rank))[0] != (exact := self.plan(found[0].layout)):
+            found[0] = exact  # it was on a line through fewer rows
+        return found
 
     def _axes(self, processes: int) -> Iterator[tuple[int, int, int, int]]:
         """Sizes of tp, cp, ep and pp, the simplest first."""
@@ -346,9 +351,7 @@ def calibrate(run: Path, device: Device) -> Device:
         raise TuneError(f"--calibrate: {run} has not two steps to measure")
     cfg = cast(DictConfig, OmegaConf.load(files["config.yaml"]))
     if "group_size" in cfg:
-        raise TuneError(
-            "--calibrate: what a run samples is of any length. Take a run of full_finetune or lora_finetune"
-        )
+        raise TuneError("--calibrate: what a run samples is of any length. Take a run of full_finetune")
     cfg.max_seq_len = round(median(each["tokens"] for each in steps) / cfg.global_batch_size)
     job = Job(cfg, device)
     plan = job.plan(job.layout(json.loads(files["run.json"].read_text())["processes"]))

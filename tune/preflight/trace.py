@@ -35,7 +35,9 @@ from tune.models import attention, moe
 from tune.quantization import nf4
 
 REDUCED = 4  # bytes of a gradient while FSDP reduces it: fp32
-FREE = ("empty", "detach", "lift", "alias")  # operations that touch no element
+FREE = ("empty", "detach", "lift", "alias", "_unsafe_view")  # operations that touch no element
+# Of their first argument these touch as many elements as they give or put there.
+INDEX = ("embedding", "gather", "index", "index_select", "index_put_", "scatter_", "scatter_add_", "index_add_")
 
 
 class Interval(NamedTuple):
@@ -178,9 +180,10 @@ class Recorder(TorchDispatchMode):
         return free
 
     def _cost(self, function: Any, name: str, args: Any, kwargs: Any, output: Any, outputs: list[Tensor]) -> None:
-        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        sizes = [each.numel() * each.itemsize for each in (*inputs, *outputs)]
-        moved: float = sum(sizes)
+        tensors = [each for each in (*tree_leaves(args), *outputs) if isinstance(each, Tensor)]  # `out=` is not read
+        plain = name.removeprefix("aten::")
+        sizes = [each.numel() * each.itemsize for each in tensors if plain not in INDEX or each is not args[0]]
+        moved: float = sum(sizes) * (1 + (plain in INDEX))
         if name.startswith(("_c10d_functional::", "c10d::")):
             if "wait" not in name:  # to sum over all is to reduce and to gather
                 rounds = 2 if name.endswith(("all_reduce", "allreduce_")) else 1
@@ -189,7 +192,8 @@ class Recorder(TorchDispatchMode):
                 ranks = dist.get_process_group_ranks(group)
                 self.exchange += self.device.transfer(rounds * max(sizes), len(ranks), max(ranks) - min(ranks) + 1)
             return
-        flops, attends = _flops(function, name, args, kwargs, output), _attends(name)
+        attends = "attention" in name or "varlen_attn" in name
+        flops = _flops(function, name, attends, args, kwargs, output)
         if self.fused and not flops:
             moved /= 3  # a compiler reads and writes once what several operations in a row do
         dtype = "fp8" if name == "aten::_scaled_mm" else self.dtype
@@ -197,12 +201,8 @@ class Recorder(TorchDispatchMode):
         self.products += self.device.seconds(flops, 0, dtype, attends) if flops else 0
 
 
-def _attends(name: str) -> bool:
-    return "attention" in name or "varlen_attn" in name
-
-
-def _flops(function: Any, name: str, args: Any, kwargs: Any, output: Any) -> float:
-    if _attends(name):
+def _flops(function: Any, name: str, attends: bool, args: Any, kwargs: Any, output: Any) -> float:
+    if attends:
         backward = "backward" in name
         query, key = args[1:3] if backward else args[:2]
         longest = key.shape[-2] if query.dim() == 4 else min(len(key), args[9 if backward else 6])
@@ -238,15 +238,9 @@ def shorten(model: nn.Module) -> tuple[nn.Module, list[tuple[int, list[int]]]]:
 
 
 def trace(
-    subject: Subject,
-    batch: Batch,
-    device: Device,
-    *,
-    meshes: dict[str, DeviceMesh],
-    checkpointing: Any,
-    plain: bool,
-    accumulates: bool,
-) -> Trace:
+    subject: Subject, batch: Batch, device: Device, *,
+    meshes: dict[str, DeviceMesh], checkpointing: Any, plain: bool, accumulates: bool,
+) -> Trace:  # fmt: skip
     """Run a step of the shortened model on fake tensors, or a forward of a frozen one. With `plain`, FSDP neither
     gathers nor casts; `meshes` are those of the axes tp, cp and ep that are used."""
     model = copy.deepcopy(subject.model)
@@ -260,7 +254,7 @@ def trace(
         wrap_forward(block, checkpointing, False, False)
     for tensor in (*model.parameters(), *model.buffers()):
         recorder.ignore(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-    with fake, _kernels(device), recorder, torch.set_grad_enabled(subject.place == "trained"):
+    with fake, _kernels(device, recorder), recorder, torch.set_grad_enabled(subject.place == "trained"):
         for _ in range(1 + accumulates):
             begin, *marks = _step(blocks, lambda: subject.call(model, batch), recorder)
     if subject.place == "rollout":
@@ -275,13 +269,15 @@ def trace(
 
 
 @contextmanager
-def _kernels(device: Device) -> Iterator[None]:
-    """Attention and chunks of logits as on the device; weights of 4 bits become whole ones at once; the first process's
-    rows; experts get as many tokens from each process."""
+def _kernels(device: Device, recorder: Recorder) -> Iterator[None]:
+    """Attention and chunks of logits as on the device; weights of 4 bits become whole ones in one kernel; the first
+    process's rows; experts get as many tokens from each process."""
     chunk_tokens, kind = chunks.default_chunk_tokens, "cpu" if device.is_host else "cuda"
 
     def whole(codes: Tensor, scales: Tensor, ranges: Any, dtype: torch.dtype, pairs: Any = None) -> Tensor:
-        return torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
+        weight = torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
+        recorder.compute += device.seconds(0, codes.nbytes + scales.nbytes + weight.nbytes, "")
+        return weight
 
     def first(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
