@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 
 from tune.distributed.activations import wrap_forward
@@ -170,8 +170,12 @@ def _shard(
 
 
 def _placements(experts: set[nn.Parameter], mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """Has FSDP shard `experts` over `dp_shard` of their `mesh`, along the first dimension that it divides: a process
-    may have fewer experts than `dp_shard` has processes."""
+    """Has FSDP shard `experts` over `dp_shard` of their `mesh`, along the first dimension that this divides: processes
+    may have fewer experts. Raises TuneError if this torch cannot."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+    except ImportError as error:
+        raise TuneError(f"parallel.ep: this needs torch 2.12 or newer; found {torch.__version__}") from error
     places = FSDPMeshInfo(mesh["dp_shard"], 0)
     if mesh["dp_replicate"].size() > 1:
         places = HSDPMeshInfo(mesh["dp_replicate", "dp_shard"], 1, 0)
