@@ -15,12 +15,12 @@ MIXED = {
     "ep x cp x pp": {"ep": 2, "cp": 2, "pp": 2},
     "ep x dp x tp": {"ep": 2, "tp": 2},
 }
-DENSE = ["llama", "qwen3-windows", "gemma3_text", "phi3", "glm4", "qwen3_5_text"]
-WITH_EXPERTS = ["qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral-window"]
+DENSE = ["llama", "qwen3-windows", "gemma3_text", "phi3", "qwen3_5_text"]
+WITH_EXPERTS = ["qwen3_moe", "gpt_oss", "deepseek_v3"]
 
 
 @pytest.mark.slow
-def test_ten_families_on_eight_processes(tmp_path):
+def test_eight_families_on_eight_processes(tmp_path):
     """Losses and norms of gradients of three steps are those of one process; what cannot be is refused."""
     transformers = pytest.importorskip("transformers")
     families = DENSE + WITH_EXPERTS

@@ -22,11 +22,12 @@ LAYOUTS = {
     "zero bubble": [*STAGES, "parallel.pp_schedule=zero_bubble"],
 }
 RECIPES = {"all": "full_finetune", "DPO": "preference_finetune"}
-TRAINED = ("all", "lora", "dora", "tokens", "experts", "DPO")
+TRAINED = ("all", "lora", "experts", "DPO")
+OPTIMIZERS = ("AdamW", "Adafactor", "Muon", "AdamW8bit")
 WHAT = {
     "trained": {name: FACTORS["trained"][name] for name in TRAINED},
     "quantization": {name: FACTORS["quantization"][name] for name in ("null", "nf4")},
-    "optimizer": FACTORS["optimizer"],
+    "optimizer": {name: FACTORS["optimizer"][name] for name in OPTIMIZERS},
     "packed": FACTORS["packed"],
 }
 HOW = {

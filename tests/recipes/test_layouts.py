@@ -56,8 +56,8 @@ def losses(run):
 def common(checkpoint, chats):
     return [
         f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "max_seq_len=128",
-        "global_batch_size=16", "micro_batch_size=2", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3", "max_steps=6",
-        "epochs=12", "checkpointer.every=null",
+        "global_batch_size=16", "micro_batch_size=2", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3", "max_steps=3",
+        "epochs=6", "checkpointer.every=null",
     ]  # fmt: skip
 
 
@@ -76,14 +76,14 @@ def ways(tied_checkpoint):
 
 
 def assert_same_curve(curve, reference, within=1e-5):
-    assert len(curve) == len(reference) == 6
+    assert len(curve) == len(reference) == 3
     assert curve == pytest.approx(reference, rel=within)
 
 
 def test_one_process(alone):
     for packed in (False, True):
         reference = alone[f"micro 1, replicas 1, packed {packed}"]
-        assert reference[-1] < reference[0] - 0.3
+        assert reference[-1] < reference[0] - 0.05
         for micro in (2, 4):
             assert_same_curve(alone[f"micro {micro}, replicas 1, packed {packed}"], reference)
     reference = alone["micro 1, replicas 1, packed False"]
