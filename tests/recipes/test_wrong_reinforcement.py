@@ -48,6 +48,11 @@ class FailingJudge:
         raise ConnectionError("no answer")
 
 
+class Unready:
+    def __init__(self):
+        raise RuntimeError("no judge")
+
+
 class NoStep:
     def start(self, row):
         pass
@@ -105,7 +110,12 @@ def folders(checkpoint, tmp_path_factory):
 REWARD_MODEL = "reward={{_component_: tune.generation.RewardModel, path: {%s}}}"
 WRONG_TYPE = "reward={{_component_: tune.generation.RewardModel, path: {other_reward}, dtype: fp64}}"
 BOTH = {
-    "raises": ([f"reward={HERE}.fails"], "reward: fails fails on", "KeyError: 'no such column'"),
+    "raises": (
+        [f"reward={HERE}.fails"],
+        "reward: fails fails on",
+        "KeyError: 'no such column' (test_wrong_reinforcement.py:",
+    ),
+    "cannot be made": ([f"reward={HERE}.Unready"], "reward: Unready cannot be made: RuntimeError: no judge"),
     "NaN": ([f"reward={HERE}.gives_nan"], "reward: gives_nan gives nan for", "it must give a finite number"),
     "None": ([f"reward={HERE}.gives_none"], "reward: gives_none gives None for", "it must give a finite number"),
     "one argument": ([f"reward={HERE}.of_one_argument"], "reward: of_one_argument cannot be called so"),

@@ -228,7 +228,7 @@ def require_supported(config: Any, model_type: str) -> Architecture:
         **{f"{rope.kind}": rope.kind != "default" for rope in _ropes(config) if rope},
     }
     if lacking := [what for what, is_needed in needed.items() if is_needed and what not in found.also.split(", ")]:
-        raise TuneError(f"GGUF: llama.cpp's {found.name} has no {', no '.join(lacking)}; {converter}")
+        raise TuneError(f"GGUF: llama.cpp's {found.name} does not know {', '.join(lacking)}; {converter}")
     return found
 
 

@@ -80,9 +80,12 @@ def instantiate_weighted(setting: Any, key: str = "reward") -> list[tuple[str, C
             for argument, value in signature.bind(*(() if is_class else (None, None)), **values).arguments.items():
                 if argument in values and (problem := mismatch(value, signature.parameters[argument].annotation)):
                     raise TuneError(f"{key}.{argument}: {problem}")
-            function: Any = component(**values) if is_class else functools.partial(component, **values)
-            if is_class and not hasattr(function, "scores"):  # a reward model's: of tokens
-                inspect.signature(function).bind(None, None)
+            function: Any = functools.partial(component, **values)
+            if is_class:
+                with explained(f"{key}: {name} cannot be made", Exception):
+                    function = function()
+                if not hasattr(function, "scores"):  # a reward model's: of tokens
+                    inspect.signature(function).bind(None, None)
         except (TypeError, ValueError) as error:
             raise TuneError(f"{key}: {name} cannot be called so: {error}") from error
         if name in [other for other, *_ in found]:

@@ -112,7 +112,7 @@ def _overrides(settings: Sequence[str]) -> tuple[Values, list[str]]:
         key, equals, text = setting.partition("=")
         if key.startswith("-"):
             hint = f" Settings are given without dashes: {key.lstrip('-')}={text or '...'}"
-            findings.append(f"{key}: is not an option. The options are --config, --debug, --help.{hint}")
+            findings.append(f"{key}: is not an option. A recipe has --config, --debug, --help.{hint}")
         elif not (key and equals):
             findings.append(f"'{setting}': is not key=value.")
         else:

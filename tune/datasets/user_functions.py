@@ -5,6 +5,7 @@ import hashlib
 import inspect
 import sys
 import sysconfig
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec, resolve_name
@@ -12,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from tune.errors import explained
+from tune.errors import TuneError, explained
 from tune.lookup import locate
 
 INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
@@ -67,6 +68,13 @@ def applied(path: str, setting: str, row: dict[str, Any]) -> Any:
 
 
 def called(what: str, function: Callable[..., Any], *given: Any) -> Any:
-    """What the user's function gives. Raises TuneError, which says that `what` fails, if it raises."""
-    with explained(what, Exception):
+    """What the user's function gives. Raises TuneError if it raises, which says that `what` fails and where."""
+    try:
         return function(*given)
+    except TuneError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        own = [each for each in frames if not any(Path(each.filename).is_relative_to(folder) for folder in INSTALLED)]
+        place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+        raise TuneError(f"{what}: {type(error).__name__}: {error}{place}") from error
