@@ -43,7 +43,7 @@ def test_what_cannot_be_chosen(checkpoint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA K80")
     with pytest.raises(TuneError, match=r"the speed of NVIDIA K80 is not known; known are t4, .* Set the layout"):
         described(torch.device("cuda"))
-    with pytest.raises(TuneError, match=r"parallel.auto: plan: ppo_finetune and on_policy.share are not planned"):
+    with pytest.raises(TuneError, match=r"parallel.auto: plan: evaluate, ppo_finetune .* are not planned"):
         layout_of(settings(checkpoint, "parallel=auto", "teacher.path=x", "on_policy.share=1", recipe="distill"))
 
 
