@@ -77,7 +77,7 @@ def test_tensor_parallel_processes_have_the_rewards_and_the_messages_of_the_firs
     *_, rewards, turns, failure = output.splitlines()
     assert len({reward for reward, *_ in ast.literal_eval(rewards)}) == 3
     assert all(rewards["environment"] > 0 for _, rewards, _ in ast.literal_eval(turns))
-    assert failure.endswith("ValueError: process 0")
+    assert failure.endswith("ValueError: process 0 (rewards_of_peers.py:31)")
 
 
 def test_turns_of_an_environment(tokenizer, world, prompt):
