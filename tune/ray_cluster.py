@@ -31,8 +31,8 @@ def connect(address: str | None, cores: int) -> tuple[Any, dict[str, float]]:
     if cores:
         here = {"address": "local", "num_cpus": max(os.cpu_count() or 1, cores), "include_dashboard": False}
         hint = "Start one by `ray start --head`, or leave it out; if it wants a token, set RAY_AUTH_MODE=token"
-        reached = f"--address: no Ray cluster is reached at {address}. {hint}"
-        with explained(reached if address else "Ray does not start on this machine", Exception):
+        unreached = f"--address: no Ray cluster is reached at {address}. {hint}"
+        with explained(unreached if address else "Ray does not start on this machine", Exception):
             if address:
                 print(f"--address: trying Ray at {address}, for {PATIENCE} seconds at most", file=sys.stderr)
                 require_answer(address, PATIENCE)
