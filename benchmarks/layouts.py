@@ -117,7 +117,7 @@ if __name__ == "__main__":
     elif sys.argv[1] == "--plan":
         from tune.preflight.planning import Job
 
-        found = Job(settings(sys.argv[2]), DEVICES["cpu"]).search(int(sys.argv[3]))
+        found = Job(settings(sys.argv[2]), DEVICES["cpu"], int(sys.argv[3])).search()
         print(json.dumps([(each.step_seconds, each.overrides) for each in found if each.fits]))
     else:
         main()

@@ -172,8 +172,8 @@ def compare(
     cfg = config.load("full_finetune", [
         f"model.path={folder}", "dataset.path=none", f"memory.activation_checkpointing={checkpointing}", *sizes
     ])  # fmt: skip
-    job = Job(cfg, DEVICES["h100"])
-    plan = job.plan(job.layout(processes))
+    job = Job(cfg, DEVICES["h100"], processes)
+    plan = job.plan(job.layout())
     planned = plan.peak - plan.memory["optimizer"] - plan.memory["reserve"]
     if dist.is_initialized():  # that of the plan
         _meshes.cache_clear()

@@ -100,12 +100,14 @@ CLASSES = {
 
 
 def data(recipe: str, others: str, folder: Path) -> Path:
-    """Documents, or answers, that are longer than a row."""
+    """Documents, or answers, that are longer than a row. A letter is a token; documents are whole rows with their EOS."""
     kind = "text" if recipe not in (PREFERENCE, REWARD) else "labelled" if "KTO" in others else "pairs"
-    file = folder / f"{kind}.{'txt' if kind == 'text' else 'jsonl'}"
+    file = folder / f"{kind}.jsonl"
     if not file.exists():
         draw = random.Random(0)
         texts = [" ".join(draw.choices(WORDS, k=400)) for _ in range(400)]
+        if kind == "text":
+            texts = [json.dumps({"text": " ".join(texts[at : at + 7])[: 16 * 1024 - 1]}) for at in range(0, 400, 7)]
         if kind == "pairs":
             texts = [json.dumps({"prompt": each[:9], "chosen": each, "rejected": each[::-1]}) for each in texts]
         if kind == "labelled":
@@ -162,8 +164,8 @@ def main() -> None:
         if not metrics:
             continue
         device = device or calibrate(run, DEVICES["cpu"])
-        job = Job(without_data(command[0], command[1:]), device)
-        plan = job.plan(job.layout(case[1])).as_dict()
+        job = Job(without_data(command[0], command[1:]), device, case[1])
+        plan = job.plan(job.layout()).as_dict()
         seconds = statistics.median(each["step_seconds"] - each["data_seconds"] for each in metrics[1:])
         pairs = {
             "GiB": (plan["memory_gib"]["total"], metrics[-1]["peak_memory_gib"]),

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from tune.errors import TuneError, explained
@@ -43,6 +43,12 @@ class Device:
     def is_host(self) -> bool:
         """Whether its memory is the host's."""
         return self.name == "cpu"
+
+    def shared_by(self, processes: int) -> "Device":
+        """What each of so many has of it: those of a node share a CPU. Its `memory` is each one's already."""
+        share = min(processes, self.per_node) if self.is_host else 1
+        rates = {name: getattr(self, name) / share for name in ("tflops", "tflops_fp32", "bandwidth")}
+        return replace(self, **rates)
 
     def seconds(self, flops: float, moved: float, dtype: str, attends: bool = False) -> float:
         """Of an operation: by its products or by its memory, whatever takes longer."""

@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 import time
+import weakref
 from importlib import import_module
 
 import pytest
@@ -86,6 +87,21 @@ def test_what_was_trained_is_what_is_written(source, tmp_path):
     before, after = tensors_of(source), exported(source, tmp_path / "out", change)
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor if "inv_freq" in name else tensor * 2), name
+
+
+def test_a_tensor_is_let_go_before_the_next_one_is_gathered(checkpoint, tmp_path, monkeypatch):
+    weights, made = import_module("tune.checkpointers.weights"), []
+    gather = weights._full_tensor
+
+    def watched(*given):
+        assert not [name for name, tensor in made if tensor() is not None]
+        tensor = gather(*given).clone()
+        made.append((given[1], weakref.ref(tensor)))
+        return tensor
+
+    monkeypatch.setattr(weights, "_full_tensor", watched)
+    exported(checkpoint, tmp_path / "out")
+    assert len(made) == len(tensors_of(checkpoint))
 
 
 def test_another_type_for_all(source, tmp_path):

@@ -109,7 +109,8 @@ def test_letters_that_the_terminal_does_not_know(arguments, chats, first, monkey
 def test_wrong_arguments(error, tmp_path):
     assert "argument --rows: 0 is not a positive integer" in error("--rows", "0")
     assert "argument --rows: two is not a positive integer" in error("--rows", "two")
-    assert "--row: is not an option" in error("--row", "1")
+    assert "--row: is not an option. Did you mean '--rows'? --help lists them" in error("--row", "1")
+    assert "--help lists them. Settings are given without dashes: lr=1" in error("--lr=1")
     assert "x.html cannot be written: [Errno" in error("--html", f"{__file__}/x.html")
     assert f"tokenizer: no tokenizer in {tmp_path / 'none'}" in error(f"model.path={tmp_path / 'none'}")
 

@@ -2,8 +2,11 @@
 
 import ast
 import math
+import re
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import run_processes
@@ -96,6 +99,7 @@ def test_turns_of_an_environment(tokenizer, world, prompt):
     assert sampler.prompts[1][0] == [*prompt.tokens, *first.tokens[: -len(tokenizer.encode("the mat")) - 1]]
     assert sampler.keys == [(2 * 4, [10, 11]), (2 * 4 + 1, [10, 11])]
     assert (first.reward, first.rewards, first.finish) == (0.5, {"environment": 0.5}, "stop")
+    assert first.text == "dog\nthe mat"
 
     sample = first.sample(0.25)
     (batch,) = micro_batches([sample], 4, world)
@@ -186,6 +190,24 @@ def test_dead_groups_are_right_or_wrong():
     assert counts(groups) == {"dead_groups": 4, "all_right_groups": 2, "all_wrong_groups": 2}
 
 
-def test_numbers_of_other_libraries_are_rewards():
-    number = torch.ones(1).numpy()[0]
+@pytest.mark.parametrize("number", [True, np.float32(1), np.bool_(True), np.array(1), torch.tensor(1.0)])
+def test_numbers_of_other_libraries_are_rewards(number):
     assert Reward("ones", lambda row, completion: number)({}, "") == 1.0
+
+
+async def waits(row, completion):
+    return 1.0
+
+
+@pytest.mark.filterwarnings("error")  # nor a coroutine that was never awaited
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (waits, "is async"),
+        (lambda row, completion: sys.exit(3), "SystemExit: 3 (test_rollout.py:"),
+        (lambda row, completion: np.ones(2), "gives array([1., 1.])"),
+    ],
+)
+def test_rewards_that_are_wrong(function, says):
+    with pytest.raises(TuneError, match=re.escape(says)):
+        Reward("mine", function)({}, "an answer")

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import time
@@ -5,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from helpers import HANGS, free_port
+
+from tune.launchers import torchrun
 
 RECIPE = """\
 import sys, time
@@ -49,3 +52,15 @@ def test_a_node_joins_a_run_that_goes_on(tmp_path: Path) -> None:
         for agent in agents:
             agent.kill()
             agent.wait()
+
+
+def test_processes_share_the_threads_that_one_would_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torchrun gives each of several processes one thread, on however many cores."""
+    monkeypatch.setattr("torch.distributed.run.run", lambda chosen: None)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 12)
+    for given, threads in ((None, "4"), ("7", "7")):
+        monkeypatch.setenv("OMP_NUM_THREADS", given or "")
+        if not given:
+            monkeypatch.delenv("OMP_NUM_THREADS")
+        torchrun.launch(["--nproc-per-node", "3"], tmp_path / "mine.py", [], tmp_path)
+        assert os.environ["OMP_NUM_THREADS"] == threads

@@ -22,13 +22,13 @@ ROWS, LENGTH = 2, 128
 
 
 def job(
-    path, lora=False, nf4=False, dtype="fp32", master="fp32", rows=ROWS, length=LENGTH, device="cpu", more=()
+    path, lora=False, nf4=False, dtype="fp32", master="fp32", rows=ROWS, length=LENGTH, device="cpu", more=(), processes=1
 ) -> Job:
     recipe, given = ("lora_finetune", ["adapter.rank=4"]) if lora else ("full_finetune", [])
     given += ["quantization.weights=nf4"] if nf4 else []
     sizes = [f"max_seq_len={length}", f"global_batch_size={rows}", f"dtype={dtype}", f"master_dtype={master}"]
     cfg = config.load(recipe, [f"model.path={path}", "dataset.path=none", *sizes, *given, *more])
-    return Job(cfg, DEVICES[device])
+    return Job(cfg, DEVICES[device], processes)
 
 
 def saved_by_torch(path, lora: bool) -> int:
@@ -128,19 +128,27 @@ def test_a_line_through_one_and_two_rows_gives_four(checkpoint):
     assert abs(line.step_seconds / exact.step_seconds - 1) < 0.1
 
 
+@pytest.mark.parametrize(("device", "share"), [("cpu", 2), ("h100", 1)])
+def test_processes_share_a_cpu(device, share, checkpoint):
+    one, two = (job(checkpoint, rows=ROWS * each, device=device, processes=each) for each in (1, 2))
+    alone, half = one.plan(one.layout()), two.plan(two.layout())
+    assert half.seconds["products"] == pytest.approx(share * alone.seconds["products"], rel=0.02)
+    assert half.device.memory == alone.device.memory  # of each process
+
+
 def test_the_search_is_the_best_of_all(checkpoint):
-    planned = job(checkpoint, rows=6, dtype="bf16")
-    found = planned.search(3)
+    planned = job(checkpoint, rows=6, dtype="bf16", processes=3)
+    found = planned.search()
     fitting = [each.step_seconds for each in found if each.fits]
     assert fitting == sorted(fitting) and len(fitting) > 10
     assert {each.layout.size for each in found} == {3}
-    assert found == planned.search(3)
+    assert found == planned.search()
 
 
 def test_what_a_search_puts_first_is_not_on_a_line(checkpoint):
     """Its memory and time are those of `tune plan` with its overrides."""
     planned = job(checkpoint, rows=32, dtype="bf16", device="h100")
-    first = planned.search(1)[0]
+    first = planned.search()[0]
     assert first.layout.micro_batch_size > 2 and first == planned.plan(first.layout)
 
 
@@ -188,7 +196,7 @@ def test_weights_in_four_bits_take_time_to_read(checkpoint):
     times = []
     for nf4 in (False, True):
         planned = job(checkpoint, lora=True, nf4=nf4, dtype="bf16")
-        found = Job(planned.cfg, at_once).trace(1, (1, 1, 1), "none", True, False)
+        found = Job(planned.cfg, at_once, 1).trace(1, (1, 1, 1), "none", True, False)
         times.append(sum(kind.number * kind.forward.compute for kind in found.blocks))
     assert 1.2 * written < times[1] - times[0] < 1.3 * written  # a quarter of it is read
 

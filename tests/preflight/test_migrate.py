@@ -1,6 +1,7 @@
 """`tune migrate`: each key of a config is accounted for, and what it becomes is what the recipe takes."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,26 @@ def test_methods(text, recipe, expected, tmp_path):
         *(f"{key}=x.y" for key in missing if key != "reward"),
         *(["reward=math.prod"] * ("reward" in missing)),
     )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        A + "rl: grpo\nval_set_size: 0.0\ntrl: {num_generations: 4, top_k: 0}",
+        L + "stage: ppo\ntop_k: 0",
+        T + "num_generations: 4\ntop_k: -1",
+    ],
+)
+def test_what_is_off_is_off(text, tmp_path):
+    run = converted(text, tmp_path)
+    off = [entry for entry in run.entries() if re.search("top_k|val_set_size", entry.key)]
+    assert {entry.status for entry in off} == {"same by default"} and not any(entry.ours for entry in off)
+
+
+def test_a_reference_on_the_hub_is_a_folder_to_download(tmp_path):
+    run = converted(L + "stage: dpo\nref_model: a/base", tmp_path)
+    assert ours(run)["reference"] == "./base"
+    assert next(entry.note for entry in run.entries() if entry.key == "ref_model") == "tune download a/base"
 
 
 def test_units_of_batches(tmp_path):

@@ -92,8 +92,8 @@ def test_peak_of_completions_of_a_family(of_family, more, tmp_path, monkeypatch)
 def test_a_search_knows_what_groups_share(micro_batch_size, checkpoint):
     common = [f"model.path={checkpoint}", "dataset.path=x", "reward=preflight.test_objectives.length_modulo"]
     sizes = ["group_size=4", "prompts_per_step=4", "max_prompt_len=400", f"micro_batch_size={micro_batch_size}"]
-    job = Job(config.load("grpo", [*common, *sizes, "sampling.max_new_tokens=20", "sampling.max_rows=4"]), EXACT)
-    peaks = [job.plan(job.layout(1), line).peak for line in (False, True)]
+    job = Job(config.load("grpo", [*common, *sizes, "sampling.max_new_tokens=20", "sampling.max_rows=4"]), EXACT, 1)
+    peaks = [job.plan(job.layout(), line).peak for line in (False, True)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
 
 
@@ -112,8 +112,8 @@ def compare_completions(folder, tmp_path, monkeypatch, more, is_rollout=None, re
         f"max_prompt_len={length}", "sampling.max_new_tokens=40", "max_steps=2", "device=cpu", "dtype=fp32",
         "reward=preflight.test_objectives.length_modulo", "checkpointer.async=false", *more,
     ])  # fmt: skip
-    job = Job(cfg, EXACT)
-    plan, recorder = job.plan(job.layout(1)), Recorder(EXACT, "fp32", False)
+    job = Job(cfg, EXACT, 1)
+    plan, recorder = job.plan(job.layout()), Recorder(EXACT, "fp32", False)
     recorder._cost = lambda *_: None
     with recorder:
         importlib.import_module("recipes.grpo").main.__wrapped__(cfg)
@@ -133,8 +133,8 @@ def test_peak_of_counted_storages(name, checkpoint, texts, tmp_path):
         f"max_seq_len={LENGTH}", f"micro_batch_size={ROWS}", f"global_batch_size={ROWS}", "max_steps=2", "device=cpu",
         "dtype=fp32", "dataset.too_long=truncate", f"dataset.cache_dir={tmp_path}", "checkpointer.async=false", *more,
     ])  # fmt: skip
-    job = Job(cfg, EXACT)
-    plan, recorder = job.plan(job.layout(1)), Recorder(EXACT, "fp32", False)
+    job = Job(cfg, EXACT, 1)
+    plan, recorder = job.plan(job.layout()), Recorder(EXACT, "fp32", False)
     recorder._cost = lambda *_: None
     with recorder:
         importlib.import_module(f"recipes.{recipe}").main.__wrapped__(cfg)

@@ -136,6 +136,7 @@ def hf_tensors(
         yield from (
             (copy, full.clone()) for copy, original in names.copies.items() if original == name and copy in found
         )
+        del full  # before the next one is gathered
 
 
 def full_tensors(model: nn.Module, base: Pretrained | None = None) -> Iterator[tuple[str, Tensor]]:

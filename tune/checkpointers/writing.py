@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -67,6 +68,7 @@ def export(
             if tensor.is_floating_point():
                 tensor = tensor.to(type_of(name))
             yield from compressor.tensors(name, tensor.to("cpu")) if compressor else [(name, tensor.to("cpu"))]
+            del tensor  # before the next one is gathered: here, and in all loops through which it goes
         yield from ((name, others[name].read()) for name in sorted(others))
 
     if world.is_main:
@@ -91,8 +93,7 @@ def export(
             else:
                 tokenizer.save(unfinished)
     else:
-        for _ in gathered:  # each tensor is gathered by all processes
-            pass
+        deque(gathered, maxlen=0)  # each tensor is gathered by all processes
     world.barrier()
 
 
@@ -117,7 +118,11 @@ def with_progress(tensors: Iterable[T], total: int | None) -> Iterator[T]:
     """The `tensors`, about `total` if that is known, as they are written: on a terminal with a bar."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as bar:
-        yield from bar.track(tensors, total, description="tensors")
+        task = bar.add_task("tensors", total=total)
+        for each in tensors:
+            yield each
+            del each
+            bar.advance(task)
 
 
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], total: int | None = None) -> None:
@@ -131,6 +136,7 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], total: in
             if not files or files[-1].file.closed:
                 files += [TensorFile(folder / f"model-{len(files) + 1:05d}.safetensors")]
             files[-1].add(name, tensor)
+            del tensor
         files[-1].close()
     except OSError as error:
         raise _not_written("model", folder.parent, error) from error

@@ -14,8 +14,6 @@ from argparse import ArgumentParser
 from tune import config
 from tune.cli import run
 from tune.cli.export import add_step, model_at
-from tune.errors import TuneError
-from tune.lookup import did_you_mean
 
 NESTED = {
     "data": "dataset.path", "quantization": "quantization.weights", "max_new_tokens": "generation.max_new_tokens",
@@ -36,10 +34,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         option = "--adapter" if name == "adapters" else f"--{name.replace('_', '-')}"
         action = "store_true" if values.get(key) is False else "append"
         parser.add_argument(option, dest=key, action=action)
-    options, rest = parser.parse_known_args(arguments)
-    if unknown := [each for each in rest if each.startswith("-") and each not in ("--config", "--debug")]:
-        known = [each for each in parser._option_string_actions if each.startswith("--")]
-        raise TuneError(f"{unknown[0]}: is not an option.{did_you_mean(unknown[0], known)} --help lists them")
+    options, rest = run.parse(parser, arguments)
     settings = []
     for key in keys.values():
         if (given := getattr(options, key)) is True:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from tune.cli.download import hub
 from tune.cli.prepare import settings
-from tune.cli.run import positive
+from tune.cli.run import parse, positive
 from tune.devices import DEVICES
 from tune.devices import device as device_named
 from tune.errors import TuneError
@@ -67,7 +67,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--calibrate", metavar="RUN", help="learn from a run on such a device: RUN/device.json")
     parser.add_argument("recipe", metavar="RECIPE", nargs="?")
-    options, rest = parser.parse_known_args(arguments)
+    options, rest = parse(parser, arguments)
     if not (options.recipe or options.calibrate):
         parser.error("RECIPE is missing")
 
@@ -88,9 +88,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     for key in ("model.path", "teacher.path", "reference"):
         if is_on_the_hub(str(OmegaConf.select(cfg, key))):
             OmegaConf.update(cfg, key, shape_of(OmegaConf.select(cfg, key)))
-    job = Job(cfg, device)
+    job = Job(cfg, device, options.world_size)
     searches = options.search or cfg.parallel.get("auto")
-    plans = job.search(options.world_size) if searches else [job.plan(job.layout(options.world_size))]
+    plans = job.search() if searches else [job.plan(job.layout())]
     found = plans[0].as_dict()
     hours = (cfg.max_steps or 1e9 / plans[0].tokens) * plans[0].step_seconds / 3600
     found |= {

@@ -16,7 +16,7 @@ import re
 import runpy
 import signal
 import sys
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +24,7 @@ from pathlib import Path
 from tune import config
 from tune.errors import TuneError
 from tune.launchers import launcher
+from tune.lookup import did_you_mean
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
@@ -84,6 +85,17 @@ def parted(options: list[str], default: str = "torchrun") -> tuple[str, list[str
     parser.add_argument("--launcher", default=default)
     chosen, others = parser.parse_known_args(options)
     return chosen.launcher, others
+
+
+def parse(parser: ArgumentParser, arguments: list[str]) -> tuple[Namespace, list[str]]:
+    """Its options, and the settings of a recipe beside them. Raises TuneError for an option that is none."""
+    options, rest = parser.parse_known_args(arguments)
+    if unknown := [each for each in rest if re.match("-(?!-(config|debug)(=|$))", each)]:
+        known = [each for each in parser._option_string_actions if each.startswith("--")]
+        name, _, value = unknown[0].partition("=")
+        setting = f"Settings are given without dashes: {name.lstrip('-')}={value or '...'}"
+        raise TuneError(f"{name}: is not an option.{did_you_mean(name, known)} --help lists them. {setting}")
+    return options, rest
 
 
 def positive(text: str) -> int:

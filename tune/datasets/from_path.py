@@ -175,16 +175,17 @@ def _chunks(
         seen.add(each[1])
         enough = seen.rows >= TRUSTED if most else start is not None or len(seen.mistakes) == NAMES_SHOWN
         if enough:
-            _require_few_bad_rows(seen, most, source.name)
+            _require_few_bad_rows(seen, most, source.name, "the first ")
         yield each
     _require_few_bad_rows(seen, most, source.name)
 
 
-def _require_few_bad_rows(seen: Accounting, max_bad_share: float, name: str) -> None:
+def _require_few_bad_rows(seen: Accounting, max_bad_share: float, name: str, which: str = "") -> None:
     bad = seen.dropped[CANNOT_BE_USED]
     if bad > max_bad_share * seen.rows:
         share = f", more than dataset.max_bad_share={max_bad_share}" if max_bad_share else ""
-        raise TuneError("\n  ".join([f"{name}: {bad:,} of {seen.rows:,} rows cannot be used{share}:", *seen.mistakes]))
+        found = f"{name}: {bad:,} of {which}{seen.rows:,} rows cannot be used{share}:"
+        raise TuneError("\n  ".join([found, *seen.mistakes]))
 
 
 def _for_rows_like(row: dict[str, Any], place: str, reader: RowReader, accounting: Accounting) -> RowReader:

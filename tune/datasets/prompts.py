@@ -153,7 +153,9 @@ def _prompt(
     named = {**row, **{ours: row.get(theirs) for ours, theirs in (columns or {}).items()}}
     if isinstance(text := named.get("prompt"), str):
         require_meaning(row, ["prompt"], Plain(text, ""), ignore)
-        return Prompt(index, [*tokenizer.prefix_ids, *tokenizer.encode(text)], row)
+        if not (tokens := [*tokenizer.prefix_ids, *tokenizer.encode(text)]):
+            raise TuneError("prompt is empty, and the tokenizer writes no BOS before it")
+        return Prompt(index, tokens, row)
     if isinstance(named.get("instruction"), str):
         named["messages"] = [{"role": "user", "content": question_of(named)}]
     column = next((each for each in ("prompt", "messages", "conversations") if named.get(each)), None)

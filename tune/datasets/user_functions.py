@@ -70,11 +70,15 @@ def applied(path: str, setting: str, row: dict[str, Any]) -> Any:
 def called(what: str, function: Callable[..., Any], *given: Any) -> Any:
     """What the user's function gives. Raises TuneError if it raises, which says that `what` fails and where."""
     try:
-        return function(*given)
+        found = function(*given)
     except TuneError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
         own = [each for each in frames if not any(Path(each.filename).is_relative_to(folder) for folder in INSTALLED)]
         place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
         raise TuneError(f"{what}: {type(error).__name__}: {error}{place}") from error
+    if inspect.iscoroutine(found):
+        found.close()
+        raise TuneError(f"{what}: it is async, and nothing awaits it; call asyncio.run in it")
+    return found

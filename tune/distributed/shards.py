@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-LARGE = 2**24  # numbers from which on a copy of all of them counts
+LARGE = 2**21  # numbers from which on a copy of all of them counts
 
 
 def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:

@@ -58,6 +58,7 @@ class Reward:
 
 
 def _finite(value: Any, found: str) -> float:
+    value = value.item() if getattr(value, "shape", None) == () else value  # of numpy or torch
     if not isinstance(value, Real) or not math.isfinite(value):
         raise TuneError(f"{found}; it must give a finite number")
     return float(value)
@@ -93,9 +94,10 @@ class Episode:
     reward: float = 0.0
 
     def add(self, completion: Completion) -> None:
+        self.text = f"{self.text}\n{completion.text}" if self.log_probs else completion.text
         self.tokens += completion.tokens
         self.log_probs += completion.log_probs
-        self.text, self.finish = self.text + completion.text, completion.finish
+        self.finish = completion.finish
 
     def sample(self, advantage: float = 0.0) -> Sample:
         """The prompt with the episode, whose sampled tokens are learned. Its columns are the `advantage`, the `reward`,

@@ -14,6 +14,7 @@ SHUTDOWN_SECONDS = "600"
 
 def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder: Path) -> None:
     """Run the recipe under an agent of torchrun in this process."""
+    import torch
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -25,6 +26,8 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
         chosen = torchrun.parse_args([*options, str(recipe), *settings])
         if (count := chosen.nproc_per_node) == "0" or count.startswith("-"):
             raise TuneError(f"torchrun: --nproc-per-node {count} starts no process. Give 1 or more, or auto")
+        if count.isdecimal():  # torchrun would give each process one of the threads that torch takes for one
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // int(count))))
         if chosen.master_port == 0:
             raise TuneError("torchrun: no process finds port 0. Leave --master-port out: a free one is taken")
         if ":" in chosen.nnodes:  # elastic

@@ -50,7 +50,7 @@ def best(settings: dict[str, Any], device: Device, processes: int) -> dict[str, 
     """The settings of the fastest layout that fits. Raises TuneError."""
     from tune.preflight.planning import Job  # imports what a training does not need
 
-    plan = Job(OmegaConf.create(settings), device).search(processes)[0]
+    plan = Job(OmegaConf.create(settings), device, processes).search()[0]
     if not plan.fits:
         raise TuneError(
             f"no layout of {processes} processes fits {device.memory:,.1f} GiB: the smallest needs "

@@ -20,7 +20,8 @@ Arguments = dict[str, Setting]  # of rows: the arguments of tune.datasets.load
 
 
 def model(run: Migration, key: str, value: str) -> None:
-    run.put(key, *_folder(value, "teacher.path" if "teacher" in key else "model.path"))
+    target = "teacher.path" if "teacher" in key else "reference" if key == "ref_model" else "model.path"
+    run.put(key, *_folder(value, target))
 
 
 def reward_model(run: Migration, key: str, value: str) -> None:

@@ -149,7 +149,7 @@ class Migration:
                 self.set(target, self.recipe if target == "recipe" else value, key, note=note)
         elif targets[0].startswith("adapter."):
             self.said[key] = "same by default", "no adapter is trained"
-        elif value is False or (value == 1 and targets[0].startswith("parallel.")):
+        elif value == 0 or (value == 1 and targets[0].startswith("parallel.")):
             self.said[key] = "same by default", "off there too"
         else:
             self.said[key] = "no counterpart", f"{self.recipe} has no {targets[0]}"

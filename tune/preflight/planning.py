@@ -102,20 +102,22 @@ def _field(key: str) -> str:
 
 
 class Job:
-    """What the settings train on such a device. The data need not exist: all rows have `max_seq_len` tokens.
+    """What the settings train on such devices, in so many processes. The data need not exist: all rows have
+    `max_seq_len` tokens.
 
     Raises:
         TuneError: this recipe, or this setting, is not planned.
     """
 
-    def __init__(self, cfg: DictConfig, device: Device):
-        cfg = as_rows(cfg)
+    def __init__(self, cfg: DictConfig, device: Device, processes: int):
+        cfg, device = as_rows(cfg), device.shared_by(processes)
         with torch.device("meta"):
             model = instantiate(cfg.model)
         if OmegaConf.select(cfg, "quantization.float8") and not (device.is_host or device.float8):
             raise TuneError(f"quantization.float8: {device.name} has no products in float8. Leave it out")
         alter(cfg, model, torch.device("cpu" if device.is_host else "cuda"), lambda _, make: make())
-        self.cfg, self.device, self.hidden = cfg, device, getattr(model.config, "hidden_size", 0)
+        self.cfg, self.device, self.processes = cfg, device, processes
+        self.hidden = getattr(model.config, "hidden_size", 0)
         self.chosen = tuple(key for key in CHOSEN if "parallel." not in key or _field(key) in cfg.parallel)
         self.subjects = subjects(cfg, model)
         self.flops = flops_per_token(model, cfg.max_seq_len)
@@ -141,19 +143,19 @@ class Job:
         self.experts = max(getattr(each, "num_experts", 1) for each in model.modules())
         self.blocks = functools.cache(functools.partial(split_blocks, model, length=cfg.max_seq_len))
 
-    def layout(self, processes: int) -> Layout:
+    def layout(self) -> Layout:
         """That of the settings."""
         found = Layout(**self._settings(*CHOSEN, *KEPT))
         if cast(Any, found.dp_shard) == "auto":
-            found = replace(found, dp_shard=processes // (found.dp_replicate * found.cp * found.tp * found.pp))
+            found = replace(found, dp_shard=self.processes // (found.dp_replicate * found.cp * found.tp * found.pp))
         if found.pp_schedule not in ("1f1b", "gpipe"):
             raise TuneError(f"parallel.pp_schedule: {found.pp_schedule} is not planned yet; planned are 1f1b and gpipe")
         if found.zero_stage == 0:
             found = replace(found, dp_replicate=found.data, dp_shard=1)
-        if found.size != processes:
+        if found.size != self.processes:
             raise TuneError(
                 f"parallel: dp_replicate={found.dp_replicate} x dp_shard={self.cfg.parallel.dp_shard} x cp={found.cp} "
-                f"x tp={found.tp} x pp={found.pp} does not make --world-size {processes}"
+                f"x tp={found.tp} x pp={found.pp} does not make --world-size {self.processes}"
             )
         if found.shards % found.ep:
             raise TuneError(f"parallel.ep: {found.ep} does not divide dp_shard x cp, which are {found.shards}")
@@ -260,18 +262,18 @@ class Job:
             found.setdefault((*ends, *kinds), Stage(whole.stage(kinds, *ends), held, sent))  # the first holds most
         return list(found.values())
 
-    def search(self, processes: int) -> list[Plan]:
-        """Layouts of so many processes, the fastest that fit first, then the smallest, by docs/planning.md."""
+    def search(self) -> list[Plan]:
+        """All layouts, the fastest that fit first, then the smallest, by docs/planning.md."""
         found: list[Plan] = []
-        for axes in self._axes(processes):
+        for axes in self._axes():
             try:
-                found += self._plans(processes, *axes)
+                found += self._plans(*axes)
             except TuneError as error:
                 if axes == (1, 1, 1, 1) or not str(error).startswith("parallel."):
                     raise
         if not found:
             raise TuneError(
-                f"global_batch_size={self.cfg.global_batch_size} cannot be divided over {processes} processes: "
+                f"global_batch_size={self.cfg.global_batch_size} cannot be divided over {self.processes} processes: "
                 "set it to a multiple of them"
             )
 
@@ -282,7 +284,7 @@ class Job:
             found[0] = exact  # it was on a line through fewer rows
         return found
 
-    def _axes(self, processes: int) -> Iterator[tuple[int, int, int, int]]:
+    def _axes(self) -> Iterator[tuple[int, int, int, int]]:
         """Sizes of tp, cp, ep and pp, the simplest first."""
         parallel, node = self.cfg.parallel, self.device.per_node
         sizes = {
@@ -292,12 +294,12 @@ class Job:
             "tp": min(node, 8) if "tp" in parallel else 1,
         }
         for pp, cp, ep, tp in itertools.product(*(_powers(0, most) for most in sizes.values())):
-            rest = processes // (tp * cp * pp)
-            if rest * tp * cp * pp == processes and rest * cp % ep == 0:
+            rest = self.processes // (tp * cp * pp)
+            if rest * tp * cp * pp == self.processes and rest * cp % ep == 0:
                 yield tp, cp, ep, pp
 
-    def _plans(self, processes: int, tp: int, cp: int, ep: int, pp: int) -> Iterator[Plan]:
-        data = processes // (tp * cp * pp)
+    def _plans(self, tp: int, cp: int, ep: int, pp: int) -> Iterator[Plan]:
+        data = self.processes // (tp * cp * pp)
         rows = self.cfg.global_batch_size // data if self.cfg.global_batch_size % data == 0 else 0
         first = Layout(**self._settings(*KEPT), tp=tp, cp=cp, ep=ep, pp=pp)
         micros = [rows] if first.optimizer_in_backward else _powers(rows, rows // pp)
@@ -353,8 +355,8 @@ def calibrate(run: Path, device: Device) -> Device:
     if "group_size" in cfg:
         raise TuneError("--calibrate: what a run samples is of any length. Take a run of full_finetune")
     cfg.max_seq_len = round(median(each["tokens"] for each in steps) / cfg.global_batch_size)
-    job = Job(cfg, device)
-    plan = job.plan(job.layout(json.loads(files["run.json"].read_text())["processes"]))
+    job = Job(cfg, device, json.loads(files["run.json"].read_text())["processes"])
+    plan = job.plan(job.layout())
     measured = median(each["step_seconds"] - each["data_seconds"] for each in steps)
     waits = sum(plan.seconds[name] for name in ("tensor", "sharding", "offload"))
     speed = (plan.step_seconds - waits) / max(measured - waits, 0.1 * measured)
