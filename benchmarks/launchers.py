@@ -1,10 +1,11 @@
-"""What a launcher adds to a step: two processes by torchrun and by Ray, in turns.
+"""What a launcher adds to a step: processes by torchrun and by Ray, in turns, with a thread each.
 
     python benchmarks/launchers.py --steps 60 --times 3 model.path=./model dataset.path=./rows.jsonl max_seq_len=128
 
 Prints of each run, from its tenth step to its last but one, the seconds of a step (median), the CPU seconds that the
-two training processes take for it, and those of all processes of the launcher beside them; then the medians of Ray's
-share more, over the pairs. On a machine with other work the CPU seconds are what can be compared. Linux.
+training processes take for it, and those of all processes of the launcher beside them; then the medians of Ray's
+share more, over the pairs. On a machine with other work the CPU seconds are what can be compared; where the processes
+have all cores, what Ray does beside them is taken from them. Linux.
 """
 
 import argparse
@@ -42,12 +43,12 @@ def cpu_seconds(folder: Path) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def measured(launcher: str, steps: int, settings: list[str], folder: Path) -> tuple[float, float, float]:
-    command = ["-m", "tune.cli", "run", "--launcher", launcher, "--nproc-per-node", "2", "full_finetune", *settings]
+def measured(launcher: str, count: int, steps: int, settings: list[str], folder: Path) -> tuple[float, float, float]:
+    command = ["-m", "tune.cli", "run", "--launcher", launcher, f"--nproc-per-node={count}", "full_finetune"]
     run = subprocess.Popen(
-        [sys.executable, *command, f"output_dir={folder}"],
+        [sys.executable, *command, *settings, f"output_dir={folder}"],
         stdout=subprocess.DEVNULL,
-        env=os.environ | {"BENCHMARK": str(folder)},
+        env=os.environ | {"BENCHMARK": str(folder), "OMP_NUM_THREADS": "1"},
     )
 
     def reached(step: int) -> tuple[int, tuple[float, float]]:
@@ -66,6 +67,7 @@ def measured(launcher: str, steps: int, settings: list[str], folder: Path) -> tu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("settings", nargs="+", metavar="key=value", help="of full_finetune")
@@ -76,7 +78,8 @@ def main() -> None:
     for turn in range(options.times):
         with tempfile.TemporaryDirectory() as name:
             order = LAUNCHERS if turn % 2 == 0 else LAUNCHERS[::-1]
-            found = {each: measured(each, options.steps, settings, Path(name) / each) for each in order}
+            given = options.processes, options.steps, settings
+            found = {each: measured(each, *given, Path(name) / each) for each in order}
         ratios.append([ray / torchrun - 1 for torchrun, ray in zip(found["torchrun"], found["ray"], strict=True)])
     names = ("seconds", "CPU seconds of training", "CPU seconds of all")
     for what, shares in zip(names, zip(*ratios, strict=True), strict=True):

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,14 @@ def test_peak_is_what_the_kernel_counts():
         pytest.skip("Linux only")
     (peak,) = (int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
     assert peak_memory_gib(torch.device("cpu")) == pytest.approx(peak / 2**20, rel=0.05)
+
+
+def test_peak_memory_is_not_that_of_the_process_that_started_this_one():
+    """What getrusage says begins with that, on Linux."""
+    held = b"x" * 2**30
+    show = "import torch; from tune.loggers.hardware import peak_memory_gib as f; print(f(torch.device('cpu')))"
+    shown = subprocess.run([sys.executable, "-c", show], check=True, capture_output=True, text=True).stdout
+    assert 0.05 < float(shown) < len(held) / 2**30
 
 
 def held(tensors) -> int:

@@ -22,8 +22,9 @@ ROWS, LENGTH = 2, 128
 
 
 def job(
-    path, lora=False, nf4=False, dtype="fp32", master="fp32", rows=ROWS, length=LENGTH, device="cpu", more=(), processes=1
-) -> Job:
+    path, lora=False, nf4=False, dtype="fp32", master="fp32", rows=ROWS, length=LENGTH, device="cpu", more=(),
+    processes=1,
+) -> Job:  # fmt: skip
     recipe, given = ("lora_finetune", ["adapter.rank=4"]) if lora else ("full_finetune", [])
     given += ["quantization.weights=nf4"] if nf4 else []
     sizes = [f"max_seq_len={length}", f"global_batch_size={rows}", f"dtype={dtype}", f"master_dtype={master}"]
