@@ -34,6 +34,12 @@ def test_what_it_says(tmp_path, checkpoint, capsys):
     assert "it fits: 8 x h100" in text and "a billion tokens" in text
 
 
+def test_rows_beyond_the_positions_of_the_model_are_told(checkpoint, capsys):
+    run = ["full_finetune", f"model.path={checkpoint}", "--device", "h100", "--world-size", "1"]
+    short, long = [main(["plan", *run, f"max_seq_len={length}"]) or capsys.readouterr().err for length in (512, 600)]
+    assert short == "" and long.startswith("warning: there are rows of 600 tokens, and the model was made for")
+
+
 def test_experts_in_any_type(tmp_path, capsys):
     """torch's product of groups takes bf16 alone where tensors are fake."""
     save_checkpoint(tmp_path, "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)

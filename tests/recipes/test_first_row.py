@@ -21,12 +21,13 @@ def test_first_row_is_kept_with_what_is_learned_between_marks(inputs):
     assert row in (inputs.run / "log.txt").read_text(encoding="utf-8")
 
 
-def test_rows_beyond_the_positions_of_the_model_are_told(inputs, run_recipe, capsys):
+def test_rows_beyond_the_positions_of_the_model_are_told(inputs, run_recipe, told, capsys):
     file = inputs.model / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 16}))
     assert run_recipe([*inputs.settings("max_steps=1"), f"output_dir={inputs.folder / 'short'}"]) == 0
     (warning,) = [line for line in capsys.readouterr().out.splitlines() if "tokens, and the model was made for" in line]
     assert warning.startswith("warning: there are rows of ") and "made for 16 (max_position_embeddings" in warning
+    assert "and the model was made for 16 " in told("full_finetune", inputs.settings("max_steps=1"), "warn")
 
 
 def test_a_run_begins_with_what_looks_wrong_in_its_data(inputs, run_recipe):

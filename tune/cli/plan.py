@@ -89,6 +89,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         if is_on_the_hub(str(OmegaConf.select(cfg, key))):
             OmegaConf.update(cfg, key, shape_of(OmegaConf.select(cfg, key)))
     job = Job(cfg, device, options.world_size)
+    if job.note:
+        print(f"warning: {job.note}", file=sys.stderr)
     searches = options.search or cfg.parallel.get("auto")
     plans = job.search() if searches else [job.plan(job.layout())]
     found = plans[0].as_dict()

@@ -1,6 +1,7 @@
 """Warnings about data that can be trained on, but is probably not what was meant, with what to do."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,15 @@ def overlap(training: Mapping[str, Dataset], validation: Mapping[str, Dataset]) 
     if not (both := int(np.isin(held_out, trained_on).sum())):
         return None
     return f"{both:,} of the {len(held_out):,} validation samples are trained on too: their loss tells nothing new"
+
+
+def beyond_positions(model: Any, longest: int) -> str | None:
+    """A warning if the model was made for shorter rows than these."""
+    known = getattr(model, "max_positions", None)
+    if not known or longest <= known:
+        return None
+    limit = f"{known:,} (max_position_embeddings in its config.json): lower max_seq_len, or scale its rope"
+    return f"there are rows of {longest:,} tokens, and the model was made for {limit}"
 
 
 def warnings_about(

@@ -20,7 +20,7 @@ from tune import config, records
 from tune.datasets import DataLoader, Dataset, Mixture, PromptLoader, Stream
 from tune.datasets.display import MARKS, first_rows, marked, parts_of
 from tune.datasets.loader import require_batches
-from tune.datasets.warnings import warnings_about
+from tune.datasets.warnings import beyond_positions, warnings_about
 from tune.distributed import PACE, World, bytes_sent, repeated_blocks, undivided
 from tune.errors import TuneError
 from tune.generation import Sampler
@@ -218,10 +218,8 @@ class Run:
         tokens = accounting.tokens * rows // accounting.training_rows if accounting.training_rows else longest * rows
         self._describe_model(model, accounting.row_capacity or longest, longest, mean, rows, tokens)
         self.info(accounting.table())
-        known = getattr(model, "max_positions", None)
-        if known and accounting.longest > known:
-            limit = f"{known:,} (max_position_embeddings in its config.json): lower max_seq_len, or scale its rope"
-            self.info(f"warning: there are rows of {accounting.longest:,} tokens, and the model was made for {limit}")
+        if note := beyond_positions(model, accounting.longest):
+            self.info(f"warning: {note}")
         (row,) = first_rows(data.dataset, tokenizer)
         self.first_row = "\n".join(map(marked, row))
         start = marked(row[0], short=True).rstrip()

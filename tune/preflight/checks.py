@@ -31,7 +31,7 @@ from tune.config import instantiate, instantiate_data, instantiate_weighted, loc
 from tune.datasets.display import parts_of
 from tune.datasets.loader import require_batches
 from tune.datasets.sources.opening import open_source
-from tune.datasets.warnings import warnings_about
+from tune.datasets.warnings import beyond_positions, warnings_about
 from tune.distributed.world import World, device_type
 from tune.errors import TuneError
 from tune.generation import Reward, Sampler, check_prompts
@@ -329,6 +329,8 @@ def _data(
             told("dataset", datasets.require_kept, "reference" if compares else "teacher", part)
     for warning in warnings_about(parts_of(dataset, "training"), parts_of(validation, "validation"), tokenizer):
         told.add(warning, "dataset", Level.WARN)
+    if note := beyond_positions(model, dataset.accounting.longest):
+        told.add(note, "max_seq_len", Level.WARN)
     return None if not (is_whole and world) else told("dataset", lambda: datasets.DataLoader(
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
         seed=cfg.seed, accumulate=not cfg.optimizer_in_backward,

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tune.config import instantiate
 from tune.datasets.loader import require_batches
+from tune.datasets.warnings import beyond_positions
 from tune.devices import Device
 from tune.distributed import DTYPES, repeated_blocks
 from tune.distributed.inference import LARGE
@@ -117,7 +118,7 @@ class Job:
             raise TuneError(f"quantization.float8: {device.name} has no products in float8. Leave it out")
         alter(cfg, model, torch.device("cpu" if device.is_host else "cuda"), lambda _, make: make())
         self.cfg, self.device, self.processes = cfg, device, processes
-        self.hidden = getattr(model.config, "hidden_size", 0)
+        self.hidden, self.note = getattr(model.config, "hidden_size", 0), beyond_positions(model, cfg.max_seq_len)
         self.chosen = tuple(key for key in CHOSEN if "parallel." not in key or _field(key) in cfg.parallel)
         self.subjects = subjects(cfg, model)
         self.flops = flops_per_token(model, cfg.max_seq_len)
