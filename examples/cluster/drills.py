@@ -324,7 +324,7 @@ def drill(name: str, launcher: str, settings: list[str], folder: Path, expected:
         nodes.add_one()
     elif name == "full":
         fill(folder)
-        told = ("could not be written", "the disk is full")
+        told = ("could not be written", "the disk is full", "No space left on device")
         wait_until(lambda: any(each in launch.log.read_text() for each in told), 60, "a full disk is not told")
         reached = max(losses(folder))
         (folder / "filler").unlink()

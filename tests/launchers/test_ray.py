@@ -67,6 +67,20 @@ def test_a_cluster_that_does_not_start_is_explained(monkeypatch: pytest.MonkeyPa
         ray_cluster.connect(None, 1)
 
 
+def test_a_failure_of_rays_own_is_told_with_its_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a full disk, which its controller writes to."""
+    module = pytest.importorskip("ray")
+    from ray.train import ControllerError
+
+    def fails(*_: object) -> int:
+        raise ControllerError(OSError(28, "No space left on device"))
+
+    monkeypatch.setattr(ray, "_connected", lambda *_: (module, {"CPU": 1, "GPU": 0}, 1))
+    monkeypatch.setattr(ray, "_wait", fails)
+    with pytest.raises(TuneError, match=r"error: \[Errno 28\] No space left on device. The same command with"):
+        launcher("ray")(["--local"], tmp_path / "recipe.py", [], tmp_path / "run")
+
+
 def test_workers_are_told_to_stop_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run the recipe in a thread, which gets no signals."""
     monkeypatch.setenv("TUNE_STOP_FILE", str(tmp_path / "stop"))

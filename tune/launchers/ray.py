@@ -66,10 +66,11 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
     try:
         code = _wait(trainer, stop, tables)
     except (train.TrainingFailedError, RecipeFailed) as error:  # the second one with --local
-        failures: dict[int, Exception] = getattr(error, "worker_failures", {0: error})
-        if any(RecipeFailed.__name__ in repr(each) for each in failures.values()):
+        failures: dict[int, Exception] = getattr(error, "worker_failures", {})
+        if any(RecipeFailed.__name__ in repr(each) for each in (error, *failures.values())):
             sys.exit(2)  # it has said why
         which = ", ".join(f"worker {rank}: {str(each).splitlines()[0]}" for rank, each in failures.items())
+        which = which or " ".join(str(error).split())  # Ray's own, as on a full disk
         raise TuneError(
             f"--launcher ray: {which}. The same command with output_dir={folder} continues after the last checkpoint; "
             "--max-restarts N does so by itself"
