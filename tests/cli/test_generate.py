@@ -238,7 +238,7 @@ WRONG = {
     "too many tokens": (["MODEL", "--prompt", "a", "--max-new-tokens", "600"], "more than the 512 up to which"),
     "no tokens": (["MODEL", "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens: 0 is not a positive"),
     "a prompt that is too long": (["MODEL", "--prompts", "long.txt"], "prompt of long.txt:2 has"),
-    "nothing to go on from": (["MODEL", "--prompt", "", "--raw"], "prompt of --prompt is empty"),
+    "nothing to go on from": (["MODEL", "--prompt", "", "--raw"], "prompt is empty, and the tokenizer writes no BOS"),
     "over the prompts": (["MODEL", "--prompts", "chats.jsonl", "--out", "chats.jsonl"], "which would be lost"),
     "where to write": (["MODEL", "--prompt", "a", "--out", "notes.md/a.jsonl"], "notes.md/a.jsonl cannot be written"),
     "where to write is a folder": (["MODEL", "--prompt", "a", "--out", "RUN"], "--out RUN cannot be written: it is a"),
