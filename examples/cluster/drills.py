@@ -351,7 +351,7 @@ def drill(name: str, launcher: str, settings: list[str], folder: Path, expected:
             file.write_bytes(file.read_bytes()[:100])
         launch = Launch(launcher, settings, folder)
     elif name != "full":  # a step that was under way may still be written before
-        wait_until(lambda: continuations(folder), 300, "it is not continued")
+        wait_until(lambda: bool(continuations(folder)), 300, "it is not continued")
     if reached < STEPS:
         launch.wait_for(reached + 1)
     seconds = time.monotonic() - began
