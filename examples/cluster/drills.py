@@ -366,7 +366,7 @@ def drill(name: str, launcher: str, settings: list[str], folder: Path, expected:
     good = same and not left and code == 0 and reached - after <= limit and (name != "sigterm" or reached == after)
     note += ", the one before taken" * ("is damaged" in (folder / "log.txt").read_text())
     print(
-        f"| {name} | {launcher} | {reached - after} | {seconds:.0f} | {'bitwise' if same else 'DIFFERS'} | "
+        f"| {name} | {launcher} | {max(0, reached - after)} | {seconds:.0f} | {'bitwise' if same else 'DIFFERS'} | "
         f"{len(left) or 'none'} | {'as wanted' if good else 'WRONG'}{note} |",
         flush=True,
     )

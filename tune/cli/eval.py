@@ -34,7 +34,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         option = "--adapter" if name == "adapters" else f"--{name.replace('_', '-')}"
         action = "store_true" if values.get(key) is False else "append"
         parser.add_argument(option, dest=key, action=action)
-    options, rest = run.parse(parser, arguments)
+    options, rest = run.parse_options(parser, arguments)
     settings = []
     for key in keys.values():
         if (given := getattr(options, key)) is True:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from tune.cli.download import hub
 from tune.cli.prepare import settings
-from tune.cli.run import parse, positive
+from tune.cli.run import parse_options, positive
 from tune.devices import DEVICES
 from tune.devices import device as device_named
 from tune.errors import TuneError
@@ -67,7 +67,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--calibrate", metavar="RUN", help="learn from a run on such a device: RUN/device.json")
     parser.add_argument("recipe", metavar="RECIPE", nargs="?")
-    options, rest = parse(parser, arguments)
+    options, rest = parse_options(parser, arguments)
     if not (options.recipe or options.calibrate):
         parser.error("RECIPE is missing")
 

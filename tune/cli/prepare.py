@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from tune import config
-from tune.cli.run import default_config, parse
+from tune.cli.run import default_config, parse_options
 from tune.errors import TuneError
 from tune.secrets import without_secrets
 
@@ -20,7 +20,7 @@ from tune.secrets import without_secrets
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = "tune prepare RECIPE [--config FILE_OR_NAME] [key=value ...]"
     parser.add_argument("recipe", metavar="RECIPE")
-    options, rest = parse(parser, arguments)
+    options, rest = parse_options(parser, arguments)
     cfg = settings(options.recipe, rest)
 
     from tune.datasets import Stream

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tune.cli.prepare import prompts_of, settings
-from tune.cli.run import parse, positive
+from tune.cli.run import parse_options, positive
 from tune.collators import IGNORE
 from tune.config import instantiate, instantiate_data
 from tune.datasets.display import MARKS, Document, first_rows, histogram, marked, parts_of
@@ -43,7 +43,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--source", metavar="NAME", help="only this: training, validation, or a source of a mixture")
     parser.add_argument("--html", metavar="FILE", help="write a page instead")
     parser.add_argument("recipe", metavar="RECIPE")
-    options, rest = parse(parser, arguments)
+    options, rest = parse_options(parser, arguments)
     cfg = settings(options.recipe, rest)
 
     tokenizer = instantiate(cfg.tokenizer)

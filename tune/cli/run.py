@@ -87,8 +87,8 @@ def parted(options: list[str], default: str = "torchrun") -> tuple[str, list[str
     return chosen.launcher, others
 
 
-def parse(parser: ArgumentParser, arguments: list[str]) -> tuple[Namespace, list[str]]:
-    """Its options, and the settings of a recipe beside them. Raises TuneError for an option that is none."""
+def parse_options(parser: ArgumentParser, arguments: list[str]) -> tuple[Namespace, list[str]]:
+    """The options of a verb, and the settings of a recipe beside them. Raises TuneError if an option is unknown."""
     options, rest = parser.parse_known_args(arguments)
     if unknown := [each for each in rest if re.match("-(?!-(config|debug)(=|$))", each)]:
         known = [each for each in parser._option_string_actions if each.startswith("--")]

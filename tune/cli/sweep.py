@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tune import config, records
-from tune.cli.run import check, default_config, parse
+from tune.cli.run import check, default_config, parse_options
 from tune.cli.runs import print_table
 from tune.errors import TuneError
 from tune.ray_cluster import connect
@@ -43,7 +43,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--address", help="of a Ray cluster; default: RAY_ADDRESS, or a new one on this machine")
     parser.add_argument("--cpus-per-run", type=int, default=1)
     parser.add_argument("--gpus-per-run", type=int, help="default: 1 where the cluster has GPUs")
-    options, settings = parse(parser, arguments)
+    options, settings = parse_options(parser, arguments)
     values, settings = swept(options.over, settings)
     recipe = config.find_recipe(options.recipe)
     out = (options.out or Path(f"runs/sweep-{datetime.now():%Y%m%d-%H%M%S}")).absolute()

@@ -4,7 +4,6 @@ import re
 import resource
 import shutil
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ def peak_memory_gib(device: torch.device) -> float:
     """Peak memory of this process in GiB: allocated on its GPU, or resident on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    with suppress(OSError, TypeError):  # of Linux: getrusage begins with the peak of the process that started this one
-        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 2**20  # type: ignore[index]
+    status = Path("/proc/self/status")  # Linux: getrusage begins with the peak of the process that started this
+    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return int(found[1]) / 2**20
     unit = 1 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
