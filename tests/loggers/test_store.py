@@ -185,7 +185,8 @@ class Node:
         self.meeting.wait(20)
 
 
-def test_nodes_upload_parts_of_the_same_checkpoints(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_upload_parts_of_the_same_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"file://{tmp_path}/store/run"  # in memory, two readers of a file share its position
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(store, "LATE", 0.2)
     nodes = [Node(rank, shared, meeting) for shared, meeting in [([0, 0], threading.Barrier(2))] for rank in (0, 1)]
