@@ -2,7 +2,8 @@
 
     python benchmarks/layouts.py FOLDER [PROCESSES ...]
 
-A tiny Llama in fp32 on 1, 2 and 4 processes. Of the layouts that fit, TRIED are taken, evenly from the planned order.
+A tiny Llama in fp32 on 1, 2 and 4 processes, which share the cores. The device is calibrated on one process with the
+whole batch at once. Of the layouts that fit, TRIED are taken, evenly from the planned order.
 All are built beside each other in the same processes, and take a step each in turn, so that other work on the machine
 slows all of them. What counts is the median, over the rounds, of a layout's seconds as a multiple of the first one's.
 """
@@ -31,6 +32,7 @@ from tune.devices import DEVICES  # noqa: E402
 from tune.preflight import layout_of  # noqa: E402
 
 TRIED, ROUNDS = 12, 7
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "pp")
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
@@ -87,37 +89,55 @@ def ranks(values: list[float]) -> np.ndarray:
     return np.argsort(np.argsort(values))
 
 
+def printed(arguments: list[str], *launcher: str) -> Any:
+    """What this file, started with such arguments, prints as JSON in a line that begins with `found`."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *launcher, __file__, *arguments]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    (line,) = (each for each in done.stdout.splitlines() if each.startswith("found "))
+    return json.loads(line.removeprefix("found "))
+
+
+def rounds_of(folder: str, processes: int, layouts: list[list[str]]) -> list[list[float]]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))  # as `tune run` has it
+    return printed(["--measure", folder, json.dumps(layouts)], *launcher)
+
+
 def main() -> None:
     folder, numbers = sys.argv[1], [int(each) for each in sys.argv[2:]] or [1, 2, 4]
     if not Path(folder, "config.json").exists():
         save_checkpoint(Path(folder), **SHAPE)
+    known = min(each for (each,) in rounds_of(folder, 1, [["micro_batch_size=8"]]))
     for processes in numbers:
-        plan = [sys.executable, __file__, "--plan", folder, str(processes)]  # it makes groups that are not there
-        plans = json.loads(subprocess.run(plan, stdout=subprocess.PIPE, check=True, text=True).stdout.splitlines()[-1])
+        plans = printed(["--plan", folder, str(processes), str(known)])  # it makes groups that are not there
         tried = [plans[round(at)] for at in np.linspace(0, len(plans) - 1, min(TRIED, len(plans)))]
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command += [__file__, "--measure", folder, json.dumps([each for _, each in tried])]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
-        (line,) = (each for each in done.stdout.splitlines() if each.startswith("found "))
-        rounds = json.loads(line.removeprefix("found "))
+        rounds = rounds_of(folder, processes, [each for _, each in tried])
         times = [statistics.median(each[at] / each[0] for each in rounds) for at in range(len(tried))]
         print(f"\n{processes} processes: {len(plans)} layouts fit, {len(tried)} tried; the first takes", end=" ")
         print(f"{statistics.median(each[0] for each in rounds):.3f} s ({tried[0][0]:.3f} planned)")
         for (planned, overrides), taken in zip(tried, times, strict=True):
-            shown = " ".join(each for each in overrides if not each.endswith(("=1", "=null", "=none", "=false")))
+            unused = ("=null", "=none", "=false", "zero_stage=3", *(f"{axis}=1" for axis in AXES))
+            shown = " ".join(each for each in overrides if not each.endswith(unused))
             print(f"  planned {planned / tried[0][0]:5.2f}, measured {taken:5.2f}  {shown}")
         correlation = np.corrcoef(ranks([each for each, _ in tried]), ranks(times))[0, 1]
         print(f"  rank correlation {correlation:.2f}; the fastest takes {min(times):.2f} of the first", flush=True)
+
+
+def plan(folder: str, processes: int, known: float) -> None:
+    """Seconds and overrides of the layouts that fit, the fastest first, where the whole batch takes `known` at once."""
+    from tune.preflight.planning import Job
+
+    once, cpu = settings(folder, "micro_batch_size=8"), DEVICES["cpu"]
+    job = Job(once, cpu, 1)
+    found = Job(settings(folder), cpu.at_speed(job.plan(job.layout()).step_seconds / known), processes).search()
+    print("found", json.dumps([(each.step_seconds, each.overrides) for each in found if each.fits]))
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--measure":
         measure(sys.argv[2], json.loads(sys.argv[3]))
     elif sys.argv[1] == "--plan":
-        from tune.preflight.planning import Job
-
-        found = Job(settings(sys.argv[2]), DEVICES["cpu"], int(sys.argv[3])).search()
-        print(json.dumps([(each.step_seconds, each.overrides) for each in found if each.fits]))
+        plan(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
     else:
         main()

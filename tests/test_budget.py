@@ -22,12 +22,12 @@ CEILINGS = {
     "models": 3395,
     "optimizers": 333,
     "peft": 1481,
-    "preflight": 2193,
+    "preflight": 2194,
     "records": 331,
     "rules": 422,
     "quantization": 425,
     "tokenizers": 1157,
-    "beside": 440,  # the files beside the packages
+    "beside": 460,  # the files beside the packages
 }
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from tune.errors import TuneError, explained
 from tune.lookup import did_you_mean
 
+CACHED = 0.4
+
 
 @dataclass(frozen=True)
 class Device:
@@ -15,8 +17,10 @@ class Device:
     `tflops_fp32` as torch computes them (on NVIDIA with TF32 off), `bandwidth` of its memory and, in one direction, of
     links: between devices of a node, between nodes, to the host, all in GB/s. `product_share`, `attention_share` (of
     FlashAttention-2, which torch has) and `bandwidth_share` are what kernels reach of them, `launch` the microseconds
-    of an operation. `reserve` GiB (context, libraries) and `reserve_share` of what is allocated (fragments) are not for
-    tensors. `host_memory` is what each device has of its node's, in GiB, `capability` what torch says of a GPU."""
+    that an operation takes to begin, `latency` a collective. `reserve` GiB (context, libraries) and `reserve_share` of
+    what is allocated (fragments) are not for tensors. `host_memory` is what each device has of its node's, in GiB,
+    `capability` what torch says of a GPU. A CPU has so many `cores`, with `crowd` processes on each, where there are
+    more; what an operation reads and writes within `cache` MiB takes it `CACHED` of the time."""
 
     name: str
     memory: float
@@ -38,6 +42,10 @@ class Device:
     attention_share: float = 0.35
     float8: float = 0.0
     capability: tuple[int, int] | None = None
+    latency: float = 20.0
+    cache: float = 0.0
+    cores: int = 1
+    crowd: float = 1.0
 
     @property
     def is_host(self) -> bool:
@@ -48,20 +56,30 @@ class Device:
         """What each of so many has of it: those of a node share a CPU. Its `memory` is each one's already."""
         share = min(processes, self.per_node) if self.is_host else 1
         rates = {name: getattr(self, name) / share for name in ("tflops", "tflops_fp32", "bandwidth")}
-        return replace(self, **rates)
+        return replace(self, **rates, crowd=max(1.0, share / self.cores))
+
+    def at_speed(self, speed: float) -> "Device":
+        """The device that takes so many times less to compute."""
+        shares = ("product_share", "attention_share", "bandwidth_share")
+        return replace(self, **{name: getattr(self, name) * speed for name in shares}, launch=self.launch / speed)
 
     def seconds(self, flops: float, moved: float, dtype: str, attends: bool = False) -> float:
         """Of an operation: by its products or by its memory, whatever takes longer."""
         peak = {"fp32": self.tflops_fp32, "fp8": self.float8}.get(dtype, self.tflops)
         share = self.attention_share if attends else self.product_share
         by_memory = moved / (self.bandwidth * 1e9 * self.bandwidth_share)
-        return max(flops / (peak * 1e12 * share), by_memory, self.launch * 1e-6)
+        by_memory *= CACHED if moved < self.cache * 2**20 else 1
+        busy, launch = max(flops / (peak * 1e12 * share), by_memory), self.launch * 1e-6
+        return busy + launch if self.is_host else max(busy, launch)  # a GPU computes while the next is launched
 
     def transfer(self, moved: float, processes: int, span: int = 0) -> float:
         """Of a collective in which each process sends and gets `moved` bytes. Of so many neighbours, or with `span`
         some of so many."""
         speed = self.link if (span or processes) <= self.per_node else self.network
-        return 0.0 if processes == 1 else moved * (processes - 1) / processes / (speed * 1e9 * self.link_share) + 2e-5
+        if processes == 1:
+            return 0.0
+        latency = self.latency * self.crowd * 1e-6
+        return moved * (processes - 1) / processes * self.crowd / (speed * 1e9 * self.link_share) + latency
 
 
 DEVICES = {
@@ -71,7 +89,9 @@ DEVICES = {
     "h200": Device("h200", 141, 989, 67, 4800, 450, 50, float8=1979, capability=(9, 0)),
     "b200": Device("b200", 180, 2250, 75, 8000, 900, 50, float8=4500, capability=(10, 0)),
     "mi300x": Device("mi300x", 192, 1307, 163, 5300, 448, 50, float8=2615, capability=(9, 4)),
-    "cpu": Device("cpu", 16, 0.05, 0.1, 20, 2, 2, 20, 64, 0.7, 0.7, 0.7, 8.0, 0.4, 0.05, False, attention_share=0.7),
+    "cpu": Device(
+        "cpu", 16, 0.05, 0.1, 20, 1, 1, 20, 64, 0.7, 0.7, 0.7, 12, 0.4, 0.05, False, 200, 0.7, 0, None, 1300, 8, 2
+    ),
 }
 
 

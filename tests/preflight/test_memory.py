@@ -131,7 +131,8 @@ def test_a_line_through_one_and_two_rows_gives_four(checkpoint):
 
 @pytest.mark.parametrize(("device", "share"), [("cpu", 2), ("h100", 1)])
 def test_processes_share_a_cpu(device, share, checkpoint):
-    one, two = (job(checkpoint, rows=ROWS * each, device=device, processes=each) for each in (1, 2))
+    known = replace(DEVICES[device], launch=0.0)
+    one, two = (Job(job(checkpoint, rows=ROWS * each).cfg, known, each) for each in (1, 2))
     alone, half = one.plan(one.layout()), two.plan(two.layout())
     assert half.seconds["products"] == pytest.approx(share * alone.seconds["products"], rel=0.02)
     assert half.device.memory == alone.device.memory  # of each process
@@ -168,6 +169,31 @@ def test_time_is_that_of_operations_which_run(monkeypatch):
     assert computed == pytest.approx(moved / (device.bandwidth * 1e9 * device.bandwidth_share))
     ring = 2 * bytes_of * 7 / 8  # each process sends a share of an all-reduce so often
     assert recorder.exchange == pytest.approx(ring / (device.link * 1e9 * device.link_share) + 2e-5)
+
+
+def test_time_of_a_cpu():
+    """Its cores launch, compute and exchange one after the other; what a stage waits for, others compute."""
+    cpu = replace(DEVICES["cpu"], cores=2, tflops_fp32=0.1, bandwidth=20, cache=1, launch=10, latency=1000, link=1)
+    shares = {name: 1.0 for name in ("product_share", "bandwidth_share", "link_share")}
+    two, four = (replace(cpu, **shares).shared_by(processes) for processes in (2, 4))
+    assert (two.crowd, four.crowd) == (1, 2) and two.tflops_fp32 == 0.05
+    assert two.seconds(5e9, 0, "fp32") == pytest.approx(0.1 + 1e-5)
+    assert two.seconds(0, 1e7, "fp32") == pytest.approx(1e-3 + 1e-5)
+    assert two.seconds(0, 1e6, "fp32") == pytest.approx(0.4e-4 + 1e-5)  # from its cache
+    assert two.transfer(1e6, 2) == pytest.approx(0.5e-3 + 1e-3) and four.transfer(1e6, 2) == pytest.approx(3e-3)
+
+
+def test_stages_that_wait_leave_their_core_to_others(checkpoint):
+    """Of two stages with four micro-batches one waits for a fifth of the step, if nobody takes its core."""
+    alone, crowded = (
+        Job(each.cfg, replace(DEVICES["cpu"], cores=cores), 2)
+        for cores in (2, 1)
+        for each in [job(checkpoint, rows=4, more=["parallel.pp=2"], processes=2)]
+    )
+    waited, left = (each.plan(each.layout()).seconds for each in (alone, crowded))
+    sent = left["pipeline"] / 2  # two on one core exchange as much more slowly
+    assert sent > 0
+    assert waited["pipeline"] - sent == pytest.approx(0.25 * (waited["products"] + waited["memory"]), rel=1e-6)
 
 
 def test_time_is_that_of_elements_which_are_touched():

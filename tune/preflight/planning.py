@@ -362,8 +362,7 @@ def calibrate(run: Path, device: Device) -> Device:
     waits = sum(plan.seconds[name] for name in ("tensor", "sharding", "offload"))
     speed = (plan.step_seconds - waits) / max(measured - waits, 0.1 * measured)
     tensors = (plan.peak - plan.memory["reserve"]) / GIB
-    shares = {name: getattr(device, name) * speed for name in ("product_share", "attention_share", "bandwidth_share")}
     reserve = max(0.0, max(each["peak_memory_gib"] for each in steps) - (1 + device.reserve_share) * tensors)
-    found = replace(device, **shares, launch=device.launch / speed, reserve=reserve)
+    found = replace(device.at_speed(speed), reserve=reserve)
     (run / "device.json").write_text(json.dumps(asdict(found), indent=2) + "\n")
     return found

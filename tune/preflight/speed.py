@@ -35,13 +35,15 @@ def seconds(stage: Stage, layout: Layout, states: float, plain: bool, device: De
         parts += [(each, count) for each in intervals]
         forward, backward = (each.compute + each.exchange for each in intervals)
         again = gather(unit) if backward and not layout.units_stay_gathered else 0.0
+        if device.is_host:  # what moves the bytes are the cores that compute
+            forward = backward = 0.0
         sharding += count * gathers * max(0.0, gather(unit) - forward)
         sharding += count * every * max(0.0, again + reduce(unit) - backward)
         sharding += count * (times - every) * max(0.0, again - backward)
     busy = {name: times * sum(n * getattr(each, name) for each, n in parts) for name in Interval._fields}
     whole = trace.whole
     updated = (2 * (whole.master + whole.trained * states) + whole.master) / layout.shards
-    waits = (layout.pp - 1) / times * (busy["compute"] + busy["exchange"])
+    waits = max(0.0, (1 + (layout.pp - 1) / times) / device.crowd - 1) * (busy["compute"] + busy["exchange"])
     sends = 2 * times * device.transfer(2 * hop, 2, layout.size) if layout.pp > 1 else 0.0  # of two, each gets all
     speed = (device.host if layout.cpu_offload else device.bandwidth * device.bandwidth_share) * 1e9
     moved = 2 * trace.saved * times if layout.activation_offload else 0.0
