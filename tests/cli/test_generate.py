@@ -242,7 +242,7 @@ WRONG = {
     "over the prompts": (["MODEL", "--prompts", "chats.jsonl", "--out", "chats.jsonl"], "which would be lost"),
     "where to write": (["MODEL", "--prompt", "a", "--out", "notes.md/a.jsonl"], "notes.md/a.jsonl cannot be written"),
     "where to write is a folder": (["MODEL", "--prompt", "a", "--out", "RUN"], "--out RUN cannot be written: it is a"),
-    "what is not written": (["MODEL", "--prompt", "a", "--out", "a.csv"], "answers are written as .jsonl or .parquet"),
+    "what is not written": (["MODEL", "--prompt", "a", "--out", "a.txt"], "answers are written as .jsonl or .parquet"),
     "where to write Parquet": (["MODEL", "--prompt", "a", "--out", "notes.md/a.parquet"], "notes.md/a.parquet cannot"),
     "mixed": (["MODEL", "--prompts", "mixed.jsonl", "--max-new-tokens", "2", "--out", "a.parquet"], "no common type"),
     "launcher": (["MODEL", "--prompt", "a", "--launcher", "slurm"], "invalid choice: 'slurm'"),

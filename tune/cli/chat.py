@@ -54,7 +54,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     with (
         others(options.tp, arguments) if options.tp > 1 and "RANK" not in os.environ else nullcontext(),
-        model_at(options.model, options.step) as options.model,
+        model_at(options.model, options.step) as options.folder,
         model_at(options.compare or "") as options.compare,
     ):
         talk(options)

@@ -74,7 +74,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         parser.error("give --prompt TEXT, --prompts FILE, or prompts on standard input")
     from tune.datasets.prompts import placed_rows
 
-    if options.out and options.out.suffix in (".csv", ".tsv", ".arrow"):
+    if options.out and options.out.suffix in (".csv", ".tsv", ".arrow", ".txt"):
         parser.error(f"--out {options.out}: answers are written as .jsonl or .parquet, not as {options.out.suffix}")
     if options.out:
         with explained(f"--out {options.out} cannot be written", OSError):  # before the model is loaded
@@ -83,7 +83,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
                 raise IsADirectoryError("it is a folder")
     given = [("--prompt", {"prompt": options.prompt})]
     rows = placed_rows(options.prompts, "--prompts") if options.prompt is None else given
-    with model_at(options.model, options.step) as options.model:
+    with model_at(options.model, options.step) as options.folder:
         generate(options, rows, actors)
 
 
@@ -92,12 +92,12 @@ def opened(options: Namespace, world: Any, tell: Any) -> tuple[Any, Any, dict[st
     from tune.generation import Sampler
     from tune.peft import open_model, resolve_model
 
-    found = resolve_model(options.model, options.adapter)
+    found = resolve_model(options.folder, options.adapter)
     say = (each for each in (found.tokenizer, found.base) if (each / "generation_config.json").exists())  # or neither
     settings, words = sampling_settings(next(say, found.base), **{name: getattr(options, name) for name in SAMPLING})
     Sampler(max_new_tokens=1, **settings)  # what is wrong with them, before the model is loaded
     model, tokenizer = open_model(
-        options.model, adapters=options.adapter, device=world.device, dtype=options.dtype, peers=world.mesh["tp"]
+        options.folder, adapters=options.adapter, device=world.device, dtype=options.dtype, peers=world.mesh["tp"]
     )
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     place = f"{world.device}, shared by {options.tp} processes" if options.tp > 1 else world.device
