@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 from tune.collators import Batch
@@ -37,6 +38,26 @@ def test_flash_kernels_want_compute_capability_8(capability, fits, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     heads = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 8, 4, 64), device=torch.device("cuda"))
     assert attention._flash_fits(heads, heads, Scoring()) == fits
+
+
+@pytest.mark.parametrize("value_dim", [8, 16])
+def test_flash_kernels_have_heads_of_one_size(value_dim, monkeypatch):
+    """Latent attention has smaller ones of values. The kernel is SDPA here, a document at a time."""
+
+    def kernel(query, key, value, cu_seq_q, scale, **others):
+        assert query.shape == key.shape == value.shape
+        each = zip(*(heads.split(cu_seq_q.diff().tolist()) for heads in (query, key, value)), strict=True)
+        moved = ([heads.transpose(0, 1) for heads in document] for document in each)
+        return torch.cat(
+            [nn.functional.scaled_dot_product_attention(*d, is_causal=True).transpose(0, 1) for d in moved]
+        )
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    monkeypatch.setattr(attention, "has_flash", lambda tensor: True)
+    heads, documents = make(value_dim=value_dim)
+    assert attention._flash_fits(*(each.bfloat16() for each in heads[1:]), Scoring())
+    found = attention._flash(*heads, documents, documents, Scoring())
+    assert_close(found, by_definition(*heads, documents, Scoring()))
 
 
 def by_definition(query, key, value, documents, scoring):

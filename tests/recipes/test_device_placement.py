@@ -160,7 +160,7 @@ def test_every_family(family, step, tmp_path, monkeypatch):
     monkeypatch.setattr(
         attention,
         "_flash_fits",
-        lambda query, value, scoring: scoring.has_kernels and query.shape[-1] == value.shape[-1],
+        lambda query, value, scoring: scoring.has_kernels and query.shape[-1] >= value.shape[-1],
     )
     step("full_finetune", folder)
 

@@ -141,7 +141,7 @@ def _sdpa(
 def _flash_fits(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
     size = query.shape[-1]
     fits = query.dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= 256
-    return fits and value.shape[-1] == size and scoring.has_kernels and has_flash(query)
+    return fits and value.shape[-1] <= size and scoring.has_kernels and has_flash(query)
 
 
 def has_flash(tensor: Tensor) -> bool:
@@ -152,9 +152,12 @@ def has_flash(tensor: Tensor) -> bool:
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, attended: Documents | Part, scoring: Scoring
 ) -> Tensor:
-    """Where a document has fewer queries than keys, its last query attends to its last key."""
+    """Where a document has fewer queries than keys, its last query attends to its last key. The kernel wants heads of
+    one size: those of values are filled up with zeros."""
     from torch.nn.attention.varlen import varlen_attn
 
+    width = value.shape[-1]
+    value = F.pad(value, (0, query.shape[-1] - width))
     groups = query.shape[2] // key.shape[2]
     key, value = (heads.repeat_interleave(groups, dim=2) if groups > 1 else heads for heads in (key, value))
     output = varlen_attn(
@@ -169,4 +172,4 @@ def _flash(
         window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
     )
     assert isinstance(output, Tensor)  # a tuple only if auxiliary results are requested
-    return output.view_as(query)
+    return output.view_as(query)[..., :width]
