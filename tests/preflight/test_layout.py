@@ -1,6 +1,8 @@
 """parallel=auto: what is chosen for a run, and what is said if nothing can be."""
 
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from unittest import mock
 
 import pytest
 import torch
@@ -45,6 +47,25 @@ def test_what_cannot_be_chosen(checkpoint, monkeypatch):
         described(torch.device("cuda"))
     with pytest.raises(TuneError, match=r"parallel.auto: plan: evaluate, ppo_finetune .* are not planned"):
         layout_of(settings(checkpoint, "parallel=auto", "teacher.path=x", "on_policy.share=1", recipe="distill"))
+
+
+def test_validate_finds_what_cannot_be_planned(checkpoint, chats, told):
+    """And that Ray, which a sample of rows is read without, is not installed."""
+    path = [f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=64", "device=cpu"]
+    wanted = "parallel.auto: plan: evaluate, ppo_finetune"
+    assert wanted in told("ppo_finetune", [*path, "parallel=auto", "reward=recipes.test_grpo.share_of_a"])
+    assert told("full_finetune", [*path, "parallel=auto"]) == ""
+    ray = [*path, "dataset._component_=tune.datasets.ray", "max_steps=2"]
+    assert told("full_finetune", ray) == ""
+    with mock.patch("importlib.metadata.version", side_effect=PackageNotFoundError("ray")):
+        assert "dataset._component_: Ray needs the ray extra (pip install" in told("full_finetune", ray)
+
+
+def test_all_rows_are_read_if_asked(checkpoint, chats, told, tmp_path):
+    rows = chats.read_text().splitlines()
+    (tmp_path / "rows.jsonl").write_text("\n".join([*(rows * 1500)[:1500], '{"messages": 3}']))
+    run = [f"model.path={checkpoint}", f"dataset.path={tmp_path / 'rows.jsonl'}", "max_seq_len=64", "device=cpu"]
+    assert told("full_finetune", run) == "" and "rows.jsonl:1501" in told("full_finetune", [*run, "--all"])
 
 
 def test_what_is_known_of_a_device(monkeypatch):

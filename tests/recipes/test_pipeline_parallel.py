@@ -31,10 +31,15 @@ def test_two_stages(checkpoint, tied_checkpoint, common, tmp_path):  # noqa: F81
         "packed": [f"model.path={checkpoint}", "loss.accuracy=true", "validate_every=2"],
         "tied": [f"model.path={tied_checkpoint}", "packed=false"],
     }
-    layout = {"pp": ["parallel.pp=2", "micro_batch_size=1"]}
-    assert_one_curve("full_finetune", common, variants, layout, 2, tmp_path)
-    for name in variants:
-        files = (tmp_path / run / "model" / "model.safetensors" for run in (f"{name}, pp", f"alone/{name}"))
+    alike = [{"prompt": f"the cat and the dog went {number % 3} ", "completion": f"{number}"} for number in range(24)]
+    (tmp_path / "alike.jsonl").write_text("\n".join(map(json.dumps, alike)))
+    # Rows that begin alike, which is computed once.
+    variants["alike"] = [f"model.path={tied_checkpoint}", f"dataset.path={tmp_path / 'alike.jsonl'}", "packed=false"]
+    layouts = {"pp": ["parallel.pp=2", "micro_batch_size=1"], "pp of several": ["parallel.pp=2", "micro_batch_size=4"]}
+    names = {"packed": ["pp"], "tied": ["pp"], "alike": ["pp of several"]}
+    assert_one_curve("full_finetune", common, variants, layouts, 2, tmp_path, names)
+    for name, (layout,) in names.items():
+        files = (tmp_path / run / "model" / "model.safetensors" for run in (f"{name}, {layout}", f"alone/{name}"))
         torch.testing.assert_close(*map(load_file, files), rtol=1e-3, atol=2e-5)
 
 

@@ -391,6 +391,11 @@ def output_dir_where_nobody_may_write(inputs):
     return ["output_dir=/proc/run"]
 
 
+@wrong("output_dir", "nosuch://bucket/run cannot be used", "nosuch")
+def output_dir_in_a_store_of_no_kind(inputs):
+    return ["output_dir=nosuch://bucket/run"]
+
+
 @wrong("output_dir", "holds a run already", "resume=never", "another output_dir")
 def output_dir_of_another_run(inputs):
     return ["resume=never"]
@@ -490,7 +495,6 @@ def learning_rate_that_destroys_the_model(inputs):
 NOT_BEFORE = {weights_that_are_not_finite, learning_rate_that_destroys_the_model}
 NOT_BEFORE |= {resume_from_a_damaged_checkpoint, resume_with_more_layers, resume_with_fewer_layers}
 NOT_BEFORE |= {resume_with_a_wider_model, resume_with_another_optimizer, resume_with_an_optimizer_without_states}
-NOT_BEFORE |= {resume_from_an_earlier_step_in_place}
 
 
 @pytest.mark.parametrize(("spoil", "says"), CASES)

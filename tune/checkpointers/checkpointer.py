@@ -30,7 +30,14 @@ from tune.atomic import CHECKPOINT
 from tune.checkpointers.best import Best
 from tune.checkpointers.disk import found_damage, gather_digests, replace_json, write_digests
 from tune.checkpointers.finite import CAUSES, STOPPED, not_finite, require_finite
-from tune.checkpointers.reading import Planner, Reader, cause_of, checkpoint_at, require_same_names
+from tune.checkpointers.reading import (
+    Planner,
+    Reader,
+    cause_of,
+    checkpoint_at,
+    require_none_later,
+    require_same_names,
+)  # fmt: skip
 from tune.distributed import World, reshard, uncut
 from tune.distributed.ray_train import is_ray_worker, report
 from tune.errors import TuneError
@@ -131,11 +138,7 @@ class Checkpointer:
         _, extra = self._states()
         for name in self.small.keys() - extra.keys():  # first, since these refuse a checkpoint of another training
             self.small[name].load_state_dict(small[name])
-        if (newest := self.newest()) and newest.name > f"step-{small['step']:08d}":
-            raise TuneError(
-                f"resume: continuing after step {small['step']} would replace {newest} of another attempt. Give "
-                "another output_dir, or resume=auto to continue that one"
-            )
+        require_none_later(small["step"], self.newest())
         self._restore(path, small, extra)
         self.best.load_state_dict(small.get("best", {}))
         self.saved = self.reported = small["step"]

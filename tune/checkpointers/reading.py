@@ -49,6 +49,15 @@ def checkpoint_at(path: Path) -> Path:
     return found
 
 
+def require_none_later(step: int, newest: Path | None) -> None:
+    """Raises TuneError if to continue after `step` would replace the newest checkpoint of the run folder."""
+    if newest and newest.name > f"step-{step:08d}":
+        raise TuneError(
+            f"resume: continuing after step {step} would replace {newest} of another attempt. Give another output_dir, "
+            "or resume=auto to continue that one"
+        )
+
+
 def cause_of(error: BaseException) -> str:
     """What went wrong, of an error of DCP on whatever process."""
     if not isinstance(error, CheckpointException):

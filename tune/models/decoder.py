@@ -205,7 +205,7 @@ class Decoder(nn.Module):
         elif cache is not None:
             hidden = hidden[:, -1:]
         hidden, weight = self.output_operands(hidden)
-        if shared is not None:
+        if shared is not None and self.running.stop == len(self.config.layers):  # a stage passes it on as it is
             hidden = shared.of_batch(hidden)
         softcap = self.config.logit_softcap
         function: Any = head or self.logits

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
+import fsspec
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -27,18 +28,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tune import checkpointers, datasets, distributed, evaluation, optimizers, peft, quantization
 from tune.checkpointers import open_checkpoint, require_same_vocabulary
+from tune.checkpointers.reading import require_none_later
 from tune.config import instantiate, instantiate_data, instantiate_weighted, local_folder
 from tune.datasets.display import parts_of
 from tune.datasets.loader import require_batches
 from tune.datasets.sources.opening import open_source
 from tune.datasets.warnings import beyond_positions, warnings_about
+from tune.devices import DEVICES
 from tune.distributed.world import World, device_type
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.generation import Reward, Sampler, check_prompts
 from tune.loggers import run_folder
 from tune.loggers.hardware import disk_note
 from tune.loggers.sinks import require_installed
-from tune.lookup import locate
+from tune.lookup import locate, needs
 from tune.losses import MostProbable
 from tune.models.build import prepare_scores
 from tune.rules import Facts, Finding, Level, judge
@@ -148,6 +151,8 @@ def _check(told: Told, world: World | None, rows: int | None) -> None:
     if "tokenizer" in cfg and (model or Path(str(told.value("model.path"))).is_dir()):  # else it is told once
         tokenizer = told("tokenizer", lambda: instantiate(cfg.tokenizer))
     rewards = _others(told, tokenizer)
+    if world and model and told.value("parallel.auto"):
+        told("parallel.auto", _require_planned, cfg, world.size)
     if world and "global_batch_size" in cfg:
         sizes = cfg.global_batch_size, cfg.micro_batch_size, not cfg.get("optimizer_in_backward")
         told("global_batch_size", require_batches, world.data_size, *sizes, world.num_stages)
@@ -192,9 +197,26 @@ def _require_versions(told: Told) -> None:
                     told.add(f"{found} is installed; pip install '{wanted.name}{wanted.specifier}'", wanted.name)
 
 
+def _require_ray() -> None:
+    with needs("ray", "Ray"):
+        metadata.version("ray")  # without an import, which takes long
+
+
+def _require_planned(cfg: DictConfig, processes: int) -> None:
+    from tune.preflight.planning import Job  # it imports this
+
+    try:
+        Job(cfg, DEVICES["cpu"], processes)
+    except TuneError as error:
+        raise TuneError(f"parallel.auto: {error}") from error
+
+
 def _require_folder(cfg: DictConfig) -> None:
     """Check the run folder as the run does, and remove what that has made."""
-    folder = local_folder(cfg.get("output_dir") or "runs")
+    folder = local_folder(url := cfg.get("output_dir") or "runs")
+    if "://" in url:
+        with explained(f"output_dir: {url} cannot be used", ValueError, ImportError):
+            fsspec.get_filesystem_class(url.partition("://")[0])
     mark, made = folder / ".validate", [each for each in (folder, *folder.parents) if not each.exists()]
     found = run_folder.refusal(folder, cfg.get("resume", "auto"), mark, bool(cfg.get("adapter")))
     with suppress(OSError):
@@ -288,6 +310,7 @@ def _data(
         if rows and OmegaConf.select(given, f"{key}._component_") in LOADED:
             given[key].take = min(given[key].get("take") or rows, rows)
             if given[key]._component_ == LOADED[2]:  # no cluster is started for so few rows
+                told(f"{key}._component_", _require_ray)
                 given[key] |= {"_component_": LOADED[0], "streaming": True}
     if "evaluate" in cfg and world:
         for other, nothing in (("tasks", []), ("prompts", None)):  # both are told, not the first that is wrong
@@ -340,6 +363,9 @@ def _data(
 def _require_continuable(told: Told, data: Any) -> None:
     """Check that the run can continue its checkpoint, by what that says of itself without its tensors."""
     folder, resume = local_folder(told.cfg.get("output_dir") or "runs"), told.cfg.get("resume", "never")
-    found = told("resume", run_folder.continued, folder, resume)
-    if found and data is not None:
-        told("resume", lambda: data.load_state_dict(json.loads((found / "state.json").read_text())["data"]))
+    if (found := told("resume", run_folder.continued, folder, resume)) is None:
+        return
+    state = json.loads((found / "state.json").read_text())
+    told("resume", require_none_later, state["step"], run_folder.continued(folder, "auto"))
+    if data is not None:
+        told("resume", lambda: data.load_state_dict(state["data"]))

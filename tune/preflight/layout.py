@@ -65,7 +65,7 @@ def described(here: torch.device) -> Device:
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / beside / 2**30
     if here.type == "cpu":
-        return replace(DEVICES["cpu"], memory=host, host_memory=host, per_node=beside)
+        return replace(DEVICES["cpu"], memory=host, host_memory=host, per_node=beside, cores=os.cpu_count() or 1)
     name = torch.cuda.get_device_name(here) if here.type == "cuda" else here.type
     if (known := named(name)) is None:
         raise TuneError(

@@ -5,11 +5,13 @@ A model with one block of each kind (and the first one) stands for the whole: bl
 
 import copy
 import itertools
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
@@ -20,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
@@ -153,7 +155,7 @@ class Recorder(TorchDispatchMode):
         return found
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
+        if any(is_traceable_wrapper_subclass_type(each) for each in types):
             return NotImplemented  # its own operations come here one by one
         if function is torch.ops.prim.device.default:  # autograd asks this of each tensor; nothing runs
             return args[0].fake_device
@@ -270,8 +272,8 @@ def trace(
 
 @contextmanager
 def _kernels(device: Device, recorder: Recorder) -> Iterator[None]:
-    """Attention and chunks of logits as on the device; weights of 4 bits become whole ones in one kernel; the first
-    process's rows; experts get as many tokens from each process."""
+    """Attention and chunks of logits as on the device; weights of 4 bits become whole ones in one kernel; a compiler
+    reads twice what it casts to 8; the first process's rows; experts get as many tokens from each process."""
     chunk_tokens, kind = chunks.default_chunk_tokens, "cpu" if device.is_host else "cuda"
 
     def whole(codes: Tensor, scales: Tensor, ranges: Any, dtype: torch.dtype, pairs: Any = None) -> Tensor:
@@ -279,11 +281,19 @@ def _kernels(device: Device, recorder: Recorder) -> Iterator[None]:
         recorder.compute += device.seconds(0, codes.nbytes + scales.nbytes + weight.nbytes, "")
         return weight
 
+    def cast(call: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        before, found = recorder.compute, call(tensor, *args, **kwargs)
+        recorder.compute = before + device.seconds(0, 2 * tensor.nbytes + tensor.numel(), "")
+        return found
+
     def first(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         return local, tuple(slice(0, size) for size in local.shape)
 
+    linears = sys.modules.get("torchao.float8.float8_linear") if recorder.fused else None  # its layers are imported
+    name = "hp_tensor_to_float8_dynamic"
     with (
+        mock.patch.object(linears, name, partial(cast, getattr(linears, name))) if linears else nullcontext(),
         mock.patch.object(attention, "has_flash", lambda tensor: device.flash),
         mock.patch.object(nf4, "dequantize", whole),
         mock.patch.object(chunks, "local_shard", first),
