@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import HANGS
 
+from tune import cli
 from tune.cli.sweep import row, swept
 from tune.errors import TuneError
 
@@ -53,6 +54,24 @@ def test_runs_that_fall_behind_end_early_and_the_best_is_first(tmp_path: Path) -
     assert early and all(5 <= each["steps"] < 30 for each in early)
     assert done.stdout.splitlines()[-10].split()[:3] == ["lr", "rank", "loss"]
     assert (tmp_path / "out" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_a_metric_that_no_run_has(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(RECIPE.replace("0.2", "0.01"))
+    (tmp_path / "defaults.yaml").write_text("lr: 1\nrank: 1\noutput_dir: null\n")
+    command = [sys.executable, "-m", "tune.cli", "sweep", "mine.py", "--over", "lr=1,2", "--metric", "los"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS)
+    assert done.returncode == 2 and "--metric los: no run has it. Did you mean 'loss'? They have " in done.stderr
+
+
+def test_component_arguments_are_checked_before_anything_starts(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = ["--over", "optimizer.lrr=1,2", f"model.path={checkpoint}", "dataset.path=none"]
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["sweep", "full_finetune", *wrong])
+    assert "optimizer.lrr: AdamW has no argument 'lrr'. Did you mean 'lr'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,26 @@ def test_a_process_that_torchrun_ends_has_nothing_to_add(
     assert end.value.code == 1 and "error" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "says", "code"),
+    [
+        ("gloo/transport/tcp/pair.cc: Connection closed by peer", "is lost: it has ended or was killed", 1),
+        ("gloo/transport/tcp/unbound_buffer.cc: Timed out waiting 60000ms for recv", "parallel.timeout: it was", 1),
+        (
+            "ImportError: /tmp/torchinductor_me/xj/a.main.so: file too short",
+            "remove it and start again. ImportError",
+            2,
+        ),
+    ],
+)
+def test_errors_of_torch_that_are_explained(
+    error: str, says: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end, explained_errors(OmegaConf.create()):
+        raise RuntimeError(error)
+    assert end.value.code == code and says in capsys.readouterr().err
+
+
 def test_other_errors_keep_their_traceback() -> None:
     with pytest.raises(RuntimeError, match="a bug"), explained_errors():
         raise RuntimeError("a bug")

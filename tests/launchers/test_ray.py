@@ -34,15 +34,16 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--nproc-per-node", "0"], "'0' is not a number of at least 1"),
+        (["--nproc-per-node", "0"], "argument --nproc-per-node: '0' is not a number of at least 1"),
         (["--nnodes", "2:1"], "--nnodes 2:1: the first number, the least, is more than the second"),
         (["--gpus-per-worker=-1"], "'-1' is not a number of at least 0"),
         (["--cpus-per-worker=half"], "'half' is not a number of at least 1"),
     ],
 )
-def test_wrong_options(options: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(TuneError, match=message):
+def test_wrong_options(options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((TuneError, SystemExit)) as error:
         launcher("ray")(options, tmp_path / "recipe.py", [], tmp_path)
+    assert message in f"{error.value} {capsys.readouterr().err}"
 
 
 def test_help_and_settings_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:

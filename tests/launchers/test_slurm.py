@@ -133,15 +133,16 @@ def test_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--nodes", "0"], "'0' is not a number of at least 1"),
+        (["--nodes", "0"], "argument --nodes: '0' is not a number of at least 1"),
         (["--gpus-per-node=two"], "'two' is not a number of at least 1"),
         (["--time", "soon"], "'soon' is not a time limit such as 90, 24:00:00 or 2-12"),
         (["--partition", "gpu"], "'gpu' is not an option. Those for sbatch are given as --option=value"),
     ],
 )
-def test_wrong_options(options: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(TuneError, match=message):
+def test_wrong_options(options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((TuneError, SystemExit)) as error:
         launch([*options, "--dry-run"], tmp_path / "recipe.py", [], tmp_path)
+    assert message in f"{error.value} {capsys.readouterr().err}"
 
 
 def test_time_limits() -> None:

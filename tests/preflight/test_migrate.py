@@ -214,6 +214,12 @@ def test_a_reference_on_the_hub_is_a_folder_to_download(tmp_path):
     assert next(entry.note for entry in run.entries() if entry.key == "ref_model") == "tune download a/base"
 
 
+def test_a_folder_that_is_here_is_no_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m" / "llama").mkdir(parents=True)
+    assert ours(converted("base_model: m/llama\nsequence_len: 8\n", tmp_path))["model.path"] == "m/llama"
+
+
 def test_units_of_batches(tmp_path):
     text = A + "micro_batch_size: 2\ngradient_accumulation_steps: 4\nrl: dpo"
     run = converted(text, tmp_path)

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from tune import config, records
-from tune.cli.run import check, default_config, parse_options
+from tune.cli.run import default_config, parse_options
 from tune.cli.runs import print_table
 from tune.errors import TuneError
+from tune.lookup import did_you_mean
 from tune.ray_cluster import connect
 
 POLL = 0.5  # seconds
@@ -50,7 +51,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     runs = [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
     for run in runs:  # wrong keys and values are found before anything starts
         if default := default_config(recipe):
-            check(default, [*settings, *(f"{key}={value}" for key, value in run.items())])
+            config.load(default, [*settings, *(f"{key}={value}" for key, value in run.items())])
     ray, resources = connect(options.address, os.cpu_count() or 1)
     gpus = int("GPU" in resources) if options.gpus_per_run is None else options.gpus_per_run
     from ray import tune as ray_tune
@@ -74,6 +75,10 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     finally:
         ray.shutdown()
     rows = [row(out / name_of(run), run, options.metric, name_of(run) in failed) for run in runs]
+    if not any(row["state"] == "failed" or row["value"] is not None for row in rows):
+        known = sorted({name for run in runs for name in records.read(out / name_of(run)).columns})
+        hint = f"{did_you_mean(options.metric, known)} They have {', '.join(known)}"
+        raise TuneError(f"--metric {options.metric}: no run has it.{hint}")
     sign = -1 if mode == "max" else 1
     rows.sort(key=lambda row: (row["value"] is None, sign * (row["value"] or 0)))
     (out / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n")

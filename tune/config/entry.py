@@ -27,6 +27,11 @@ LOST = (
     "the connection to another process of this run is lost: it has ended or was killed, often for want of memory. What "
     "its node prints says more. The same command with this run's output_dir continues after the last checkpoint"
 )
+LATE = (
+    "another process of this run has not answered within parallel.timeout: it was stopped, hangs or is very slow. The "
+    "run folder has in stacks/ where each process was. The same command with this output_dir continues after the last "
+    "checkpoint"
+)
 
 # Settings that need less memory, in the order to try: what to do, and the value where there is no less.
 LOWER: dict[str, tuple[str, Any]] = {
@@ -81,13 +86,13 @@ def explained_errors(cfg: DictConfig | None = None) -> Iterator[None]:
         message = _explanation(error, cfg or OmegaConf.create())
         if debug or message is None:
             raise
-        if rank != "0" or message == LOST:
+        if rank != "0" or message in (LOST, LATE):
             _let_torchrun_end_this()
         if rank == "0":
             _print_error(message)
         elif cfg is not None:
             _print_error(f"[rank {rank}] {message.splitlines()[0]}")
-        raise SystemExit(1 if message == LOST else 2) from None
+        raise SystemExit(1 if message in (LOST, LATE) else 2) from None
 
 
 def _settings(recipe: dict[str, Any], default: str) -> DictConfig:
@@ -128,7 +133,9 @@ def _explanation(error: Exception, cfg: DictConfig) -> str | None:
         full = f"the disk is full ({error.strerror})"
         return f"{full}: make room and run the same command with output_dir={folder}, it continues where it can"
     if name in ("DistBackendError", "DistNetworkError", "DistStoreError") or "gloo/transport" in text:
-        return LOST
+        return LATE if "timed out" in text.lower() or "operation timeout" in text else LOST
+    if "torchinductor" in text and "file too short" in text:
+        return f"torch's cache of compiled code has a file that was never finished: remove it and start again. {text}"
     if "No working C++ compiler" in text or "Failed to find C compiler" in text:
         return NO_COMPILER
     if name == "OutOfMemoryError" or isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in text:

@@ -7,6 +7,7 @@ where the run goes, the same on every attempt. `options` are those that the user
 
 import importlib
 import pkgutil
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def launcher(name: str) -> Launch:
 
 
 def count(text: str, least: int = 1) -> int:
-    """The number that an option has. Raises TuneError if it is not a whole number of at least `least`."""
-    if not text.isdigit() or int(text) < least:
-        raise TuneError(f"--launcher: '{text}' is not a number of at least {least}")
+    """The type of an option that counts something, `least` or more."""
+    if not text.isdecimal() or int(text) < least:
+        raise ArgumentTypeError(f"'{text}' is not a number of at least {least}")
     return int(text)

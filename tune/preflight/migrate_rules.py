@@ -6,7 +6,7 @@ A function that a table names with `by` gets one key; those of `FINISH` make set
 import math
 import re
 from collections import defaultdict
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tune.preflight.migration import Migration, Setting
@@ -36,7 +36,7 @@ def reward_model(run: Migration, key: str, value: str) -> None:
 
 def _folder(value: str, target: str) -> tuple[str, list[str], str]:
     """Of a name on the hub, the folder that `tune download` makes of it; the setting for it, and what to do."""
-    is_folder = value.startswith(("/", ".", "~")) or value.count("/") != 1
+    is_folder = value.startswith(("/", ".", "~")) or value.count("/") != 1 or Path(value).is_dir()
     return (value, [target], "") if is_folder else (f"./{value.split('/')[1]}", [target], f"tune download {value}")
 
 
