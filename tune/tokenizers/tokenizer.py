@@ -166,19 +166,11 @@ class Tokenizer:
         return self._templates.get("default")
 
     def apply_chat_template(
-        self,
-        messages: list[Message],
-        add_generation_prompt: bool = False,
-        tools: list | None = None,
-        template: str | None = None,
-        **variables: Any,
+        self, messages: list[Message], add_generation_prompt: bool = False, tools: list | None = None, **variables: Any
     ) -> str:
-        """The conversation as text. `tools` are JSON schemas.
-
-        `template` names one of several; else it is `tool_use` where there are tools and such a template, or the
-        default. `variables` are the template's own, such as `documents` or `enable_thinking=False`.
-        """
-        return self._template(tools, template).render(messages, add_generation_prompt, tools=tools, **variables)
+        """The conversation as text, by the template `tool_use` where there are tools and such a one, or the default.
+        `tools` are JSON schemas, `variables` the template's own, such as `documents` or `enable_thinking=False`."""
+        return self._template(tools).render(messages, add_generation_prompt, tools=tools, **variables)
 
     def supervised_spans(
         self, messages: list[Message], tools: list | None = None, **variables: Any
@@ -297,13 +289,9 @@ class Tokenizer:
                 self._added[index] = AddedToken(self._tokenizer.id_to_token(index), special=True, normalized=False)
                 self._tokenizer.add_special_tokens([self._added[index]])
 
-    def _template(self, tools: list | None, name: str | None = None) -> ChatTemplate:
-        if name is None:
-            self.require_chat_template()
-            name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
-        if name not in self._compiled:
-            raise TuneError(f"{self.path} has no chat template {name!r}; it has {', '.join(self._templates) or 'none'}")
-        return self._compiled[name]
+    def _template(self, tools: list | None) -> ChatTemplate:
+        self.require_chat_template()
+        return self._compiled["tool_use" if tools is not None and "tool_use" in self._templates else "default"]
 
     @cached_property
     def _compiled(self) -> dict[str, ChatTemplate]:
