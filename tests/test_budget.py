@@ -9,7 +9,7 @@ HOUSE = Path(tune.__file__).parent
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
     "checkpointers": 2059,
-    "cli": 2386,
+    "cli": 2382,
     "collators": 264,
     "config": 886,
     "datasets": 3969,

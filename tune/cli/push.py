@@ -4,9 +4,8 @@ folder that `tune export`, `merge` or `quantize` has written. Log in first (`hf 
 from argparse import ArgumentParser
 from pathlib import Path
 
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.lookup import needs
-from tune.secrets import without_secrets
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
@@ -29,10 +28,9 @@ def push(source: Path, repo: str, private: bool = False, token_file: Path | None
     from tune.peft.files import CONFIG
     from tune.peft.named import exported_folder
 
-    try:
+    wrong = f"'{repo}' is no name for a repository: OWNER/NAME of letters, digits, - _ and ."
+    with explained(wrong, errors.HFValidationError):
         validate_repo_id(repo)
-    except errors.HFValidationError as error:
-        raise TuneError(f"'{repo}' is no name for a repository: OWNER/NAME of letters, digits, - _ and .") from error
     folder = exported_folder(source.expanduser())
     if not has_weights(folder):
         raise TuneError(f"{folder} has no weights to upload: no *.safetensors")
@@ -43,10 +41,8 @@ def push(source: Path, repo: str, private: bool = False, token_file: Path | None
     card = folder / "README.md"
     if not card.is_file() or not card.read_text(encoding="utf-8").strip():
         raise TuneError(f"{folder} has no model card: write {card}, which says what the model was made of, and how")
-    try:
+    with explained(f"--token-file {token_file} cannot be read", OSError, ValueError):
         token = token_file.read_text().strip() if token_file else huggingface_hub.get_token()
-    except (OSError, ValueError) as error:
-        raise TuneError(f"--token-file {token_file} cannot be read: {getattr(error, 'strerror', error)}") from error
     if not token:
         raise TuneError("you are not logged in to the hub: run `hf auth login`, set HF_TOKEN, or give --token-file")
     try:
@@ -60,6 +56,6 @@ def push(source: Path, repo: str, private: bool = False, token_file: Path | None
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403) or isinstance(error, errors.RepositoryNotFoundError):
             raise TuneError(f"the hub does not let this login write {repo}: check the owner, and the token") from error
-        said = without_secrets(str(error).replace(token, "***"))
+        said = str(error).replace(token, "***")
         raise TuneError(f"the hub did not take {repo} ({said}). Check the network, and run it again") from error
     return f"{hub.endpoint}/{name}"
