@@ -86,8 +86,10 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         return
     cfg = without_data(options.recipe, rest)
     for key in ("model.path", "teacher.path", "reference"):
-        if is_on_the_hub(str(OmegaConf.select(cfg, key))):
-            OmegaConf.update(cfg, key, shape_of(OmegaConf.select(cfg, key)))
+        if is_on_the_hub(hub_id := str(OmegaConf.select(cfg, key))):
+            with hub(hub_id) as huggingface_hub:  # config.json is all that planning reads
+                file = huggingface_hub.hf_hub_download(hub_id, "config.json")
+            OmegaConf.update(cfg, key, str(Path(file).parent))
     job = Job(cfg, device, options.world_size)
     if job.note:
         print(f"warning: {job.note}", file=sys.stderr)
@@ -119,12 +121,6 @@ def without_data(recipe: str, rest: list[str]) -> DictConfig:
         if "dataset.path: is missing" not in str(error):
             raise
     return settings(recipe, [*rest, "dataset.path=none"])
-
-
-def shape_of(hub_id: str) -> str:
-    """A folder with config.json of a model on the hub, which is all that planning reads of it."""
-    with hub(hub_id) as huggingface_hub:
-        return str(Path(huggingface_hub.hf_hub_download(hub_id, "config.json")).parent)
 
 
 def show(found: dict[str, Any], plans: list[Any]) -> None:

@@ -17,7 +17,7 @@ from tune.cli.prepare import prompts_of, settings
 from tune.cli.run import parse_options, positive
 from tune.collators import IGNORE
 from tune.config import instantiate, instantiate_data
-from tune.datasets.display import MARKS, Document, first_rows, histogram, marked, parts_of
+from tune.datasets.display import MARKS, first_rows, histogram, marked, parts_of
 from tune.datasets.stream import Stream
 from tune.datasets.warnings import warnings_about
 from tune.errors import TuneError, explained
@@ -109,7 +109,9 @@ def report(parts: dict[str, tuple], tables: list[str], warnings: list[str], colo
                 yield Text(
                     f"sample {document.sample.index}: {len(document.tokens):,} tokens, {learned:,} learned", "italic"
                 )
-                yield _coloured(document) if colours else Text(marked(document))
+                # Two shades alternate, so that each token is seen.
+                pieces = ((text, STYLES[is_learned][at % 2]) for at, (text, is_learned) in enumerate(document.tokens))
+                yield Text.assemble(*pieces) if colours else Text(marked(document))
         yield Text(f"\n{name}, tokens per sample", "bold")
         yield from map(Text, _bars(histogram(dataset.lengths)))
         yield Text(f"copies of another sample: {dataset.copies:,} of {len(dataset.lengths):,}")
@@ -117,12 +119,6 @@ def report(parts: dict[str, tuple], tables: list[str], warnings: list[str], colo
         yield Text(f"\n{table}")
     yield Text("\nwarnings" if warnings else "\nno warnings", "bold")
     yield from (Text(f"  {warning}", "red") for warning in warnings)
-
-
-def _coloured(document: Document) -> Text:
-    """Two shades alternate, so that each token is seen."""
-    pieces = ((text, STYLES[is_learned][at % 2]) for at, (text, is_learned) in enumerate(document.tokens))
-    return Text.assemble(*pieces)
 
 
 def _bars(lengths: list[tuple[int, int, int]]) -> Iterator[str]:

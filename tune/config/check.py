@@ -119,7 +119,9 @@ class _Combination:
                 continue
             signature, named_in = self.signature(str(group[COMPONENT])), self.given_in[f"{key}.{COMPONENT}"]
             for name in [each for each in group if self.given_in[f"{key}.{each}"] < named_in]:
-                if name in KERNELS or not _takes(signature, name, group[name]):
+                known, value = signature.parameters.get(name), group[name]
+                is_taken = _is_open(value) or fits(value, known.annotation) if known else signature.accepts_any
+                if name in KERNELS or not is_taken:
                     del group[name]
 
     def check(self, node: DictConfig, default: Values, prefix: str = "") -> None:
@@ -224,12 +226,6 @@ def signature_of(path: str) -> Signature:
             plain = each.name.removesuffix("_")
             signature.parameters[plain if keyword.iskeyword(plain) else each.name] = each
     return signature
-
-
-def _takes(signature: Signature, name: str, value: Any) -> bool:
-    if name not in signature.parameters:
-        return signature.accepts_any
-    return _is_open(value) or fits(value, signature.parameters[name].annotation)
 
 
 def _elsewhere(key: str) -> str:

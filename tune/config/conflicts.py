@@ -80,8 +80,9 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
     if reference not in (None, *known, value("model.path")) and not Path(reference).is_dir():
         hint = did_you_mean(reference, known)
         yield "reference", f"{reference} is neither {' nor '.join(known)} nor the folder of a model.{hint}"
-    if reference not in (None, "precomputed") and not _needs_reference(value("loss._component_")):
-        yield "reference", f"{value('loss._component_')} compares with none. Leave it out, or take tune.losses.DPO."
+    loss = value("loss._component_")
+    if reference not in (None, "precomputed") and loss and not getattr(locate(loss), "needs_reference", True):
+        yield "reference", f"{loss} compares with none. Leave it out, or take tune.losses.DPO."
     if reference == "adapter_off":
         trained = [f"adapter.{each}" for each in ("path", "modules_to_save", "trainable_tokens")]
         others = " and ".join(filter(value, trained))
@@ -118,7 +119,3 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
         if value(key) and is_loaded and value("validation_dataset.path", default=True) is None:
             choices = "validation_dataset.path" + ("" if "reward" in cfg else " or dataset.validation_fraction")
             yield key, f"there is nothing to validate on. Give {choices}, or leave it out."
-
-
-def _needs_reference(loss: str | None) -> bool:
-    return loss is None or getattr(locate(loss), "needs_reference", True)

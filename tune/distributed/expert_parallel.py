@@ -66,7 +66,10 @@ def whole_experts(model: nn.Module) -> Iterator[None]:
     for mixture, _ in sharing:
         uses = mixture.experts.uses
         before.append({**uses})
-        uses |= {key: Whole(use.of(_of_all_experts(key[0]._parameters[key[1]]))) for key, use in uses.items()}
+        for (owner, kind), use in before[-1].items():
+            parameter: Any = owner._parameters[kind].detach()
+            everywhere = [Replicate(), *parameter.placements[1:]]
+            uses[owner, kind] = Whole(use.of(parameter.redistribute(placements=everywhere)))
         mixture.expert_mesh = None
     try:
         yield
@@ -74,10 +77,6 @@ def whole_experts(model: nn.Module) -> Iterator[None]:
         for (mixture, mesh), uses in zip(sharing, before, strict=True):
             mixture.experts.uses |= uses
             mixture.expert_mesh = mesh
-
-
-def _of_all_experts(parameter: Any) -> DTensor:
-    return parameter.detach().redistribute(placements=[Replicate(), *parameter.placements[1:]])
 
 
 def _mixtures(model: nn.Module) -> list[Any]:

@@ -103,14 +103,11 @@ class SharingPlan:
         width //= 2 if style == "packed_colwise" else 1
         self.counts[f"{pattern} ({width} {'inputs' if style in ROWS else 'outputs'})"] = "", width
         if style in ("colwise", "rowwise") and not kind:
+            queries, hidden = (getattr(self.config, field, None) for field in (HEADS[0], "hidden_size"))
+            head_dim = getattr(self.config, "head_dim", None) or (hidden // queries if hidden and queries else 0)
             for field in HEADS:
-                if (heads := getattr(self.config, field, None)) and width == heads * (self._head_dim or 0):
+                if (heads := getattr(self.config, field, None)) and width == heads * head_dim:
                     self.counts[f"{field}={heads}"] = "", heads
-
-    @property
-    def _head_dim(self) -> int | None:
-        heads, hidden = (getattr(self.config, field, None) for field in (HEADS[0], "hidden_size"))
-        return getattr(self.config, "head_dim", None) or (hidden // heads if hidden and heads else None)
 
     def _apply(self, module: Any, kind: str, name: str, style: str) -> None:
         parts = 2 if style == "packed_colwise" else 1

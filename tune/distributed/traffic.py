@@ -66,17 +66,14 @@ def bytes_sent(
         # with, in backward, and what they end with; the embedded tokens and the head's input, both summed, of shares.
         summed = sum(each not in whole for each in (model.embedding, model.head_module))
         found["tp"] = numbers / cp * hidden * part(tp) * (8 * len(layers) / pp + 2 + 2 * summed / pp)
-        keys_and_values = sum(_keys_and_values(layer.attention) for layer in layers)
+        attentions = [layer.attention for layer in layers]
+        keys_and_values = sum(  # numbers of a token
+            2 * each.num_kv_heads * each.head_dim if hasattr(each, "num_kv_heads") else each.pair_width
+            for each in attentions
+        )
         found["cp"] = numbers * 2 * part(cp) * keys_and_values / tp / pp
         routers = [layer.mlp.router for layer in layers if hasattr(layer.mlp, "router")]
         found["ep"] = numbers / cp * hidden * 4 * part(ep) * sum(router.chosen for router in routers) / pp
         hops = pp * world.pp_virtual - 1  # the first and the last stage send in one direction
         found["pp"] = numbers / cp * hidden * 2 * hops / pp
     return {axis: size for axis, size in found.items() if size}
-
-
-def _keys_and_values(attention: Any) -> int:
-    """Numbers of a token."""
-    if hasattr(attention, "num_kv_heads"):
-        return 2 * attention.num_kv_heads * attention.head_dim
-    return attention.pair_width

@@ -26,19 +26,15 @@ class Continuation:
         """The tokens of `sampler(model, [prompt], step=step)`, as they come; it may be left before its end."""
         sampler.check(self.model, [prompt], [0])
         completion, draws = Completion(), uniforms(sampler.seed, step, 0, 0)
-        self._make_room(len(prompt) + sampler.max_new_tokens)
+        if (length := len(prompt) + sampler.max_new_tokens) > self.capacity:
+            room = max(2 * length, 2 * CHUNK)  # twice what is needed: a growing conversation seldom needs a new cache
+            self.capacity = min(room, self.model.max_generated or room)
+            self.cache, self.known = self.model.new_cache(1, self.capacity), []
         while not sampler.is_complete(completion):
             with self.weights:
                 logits = self._read([*prompt, *completion.tokens])
             sampler.extend([completion], [next(draws)], logits)
             yield completion.tokens[-1]
-
-    def _make_room(self, length: int) -> None:
-        """Twice as much as is needed, so that a growing conversation seldom needs a new cache."""
-        if length > self.capacity:
-            room = max(2 * length, 2 * CHUNK)
-            self.capacity = min(room, self.model.max_generated or room)
-            self.cache, self.known = self.model.new_cache(1, self.capacity), []
 
     def _read(self, text: list[int]) -> Tensor:
         """The logits after `text`, `[1, vocab]`."""

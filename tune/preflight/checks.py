@@ -365,7 +365,8 @@ def _require_continuable(told: Told, data: Any) -> None:
     folder, resume = local_folder(told.cfg.get("output_dir") or "runs"), told.cfg.get("resume", "never")
     if (found := told("resume", run_folder.continued, folder, resume)) is None:
         return
-    state = json.loads((found / "state.json").read_text())
-    told("resume", require_none_later, state["step"], run_folder.continued(folder, "auto"))
-    if data is not None:
-        told("resume", lambda: data.load_state_dict(state["data"]))
+    with suppress(OSError, ValueError):  # what is damaged is told when it is read
+        state = json.loads((found / "state.json").read_text())
+        told("resume", require_none_later, state["step"], run_folder.continued(folder, "auto"))
+        if data is not None:
+            told("resume", lambda: data.load_state_dict(state["data"]))
