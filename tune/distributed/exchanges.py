@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tune.distributed.pace import waiting
 
 COLLECTIVES = torch.ops._c10d_functional  # those with names of their own in `torch.distributed` are renamed in 2.13
+How = str | tuple[list[int], list[int]]  # of rows that are sent: how many arrive from each process, and how many go
 
 
 class Peers(NamedTuple):
@@ -48,10 +49,14 @@ class Peers(NamedTuple):
         gives each its part of the gradient."""
         return _Exchanged.apply(tensor.movedim(dim, 0), "gather", "own", *self).movedim(0, dim)
 
+    def sent(self, tensor: Tensor, counts: list[int], arriving: list[int]) -> Tensor:
+        """What all have sent to this process, `arriving` rows each, which sends `counts`; in backward the other way."""
+        return _Exchanged.apply(tensor, (arriving, counts), (counts, arriving), *self)
+
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, how: str, back: str, group: str, size: int, rank: int) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, how: How, back: How, group: str, size: int, rank: int) -> Tensor:
         ctx.back, ctx.peers = back, (group, size, rank)
         return _exchange(tensor, how, group, size, rank)
 
@@ -60,14 +65,16 @@ class _Exchanged(torch.autograd.Function):
         return _exchange(gradient, ctx.back, *ctx.peers), None, None, None, None, None
 
 
-def _exchange(tensor: Tensor, how: str, group: str, size: int, rank: int) -> Tensor:
+def _exchange(tensor: Tensor, how: How, group: str, size: int, rank: int) -> Tensor:
     if how == "same":
         return tensor.view_as(tensor)
     if how == "own":
         return tensor.chunk(size)[rank].clone()  # not a view, which would keep all
     tensor = tensor.contiguous()
     with waiting():
-        if how == "sum":
+        if isinstance(how, tuple):
+            done = COLLECTIVES.all_to_all_single(tensor, *how, group)
+        elif how == "sum":
             done = COLLECTIVES.all_reduce(tensor, "sum", group)
         elif how == "gather":
             done = COLLECTIVES.all_gather_into_tensor(tensor, size, group)

@@ -6,10 +6,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tune.distributed.pace import waiting
+from tune.distributed.exchanges import Peers
 from tune.models.context import Context
 from tune.models.layers import ACTIVATIONS, MLP, MLPConfig
 from tune.models.routing import Router, RouterConfig, RoutingStats
@@ -111,50 +110,31 @@ def combine(rows: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
 
 
 class Moved(NamedTuple):
-    """Rows of `plan` that go to other processes of `mesh`: how many are `sent` to each, and `received`."""
+    """Rows of `plan` that go to other `peers`: how many are `sent` to each, and `received`."""
 
     plan: Dispatch
     sent: list[int]
     received: list[int]
-    mesh: DeviceMesh
+    peers: Peers
 
     def there(self, rows: Tensor) -> Tensor:
-        return _Exchanged.apply(rows, self.sent, self.received, self.mesh)
-
-
-class _Exchanged(torch.autograd.Function):
-    """The rows that all processes of `mesh` have sent to this one, which sends them its own; in backward gradients go
-    the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], mesh: DeviceMesh) -> Tensor:
-        ctx.back = sent, received, mesh
-        return _all_to_all(rows, received, sent, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(gradient, *ctx.back), None, None, None
-
-
-def _all_to_all(rows: Tensor, received: list[int] | None, sent: list[int] | None, mesh: DeviceMesh) -> Tensor:
-    with waiting():
-        return wait_tensor(all_to_all_single(rows.contiguous(), received, sent, mesh))
+        return self.peers.sent(rows, self.sent, self.received)
 
 
 @torch._disable_dynamo  # its sizes depend on the data; torch.compiler.disable would import the compiler here
 def on_processes(mesh: DeviceMesh, experts: nn.Module, rows: Tensor, plan: Dispatch) -> Tensor:
     """What all experts make of the `rows` of `plan`, where each process of `mesh` has a part of them, `experts`."""
-    count = len(plan.ends) // mesh.size()
+    peers, count = Peers.of(mesh), len(plan.ends) // mesh.size()
     counts = plan.ends.diff(prepend=plan.ends.new_zeros(1))
-    arriving = _all_to_all(counts, None, None, mesh)
+    arriving = peers.sent(counts, [count] * peers.size, [count] * peers.size)
     # The only wait for the device in a forward: the sizes of what is exchanged.
-    sent, received = torch.stack([counts, arriving]).view(2, mesh.size(), count).sum(dim=2).tolist()
-    moved = Moved(plan, sent, received, mesh)
-    numbers = torch.arange(count, device=rows.device).repeat(mesh.size())
+    sent, received = torch.stack([counts, arriving]).view(2, peers.size, count).sum(dim=2).tolist()
+    moved = Moved(plan, sent, received, peers)
+    numbers = torch.arange(count, device=rows.device).repeat(peers.size)
     numbers = numbers.repeat_interleave(arriving, output_size=sum(received))
-    mine = Dispatch.of(numbers[:, None], count)._replace(first=mesh.get_local_rank() * count, moved=moved)
+    mine = Dispatch.of(numbers[:, None], count)._replace(first=peers.rank * count, moved=moved)
     output = experts(dispatch(moved.there(rows), mine), mine)
-    return _Exchanged.apply(_Reorder.apply(output, mine.places, mine.order, 1), received, sent, mesh)
+    return peers.sent(_Reorder.apply(output, mine.places, mine.order, 1), received, sent)
 
 
 class _Reorder(torch.autograd.Function):
