@@ -20,7 +20,7 @@ CEILINGS = {
     "loggers": 1510,
     "losses": 919,
     "models": 3375,
-    "optimizers": 333,
+    "optimizers": 315,
     "peft": 1481,
     "preflight": 2194,
     "records": 331,

@@ -3,8 +3,6 @@
 Other optimizers are those of torch and torchao, as they are.
 """
 
-from tune.optimizers.adafactor import Adafactor
 from tune.optimizers.groups import learning_rates, parameter_groups
-from tune.optimizers.in_backward import InBackward
-from tune.optimizers.muon import Muon
 from tune.optimizers.schedules import constant, cosine, inverse_square_root, linear, warmup_stable_decay
+from tune.optimizers.updates import Adafactor, InBackward, Muon
