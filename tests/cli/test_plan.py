@@ -124,7 +124,7 @@ WRONG = {
         "take turns",
     ),
     "experts of axes": (["--device", "h100", "--world-size", "2", "parallel.ep=3"], "parallel.ep: 3 does not divide"),
-    "a price below 0": (["--device", "h100", "--price", "-2"], "argument --price: invalid price value"),
+    "a price below 0": (["--device", "h100", "--price", "-2"], "--price -2: it must be 0 or more"),
     "key": (["--device", "h100", "model.pat=x"], "model.pat"),
 }
 

@@ -51,25 +51,20 @@ BOUNDS = {
 }
 
 
-def price(text: str) -> float:
-    """The type of a price on the command line."""
-    if not float(text) >= 0:
-        raise ValueError
-    return float(text)
-
-
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = "tune plan RECIPE [--config FILE_OR_NAME] [key=value ...] --world-size N --device NAME [OPTIONS]"
     parser.add_argument("--world-size", metavar="N", type=positive, default=1, help="processes (default: 1)")
     parser.add_argument("--device", metavar="NAME", required=True, help=f"{', '.join(DEVICES)} or a FILE")
     parser.add_argument("--search", action="store_true", help="find the fastest layout that fits")
-    parser.add_argument("--price", metavar="X", type=price, help="of a device for an hour")
+    parser.add_argument("--price", metavar="X", type=float, help="of a device for an hour")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--calibrate", metavar="RUN", help="learn from a run on such a device: RUN/device.json")
     parser.add_argument("recipe", metavar="RECIPE", nargs="?")
     options, rest = parse_options(parser, arguments)
     if not (options.recipe or options.calibrate):
         parser.error("RECIPE is missing")
+    if not (options.price or 0) >= 0:
+        parser.error(f"--price {options.price:g}: it must be 0 or more")
 
     gc.disable()  # what an import makes stays: to look for garbage in it takes a quarter of its time
     from tune.preflight.planning import Job, calibrate  # imports torch
