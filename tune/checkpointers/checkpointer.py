@@ -101,7 +101,6 @@ class Checkpointer:
         small = {"schedule": schedule, "data": data, "base": base, "adapter": adapter, **(extra or {})}
         self.small: dict[str, Stateful] = {name: part for name, part in small.items() if part is not None}
         self.every, self.keep, self.asynchronous = every, keep, async_
-        self.soon = max(1, (every or 0) // 10)  # steps after which a checkpoint that was not written is tried again
         self.on_error, self.on_nan, self.refused = on_error, on_nan, 0
         self.tell = tell if world.is_main else lambda message: None
         self.best = Best(keep_best, patience, tasks.higher_is_better if tasks else {})
@@ -222,14 +221,11 @@ class Checkpointer:
         is_best = measured and self.best.step == step
         if measured and self.is_over():
             self.tell(f"stopped: {self.best} was the best, and the last {self.best.patience} were no better")
-        is_due = self.every and (step % self.every == 0 or self._is_tried_again(step))
+        soon = self.writing + max(1, (self.every or 0) // 10)  # then it is tried again, if rank 0 knows that it failed
+        is_due = self.every and (step % self.every == 0 or (step == soon and self.world.broadcast(self.failed)))
         if now or is_best or self.is_over() or is_due:
             self.metrics[step] = metrics
             self.save(step)
-
-    def _is_tried_again(self, step: int) -> bool:
-        """Whether a tenth of `every` steps ago a checkpoint could not be written, as rank 0 knows."""
-        return step == self.writing + self.soon and self.world.broadcast(self.failed)
 
     def is_over(self) -> bool:
         """Whether `keep_best` has not become better for as long as `patience` says."""
