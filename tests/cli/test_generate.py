@@ -15,8 +15,9 @@ import torch
 from helpers import HANGS, free_port, make_adapter, save_checkpoint
 from pyarrow import parquet
 
+from tune import distributed
 from tune.cli import main
-from tune.cli.generate import sampling_settings
+from tune.cli.generate import sampling_settings, turns
 from tune.tokenizers import Tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -116,6 +117,13 @@ def test_records_have_all_that_was_asked(checkpoint, tmp_path, capsys):
     assert {name: record[name] for name in row} == row and record["tokens"] <= 2
     run(capsys, *asked, tmp_path / "out.parquet")
     assert parquet.read_table(tmp_path / "out.parquet").to_pylist() == [record]
+
+
+def test_few_are_answered_at_a_time_where_that_takes_long(monkeypatch):
+    world = distributed.init("cpu")
+    assert [*turns(100, 16, world)] == [range(0, 16), range(16, 80), range(80, 100)]
+    monkeypatch.setattr("tune.cli.generate.QUICK", -1)
+    assert [*turns(40, 16, world)] == [range(0, 16), range(16, 32), range(32, 40)]
 
 
 def test_adapters_and_runs(checkpoint, files, tmp_path, capsys):
