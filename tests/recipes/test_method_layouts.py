@@ -79,7 +79,17 @@ WAYS = {  # by the number of processes
     },
 }
 FEW = [(1, ALONE), (4, "TP x FSDP")]  # of a recipe's first method all of them, of the others these
-FIGURES = ("loss", "entropy", "rewards/margins", "reward", "kl", "value_loss", "policy_loss", "validation_loss")
+FIGURES = (
+    "loss",
+    "grad_norm",
+    "entropy",
+    "rewards/margins",
+    "reward",
+    "kl",
+    "value_loss",
+    "policy_loss",
+    "validation_loss",
+)
 
 
 def logged(folder):

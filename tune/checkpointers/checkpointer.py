@@ -37,7 +37,7 @@ from tune.checkpointers.reading import (
     checkpoint_at,
     require_none_later,
     require_same_names,
-)  # fmt: skip
+)
 from tune.distributed import World, reshard, uncut
 from tune.distributed.ray_train import is_ray_worker, report
 from tune.errors import TuneError

@@ -156,8 +156,8 @@ def _flash(
     one size: those of values are filled up with zeros."""
     from torch.nn.attention.varlen import varlen_attn
 
-    width = value.shape[-1]
-    value = F.pad(value, (0, query.shape[-1] - width))
+    width, size = value.shape[-1], query.shape[-1]
+    value = F.pad(value, (0, size - width)) if width < size else value  # by 0 it would be copied
     groups = query.shape[2] // key.shape[2]
     key, value = (heads.repeat_interleave(groups, dim=2) if groups > 1 else heads for heads in (key, value))
     output = varlen_attn(

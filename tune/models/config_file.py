@@ -26,7 +26,8 @@ def read_json(file: Path, setting: str = "path") -> dict[str, Any]:
     if not file.exists():
         folder = file.parent
         if (folder / "config.yaml").exists() and not file.name.startswith("adapter"):
-            ways = {"model": f"{folder}/model", "adapter": f"adapter.path={folder}/adapter on its base"}
+            both = f"adapter.path={folder}/adapter on its base, or of both: tune export {folder} --to hf"
+            ways = {"model": f"{folder}/model", "adapter": both}
             made = next((f"Use what it made: {ways[each]}. " for each in ways if (folder / each).is_dir()), "")
             raise TuneError(
                 f"{setting}: {folder} is the folder of a run. {made}To continue the run itself, give the command that "
