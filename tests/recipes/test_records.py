@@ -2,14 +2,18 @@
 
 import json
 import re
+from pathlib import Path
 
 import full_finetune
 import lora_finetune
 import preference_finetune
 import pytest
+from browser import Browser
 from records.test_report import curves, needs_browser, shown  # noqa: F401
 
 from tune import cli, distributed, records
+
+DEMO = Path(__file__).parents[2] / ".demo" / "run"
 
 
 def test_a_run_that_is_continued(inputs, run_recipe):
@@ -124,3 +128,21 @@ def test_the_pages_of_real_runs_in_a_browser(checkpoint, chats, pairs, tmp_path,
             assert browser.ask("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     drawn = curves(shown(*(tmp_path / name for name in runs)))
     assert all(len(drawn[title]) >= 2 for title in ("Loss", "Gradient norm", "Learning rate"))
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1400, 400])
+def test_the_page_of_the_demo(width):
+    """As its run has written it; `.ci/run` asks for this after the demo."""
+    if not (DEMO / "report.html").exists():
+        pytest.skip("make demo makes the run")
+    with Browser(width=width) as browser:
+        browser.open(DEMO / "report.html")
+        losses = curves(browser)["Loss"]["loss"]
+        assert browser.ask("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        fetched = [url for url in browser.requests if not url.startswith(("file:", "data:"))]
+    assert (browser.errors, fetched) == ([], [])
+    steps = [json.loads(line) for line in (DEMO / "metrics.jsonl").read_text().splitlines()]
+    assert losses == {each["step"]: pytest.approx(each["loss"], rel=1e-5) for each in steps if "loss" in each}
+    assert (DEMO / "report.html").stat().st_size < 3 * 2**20
