@@ -29,6 +29,9 @@ def test_what_it_says(tmp_path, checkpoint, capsys):
     assert found["tokens"] == 100 * 16 * 128 and found["fits"]
     assert found["cost"] == pytest.approx(found["hours"] * 2 * 8)
     assert found["step_seconds"] == pytest.approx(sum(found["seconds"].values()))
+    numbers = sum(each.numel() for each in load_model(str(checkpoint)).parameters())
+    assert found["checkpoint_gib"] == pytest.approx(3 * 4 * numbers / 2**30, rel=1e-3)  # weights and AdamW's states
+    assert found["bottleneck"] == "memory" and "packed=true" in found["change"]  # so small a model waits for launches
     assert " minutes; a checkpoint" in plan(capsys, *run, "max_steps=1")
     text = plan(capsys, *run)
     assert "it fits: 8 x h100" in text and "a billion tokens" in text

@@ -13,11 +13,19 @@ from pathlib import Path
 import pytest
 from helpers import HANGS
 
-from tune import ray_cluster
+from tune import launchers, ray_cluster
 from tune.cli import main
 from tune.distributed import Interrupt
 from tune.errors import TuneError
 from tune.launchers import launcher, ray
+
+
+def test_a_launcher_is_one_more_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("def launch(options, recipe, settings, folder):\n    print(options, *settings)\n")
+    monkeypatch.setattr(launchers, "__path__", [*launchers.__path__, str(tmp_path)])
+    assert launcher("mine").__module__ == "tune.launchers.mine"
+    with pytest.raises(TuneError, match="They are ray, slurm, torchrun, mine"):
+        launcher("other")
 
 
 def test_unknown_launcher() -> None:

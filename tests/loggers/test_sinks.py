@@ -68,11 +68,12 @@ def test_console_in_plain_lines(capsys):
     console = Console(every=2)
     console.start(0, 4)
     for step in range(1, 5):
-        console.metrics(step, VALUES)
+        console.metrics(step, VALUES | ({"slowest_rank": 3.0, "slowest_excess": 0.24} if step == 4 else {}))
     console.close()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in lines] == ["step 2/4", "step 4/4"]
     assert "loss 0.3333" in lines[0] and "1,234 tokens/s" in lines[0] and "0.50 GiB" in lines[0]
+    assert "rank" not in lines[0] and lines[1].endswith("0.50 GiB | rank 3 takes 24% longer")
 
 
 def test_console_on_a_terminal_has_a_bar(monkeypatch, capsys):
