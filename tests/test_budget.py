@@ -22,7 +22,7 @@ CEILINGS = {
     "models": 3379,
     "optimizers": 315,
     "peft": 1481,
-    "preflight": 2231,
+    "preflight": 2233,
     "records": 331,
     "rules": 422,
     "quantization": 425,

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -344,7 +345,7 @@ def _meshes(tp: int, cp: int, ep: int) -> dict[str, DeviceMesh]:
 
 def calibrate(run: Path, device: Device) -> Device:
     """The device as it was in `run`, which is written there: with the speed, and the memory that is not for tensors, at
-    which it takes what was measured. Raises TuneError."""
+    which it takes what was measured; of a CPU with the cores of this machine. Raises TuneError."""
     files = {name: run / name for name in ("run.json", "config.yaml", "metrics.jsonl")}
     if missing := [name for name, file in files.items() if not file.is_file()]:
         raise TuneError(f"--calibrate: {run} has no {' and no '.join(missing)}: it is not the folder of a run")
@@ -356,6 +357,7 @@ def calibrate(run: Path, device: Device) -> Device:
     if "group_size" in cfg:
         raise TuneError("--calibrate: what a run samples is of any length. Take a run of full_finetune")
     cfg.max_seq_len = round(median(each["tokens"] for each in steps) / cfg.global_batch_size)
+    device = replace(device, cores=os.cpu_count() or 1) if device.is_host else device
     job = Job(cfg, device, json.loads(files["run.json"].read_text())["processes"])
     plan = job.plan(job.layout())
     measured = median(each["step_seconds"] - each["data_seconds"] for each in steps)
