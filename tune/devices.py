@@ -8,7 +8,7 @@ from pathlib import Path
 from tune.errors import TuneError, explained
 from tune.lookup import did_you_mean
 
-CACHED = 0.4
+CACHED = 0.4  # of the time that the same bytes take from memory
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Device:
     FlashAttention-2, which torch has) and `bandwidth_share` are what kernels reach of them, `launch` the microseconds
     that an operation takes to begin, `latency` a collective. `reserve` GiB (context, libraries) and `reserve_share` of
     what is allocated (fragments) are not for tensors. `host_memory` is what each device has of its node's, in GiB,
-    `capability` what torch says of a GPU. A CPU has so many `cores`, with `crowd` processes on each, where there are
-    more; what an operation reads and writes within `cache` MiB takes it `CACHED` of the time."""
+    `capability` what torch says of a GPU. A CPU has so many `cores`; `crowd` are the processes for each of them,
+    1 or more. Operations that read and write less than `cache` MiB find it in the cache."""
 
     name: str
     memory: float
@@ -40,12 +40,12 @@ class Device:
     flash: bool = True
     host_memory: float = 200
     attention_share: float = 0.35
-    float8: float = 0.0
-    capability: tuple[int, int] | None = None
     latency: float = 20.0
     cache: float = 0.0
     cores: int = 1
     crowd: float = 1.0
+    float8: float = 0.0
+    capability: tuple[int, int] | None = None
 
     @property
     def is_host(self) -> bool:
@@ -59,7 +59,7 @@ class Device:
         return replace(self, **rates, crowd=max(1.0, share / self.cores))
 
     def at_speed(self, speed: float) -> "Device":
-        """The device that takes so many times less to compute."""
+        """The device if it computes so many times as fast."""
         shares = ("product_share", "attention_share", "bandwidth_share")
         return replace(self, **{name: getattr(self, name) * speed for name in shares}, launch=self.launch / speed)
 
@@ -89,8 +89,8 @@ DEVICES = {
     "h200": Device("h200", 141, 989, 67, 4800, 450, 50, float8=1979, capability=(9, 0)),
     "b200": Device("b200", 180, 2250, 75, 8000, 900, 50, float8=4500, capability=(10, 0)),
     "mi300x": Device("mi300x", 192, 1307, 163, 5300, 448, 50, float8=2615, capability=(9, 4)),
-    "cpu": Device(
-        "cpu", 16, 0.05, 0.1, 20, 1, 1, 20, 64, 0.7, 0.7, 0.7, 12, 0.4, 0.05, False, 200, 0.7, 0, None, 1300, 8, 2
+    "cpu": Device(  # two cores of a server, and gloo
+        "cpu", 16, 0.05, 0.1, 20, 1, 1, 20, 64, 0.7, 0.7, 0.7, 12, 0.4, 0.05, False, 200, 0.7, 1300, 8, cores=2
     ),
 }
 

@@ -150,7 +150,7 @@ def test_a_process_that_torchrun_ends_has_nothing_to_add(
         ("gloo/transport/tcp/unbound_buffer.cc: Timed out waiting 60000ms for recv", "parallel.timeout: it was", 1),
         (
             "ImportError: /tmp/torchinductor_me/xj/a.main.so: file too short",
-            "remove it and start again. ImportError",
+            "TORCHINDUCTOR_CACHE_DIR to an empty folder, or remove the file, and start again: ImportError",
             2,
         ),
     ],

@@ -32,6 +32,10 @@ LATE = (
     "run folder has in stacks/ where each process was. The same command with this output_dir continues after the last "
     "checkpoint"
 )
+CUT_SHORT = (
+    "torch's cache of compiled code has a file that was never finished. Set the environment variable "
+    "TORCHINDUCTOR_CACHE_DIR to an empty folder, or remove the file, and start again:"
+)
 
 # Settings that need less memory, in the order to try: what to do, and the value where there is no less.
 LOWER: dict[str, tuple[str, Any]] = {
@@ -135,7 +139,7 @@ def _explanation(error: Exception, cfg: DictConfig) -> str | None:
     if name in ("DistBackendError", "DistNetworkError", "DistStoreError") or "gloo/transport" in text:
         return LATE if "timed out" in text.lower() or "operation timeout" in text else LOST
     if "torchinductor" in text and "file too short" in text:
-        return f"torch's cache of compiled code has a file that was never finished: remove it and start again. {text}"
+        return f"{CUT_SHORT} {text}"
     if "No working C++ compiler" in text or "Failed to find C compiler" in text:
         return NO_COMPILER
     if name == "OutOfMemoryError" or isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in text:

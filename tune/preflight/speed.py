@@ -12,7 +12,7 @@ def seconds(stage: Stage, layout: Layout, states: float, plain: bool, device: De
     other stages; a stage receives `hop` bytes for each micro-batch, and sends as many.
 
     FSDP gathers the next block, and reduces the gradients of the last one, while a block is computed: of both, the one
-    that takes longer counts. The first gathering and the last reduction are always waited for."""
+    that takes longer counts; on a CPU both do. The first gathering and the last reduction are always waited for."""
     trace = stage.trace
     shards = 1 if plain else layout.shards
     span = layout.tp * shards  # neighbours in the mesh share a node first
@@ -43,6 +43,7 @@ def seconds(stage: Stage, layout: Layout, states: float, plain: bool, device: De
     busy = {name: times * sum(n * getattr(each, name) for each, n in parts) for name in Interval._fields}
     whole = trace.whole
     updated = (2 * (whole.master + whole.trained * states) + whole.master) / layout.shards
+    # Where processes share cores, others compute while a stage waits.
     waits = max(0.0, (1 + (layout.pp - 1) / times) / device.crowd - 1) * (busy["compute"] + busy["exchange"])
     sends = 2 * times * device.transfer(2 * hop, 2, layout.size) if layout.pp > 1 else 0.0  # of two, each gets all
     speed = (device.host if layout.cpu_offload else device.bandwidth * device.bandwidth_share) * 1e9
