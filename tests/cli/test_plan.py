@@ -13,6 +13,7 @@ from tune.checkpointers import load_model
 from tune.cli import main
 from tune.devices import DEVICES
 from tune.loggers import flops_per_token
+from tune.preflight.planning import INPUT
 
 
 def plan(capsys, *arguments: str) -> str:
@@ -35,6 +36,13 @@ def test_what_it_says(tmp_path, checkpoint, capsys):
     assert " minutes; a checkpoint" in plan(capsys, *run, "max_steps=1")
     text = plan(capsys, *run)
     assert "it fits: 8 x h100" in text and "a billion tokens" in text
+
+
+def test_a_step_that_takes_less_than_to_put_its_batch_together(checkpoint, capsys):
+    run = ["full_finetune", f"model.path={checkpoint}", "max_seq_len=512", "micro_batch_size=256", "--json"]
+    found = json.loads(plan(capsys, *run, "global_batch_size=256", "--device", "b200", "--world-size", "1"))
+    assert found["step_seconds"] == pytest.approx(256 * 512 * INPUT) and found["seconds"]["input"] > 0
+    assert json.loads(plan(capsys, *run, "global_batch_size=256", "--device", "cpu"))["seconds"]["input"] == 0
 
 
 def test_rows_beyond_the_positions_of_the_model_are_told(checkpoint, capsys):

@@ -3,9 +3,11 @@
 import math
 import statistics
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_processes
 from torch.testing import assert_close
 
 from tune.generation.sampler import _kept, choose, uniforms
@@ -88,6 +90,11 @@ def test_10_000_draws_have_the_shares_of_their_tokens(settings):
     normal = ((chi_square / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
     assert normal < 3.1
     assert torch.equal(found, draws(1)) and not torch.equal(found, draws(2))
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_that_share_the_vocabulary_choose_together(processes):
+    run_processes(Path(__file__).with_name("choose_together.py"), processes)
 
 
 def test_equally_likely_tokens_are_kept_together():

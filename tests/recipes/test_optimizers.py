@@ -96,11 +96,13 @@ def state(checkpoint, folder):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", slow_but(["AdamW", "AdamW8bit"], OPTIMIZERS))
-def test_a_continued_run_is_that_without_interruption(name, recipe, common, tmp_path):
+def test_a_continued_run_is_that_without_interruption(name, recipe, common, told, tmp_path):
     settings = [*common, *RECIPES[recipe], *OPTIMIZERS[name][0]]
     whole = train(recipe, tmp_path / "whole", *settings)
     middle, end = (tmp_path / "whole" / "checkpoints" / f"step-{step:08d}" for step in (2, 4))
-    resumed = train(recipe, tmp_path / "resumed", *settings, f"resume={middle}")
+    again = [*settings, f"resume={middle}", f"output_dir={tmp_path / 'resumed'}"]
+    assert told(recipe, again) == ""
+    resumed = train(recipe, tmp_path / "resumed", *again)
     assert resumed == whole[2:]
     ours, theirs = (state(run, tmp_path) for run in (tmp_path / "resumed" / "checkpoints" / end.name, end))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
@@ -108,7 +110,7 @@ def test_a_continued_run_is_that_without_interruption(name, recipe, common, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_two_processes(recipe, common, tmp_path):
+def test_two_processes(recipe, common, told_to, tmp_path):
     """The curves of one process, which continues what they begin; bitwise among themselves, resumed or in backward."""
     common = [*common, *RECIPES[recipe], "micro_batch_size=4", "max_grad_norm=null"]
     variants = {}
@@ -125,6 +127,8 @@ def test_two_processes(recipe, common, tmp_path):
             again = tmp_path / "2" / f"{name}, resumed, shared" / "checkpoints" / "step-00000003"
             variants[f"{name}, resumed twice"] = [*settings, f"resume={again}"]
     run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "2"), json.dumps(common), json.dumps(variants))
+    lines = [[recipe, *common, *settings, f"output_dir={tmp_path / name}"] for name, settings in variants.items()]
+    assert {*told_to(2, *lines)} == {""}
     for name, (settings, tolerance) in OPTIMIZERS.items():
         two = curve(tmp_path / "2" / name)
         train(recipe, tmp_path / name, *common, *settings)

@@ -103,7 +103,7 @@ def test_several_stages_of_each_process(schedule, common, tmp_path):  # noqa: F8
 
 
 @pytest.mark.slow
-def test_continued(common, tmp_path):  # noqa: F811
+def test_continued(common, told_to, tmp_path):  # noqa: F811
     """On the same stages to the bit, by each schedule from the one before, compiled, and without stages."""
     model = save_checkpoint(tmp_path / "tied", num_hidden_layers=4, tie_word_embeddings=True)
     stages, fsdp = ["parallel.pp=2", "micro_batch_size=1"], ["micro_batch_size=2"]
@@ -119,6 +119,8 @@ def test_continued(common, tmp_path):  # noqa: F811
     }
     variants = {name: [*way, resumed.get(name, "resume=auto")] for name, way in ways.items() if name != "alone"}
     run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path), json.dumps(common), json.dumps(variants))
+    new = [*common, "parallel.pp=2", "micro_batch_size=1", f"output_dir={tmp_path / 'new'}"]
+    assert told_to(2, *(["full_finetune", *new, each] for each in resumed.values())) == [""] * len(resumed)
     full_finetune.main(config.load("full_finetune", [*common, resumed["alone"], f"output_dir={tmp_path / 'alone'}"]))
     found = {name: measured(tmp_path / name) for name in ways}
     assert found["stages"] == found["whole"][6:] and len(found["whole"]) == 15

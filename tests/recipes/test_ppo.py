@@ -121,9 +121,10 @@ def test_one_curve_on_one_and_two_processes(run, common, tmp_path):
 
 
 @pytest.mark.parametrize("adapter", slow_but([WITH_ADAPTER], [[], WITH_ADAPTER]))
-def test_a_continued_run_is_bitwise_the_same(adapter, run, tmp_path):
+def test_a_continued_run_is_bitwise_the_same(adapter, run, common, told, tmp_path):
     whole = run(*adapter, "checkpointer.every=1", "checkpointer.keep=null", folder=tmp_path / "whole")
     resume = f"resume={tmp_path / 'whole' / 'checkpoints' / 'step-00000001'}"
+    assert told("ppo_finetune", [*common, *adapter, resume, f"output_dir={tmp_path / 'continued'}"]) == ""
     continued = run(*adapter, resume, folder=tmp_path / "continued")
     names = ("loss", "reward", "value_loss", "grad_norm", "mismatch_kl")
     assert [[step[name] for name in names] for step in continued] == [

@@ -413,7 +413,7 @@ def resume_from_an_incomplete_checkpoint(inputs):
     return [f"resume={path}"]
 
 
-@wrong("resume", "step-00000002 is damaged", "__0_0.distcp is not as it was written", "the checkpoint before it")
+@wrong("resume", "step-00000002 is damaged", "__0_0.distcp is ", "the checkpoint before it")
 def resume_from_a_damaged_checkpoint(inputs):
     path = inputs.run / "checkpoints" / "step-00000002" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:100])
@@ -435,34 +435,32 @@ def resume_with_another_batch_size(inputs):
     return ["global_batch_size=8"]
 
 
-@wrong("resume", "step-00000002 cannot be read into this model and optimizer", "blocks.3")
+@wrong("resume", "step-00000002 is of another model", "missing: blocks.3.", "Restore the settings")
 def resume_with_more_layers(inputs):
     inputs.change_json("config.json", num_hidden_layers=4)
     return ["from_scratch=true"]
 
 
-@wrong("resume", "step-00000002 is of another model, it has blocks.2.", "Restore the settings")
+@wrong("resume", "step-00000002 is of another model", "not known: blocks.2.", "Restore the settings")
 def resume_with_fewer_layers(inputs):
     inputs.change_json("config.json", num_hidden_layers=2)
     return ["from_scratch=true"]
 
 
 @wrong(
-    "resume",
-    "step-00000002 cannot be read into this model",
-    "saved torch.Size([128, 64]) and current: torch.Size([160, 64])",
+    "resume", "step-00000002 is of another model", "blocks.0.mlp.gate.weight has shape [128, 64], this model [160, 64]"
 )
 def resume_with_a_wider_model(inputs):
     inputs.change_json("config.json", intermediate_size=160)
     return ["from_scratch=true"]
 
 
-@wrong("resume", "step-00000002 cannot be read into this model and optimizer", "momentum_buffer")
+@wrong("resume", "step-00000002 is of another optimizer", "has exp_avg, exp_avg_sq, step", "this one momentum_buffer")
 def resume_with_another_optimizer(inputs):
     return ["optimizer._component_=torch.optim.SGD", "optimizer.momentum=0.9", "optimizer.fused=false"]
 
 
-@wrong("resume", "step-00000002 is of another optimizer, it has exp_avg, exp_avg_sq, step", "another output_dir")
+@wrong("resume", "step-00000002 is of another optimizer", "this one no states", "another output_dir")
 def resume_with_an_optimizer_without_states(inputs):
     return ["optimizer._component_=torch.optim.SGD", "optimizer.fused=false"]
 
@@ -491,10 +489,8 @@ def learning_rate_that_destroys_the_model(inputs):
     return ["optimizer.lr=1e30", "schedule.warmup=0", "max_steps=9", f"output_dir={inputs.folder / 'new'}"]
 
 
-# What a run finds in its weights or in a checkpoint's states, or while it trains.
+# What a run finds in its weights, or while it trains.
 NOT_BEFORE = {weights_that_are_not_finite, learning_rate_that_destroys_the_model}
-NOT_BEFORE |= {resume_from_a_damaged_checkpoint, resume_with_more_layers, resume_with_fewer_layers}
-NOT_BEFORE |= {resume_with_a_wider_model, resume_with_another_optimizer, resume_with_an_optimizer_without_states}
 
 
 @pytest.mark.parametrize(("spoil", "says"), CASES)

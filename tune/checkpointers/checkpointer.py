@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -31,20 +31,20 @@ from tune.checkpointers.best import Best
 from tune.checkpointers.disk import found_damage, gather_digests, replace_json, write_digests
 from tune.checkpointers.finite import CAUSES, STOPPED, not_finite, require_finite
 from tune.checkpointers.reading import (
+    TRAINED,
     Planner,
     Reader,
     cause_of,
     checkpoint_at,
+    elsewhere,
     require_none_later,
-    require_same_names,
+    require_same,
 )
-from tune.distributed import World, reshard, uncut
+from tune.distributed import World, reshard
 from tune.distributed.ray_train import is_ray_worker, report
 from tune.errors import TuneError
 from tune.types import PositiveInt
 
-# Frozen parameters are not saved: they come from the checkpoint that the model was built from.
-TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 STORED = ".store"  # in a run folder that is uploaded: each node has its own, with what its processes write
 
 
@@ -149,7 +149,10 @@ class Checkpointer:
         reader = Reader(path)
         saved = reader.read_metadata().state_dict_metadata
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
-        state = {"model": model, "optimizer": optimizer["state"], "extra": extra}
+        tensors = {"model": model, "extra": extra}
+        states = {name.rpartition(".")[2] for name in flatten_state_dict({"states": optimizer["state"]})[0]}
+        require_same(path, saved, tensors, states, elsewhere(self.model))
+        state = tensors | {"optimizer": optimizer["state"]}
         try:
             dcp.load(state, storage_reader=reader, planner=Planner())
         except CheckpointException as error:
@@ -157,8 +160,6 @@ class Checkpointer:
                 f"resume: {path} cannot be read into this model and optimizer: {cause_of(error)}. Restore their "
                 "settings; or, if the files are damaged, remove that folder and continue from the checkpoint before it"
             ) from error
-        others = uncut(self.model).state_dict().keys() - self.model.state_dict().keys()  # what other stages have
-        require_same_names(path, saved, state, others)
         groups = optimizer["param_groups"]
         if len(groups) != (count := len(small["groups"])):
             raise TuneError(f"resume: {path} has {count} parameter groups, not {len(groups)}. Restore parameter_groups")

@@ -6,7 +6,7 @@ import operator
 import pickle
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,11 +19,16 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.serialization import _get_layout
 
 from tune.atomic import CHECKPOINT
-from tune.checkpointers.disk import found_damage
+from tune.checkpointers.disk import found_damage, shape_differences
+from tune.distributed import uncut
 from tune.errors import TuneError
+
+# Frozen parameters are not saved: they come from the checkpoint that the model was built from.
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 def read_trained(model: nn.Module, checkpoint: Path) -> None:
@@ -67,19 +72,39 @@ def cause_of(error: BaseException) -> str:
     return "; ".join(sorted("No space left on device" if "unexpected pos" in cause else cause for cause in causes))
 
 
-def require_same_names(path: Path, saved: Iterable[str], state: dict[str, Any], others: Iterable[str]) -> None:
-    """DCP refuses a checkpoint with missing names, but not one with unused names."""
-    for kind in ("model", "extra", "optimizer"):
-        known = {*flatten_state_dict({kind: state[kind]})[0], *(f"model.{name}" for name in others)}
-        found = {name for name in saved if name.startswith(f"{kind}.")}
-        if kind == "optimizer":  # the parameters are those of the model: compare the states of any of them
-            known, found = ({name.rpartition(".")[2] for name in names} for names in (known, found))
-        if unknown := sorted(name.removeprefix(f"{kind}.") for name in found - known):
-            names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
-            raise TuneError(
-                f"resume: {path} is of another {'state' if kind == 'extra' else kind}, it has {names}. Restore the "
-                "settings of that run, or start anew with resume=never and another output_dir"
-            )
+def require_same(
+    path: Path, saved: Mapping[str, Any], tensors: Mapping[str, Any], states: Iterable[str], others: Collection[str]
+) -> None:
+    """Raises TuneError if a checkpoint, by its metadata `saved`, has other `tensors` (of "model" and "extra") than a
+    run, but for the `others` of its model, or other `states` of parameters in its optimizer."""
+    again = "Restore the settings of that run, or start anew with resume=never and another output_dir"
+    for kind, parts in tensors.items():
+        inside = {name.removeprefix(f"{kind}."): each for name, each in saved.items() if name.startswith(f"{kind}.")}
+        found = {name: list(getattr(each, "size", ())) for name, each in inside.items() if name not in others}
+        wanted = {name: list(getattr(each, "shape", ())) for name, each in flatten_state_dict(parts)[0].items()}
+        if differences := shape_differences(found, wanted, f"this {kind}"):
+            raise TuneError(f"resume: {path} is of another {kind}:\n  {differences}\n{again}")
+    had, has = {name.rpartition(".")[2] for name in saved if name.startswith("optimizer.")}, {*states}
+    if had != has:
+        names = [", ".join(sorted(each)) or "no states" for each in (had, has)]
+        raise TuneError(f"resume: {path} is of another optimizer: it has {names[0]}, this one {names[1]}. {again}")
+
+
+def require_continuable(path: Path, model: nn.Module, states: Iterable[str]) -> None:
+    """Raises TuneError if a checkpoint, by the names and sizes of what it has, cannot be continued with this model and
+    an optimizer of these `states`; no tensor is read."""
+    found = Reader(path).read_metadata()
+    for part in (found.storage_data or {}).values():
+        file = path / part.relative_path
+        if not file.exists() or file.stat().st_size < part.offset + part.length:
+            raise TuneError(f"resume: {path} is damaged: {file.name} is cut short. Give the checkpoint before it")
+    tensors = get_model_state_dict(model, options=TRAINED)
+    require_same(path, found.state_dict_metadata, {"model": tensors}, states, elsewhere(model))
+
+
+def elsewhere(model: nn.Module) -> Collection[str]:
+    """The names of what only other stages of a pipeline have."""
+    return uncut(model).state_dict().keys() - model.state_dict().keys()
 
 
 class Reader(dcp.FileSystemReader):

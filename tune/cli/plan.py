@@ -47,6 +47,7 @@ BOUNDS = {
         "the sampling of completions",
         "a larger sampling.max_rows, a smaller sampling.max_new_tokens, more devices, or vLLM as the engine",
     ),
+    "input": ("putting batches together", "longer or packed rows, or a larger model: a step takes less than its input"),
     "offload": ("transfers to the host", "memory.activation_offload=false, memory.cpu_offload=false, or more devices"),
 }
 

@@ -218,7 +218,8 @@ def _look_up_shares(embedding: nn.Embedding, peers: Peers) -> None:
 
 
 def _share_head(model: Any, mesh: DeviceMesh, peers: Peers) -> None:
-    """Give heads that take them (`takes_shares`) shares of the output weight's rows, as a DTensor; others the whole."""
+    """Give heads that take them (`takes_shares`) shares of the output weight's rows, as a DTensor; others the whole.
+    What is generated from gets shares of the logits."""
     forward = model.forward
 
     def sharing(batch: Any, head: Any = None, **others: Any) -> Any:
@@ -226,7 +227,8 @@ def _share_head(model: Any, mesh: DeviceMesh, peers: Peers) -> None:
             shares = DTensor.from_local(weight, mesh, [Shard(0)])
             if head is None:
                 logits = model.logits(peers.copied(hidden), weight, batch, **options)
-                return DTensor.from_local(logits, mesh, [Shard(logits.ndim - 1)]).full_tensor()
+                shares = DTensor.from_local(logits, mesh, [Shard(logits.ndim - 1)])
+                return shares if "cache" in others else shares.full_tensor()
             if getattr(head, "takes_shares", False):
                 return head(peers.copied(hidden), shares, batch, **options)
             return head(hidden, shares.full_tensor(), batch, **options)

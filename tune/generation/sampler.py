@@ -9,11 +9,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tune.collators import Batch
-from tune.distributed import World, inference
+from tune.distributed import World, inference, local_shard
 from tune.errors import TuneError
+from tune.losses.chunks import ALL, Rows, normalize
 from tune.models import Decoder, HuggingFaceModel
 from tune.tokenizers import Tokenizer
 from tune.type_check import mismatch
@@ -271,38 +274,50 @@ def choose(
     top_p: float | None = None,
     min_p: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """An id for each row of `logits` `[rows, vocab]`, and its log-prob in fp32: both `[rows]`.
+    """An id for each row of `logits` `[rows, vocab]`, and its log-prob in fp32: both `[rows]`. Processes that share the
+    vocabulary (`logits` are a DTensor) find the same together; only for `top_p` they exchange all probabilities.
 
     It is the first id at which the cumulative probability exceeds `uniforms` `[rows]`, which are in [0, 1); with
     temperature 0 the most likely. `top_k` keeps the k most likely ids, `top_p` (Holtzman et al., 2020) the fewest that
     have this probability, `min_p` (Nguyen et al., 2024) those at least so likely in proportion to the most likely: in
     this order, as in transformers. Log-probs are those without these three; with temperature 0, those at temperature 1.
     """
-    log_probs = (logits.float() / (temperature or 1.0)).log_softmax(dim=-1)
+    ids_of, last, own = Rows(logits, dim=1), logits.shape[1] - 1, local_shard(logits)[0].float()
+    log_probs = _log_softmax(own / (temperature or 1.0), ids_of)
     if temperature == 0:
-        ids = log_probs.argmax(dim=-1, keepdim=True)
+        ids = ids_of.argmax(log_probs)
     else:
-        kept = _kept(log_probs, top_k, top_p, min_p).exp()
+        kept = _kept(log_probs, top_k, top_p, min_p, ids_of).exp()
         # In fp64, so that the order in which a device adds does not decide. MPS has no fp64.
         cumulative = kept.cumsum(dim=-1, dtype=torch.float32 if kept.device.type == "mps" else torch.float64)
-        reached = uniforms[:, None].to(cumulative.dtype).to(kept.device) * cumulative[:, -1:]
-        ids = torch.searchsorted(cumulative, reached, right=True).clamp(max=logits.shape[-1] - 1)
-    return ids[:, 0], log_probs.gather(-1, ids)[:, 0]
+        sums = F.pad(ids_of.whole(cumulative[:, -1:]).cumsum(dim=-1), (1, 0))  # before each process's ids; of all
+        reached = uniforms[:, None].to(cumulative.dtype).to(kept.device) * sums[:, -1:]
+        # Of the ids before the one that is reached, each process counts its own.
+        count = torch.searchsorted(cumulative, reached - sums[:, ids_of.rank, None], right=True)
+        ids = ids_of.reduce(count).clamp(max=last)
+    return ids[:, 0], ids_of.at(ids, log_probs)[:, 0]
 
 
-def _kept(log_probs: Tensor, top_k: int | None, top_p: float | None, min_p: float | None) -> Tensor:
+def _log_softmax(logits: Tensor, ids_of: Rows) -> Tensor:
+    if ids_of.group is None:
+        return logits.log_softmax(dim=-1)
+    _, _, normalizer = normalize(logits, torch.empty_like(logits), ids_of)
+    return logits - normalizer.log()
+
+
+def _kept(log_probs: Tensor, top_k: int | None, top_p: float | None, min_p: float | None, ids_of: Rows = ALL) -> Tensor:
     """`log_probs` `[rows, vocab]`, with -inf for what is not among the top."""
-    if top_k is not None and top_k < log_probs.shape[-1]:
-        smallest = log_probs.topk(top_k).values[:, -1:]
+    if top_k is not None:
+        smallest = ids_of.topk(log_probs, top_k)[0][:, -1:]
         log_probs = log_probs.masked_fill(log_probs < smallest, -math.inf)
     if top_p is not None and top_p < 1:
-        probs = log_probs.softmax(dim=-1)
-        ordered = probs.sort(dim=-1, descending=True).values
+        probs = _log_softmax(log_probs.clone(), ids_of).exp()
+        ordered = ids_of.whole(probs).sort(dim=-1, descending=True).values
         before = ordered.cumsum(dim=-1) - ordered
         smallest = ordered.masked_fill(before >= top_p, math.inf).amin(dim=-1, keepdim=True)
         log_probs = log_probs.masked_fill(probs < smallest, -math.inf)
     if min_p:
-        smallest = log_probs.amax(dim=-1, keepdim=True) + math.log(min_p)
+        smallest = ids_of.reduce(log_probs.amax(dim=-1, keepdim=True), dist.ReduceOp.MAX) + math.log(min_p)
         log_probs = log_probs.masked_fill(log_probs < smallest, -math.inf)
     return log_probs
 

@@ -32,15 +32,18 @@ def default_chunk_tokens(vocab: int, device: str) -> int:
 
 class Rows:
     """The rows of a head's weight that this process has, `count` from `first` on, of those below `size`: all, but for a
-    weight whose rows the processes of a mesh share (a DTensor of `tune.distributed.tensor_parallel`)."""
+    weight whose rows the processes of a mesh share (a DTensor of `tune.distributed.tensor_parallel`). Of logits, which
+    are shared so too, they are along the last `dim`."""
 
-    def __init__(self, weight: Tensor, size: int | None = None):
+    def __init__(self, weight: Tensor, size: int | None = None, dim: int = 0):
         own, place = local_shard(weight)
-        self.first = place[0].start
-        self.group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None
-        left = (len(weight) if size is None else size) - self.first
+        self.first = place[dim].start
+        mesh = weight.device_mesh if isinstance(weight, DTensor) else None
+        self.group = None if mesh is None else mesh.get_group()
+        self.rank = 0 if mesh is None else mesh.get_local_rank()
+        left = (weight.shape[dim] if size is None else size) - self.first
         self.has_none = left <= 0  # then it has one nevertheless, which counts for nothing
-        self.count = max(1, min(len(own), left))
+        self.count = max(1, min(own.shape[dim], left))
 
     def of(self, logits: Tensor) -> Tensor:
         """The logits of the own rows, in place."""
@@ -68,7 +71,7 @@ class Rows:
     def at(self, targets: Tensor, logits: Tensor) -> Tensor:
         """The logits of the targets, `[chunk, k]`."""
         places, inside = self.find(targets, logits)
-        return self.reduce(logits.gather(1, places) * inside)
+        return self.reduce(logits.gather(1, places).where(inside > 0, 0))  # others may be -inf
 
     def add_at(self, targets: Tensor, logits: Tensor, values: Tensor | float) -> Tensor:
         """`logits`, to which `values` `[chunk, k]` are added at `targets` `[chunk, k]`, in place."""
@@ -87,15 +90,17 @@ class Rows:
         if self.group is None:
             return highest, ids
         missing = (0, k - highest.shape[1])
-        mine = F.pad(highest, missing, value=LOWEST), F.pad(ids, missing)
-        values, places = (torch.cat(self._gathered(each), dim=1) for each in mine)
+        values, places = self.whole(F.pad(highest, missing, value=LOWEST)), self.whole(F.pad(ids, missing))
         highest, best = values.topk(k)
         return highest, places.gather(1, best)
 
-    def _gathered(self, tensor: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(parts, tensor, self.group)
-        return parts
+    def whole(self, values: Tensor) -> Tensor:
+        """Those of all processes, `[chunk, all of them]`."""
+        if self.group is None:
+            return values
+        parts = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, values, self.group)
+        return torch.cat(parts, dim=1)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """The first row with the highest logit, `[chunk, 1]`."""

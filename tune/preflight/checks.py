@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tune import checkpointers, datasets, distributed, evaluation, optimizers, peft, quantization
 from tune.checkpointers import open_checkpoint, require_same_vocabulary
-from tune.checkpointers.reading import require_none_later
+from tune.checkpointers.reading import require_continuable, require_none_later
 from tune.config import instantiate, instantiate_data, instantiate_weighted, local_folder
 from tune.datasets.display import parts_of
 from tune.datasets.loader import require_batches
@@ -119,6 +119,16 @@ def validate(
     return sorted(told.findings, key=lambda finding: (finding.place, finding.level != Level.ERROR))
 
 
+@dataclass
+class Made:
+    """What a run makes of `cfg.model`, on the meta device; None where it cannot be made."""
+
+    model: Any = None  # as the run trains it
+    trained: Any = None  # and what is trained beside it
+    groups: Any = None  # of both, for the optimizer
+    base: checkpointers.Pretrained | None = None
+
+
 @contextmanager
 def _world(processes: int, kind: str, told: Told) -> Iterator[World | None]:
     """The world as the first of so many processes sees it; none is started. None if they make no mesh."""
@@ -146,7 +156,7 @@ def _check(told: Told, world: World | None, rows: int | None) -> None:
     if "logger" in cfg:
         told("logger", lambda: require_installed(cfg.logger.tensorboard, cfg.logger.wandb))
     told("output_dir", _require_folder, cfg)
-    model, groups = _model(told, world)
+    model = (made := _model(told, world)).model
     tokenizer = data = None
     if "tokenizer" in cfg and (model or Path(str(told.value("model.path"))).is_dir()):  # else it is told once
         tokenizer = told("tokenizer", lambda: instantiate(cfg.tokenizer))
@@ -160,9 +170,10 @@ def _check(told: Told, world: World | None, rows: int | None) -> None:
         data = _data(told, tokenizer, model, world, rows, rewards)
     elif told.value("dataset._component_") in LOADED:
         told("dataset", lambda: open_source(cfg.dataset.path, cfg.dataset.get("split", "train")))
-    _require_continuable(told, data)
-    groups = groups or [{"params": [torch.zeros(2, 2)], "in_blocks": True}]  # of a model that cannot be made
-    if "optimizer" in cfg and (optimizer := told("optimizer", _optimizer, cfg, groups)):
+    groups = made.groups or [{"params": [torch.zeros(2, 2)], "in_blocks": True}]
+    optimizer = told("optimizer", _optimizer, cfg, groups) if "optimizer" in cfg else None
+    _require_continuable(told, made, data, optimizer)
+    if optimizer:
         steps = (len(data) if data else cfg.get("max_steps")) or 10**9
         told("schedule", lambda: instantiate(cfg.schedule, optimizer, total_steps=steps))
 
@@ -227,20 +238,19 @@ def _require_folder(cfg: DictConfig) -> None:
         raise TuneError(found)
 
 
-def _model(told: Told, world: World | None) -> tuple[Any, Any]:
-    """The model as the run trains it, on the meta device, and its groups for the optimizer; None if they cannot be
-    made."""
+def _model(told: Told, world: World | None) -> Made:
     cfg = told.cfg
     if cfg.model.get("_component_") is None:  # of `evaluate`: whatever is to be evaluated
         found = told("model.path", lambda: peft.resolve_model(cfg.model.path, cfg.adapters))
         opened = found and told("model.path", open_checkpoint, found.base)
-        return opened and opened[0], None
+        return Made(opened and opened[0])
     with NONE:
         model = told("model", lambda: instantiate(cfg.model))
     if model is None:
-        return None, None
+        return Made()
+    base = None
     if not cfg.get("from_scratch"):
-        told("model.path", lambda: checkpointers.Pretrained(cfg.model.path, model))
+        base = told("model.path", lambda: checkpointers.Pretrained(cfg.model.path, model))
     alter(cfg, model, torch.device("cpu"), told)
     folder, keep = local_folder(cfg.get("output_dir") or "."), told.value("checkpointer.keep")
     merged = told.value("model.path") if told.value("export.merge") else None
@@ -260,7 +270,7 @@ def _model(told: Told, world: World | None) -> tuple[Any, Any]:
     if whole is not None:
         settings = cfg.get("parameter_groups", {})
         groups = told("parameter_groups", lambda: optimizers.parameter_groups(whole, cfg.optimizer.lr, **settings))
-    return model, groups
+    return Made(model, whole, groups, base)
 
 
 def alter(cfg: DictConfig, model: Any, device: torch.device, change: Callable[[str, Callable[[], Any]], Any]) -> None:
@@ -360,13 +370,19 @@ def _data(
     ))  # fmt: skip
 
 
-def _require_continuable(told: Told, data: Any) -> None:
+def _require_continuable(told: Told, made: Made, data: Any, optimizer: Optimizer | None) -> None:
     """Check that the run can continue its checkpoint, by what that says of itself without its tensors."""
-    folder, resume = local_folder(told.cfg.get("output_dir") or "runs"), told.cfg.get("resume", "never")
+    cfg = told.cfg
+    folder, resume = local_folder(cfg.get("output_dir") or "runs"), cfg.get("resume", "never")
     if (found := told("resume", run_folder.continued, folder, resume)) is None:
         return
+    adapter = told("adapter", lambda: instantiate(cfg.adapter)) if told.value("adapter") else None
     with suppress(OSError, ValueError):  # what is damaged is told when it is read
         state = json.loads((found / "state.json").read_text())
         told("resume", require_none_later, state["step"], run_folder.continued(folder, "auto"))
-        if data is not None:
-            told("resume", lambda: data.load_state_dict(state["data"]))
+        for name, part in {"data": data, "base": made.base, "adapter": adapter}.items():
+            if part is not None and name in state:
+                told("resume", lambda part=part, name=name: part.load_state_dict(state[name]))
+    if made.groups and optimizer:
+        states = {name for each in optimizer.state.values() for name in each}
+        told("resume", require_continuable, found, made.trained, states)
