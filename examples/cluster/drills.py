@@ -367,7 +367,8 @@ def drill(name: str, launcher: str, settings: list[str], folder: Path, expected:
             file.write_bytes(file.read_bytes()[:100])
         launch = Launch(launcher, settings, folder)
     elif name != "full":  # a step that was under way may still be written before
-        wait_until(lambda: bool(continuations(folder)), 300, "it is not continued")
+        is_over = launch.process.poll  # then what it has printed is told below
+        wait_until(lambda: continuations(folder) != [] or is_over() is not None, 300, "it is not continued")
     if reached < STEPS:
         launch.wait_for(reached + 1)
     seconds = time.monotonic() - began
