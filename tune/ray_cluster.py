@@ -15,6 +15,7 @@ PATIENCE = 20  # seconds for a cluster to answer
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # gRPC answers it with a frame of the last one's kind, 4
 # Ray Train's own printing would print every line twice.
 VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
+REPORTS = "ray.train.v2._internal.execution.context"  # the module whose logger tells of reports
 LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"  # after which Ray's processes end without its tables (gcs_server)
 # Of a cluster of this machine alone: nobody starts its tables again. Ray's niceness, 15, leaves workers little time.
 ITS_OWN = {LIMIT: "30", "RAY_worker_niceness": "0"}
@@ -60,5 +61,5 @@ def require_answer(address: str, patience: float) -> None:
 
 def quiet() -> None:
     """Ray Train tells every report, and twice a minute that an optional service is not installed."""
-    for name in ("ray.train", "ray.train.v2._internal.execution.context"):
+    for name in ("ray.train", getattr(sys.modules.get(REPORTS), "__file__", REPORTS)):  # the name it has in Ray 2.60
         logging.getLogger(name).setLevel(logging.ERROR)

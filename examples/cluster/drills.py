@@ -23,6 +23,8 @@ with 1 if one is not as wanted.
     hanging     SIGSTOP of a worker: it is named; killed by hand, the launcher starts the processes again
     elastic     two agents of torchrun, or nodes of Ray, as of two machines: one is killed, and the other goes on
                 alone; then one joins. Losses within 1e-5 of an undisturbed run's, as on other numbers of processes
+    drained     as elastic, but Ray drains its node, as it does with a spot instance that will be taken away: the run
+                goes on there until the deadline, and then on the other one; no failure is counted
     apart       two agents of torchrun, or nodes of Ray, that see different folders, by mount namespaces (needs root,
                 else it is left out): refused; then with an object store as output_dir, killed, and continued by two
                 empty machines
@@ -52,9 +54,13 @@ from typing import NamedTuple
 from tune.ray_cluster import ITS_OWN, VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
-DRILLS = ("worker", "agent", "driver", "node", "store", "sigterm", "full", "truncated", "hanging", "elastic", "apart")
-ONLY = {"agent": "torchrun", "driver": "ray", "node": "ray"}  # drills of one launcher
+DRILLS = (
+    "worker", "agent", "driver", "node", "store", "sigterm", "full", "truncated", "hanging", "elastic", "drained",
+    "apart",
+)  # fmt: skip
+ONLY = {"agent": "torchrun", "driver": "ray", "node": "ray", "drained": "ray"}  # drills of one launcher
 AS_ROOT = ("full", "apart")  # drills that mount a file system
+DEADLINE = 15  # seconds from the notice that a node is drained to its end
 NOTICE = 30  # seconds from a SIGTERM to the SIGKILL of a cluster
 OPTIONS = {"torchrun": ["--nproc-per-node", "2"], "ray": ["--launcher", "ray", "--nproc-per-node", "2"]}
 EVERY, STEPS = 5, 40
@@ -179,18 +185,26 @@ class Agents:
 class Raylets:
     """Two nodes of Ray on this machine, with room for a worker each; the first has the cluster's tables."""
 
-    def __init__(self, settings: list[str], folder: Path, nnodes: str = "1:2"):
+    def __init__(self, settings: list[str], folder: Path, nnodes: str = "1:2", restarts: int = 3):
         os.environ.update(VARIABLES | ITS_OWN)  # which Ray reads when it is imported
         os.environ["DRILL"] = str(folder)  # for the workers, which the nodes start
         from ray.cluster_utils import Cluster
 
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         self.add_one()
-        options = ["--launcher", "ray", "--address", self.cluster.address, "--nnodes", nnodes, "--max-restarts", "3"]
-        self.first = Launch("ray", settings, folder, options)
+        options = ["--launcher", "ray", "--address", self.cluster.address, "--nnodes", nnodes]
+        self.first = Launch("ray", settings, folder, [*options, "--max-restarts", f"{restarts}"])
 
     def lose_one(self) -> None:
         self.cluster.remove_node(self.second, allow_graceful=False)
+
+    def drain_one(self) -> None:
+        """Tell it, and kill it at the deadline."""
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", self.cluster.address]
+        why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a drill"]
+        deadline = ["--deadline-remaining-seconds", f"{DEADLINE}"]
+        subprocess.run([*ray, "--node-id", self.second.node_id, *why, *deadline], check=True)
+        threading.Timer(DEADLINE, self.lose_one).start()
 
     def add_one(self) -> None:
         self.second = self.cluster.add_node(num_cpus=1)
@@ -201,28 +215,29 @@ class Raylets:
         self.cluster.shutdown()
 
 
-def elastic(launcher: str, settings: list[str], folder: Path) -> Outcome:
+def elastic(launcher: str, settings: list[str], folder: Path, drained: bool = False) -> Outcome:
     """2 -> 1 -> 2 nodes. Compares what an undisturbed run has up to the step at which this one is ended."""
     many = ["max_steps=5000", "epochs=10000", "global_batch_size=32", "micro_batch_size=4", "optimizer.lr=1e-4"]
-    nodes = (Raylets if launcher == "ray" else Agents)([*settings, *many], folder)
+    many, restarts = [*settings, *many], 0 if drained else 3
+    nodes = Raylets(many, folder, restarts=restarts) if launcher == "ray" else Agents(many, folder)
     stays = nodes.first
 
-    def seconds_to_go_on(times: int) -> float:
-        """Until the run has been continued so many times, and has a new step."""
+    def go_on(times: int) -> tuple[int, float]:
+        """The last step before the run has been continued so many times, and the seconds until it has a new one."""
         began, reached = time.monotonic(), max(losses(folder))
         while len(continuations(folder)) < times or max(losses(folder)) <= max(reached, continuations(folder)[-1]):
             assert stays.process.poll() is None, f"the agent that stays has ended:\n{stays.log.read_text()[-2000:]}"
+            reached = max(reached, *losses(folder)) if len(continuations(folder)) < times else reached
             time.sleep(0.1)
-        return time.monotonic() - began
+        return reached, time.monotonic() - began
 
     stays.wait_for(EVERY * 2 + 3)
-    reached = max(losses(folder))
-    nodes.lose_one()
-    alone = seconds_to_go_on(1)
+    nodes.drain_one() if drained and isinstance(nodes, Raylets) else nodes.lose_one()
+    reached, alone = go_on(1)
     nodes.add_one()
-    together = seconds_to_go_on(2)
+    _, together = go_on(2)
     nodes.end()
-    undisturbed = Launch("torchrun", [*settings, *many], folder.with_name("undisturbed-elastic"))
+    undisturbed = Launch("torchrun", many, folder.with_name(f"undisturbed-{folder.name}"))
     last = max(losses(folder))
     undisturbed.wait_for(last)
     undisturbed.process.terminate()
@@ -233,8 +248,9 @@ def elastic(launcher: str, settings: list[str], folder: Path) -> Outcome:
     left, again = processes(folder), max(0, reached - continuations(folder)[0])  # it may still save one
     good = difference <= 1e-5 and numbers == ["2", "1", "2"] and not left and again <= 2 * EVERY
     print(
-        f"| elastic | {launcher} | {again} | {alone:.0f} | {difference:.0e} | {len(left) or 'none'} | "
-        f"{'as wanted' if good else 'WRONG'}: {' -> '.join(numbers)} nodes, two again after {together:.0f} s |",
+        f"| {'drained' if drained else 'elastic'} | {launcher} | {again} | {alone:.0f} | {difference:.0e} | "
+        f"{len(left) or 'none'} | {'as wanted' if good else 'WRONG'}: {' -> '.join(numbers)} nodes, two again after "
+        f"{together:.0f} s |",
         flush=True,
     )
     return Outcome(good, again, alone)
@@ -351,7 +367,8 @@ def drill(name: str, launcher: str, settings: list[str], folder: Path, expected:
             file.write_bytes(file.read_bytes()[:100])
         launch = Launch(launcher, settings, folder)
     elif name != "full":  # a step that was under way may still be written before
-        wait_until(lambda: bool(continuations(folder)), 300, "it is not continued")
+        is_over = launch.process.poll  # then what it has printed is told below
+        wait_until(lambda: continuations(folder) != [] or is_over() is not None, 300, "it is not continued")
     if reached < STEPS:
         launch.wait_for(reached + 1)
     seconds = time.monotonic() - began
@@ -407,8 +424,8 @@ def small_disk(folder: Path) -> Iterator[None]:
 def done(name: str, launcher: str, settings: list[str], folder: Path, expected: dict[int, float]) -> Outcome:
     """The drill's outcome; if it does not come to an end that is its outcome, and all that is left of it is killed."""
     try:
-        if name == "elastic":
-            return elastic(launcher, settings, folder)
+        if name in ("elastic", "drained"):
+            return elastic(launcher, settings, folder, name == "drained")
         if name == "apart":
             return apart(launcher, settings, folder)
         with small_disk(folder) if name == "full" else nullcontext():

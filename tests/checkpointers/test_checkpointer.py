@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import io
 import json
@@ -5,12 +6,14 @@ import math
 import pathlib
 import pickle
 import shutil
+import threading
 import uuid
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import run_processes
+from helpers import HANGS, run_processes
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torchao import optim as low_bit
 
@@ -412,6 +415,38 @@ def test_a_checkpoint_that_fails_is_told_in_the_next_step_and_tried_again(tmp_pa
         stopping.step(8)
         stopping.pending.exception()
         stopping.step(9)
+
+
+def test_on_a_slow_disk_training_goes_on_until_the_next_checkpoint_is_due(tmp_path, monkeypatch, request):
+    """A disk that writes nothing until somebody waits for it."""
+    waits, create = threading.Event(), FileSystem.create_stream
+    request.addfinalizer(waits.set)
+
+    @contextlib.contextmanager
+    def slow(files, path, mode):
+        with create(files, path, mode) as stream:
+            assert waits.wait(HANGS)
+            yield stream
+
+    monkeypatch.setattr(FileSystem, "create_stream", slow)
+    checkpointer = make(tmp_path, every=2)
+    for step in (1, 2):
+        train(checkpointer, step)
+        checkpointer.step(step)
+    saved, pending = checkpointer.model.weight.detach().clone(), checkpointer.pending
+    train(checkpointer, 3)
+    checkpointer.step(3)
+    assert not pending.done() and checkpointer.newest() is None  # nobody takes what is written in part
+    train(checkpointer, 4)
+    assert not torch.equal(checkpointer.model.weight, saved)
+    result = pending.result
+    monkeypatch.setattr(pending, "result", lambda: waits.set() or result())
+    checkpointer.step(4)
+    assert waits.is_set() and checkpointer.saved >= 2
+    assert checkpointer.wait() == 4
+    second = make(tmp_path / "new")
+    assert second.resume(str(tmp_path / "step-00000002")) == 2
+    assert torch.equal(second.model.weight, saved)
 
 
 @pytest.mark.parametrize("async_", [False, True])

@@ -1,5 +1,6 @@
 import contextlib
 import json
+import logging
 import os
 import signal
 import socketserver
@@ -88,6 +89,15 @@ def test_a_failure_of_rays_own_is_told_with_its_cause(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ray, "_wait", fails)
     with pytest.raises(TuneError, match=r"error: \[Errno 28\] No space left on device. The same command with"):
         launcher("ray")(["--local"], tmp_path / "recipe.py", [], tmp_path / "run")
+
+
+def test_reports_of_checkpoints_stay_off_the_console(caplog: pytest.LogCaptureFixture) -> None:
+    module = pytest.importorskip("ray.train.v2._internal.execution.context")
+    caplog.set_level(logging.INFO)  # as Ray Train's workers have it
+    assert module.logger.isEnabledFor(logging.INFO)
+    ray_cluster.quiet()
+    assert not module.logger.isEnabledFor(logging.INFO)
+    module.logger.setLevel(logging.NOTSET)
 
 
 def test_workers_are_told_to_stop_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +229,19 @@ def test_curves_are_those_of_torchrun_and_of_one_process(start, tmp_path: Path) 
     assert names == ["step-00000004", "step-00000008", "step-00000012"]
     losses = [each["metrics"]["loss"] for each in reported["checkpoint_results"]]
     assert losses == [curves["ray"][step] for step in (4, 8, 12)]
+    assert "Reporting training result" not in (tmp_path / "ray.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_worker_has_as_many_cpus_as_it_is_given(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import os, ray\nfrom pathlib import Path\nhas = ray.get_runtime_context().get_assigned_resources()\n"
+        "Path(f'cpus-{os.environ[\"RANK\"]}').write_text(str(has['CPU']))\n"
+    )
+    command = [sys.executable, "-m", "tune.cli", "run", *RAY, "--cpus-per-worker", "3", "mine.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {file.name: float(file.read_text()) for file in tmp_path.glob("cpus-*")} == {"cpus-0": 3.0, "cpus-1": 3.0}
 
 
 def worker_of(folder: Path) -> int:

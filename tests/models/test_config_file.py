@@ -121,6 +121,8 @@ def test_no_folder_no_file_no_json(tmp_path):
         build(str(tmp_path / "nowhere"))
     with pytest.raises(TuneError, match=f"nowhere does not exist in {Path.cwd()}; it must be"):
         build("nowhere")
+    with pytest.raises(TuneError, match=r"A URL is not read: copy what is there to a disk of each node, and give"):
+        build("s3://bucket/model")
     (tmp_path / "notes.txt").touch()
     with pytest.raises(TuneError, match=r"has no config\.json; found notes\.txt"):
         build(str(tmp_path))

@@ -1,6 +1,7 @@
 """A reader of config.json that refuses fields nobody has read."""
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -59,6 +60,8 @@ class ConfigFile:
             hint = to_download if is_on_the_hub(str(folder)) else near and f".{near}"
             if folder.suffix == ".gguf" and folder.is_file():
                 hint = ". `tune convert` makes one of a GGUF file"
+            if re.match(r"\w+:/", str(folder)):  # Path has taken the other slash
+                hint = ". A URL is not read: copy what is there to a disk of each node, and give the path of the copy"
             raise TuneError(f"{setting}: {folder} {what}; it must be a folder with config.json and *.safetensors{hint}")
         self.fields = read_json(self.path, setting)
         self.scores = "SequenceClassification" in str(self.fields.get("architectures"))  # a reward model
