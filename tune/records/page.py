@@ -20,6 +20,9 @@ from tune.secrets import without_secrets
 POINTS = 100_000  # of all curves of a page together
 SAMPLES = 4  # prompts shown of the first step and of the last one
 MARK = "<!-- written by tune report -->"
+IN_TRANSFORMERS = """from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("{0}")
+tokenizer = AutoTokenizer.from_pretrained("{0}")"""
 TEMPLATES = Environment(
     loader=PackageLoader("tune.records", "assets"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
     finalize=lambda value: without_secrets(value) if type(value) is str else value,
@@ -104,21 +107,16 @@ def samples(run: Record) -> list[tuple[str, str, str]]:
 def uses(run: Record) -> Iterator[tuple[str, list[str]]]:
     """What the run has made, of which step, and how that is used: a sentence on each, with commands."""
     folders = [run.path / kind for kind in ("model", "adapter") if (run.path / kind).is_dir()]
-    if not folders and run.state == "running":
-        yield "There is no model: it is written at the end of the run.", []
-    elif not folders:
+    if not folders:
         again = f"To continue the run: the same command with output_dir={run.path} resume=auto"
-        advice = f"Without checkpoints it begins anew. If you do not need it, delete {run.path}"
-        yield f"There is no model. {again}. {advice}.", []
+        advice = f". {again}. Without checkpoints it begins anew. If you do not need it, delete {run.path}."
+        yield f"There is no model{': the end of the run writes it.' if run.state == 'running' else advice}", []
     step = run.best or run.last("step")
     best = f"that with the best {run.settings.get('checkpointer.keep_best')}" if run.best else "the last one"
     of_step = f", with the weights of step {number(step)}, {best}" if run.state == "done" and step > 0 else ""
     for folder in folders:
-        commands = [f"tune merge {run.settings.get('model.path')} {folder} {run.path / 'merged'}"]
-        if folder.name == "model":
-            classes = {"model": "AutoModelForCausalLM", "tokenizer": "AutoTokenizer"}
-            lines = [f'{name} = {each}.from_pretrained("{folder}")' for name, each in classes.items()]
-            commands = ["\n".join([f"from transformers import {', '.join(classes.values())}", *lines])]
+        merge = f"tune merge {run.settings.get('model.path')} {folder} {run.path / 'merged'}"
+        commands = [merge if folder.name == "adapter" else IN_TRANSFORMERS.format(folder)]
         if run.facts.get("recipe") != "reward_finetune":
             commands += [f"tune generate {folder} --prompt TEXT", f"tune eval {folder} --data FILE"]
             commands.append(f"tune export {run.path} --to gguf --out {run.path / 'model.gguf'}")
