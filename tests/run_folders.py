@@ -30,7 +30,8 @@ def write_run(
         for step in range(1, steps + 1):
             values = {"step": step, "time": 1000.0 + 3 * step, "loss": 2 / step, "grad_norm": 1 + math.sin(step)}
             values |= {"tokens": 80, "supervised_tokens": 20, "tokens_per_second": 40.0, "lr": lr}
-            values |= {"epoch": step / 50, "step_seconds": 2.0, "data_seconds": 0.5, "peak_memory_gib": 1.5}
+            values |= {"epoch": step / 50, "step_seconds": 2.0, "data_seconds": 0.5}
+            values |= {"save_seconds": 0.25, "peak_memory_gib": 1.5}
             values |= {"validation_loss": 2.1 / step} if step % 4 == 0 else {}
             lines.write(json.dumps(values) + "\n")
     return folder

@@ -3,7 +3,10 @@
 import io
 import json
 import math
+import os
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -476,33 +479,37 @@ def spoiled(how: str, folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL.exists(), reason="needs the real model: make model")
-def test_a_real_model(tmp_path: Path) -> None:
-    """Greedy answers in fp16 are ours, and the perplexities in fp16 and of the same rounded weights."""
-    model, tokenizer = load_model(str(REAL)), Tokenizer(str(REAL))
-    questions = ["Write a short story about a dog.", "List three fruits."]
-    chats = [[{"role": "user", "content": question}] for question in questions]
-    prompts = [tokenizer.encode(tokenizer.apply_chat_template(chat, add_generation_prompt=True)) for chat in chats]
-    text = " ".join((Path(__file__).parents[2] / "LICENSE").read_text().split())
-    pieces = [tokenizer.encode(text[start : start + 1200])[:200] for start in (0, 5000)]
-
-    def loss(model: Decoder) -> float:
-        return sum(-sum(log_probs(model, piece)) / (len(piece) - 1) for piece in pieces) / len(pieces)
-
-    plain = math.exp(loss(model))
+def test_the_fine_tune_of_the_demo(tmp_path: Path) -> None:
+    """After a few of its steps: the perplexity of its held-out conversations is ours, greedy answers and chats too."""
+    root, run = Path(__file__).parents[2], tmp_path / "run"
+    command = ["run", "lora_finetune", "--config", "examples/home_commands/demo.yaml", "export.merge=true"]
+    command += [f"model.path={REAL}", f"output_dir={run}", "max_steps=8", "validate_every=null"]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, "-m", "tune.cli", *command], cwd=root, env=environment, check=True)
+    model, tokenizer = load_model(str(run / "model")), Tokenizer(str(run / "model"))
+    lines = (root / "examples/home_commands/validation.jsonl").read_text().splitlines()
+    chats = [json.loads(line)["messages"] for line in lines[:40]]
+    tokens = tokenizer.encode("".join(map(tokenizer.apply_chat_template, chats)))
+    pieces = [tokens[start : start + 200] for start in range(0, 1000, 200)]
+    asked = [chat[:2] for chat in chats[:6]]
+    prompts = [tokenizer.encode(tokenizer.apply_chat_template(each, add_generation_prompt=True)) for each in asked]
+    answers = Sampler(max_new_tokens=64, temperature=0, stop_ids=tokenizer.stop_ids)(model, prompts)
+    plain = math.exp(-statistics.mean(value for piece in pieces for value in log_probs(model, piece)))
     for kind in ("f16", "q8_0"):
-        file = export(REAL, tmp_path / f"{kind}.gguf", "--to", "gguf", "--type", kind)
+        file = export(run, tmp_path / f"{kind}.gguf", "--to", "gguf", "--type", kind)
         if kind == "q8_0":  # ours with the weights that the file has
             for parameter in model.parameters():
                 if parameter.ndim == 2:
                     rounded = gguf.quants.quantize(parameter.detach().numpy(), gguf.GGMLQuantizationType.Q8_0)
                     parameter.data = torch.from_numpy(gguf.quants.dequantize(rounded, gguf.GGMLQuantizationType.Q8_0))
-        expected = loss(model)
+        ours = math.exp(-statistics.mean(value for piece in pieces for value in log_probs(model, piece)))
         with LlamaCpp(file) as llama_cpp:
-            found = sum(map(llama_cpp.loss, pieces)) / len(pieces)
-            print(f"perplexity as {kind}: {math.exp(found):.3f}, ours {math.exp(expected):.3f}, {plain:.3f} in fp32")
-            # llama.cpp rounds the inputs of Q8_0's products too, each CPU in its own order.
-            assert abs(math.exp(found - expected) - 1) < {"f16": 0.005, "q8_0": 0.01}[kind]
-            if kind == "f16":
-                answers = Sampler(max_new_tokens=64, temperature=0)(model, prompts)
-                for prompt, (answer,) in zip(prompts, answers, strict=True):
-                    assert llama_cpp.greedy(prompt, len(answer.tokens)) == answer.tokens
+            theirs = math.exp(statistics.mean(map(llama_cpp.loss, pieces)))
+            found = [llama_cpp.greedy(prompt, 64, ignore_eos=False) for prompt in prompts]
+            counts = [llama_cpp.ask(messages=each, max_tokens=1)["usage"]["prompt_tokens"] for each in asked]
+        print(f"perplexity as {kind}: {theirs:.3f}, ours {ours:.3f}, {plain:.3f} in fp32")
+        # llama.cpp rounds the inputs of Q8_0's products too, each CPU in its own order.
+        assert theirs / ours == pytest.approx(1, abs={"f16": 0.005, "q8_0": 0.01}[kind])
+        assert kind != "f16" or found == [answer.tokens for (answer,) in answers]
+        assert gguf.GGUFReader(file).fields["tokenizer.chat_template"].contents() == tokenizer.chat_template
+        assert counts == [len(prompt) for prompt in prompts]

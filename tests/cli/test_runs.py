@@ -20,11 +20,28 @@ from run_folders import write_run
 
 from tune.cli import main, watch
 from tune.cli.runs import gib
+from tune.records import read
+from tune.records.page import uses
 
 
 @pytest.fixture
 def make_run(tmp_path):
     return functools.partial(write_run, tmp_path)
+
+
+@pytest.fixture
+def going_on(make_run):
+    """A run folder as a running process holds it."""
+    folder = make_run(steps=6, state="running")
+    (folder / "run.json").write_text((folder / "run.json").read_text().replace('"steps": 6', '"steps": 20'))
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", hold, folder / "log.txt"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    process.stdout.readline()
+    yield folder, process
+    process.kill()
+    process.wait()
 
 
 def shown(capsys, *arguments: str) -> list[list[str]]:
@@ -99,26 +116,38 @@ def test_watch_ends_its_last_line_outside_of_a_terminal(make_run, capsys):
 
 def test_watch_shows_what_the_page_shows(make_run, capsys):
     folder = make_run("one")
+    (folder / "model").mkdir()
+    answers = {0: "no\nidea", 12: "yes"}
+    lines = [json.dumps({"step": step, "prompt": "why?", "text": text}) for step, text in answers.items()]
+    (folder / "samples.jsonl").write_text("\n".join(lines))
     main(["watch", str(folder)])
     lines = capsys.readouterr().out.splitlines()
     (validation,) = (line for line in lines if line.startswith("validation_loss  "))
     assert validation.split()[-2:] == ["█▃▁", "0.175"]
-    assert [line.split()[0] for line in lines if line.startswith(("grad_norm  ", "lr  "))] == ["grad_norm", "lr"]
+    others = ("grad_norm  ", "lr  ", "tokens_per_second ")
+    assert [line.split()[0] for line in lines if line.startswith(others)] == [each.strip() for each in others]
     shown = " ".join(" ".join(lines).split())
     for part in (
-        "time: training 0:00:18, waiting for data 0:00:06, validation, samples, saving 0:00:11",
+        "time: training 0:00:15, waiting for data 0:00:06, saving 0:00:03, evaluation 0:00:11",
         "rows 50", "supervised tokens 300", "dropped, nothing to learn 2", "optimizer.lr: 0.001 (default: 2e-05)",
+        "the first row: <|user|>why? <|assistant|>⟦because ⟧<b>", "prompt: why? first: no idea last: yes",
     ):  # fmt: skip
         assert part in shown, shown
+    ((sentence, commands),) = uses(read(folder))
+    assert f"{sentence} {' '.join(commands)}".replace(" ", "").replace("\n", "") in shown.replace(" ", "")
 
 
-def test_watch_fits_the_height(make_run, monkeypatch):
-    """What there is no room for is left out, from the end."""
-    for height, fits in ((24, False), (60, True)):
+@pytest.mark.parametrize("state", ["running", "done"])
+def test_watch_fits_the_height_while_a_run_goes_on(state, going_on, monkeypatch):
+    """What there is no room for is left out, from the end. The last picture is whole."""
+    folder, _ = going_on
+    (folder / "run.json").write_text((folder / "run.json").read_text().replace("running", state))
+    monkeypatch.setattr(watch.time, "sleep", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    for height, fits in ((24, state == "done"), (60, True)):
         screen = Console(file=io.StringIO(), force_terminal=True, width=80, height=height)
         monkeypatch.setattr(watch, "Console", lambda screen=screen, **_: screen)
-        main(["watch", str(make_run(f"{height}"))])
-        assert "validation_loss   " in screen.file.getvalue()
+        main(["watch", str(folder)])
+        assert "grad_norm " in screen.file.getvalue()
         assert ("optimizer.lr" in screen.file.getvalue()) == fits
         assert "..." not in screen.file.getvalue()  # what rich puts in the place of lines that do not fit
 
@@ -230,21 +259,6 @@ def test_damaged_files_hide_nothing_else(case, make_run, tmp_path, capsys):
     assert ("1 lines of metrics.jsonl are left out" in page) == (case == "a line of something else")
 
 
-@pytest.fixture
-def going_on(make_run):
-    """A run folder as a running process holds it."""
-    folder = make_run(steps=6, state="running")
-    (folder / "run.json").write_text((folder / "run.json").read_text().replace('"steps": 6', '"steps": 20'))
-    hold = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", hold, folder / "log.txt"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    process.stdout.readline()
-    yield folder, process
-    process.kill()
-    process.wait()
-
-
 class Terminal:
     """`tune watch` in a terminal of 80 columns."""
 
@@ -283,7 +297,7 @@ def test_watch_follows_a_run_to_its_end(going_on):
         lines.write('{"step": 7, "time": 1021.0, "loss": 0.125}\n')
     terminal.read_until("step 7 of 20", "0.125 now")
     (folder / "run.json").write_text((folder / "run.json").read_text().replace('"running"', '"done"'))
-    terminal.read_until("done")
+    terminal.read_until("done", "the first row: <|user|>why?", "There is no model.", "lr  ")
     assert terminal.process.wait(HANGS) == 0
     assert process.poll() is None
 

@@ -19,12 +19,12 @@ def full_finetune(*arguments: str) -> list[str]:
 
 def test_everything_wrong_is_told_at_once() -> None:
     with pytest.raises(TuneError) as caught:
-        load("full_finetune", ["model.path=m", "optimizer.lrr=1", "dtype=fp16"])
+        load("full_finetune", ["model.path=m", "optimizer.lrr=1", "dtype=fp8"])
     assert str(caught.value) == (
         "3 problems in the configuration:\n"
         "  dataset.path: is missing. Give it on the command line: dataset.path=...\n"
         "  optimizer.lrr: AdamW has no argument 'lrr'. Did you mean 'lr'?\n"
-        "  dtype: 'fp16' is not one of bf16, fp32."
+        "  dtype: 'fp8' is not one of bf16, fp16, fp32."
     )
 
 
@@ -203,6 +203,7 @@ def test_optimizers_can_be_exchanged_by_name(recipe: str, component: str, inheri
             ["optimizer_in_backward=true", "max_grad_norm=null", "checkpointer.on_nan=skip"],
             "checkpointer.on_nan: weights change before the gradient is known",
         ),
+        (["dtype=fp16"], "dtype: fp16 overflows at 65,504, and nothing here scales the loss. Take bf16 or fp32."),
         (["optimizer_in_backward=true"], "max_grad_norm: gradients are gone before their norm is known"),
         (
             ["optimizer_in_backward=true", "max_grad_norm=null", "memory.cpu_offload=true"],
@@ -363,12 +364,12 @@ def test_the_null_of_the_default_may_be_given_again() -> None:
 
 
 def test_without_imports_keys_and_plain_values_are_told_and_components_are_not_looked_at() -> None:
-    arguments = ["lr=1", "dtype=fp16", "optimizer.lrr=1", "optimizer.lr=-1", "dataset._component_=nowhere.mix"]
+    arguments = ["lr=1", "dtype=fp8", "optimizer.lrr=1", "optimizer.lr=-1", "dataset._component_=nowhere.mix"]
     assert read("full_finetune", arguments, imports=False)[1] == [
         "lr: is not a setting. Did you mean 'optimizer.lr'?",
         "model.path: is missing. Give it on the command line: model.path=...",
         "optimizer.lr: -1 is not a non-negative number.",
-        "dtype: 'fp16' is not one of bf16, fp32.",
+        "dtype: 'fp8' is not one of bf16, fp16, fp32.",
     ]
 
 

@@ -75,11 +75,11 @@ def test_rates_are_those_of_a_device_over_the_time_of_the_step(run, clock):
             clock.now += 1000  # validation
         run.log(step, tokens=6400, supervised_tokens=1600, loss=0.5, validation_loss=None)
         clock.now += 2  # a checkpoint, which the next step's time contains
-    for values, seconds in zip(run.sinks[0].values, (8, 10), strict=True):
+    for values, seconds, saving in zip(run.sinks[0].values, (8, 10), (0, 2), strict=True):
         assert values["loss"] == 0.5 and "validation_loss" not in values
         assert (values["tokens"], values["supervised_tokens"]) == (6400, 1600)
         assert values["step_seconds"] == pytest.approx(seconds)
-        assert values["data_seconds"] == pytest.approx(3)
+        assert values["data_seconds"] == pytest.approx(3) and values["save_seconds"] == pytest.approx(saving)
         assert values["tokens_per_second"] == pytest.approx(6400 / 4 / seconds)
         assert values["supervised_tokens_per_second"] == pytest.approx(1600 / 4 / seconds)
         assert values["mfu"] == pytest.approx(6400 / 4 / seconds * 50 / 1e6)

@@ -36,8 +36,9 @@ def rounded(model: nn.Module, kind: str, group: int | None) -> nn.Module:
     """`model` with the weights of its blocks quantised and dequantised."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and "." in name:
-            pair = quantize(layer.weight.data, kind, group or layer.in_features)
-            layer.weight.data = dequantize(*pair)
+            weight = layer.weight.data
+            pair = quantize(weight, kind, group or layer.in_features) if kind != "nf4" else nf4.quantize(weight)
+            layer.weight.data = dequantize(*pair) if kind != "nf4" else nf4.dequantize(*pair, torch.float32)
     return model
 
 
@@ -84,10 +85,8 @@ def test_transformers_has_the_same_weights(kind: str, tmp_path: Path) -> None:
         theirs = theirs.dequantize() if kind == "nf4" else packed  # which has unpacked them for that
         found = nn.Module.float(theirs)(tokens).logits
         before = plain(tokens)
-        for name, layer in plain.named_modules():
+        for name, layer in rounded(plain, kind, 32).named_modules():
             if isinstance(layer, nn.Linear) and "." in name:
-                levels = nf4.dequantize(*nf4.quantize(layer.weight), torch.float32) if kind == "nf4" else None
-                layer.weight.data = dequantize(*quantize(layer.weight, kind, 32)) if levels is None else levels
                 assert torch.equal(theirs.get_submodule(plain.names.module(name)).weight, layer.weight), name
         for parameter in plain.parameters():
             parameter.data = parameter.to(dtype).float()
@@ -231,14 +230,15 @@ def test_sizes_and_perplexities_of_a_real_model(tmp_path: Path) -> None:
         return math.exp(-log_probs.gather(2, tokens[:, 1:, None]).mean().item())
 
     found = {"fp32": ((REAL / "model.safetensors").stat().st_size / 1e6, perplexity(load_model(str(REAL))))}
-    for kind in (*KINDS, "mxfp4"):
+    for kind in (*KINDS, "mxfp4", "nf4"):
         main(["quantize", str(REAL), "--to", kind, "--out", str(tmp_path / kind)])
         config = json.loads((tmp_path / kind / "config.json").read_text())["quantization_config"]
-        group = config["config_groups"]["group_0"]["weights"]["group_size"]
+        group = None if kind == "nf4" else config["config_groups"]["group_0"]["weights"]["group_size"]
         size = (tmp_path / kind / "model.safetensors").stat().st_size / 1e6
         found[kind] = size, perplexity(rounded(load_model(str(REAL)), kind, group))
     assert sum(tensor.nbytes for tensor in load_file(tmp_path / "int4" / "model.safetensors").values()) < 1.8e8
     print(found)
     assert found["int8"][1] / found["fp32"][1] == pytest.approx(1, abs=0.02)
     assert found["fp8"][1] / found["fp32"][1] == pytest.approx(1, abs=0.05)
-    assert found["int4"][1] / found["fp32"][1] < 1.6 and found["mxfp4"][1] / found["fp32"][1] < 2
+    assert found["nf4"][0] < found["int8"][0] and found["nf4"][1] < found["int4"][1] < 1.6 * found["fp32"][1]
+    assert found["mxfp4"][1] / found["fp32"][1] < 2

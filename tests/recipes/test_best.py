@@ -74,8 +74,13 @@ def test_the_best_is_kept_and_exported(run, recipe, checkpoint):
     assert best < last and steps(folder) == [best, last]
     log = (folder / "log.txt").read_text()
     assert f"the weights are those with the best validation_loss, {losses[best - 1]:.4g} at step {best}" in log
+    kind = "model" if recipe is full_finetune else "adapter"
+    told = f"The {kind} is in {folder / kind}, with the weights of step {best}, that with the best validation_loss."
+    assert told in (folder / "report.html").read_text()
 
     plain = run(wave, f"max_steps={last}", "checkpointer.keep_best=null", folder="plain")
+    told = f"The {kind} is in {plain / kind}, with the weights of step {last}, the last one."
+    assert told in (plain / "report.html").read_text()
     assert logged(plain)[-1]["validation_loss"] == losses[-1]  # the training was left alone
     dcp_to_torch_save(folder / "checkpoints" / f"step-0000000{best}", folder / "state.pt")
     weights = torch.load(folder / "state.pt", weights_only=True)["model"]

@@ -90,24 +90,25 @@ def test_tasks(checkpoint, folder, tmp_path, capsys):
     assert f"choice/acc {accuracy:.4f}" in " ".join(capsys.readouterr().out.split())
 
 
-def test_loss_is_that_of_transformers(checkpoint, tmp_path):
+@pytest.mark.parametrize(("dtype", "within"), [("float32", 1e-5), ("float16", 1e-3)])
+def test_loss_is_that_of_transformers(dtype, within, checkpoint, tmp_path):
     texts = ["the cat sat", "a big red dog ran under the mat and then it was slow", "it was"]
     data, out = tmp_path / "texts.jsonl", tmp_path / "out.json"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    main(["eval", str(checkpoint), "--data", str(data), "--out", str(out)])
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    main(["eval", str(checkpoint), "--data", str(data), "--out", str(out), "--dtype", dtype.replace("float", "fp")])
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     total = right = count = 0
     for text in texts:
         ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
         with torch.no_grad():
-            logits = model(ids).logits[0, :-1]
+            logits = model(ids).logits[0, :-1].float()
         total += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
         right += int((logits.argmax(-1) == ids[0, 1:]).sum())
         count += ids.shape[1] - 1
     expected = {"loss": total / count, "perplexity": math.exp(total / count), "token_accuracy": right / count}
     found = of(evaluated(out), "texts")
-    assert found == pytest.approx({f"{name},none": value for name, value in expected.items()}, rel=1e-5)
+    assert found == pytest.approx({f"{name},none": value for name, value in expected.items()}, rel=within)
 
 
 def test_loss_is_that_of_a_validation(checkpoint, chats, tmp_path, run_recipe):
@@ -358,7 +359,7 @@ WRONG = {
     ),
     "a score of rows": (["--data", "prompts.jsonl", "--score", "my_scores:alone"], "score: alone cannot be called so"),
     "no such score": (["--data", "prompts.jsonl", "--score", "my_scores:lenght"], "Did you mean 'length'?"),
-    "another type": (["--tasks", "choice", "--dtype", "fp8"], "dtype: 'fp8' is not one of bf16, fp32"),
+    "another type": (["--tasks", "choice", "--dtype", "fp8"], "dtype: 'fp8' is not one of bf16, fp16, fp32"),
 }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpo
 import pytest
+import torch
 from helpers import make_adapter, run_processes, save_checkpoint
 from recipes.test_grpo import requests, settings_of  # noqa: F401
 from recipes.test_rewards import reward_model
@@ -84,11 +85,11 @@ def test_greedy_ids_of_the_weights_of_the_moment(family, tmp_path):
 
 
 @contextmanager
-def serving(folder, **settings):
+def serving(folder, dtype="float32", **settings):
     from vllm import LLM
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    engine = LLM(str(folder), dtype="float32", max_num_seqs=8, max_model_len=64, enforce_eager=True, **settings)
+    engine = LLM(str(folder), dtype=dtype, max_num_seqs=8, max_model_len=64, enforce_eager=True, **settings)
     yield engine
     engine.llm_engine.engine_core.shutdown()
 
@@ -132,6 +133,41 @@ def test_a_reward_model_is_served(tmp_path):
     with serving(tmp_path / "served", runner="pooling") as engine:
         found = engine.classify(ASKED, pooling_params=PoolingParams(use_activation=False), use_tqdm=False)
     assert [each.outputs.probs[0] for each in found] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "dtype", "within"),
+    [("int8", ["--dynamic"], "float32", 1e-3), ("fp8", ["--dynamic"], "float32", 1e-3), ("int4", [], "bfloat16", 0.03)],
+)
+def test_quantised_weights_are_served(kind, how, dtype, within, tmp_path):
+    """Those for which vLLM has a kernel on a CPU: log-probs of a text are those of the weights, and inputs, rounded."""
+    from quantization.test_compressed import rounded
+    from vllm import SamplingParams
+
+    shape = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.1}
+    folder, out = save_checkpoint(tmp_path / "model", "LlamaConfig", **shape, **HEADS), tmp_path / "out"
+    cli.main(["quantize", str(folder), "--to", kind, *how, "--out", str(out)])
+    model, text = load_model(str(folder)), torch.arange(3, 43)
+
+    def log_probs():
+        with torch.no_grad():
+            return model(text[None])[0, :-1].log_softmax(-1).gather(1, text[1:, None])[:, 0]
+
+    def quantised(layer, arguments):
+        scale = arguments[0].abs().amax(-1, keepdim=True) / {"int8": 127, "fp8": 448}[kind]
+        codes = arguments[0] / scale
+        return scale * (codes.round() if kind == "int8" else codes.to(torch.float8_e4m3fn).float())
+
+    before = log_probs()
+    for name, layer in rounded(model, kind, 128 if kind == "int4" else None).named_modules():
+        if how and isinstance(layer, torch.nn.Linear) and "." in name:
+            layer.register_forward_pre_hook(quantised)
+    told = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    with serving(out, dtype=dtype) as engine:
+        (answer,) = engine.generate([{"prompt_token_ids": text.tolist()}], told, use_tqdm=False)
+    found = [each[token].logprob for each, token in zip(answer.prompt_logprobs[1:], text[1:].tolist(), strict=True)]
+    expected = log_probs()
+    assert (torch.tensor(found) - expected).abs().mean() < within < (before - expected).abs().mean()
 
 
 def test_two_processes_have_an_engine_each(tmp_path):

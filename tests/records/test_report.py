@@ -12,7 +12,7 @@ from run_folders import write_run
 
 from tune.errors import TuneError
 from tune.records import read, write_report
-from tune.records.page import samples, seconds, thin
+from tune.records.page import samples, seconds, thin, uses
 
 needs_browser = pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed (Debian's package: chromium)")
 
@@ -58,7 +58,7 @@ def test_a_run(shown, make_run):
     assert list(found)[:3] == ["Loss", "Gradient norm", "Learning rate"] and "epoch" not in str(found)
     assert found["Loss"]["loss"] == {step: pytest.approx(2 / step, rel=1e-5) for step in range(1, 13)}
     assert found["Loss"]["validation_loss"] == {step: pytest.approx(2.1 / step, rel=1e-5) for step in (4, 8, 12)}
-    assert set(found["Seconds of a step"]) == {"step_seconds", "data_seconds"}
+    assert set(found["Seconds of a step"]) == {"step_seconds", "data_seconds", "save_seconds"}
     text = browser.ask("document.body.innerText")
     for part in ("done", "llama trained on chats.jsonl", "4 of 50 rows are copies", "the data are few", "0:00:35"):
         assert part in text, text
@@ -210,7 +210,8 @@ def test_where_the_time_went_without_the_time_between_two_starts(make_run):
     for row in rows[5:]:
         row["time"] += 8000
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [*seconds(read(folder)).values()] == [15, 5, 8]  # 10 steps of 2 s, and 1 s after each but two
+    spent = {"training": 12.5, "waiting for data": 5, "saving": 2.5, "evaluation": 8}
+    assert seconds(read(folder)) == spent  # 10 steps of 2 s, and 1 s after each but two
 
 
 def test_secrets_do_not_reach_the_page(make_run, tmp_path, monkeypatch):
@@ -233,6 +234,19 @@ def test_a_run_without_a_model_can_be_continued(make_run, tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert f"output_dir={folder} resume=auto" in page
     assert "The run was interrupted." in page and "saved a checkpoint" not in page
+
+
+def test_the_step_of_the_weights_is_said_only_where_it_is_known(make_run):
+    folder = make_run(state="interrupted")
+    (folder / "model").mkdir()
+    newest = folder / "checkpoints/step-00000012"
+    newest.mkdir(parents=True)
+    (newest / "state.json").write_text('{"best": {"step": 4}}')
+    ((sentence, _),) = uses(read(folder))
+    assert sentence == f"The model is in {folder / 'model'}."  # which may be that of an earlier start
+    (folder / "run.json").write_text((folder / "run.json").read_text().replace("interrupted", "done"))
+    ((sentence, _),) = uses(read(folder))
+    assert sentence.endswith("with the weights of step 12, the last one.")  # there is no checkpoint of step 4
 
 
 def test_only_a_report_is_replaced(make_run, tmp_path):

@@ -1,11 +1,9 @@
 """List the checkpoints of a run: size, metrics, which is the best, and with --verify whether one is damaged."""
 
-import json
 import re
 from argparse import ArgumentParser
 from pathlib import Path
 
-from tune.atomic import CHECKPOINT
 from tune.cli.runs import gib, print_table
 from tune.errors import TuneError
 from tune.records import number, read
@@ -23,12 +21,10 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     prefixes = "validation_", *(f"{Path(each).stem}/" for each in run.settings.get("evaluate.tasks") or ())
     metrics = [name for name in run.columns if name in shown or name.startswith(prefixes)]
     rows = [["checkpoint", "GiB", "", *metrics]]
-    newest = max(path.glob(f"checkpoints/{CHECKPOINT}/state.json"), default=None, key=lambda file: file.parent.name)
-    best = json.loads(newest.read_text()).get("best", {}).get("step") if newest else None  # with checkpointer.keep_best
     for folder in sorted(path.glob("checkpoints/*"), key=lambda folder: folder.name.lstrip(".")):
         if name := re.match(r"(\.?)step-(\d+)", folder.name):
             values = ("".join(map(number, known[steps == int(name[2])])) for steps, known in map(run.known, metrics))
-            state = "unfinished" if name[1] else "best" if int(name[2]) == best else "complete"
+            state = "unfinished" if name[1] else "best" if int(name[2]) == run.best else "complete"
             state = state if name[1] or not options.verify or not found_damage(folder) else "damaged"
             rows.append([folder.name, gib(folder), state, *values])
     if len(rows) == 1:

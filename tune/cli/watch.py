@@ -1,10 +1,10 @@
-"""Show a run in the terminal while it goes on: curves, last metrics, when it will end, warnings; as far as the height
-allows time by part, data, changed settings. It ends with the run, or by Ctrl-C, which leaves the run alone."""
+"""Show a run in the terminal while it goes on: its curve, last metrics, when it will end, warnings; and what its report
+has, as far as the height allows. It ends with the run, then shows all, or by Ctrl-C, which leaves the run alone."""
 
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -16,9 +16,10 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from tune.records import Record, number, read
-from tune.records.page import TEMPLATES, changed, seconds
+from tune.records.page import TEMPLATES, changed, samples, seconds, uses
 
 LINES, BLOCKS = 8, " ▁▂▃▄▅▆▇█"  # of the curve
+CURVES = ("validation_loss", "validation_reward", "grad_norm", "lr")  # that have a line of their own, first
 RECENT = 50  # steps whose speed is that of the run
 
 
@@ -31,12 +32,12 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             began = time.monotonic()
             run = read(path)
             parts = [*view(run, console.width)]
-            room = console.height - 1 if console.is_terminal else sys.maxsize
-            for line in map(Text, details(run, console.width)):
+            room = console.height - 1 if console.is_terminal and run.state == "running" else sys.maxsize
+            for line in details(run, console.width):
                 if len(console.render_lines(Group(*parts, line))) > room:
                     break
                 parts.append(line)
-            live.update(Group(*parts), refresh=True)
+            live.update(Group(*parts), refresh=run.state == "running")  # the last is shown at the end, as long as it is
             if run.state != "running":
                 break
             time.sleep(max(1.0, 5 * (time.monotonic() - began)))  # a long run takes seconds to read
@@ -69,20 +70,41 @@ def view(run: Record, width: int) -> Iterator[RenderableType]:
     yield Text("\n".join(["", *(f"warning: {each}" for each in run.warnings[-3:])]), "yellow")
 
 
-def details(run: Record, width: int) -> Iterator[str]:
-    """Lines on the other curves, the time by part, the data, and the settings that are not the defaults."""
-    for name in ("validation_loss", "validation_reward", "grad_norm", "lr"):
-        values = run.known(name)[1]
-        if np.isfinite(values).all() and len(values) > 1:
-            yield f"{name:<17} {curve(values, max(1, min(60, width - 32)), 1)[0]} {number(values[-1])}"
-    if parts := seconds(run):
-        yield "time: " + ", ".join(f"{part} {TEMPLATES.filters['duration'](each)}" for part, each in parts.items())
+def details(run: Record, width: int) -> Iterator[Text]:
+    """What the report has beside that, in its own words, the most telling first."""
+    yield from curves(run, CURVES, width)
+    if parts := [f"{part} {TEMPLATES.filters['duration'](each)}" for part, each in seconds(run).items()]:
+        yield Text("time: " + ", ".join(parts))
     counts = {name: each for name, each in run.data.items() if each and isinstance(each, int | float)}
     counts |= {f"dropped, {why}": count for why, count in (run.data.get("dropped") or {}).items()}
     if counts:
-        yield "data: " + ", ".join(f"{name.replace('_', ' ')} {number(each)}" for name, each in counts.items())
+        yield Text("data: " + ", ".join(f"{name.replace('_', ' ')} {number(each)}" for name, each in counts.items()))
+    yield from beginnings({"the first row": run.text("first_row.txt", 6000, True)}, width)
+    for prompt, before, after in samples(run):
+        yield from beginnings({"\nprompt": prompt, "first": before, "last": after}, width)
     for key, (default, value) in changed(run) or []:
-        yield f"{key}: {TEMPLATES.filters['setting'](value)} (default: {TEMPLATES.filters['setting'](default)})"
+        yield Text(f"{key}: {TEMPLATES.filters['setting'](value)} (default: {TEMPLATES.filters['setting'](default)})")
+    yield from curves(run, [name for name in run.columns if name not in ("step", "time", "epoch", *CURVES)], width)
+    for sentence, commands in uses(run) if run.state != "running" else ():
+        yield Text("\n".join(["", sentence, *commands]))
+
+
+def beginnings(texts: dict[str, str], width: int) -> Iterator[Text]:
+    """By title about three lines of each text, and in another colour what is learned of it."""
+    for title, text in texts.items():
+        if text:
+            line = Text(f"{title}: {' '.join(text.split())}")
+            line.truncate(3 * width, overflow="ellipsis")
+            line.highlight_regex("⟦[^⟧]*⟧?", "green")
+            yield line
+
+
+def curves(run: Record, names: Iterable[str], width: int) -> Iterator[Text]:
+    """A line for each of these metrics that has some finite values."""
+    for name in names:
+        values = run.known(name)[1]
+        if np.isfinite(values).all() and len(values) > 1:
+            yield Text(f"{name:<17} {curve(values, max(1, min(60, width - 32)), 1)[0]} {number(values[-1])}")
 
 
 def curve(values: np.ndarray, width: int, lines: int = LINES) -> list[str]:

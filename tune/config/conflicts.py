@@ -34,6 +34,8 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
     ):
         if value("optimizer_in_backward") and value(key) not in (None, False, right):
             yield key, f"{problem} when optimizer_in_backward=true. Set {key}={right}, or optimizer_in_backward=false."
+    if value("dtype") == "fp16" and "optimizer" in cfg:
+        yield "dtype", "fp16 overflows at 65,504, and nothing here scales the loss. Take bf16 or fp32."
     is_selective = value("memory.activation_checkpointing") == "selective"
     if value("memory.activation_offload") and is_selective and value("compile") is not True:
         problem = "what activation_checkpointing=selective keeps is offloaded only from compiled blocks."

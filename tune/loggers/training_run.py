@@ -90,7 +90,7 @@ class Run:
         self.first_row = ""
         self.stream: Stream | None = None
         self.step_began = time.perf_counter()
-        self.data_seconds, self.flops_per_token = 0.0, 0.0
+        self.data_seconds, self.save_seconds, self.flops_per_token = 0.0, 0.0, 0.0
         self.timings: dict[str, float] = {}
         self.has_begun = False  # on the first process
 
@@ -304,6 +304,7 @@ class Run:
                 self.data_seconds = time.perf_counter() - begin
                 yield item
                 begin = time.perf_counter()
+                self.save_seconds = begin - self.step_began  # what comes behind a step's log is its checkpoint
         finally:
             watchdog.end()
 
@@ -345,6 +346,7 @@ class Run:
             "supervised_tokens_per_second": supervised_tokens / seconds / self.world.size,
             "step_seconds": seconds,
             "data_seconds": self.data_seconds,
+            "save_seconds": self.save_seconds,
             "peak_memory_gib": peak_memory_gib(self.world.device),
             **PACE.slowest(),
         }

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from tune.secrets import without_secrets
 POINTS = 100_000  # of all curves of a page together
 SAMPLES = 4  # prompts shown of the first step and of the last one
 MARK = "<!-- written by tune report -->"
+IN_TRANSFORMERS = """from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("{0}")
+tokenizer = AutoTokenizer.from_pretrained("{0}")"""
 TEMPLATES = Environment(
     loader=PackageLoader("tune.records", "assets"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
     finalize=lambda value: without_secrets(value) if type(value) is str else value,
@@ -45,7 +48,7 @@ def write_report(folders: Sequence[Path], out: Path) -> int:
     names = [name if known.count(name) == 1 else str(run.path) for name, run in zip(known, runs, strict=True)]
     files = Path(__file__).with_name("assets").iterdir()
     page = TEMPLATES.get_template("report.html").render(
-        runs=[*zip(names, runs, strict=True)], mark=Markup(MARK),
+        runs=[*zip(names, runs, strict=True)], mark=Markup(MARK), uses=uses,
         assets={file.name: Markup(file.read_text()) for file in files if file.suffix in (".js", ".css")},
         differences=differences([run.inputs for run in runs]), changed=changed, seconds=seconds, samples=samples,
         curves=Markup(json.dumps({"runs": names, "curves": _curves(runs)}).replace("<", "\\u003c")),
@@ -78,12 +81,12 @@ def seconds(run: Record) -> dict[str, float]:
     if not {"time", "step_seconds"} <= run.columns.keys():
         return {}
     whole = np.nan_to_num(run.columns["step_seconds"])
-    waiting, rollout = (float(np.nansum(run.columns.get(f"{name}_seconds", 0))) for name in ("data", "rollout"))
+    names = {"waiting for data": "data", "saving": "save", "rollout": "rollout"}
+    parts = {part: float(np.nansum(run.columns.get(f"{name}_seconds", 0))) for part, name in names.items()}
     is_first = np.isin(run.columns["step"][1:] - 1, [each["step"] for each in run.facts.get("starts", [])])
     between = (np.diff(run.columns["time"]) - whole[1:])[~is_first].clip(min=0)
-    parts = {"training": whole.sum() - waiting - rollout, "waiting for data": waiting}
-    parts |= {"validation, samples, saving": float(np.nansum(between))}
-    return parts | ({"rollout": rollout} if rollout else {})
+    parts = {"training": whole.sum() - sum(parts.values())} | parts | {"evaluation": float(np.nansum(between))}
+    return {part: each for part, each in parts.items() if each}
 
 
 def samples(run: Record) -> list[tuple[str, str, str]]:
@@ -99,6 +102,25 @@ def samples(run: Record) -> list[tuple[str, str, str]]:
     first, last = sides if len(steps) > 1 else (sides[0], {})
     asked = [prompt for prompt in first if prompt in last] or [*list(first)[:SAMPLES], *list(last)[:SAMPLES]]
     return [(prompt, first.get(prompt, ""), last.get(prompt, "")) for prompt in asked[: 2 * SAMPLES]]
+
+
+def uses(run: Record) -> Iterator[tuple[str, list[str]]]:
+    """What the run has made, of which step, and how that is used: a sentence on each, with commands."""
+    folders = [run.path / kind for kind in ("model", "adapter") if (run.path / kind).is_dir()]
+    if not folders:
+        again = f"To continue the run: the same command with output_dir={run.path} resume=auto"
+        advice = f". {again}. Without checkpoints it begins anew. If you do not need it, delete {run.path}."
+        yield f"There is no model{': the end of the run writes it.' if run.state == 'running' else advice}", []
+    step = run.best or run.last("step")
+    best = f"that with the best {run.settings.get('checkpointer.keep_best')}" if run.best else "the last one"
+    of_step = f", with the weights of step {number(step)}, {best}" if run.state == "done" and step > 0 else ""
+    for folder in folders:
+        merge = f"tune merge {run.settings.get('model.path')} {folder} {run.path / 'merged'}"
+        commands = [merge if folder.name == "adapter" else IN_TRANSFORMERS.format(folder)]
+        if run.facts.get("recipe") != "reward_finetune":
+            commands += [f"tune generate {folder} --prompt TEXT", f"tune eval {folder} --data FILE"]
+            commands.append(f"tune export {run.path} --to gguf --out {run.path / 'model.gguf'}")
+        yield f"The {folder.name} is in {folder}{of_step}.", commands
 
 
 def _prompt(sample: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tune import config
-from tune.atomic import written_aside
+from tune.atomic import CHECKPOINT, written_aside
 from tune.errors import TuneError
 from tune.secrets import without_secrets
 
@@ -89,6 +89,13 @@ class Record:
             content.seek(0 if start else max(0, content.seek(0, 2) - most))
             return content.read(most).decode(errors="replace")
         return ""
+
+    @property
+    def best(self) -> int | None:
+        """With checkpointer.keep_best, the step of the best checkpoint, if it is there."""
+        newest = max(self.path.glob(f"checkpoints/{CHECKPOINT}/state.json"), default=None, key=str)
+        step = _json(newest).get("best", {}).get("step") if newest else None
+        return step if step and (self.path / f"checkpoints/step-{step:08d}").is_dir() else None
 
     @property
     def inputs(self) -> dict[str, Any]:

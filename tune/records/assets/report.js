@@ -5,7 +5,7 @@ const TITLES = [
   ["Loss", /^loss(\/|$)/], ["Reward", /^reward(\/|$)/], ["Accuracy", /^(token_accuracy|rewards\/accuracies)$/],
   ["Rewards of the answers", /^rewards\//], ["Log-probs of the answers, nats", /^logps\//], [null, null],
   ["Gradient norm", /^grad_norm$/], ["Learning rate", /^lr(\/|$)/],
-  ["Tokens per second and device", /^(supervised_)?tokens_per_second$/], ["Seconds of a step", /^(step|data|rollout)_seconds$/],
+  ["Tokens per second and device", /^(supervised_)?tokens_per_second$/], ["Seconds of a step", /^(step|data|save|rollout)_seconds$/],
   ["Peak memory, GiB", /^peak_memory_gib$/], ["Model FLOPs utilisation", /^mfu$/],
   ["Tokens of a step", /^(supervised_)?tokens$/]
 ];
