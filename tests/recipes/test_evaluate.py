@@ -239,7 +239,9 @@ def test_in_a_training(checkpoint, chats, folder, tmp_path, run_recipe, monkeypa
     assert found["acc_norm,none"] == pytest.approx(evaluated_[-1]["choice/acc_norm"])
 
 
-def test_the_best_by_a_metric_of_which_the_lowest_is_best(checkpoint, chats, folder, tmp_path, run_recipe, capsys):
+def test_the_best_by_a_metric_of_which_the_lowest_is_best(
+    checkpoint, chats, folder, tmp_path, run_recipe, told, capsys
+):
     """The Brier score of a task, which that says itself. It falls, then rises."""
     body = (folder / "choice.yaml").read_text().replace("metric_list: [", "metric_list: [{metric: brier_score}, ")
     (tmp_path / "choice.yaml").write_text(body)
@@ -261,11 +263,14 @@ def test_the_best_by_a_metric_of_which_the_lowest_is_best(checkpoint, chats, fol
     shown = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
     assert "choice/brier_score" in shown[0] and [row[2] for row in shown[1:]] == ["best", "complete"]
     for metric, message in {
-        "chioce/acc": "chioce/acc is a metric of none of the tasks: choice",
-        "choice/ac": "the task choice does not measure choice/ac, but choice/",
+        "chioce/acc": "no task measures chioce/acc. Did you mean 'choice/acc'? There are choice/...",
+        "choice/brier": "no task measures choice/brier. Did you mean 'choice/brier_score'? There are choice/acc, ",
+        "'choice/acc,strict'": "no task measures choice/acc,strict. Did you mean 'choice/acc'? There are choice/acc, ",
     }.items():
-        wrong = [*settings, f"checkpointer.keep_best={metric}", f"output_dir={tmp_path / metric}"]
+        wrong = [*settings, f"checkpointer.keep_best={metric}", f"output_dir={tmp_path / 'wrong'}"]
+        assert f"checkpointer.keep_best: {message}" in told("full_finetune", wrong)
         assert run_recipe(wrong) == 2 and message in capsys.readouterr().err
+        assert not (tmp_path / "wrong" / "metrics.jsonl").exists()  # before the first step
 
 
 SAMPLED = [

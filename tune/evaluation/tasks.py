@@ -80,14 +80,22 @@ class Tasks:
     @property
     @_random_states_kept()
     def higher_is_better(self) -> dict[str, bool | None]:
-        """By `task/metric`, also of groups; None where the task does not say it."""
+        """By `task/metric`, or `task/metric,filter`, also of groups; None where the task does not say it. A task whose
+        code decides what it measures also has `task/`."""
+        from lm_eval.api.registry import METRIC_REGISTRY
+        from lm_eval.api.task import ConfigurableTask
+
         found: dict[str, bool | None] = {}
         for each in self.tasks:
             groups = [each, *each.get_all_groups()] if hasattr(each, "get_all_groups") else []
             for task in each.get_all_tasks() if groups else [each]:
                 names = [task.task_name, *(group.name for group in groups if task in group.get_all_tasks())]
-                says = task.higher_is_better().items()
-                found |= {f"{name}/{metric}": higher for name in names for metric, higher in says}
+                says = task.higher_is_better()
+                is_known = type(task).process_results is ConfigurableTask.process_results
+                if not (is_known and {*task._metric_fn_list.values()} <= {*METRIC_REGISTRY.values()}):
+                    found |= {f"{name}/": None for name in names}
+                filters = [("," + each.name) * (each.name != "none") for each in task._filters]
+                found |= {f"{name}/{key}{each}": says[key] for name in names for key in says for each in filters}
         return found
 
     def __len__(self) -> int:
