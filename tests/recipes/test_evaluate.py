@@ -313,7 +313,7 @@ def test_in_the_training_of_a_method(
     main(["generate", str(tmp_path / "run"), "--prompt", "the cat", "--max-new-tokens", "6", "--out", "out.jsonl"])
     assert json.loads(Path("out.jsonl").read_text())["completion"] == answered[-1]["text"]
     found = told(recipe.__name__, [*settings[:-3], "evaluate.tasks=[chioce]", "evaluate.prompts=none.txt"])
-    assert "there is no task 'chioce'" in found and "none.txt: there is no such file" in found
+    assert "evaluate.tasks: there is no task 'chioce'" in found and "none.txt: there is no such file" in found
 
 
 def no_template(tmp_path, checkpoint):
@@ -391,8 +391,10 @@ def test_it_is_wrong_before_the_training(body, setting, says, checkpoint, chats,
         f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={tmp_path / 'run'}", "max_steps=1",
         "device=cpu", "dtype=fp32", "max_seq_len=128", "evaluate.tasks=[mine]", f"evaluate.include_path={tmp_path}",
     ]  # fmt: skip
+    assert run_recipe([*settings, "evaluate.include_path=nowhere"]) == 2
+    assert "evaluate.include_path: nowhere is no folder" in capsys.readouterr().err
     assert run_recipe([*settings, setting]) == 2
-    assert f"tasks: mine cannot be used: {says}" in capsys.readouterr().err
+    assert f"evaluate.tasks: mine cannot be used: {says}" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

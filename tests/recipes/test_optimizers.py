@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys

@@ -79,8 +79,8 @@ class Pretrained:
         if state | (now := self.digest()) != state:
             raise TuneError(
                 f"resume: the checkpoint has only what was trained, with {state['quantization']} on {state['path']}: "
-                f"other weights than {self.path} with {now['quantization']}. Restore model.path and quantization, or start anew with "
-                "resume=never and another output_dir"
+                f"other weights than {self.path} with {now['quantization']}. Restore model.path and quantization, or "
+                "start anew with resume=never and another output_dir"
             )
 
     def read(self, name: str) -> Tensor:

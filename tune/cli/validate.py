@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from tune import config
 from tune.cli.prepare import recipe_of
-from tune.cli.run import positive
+from tune.cli.run import parse_options, positive
 from tune.errors import TuneError
 
 ROWS = 1000
@@ -27,7 +27,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--strict", action="store_true", help="a setting that a run would change is an error")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("recipe", metavar="RECIPE")
-    options, rest = parser.parse_known_args(arguments)
+    options, rest = parse_options(parser, arguments)
     gc.disable()  # what an import makes stays: to look for garbage in it takes a quarter of its time
     from tune import devices
     from tune.preflight.checks import validate  # imports torch

@@ -35,7 +35,8 @@ class Tasks:
     the folder `include_path`, or paths of such files. Called with a model, they are answered.
 
     `limit` takes only the first rows of each (a number, or a share below 1), `num_fewshot` puts examples before each.
-    `model` is the one that is to answer, or one on the meta device: whether it can is found here.
+    `model` is the one that is to answer, or one on the meta device: whether it can is found here. `group` is what the
+    names of the settings begin with, in messages.
 
     Raises:
         TuneError: the library is not installed, a name is unknown, a task or its data cannot be used, or a task wants
@@ -55,18 +56,20 @@ class Tasks:
         batch_size: int | None = None,
         max_length: int | None = None,
         model: nn.Module | None = None,
+        group: str = "",
     ):
         self.settings = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
         self.tokenizer, self.model, self.sizes, self.tasks = tokenizer, model, (batch_size, max_length), list[Any]()
+        self.group = group
         if not names:
             return
         if apply_chat_template:
             tokenizer.require_chat_template()
-        with needs("eval", "tasks"):
+        with needs("eval", f"{group}tasks"):
             from lm_eval.tasks import TaskManager
         logging.getLogger("lm_eval").setLevel(os.environ.get("LMEVAL_LOG_LEVEL", "ERROR"))
         if include_path is not None and not Path(include_path).is_dir():
-            raise TuneError(f"include_path: {include_path} is no folder; name the one with your task files")
+            raise TuneError(f"{group}include_path: {include_path} is no folder; name the one with your task files")
         self.manager = TaskManager(include_path=include_path, include_defaults=False)
         named = {name for name in names if not Path(name).is_file()}
         if not named <= {*self.manager.all_tasks}:  # its own are thousands of files, which takes seconds
@@ -74,7 +77,7 @@ class Tasks:
         for name in names:
             if not (found := self.manager.match_tasks([name])) and not Path(name).is_file():
                 hint = did_you_mean(name, self.manager.all_tasks)
-                raise TuneError(f"tasks: there is no task {name!r}.{hint} `lm-eval ls tasks` lists them")
+                raise TuneError(f"{group}tasks: there is no task {name!r}.{hint} `lm-eval ls tasks` lists them")
             self.tasks += [task for each in found or [name] for task in self._load(each)]
 
     @property
@@ -156,9 +159,9 @@ class Tasks:
             reason = next(iter(str(error).splitlines()), "")
             if isinstance(error, ConnectionError) or "offline" in reason.lower():
                 reason += ". Its data are on the Hugging Face hub: run it once with network, or name local files in a "
-                reason += "task of your own (include_path)"
+                reason += f"task of your own ({self.group}include_path)"
             kind = "" if isinstance(error, TuneError) else f"{type(error).__name__}: "
-            raise TuneError(f"tasks: {name} cannot be used: {kind}{reason}") from error
+            raise TuneError(f"{self.group}tasks: {name} cannot be used: {kind}{reason}") from error
         return [loaded["groups"][name]] if name in loaded.get("groups", ()) else [*loaded["tasks"].values()]
 
 

@@ -119,7 +119,8 @@ def load_adapter(model: nn.Module, path: str) -> None:
     if differences := shape_differences(shapes, needed, "this model needs") or _other_type(base, model):
         raise TuneError(
             f"adapter.path: {path} is for another model: it was trained on {base}, not on "
-            f"{getattr(model, 'source', 'this one')}. Take that one, or another adapter. What does not fit:\n  {differences}"
+            f"{getattr(model, 'source', 'this one')}. Take that one, or another adapter. What does not fit:\n  "
+            f"{differences}"
         )
     with torch.no_grad():
         for part, each in zip(parts, stored, strict=True):
