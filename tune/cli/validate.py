@@ -27,7 +27,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--strict", action="store_true", help="a setting that a run would change is an error")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("recipe", metavar="RECIPE")
-    options, rest = parse_options(parser, arguments)
+    options, rest = parser.parse_known_args(arguments)
     gc.disable()  # what an import makes stays: to look for garbage in it takes a quarter of its time
     from tune import devices
     from tune.preflight.checks import validate  # imports torch
@@ -36,13 +36,14 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     kind, capability = options.device, None
     rows = None if options.all else ROWS
     try:
+        parse_options(parser, arguments)  # one that is unknown is a finding too
         if kind not in (None, "cpu", "mps", "cuda"):
             known = devices.device(kind)
             kind, capability = "cpu" if known.is_host else "cuda", known.capability
         cfg, problems = config.read(*recipe_of(options.recipe, rest))
         machine = {"processes": options.world_size, "device": kind, "capability": capability}
         found = validate(cfg, problems, **machine, rows=rows, strict=options.strict)
-    except TuneError as error:  # a recipe or a config that is not there
+    except TuneError as error:  # an option that is unknown, a recipe or a config that is not there
         found = [Finding(Level.ERROR, "", str(error))]
     finally:
         gc.freeze()  # nor does anyone look for it at the end
