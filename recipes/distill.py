@@ -65,7 +65,7 @@ def store_predictions(cfg, world, tokenizer, *parts):
             part, "teacher", lambda batch: teacher(batch, most_probable), world,
             micro_batch_size=cfg.micro_batch_size, pad_to=None,
             folder=datasets.cache_folder(cfg.dataset.get("cache_dir")),
-            made_of=[weights.state_dict(), cfg.teacher.dtype, cfg.teacher.top_k, cfg.loss.temperature],
+            made_of=[weights.digest(), cfg.teacher.dtype, cfg.teacher.top_k, cfg.loss.temperature],
         )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def main(cfg):
             datasets.add_scores(
                 part, "reference", lambda batch: losses.per_document(frozen(batch, log_probs).log_probs, batch), world,
                 micro_batch_size=cfg.micro_batch_size, pad_to=pad_to, folder=run.path,
-                made_of=[of_weights.state_dict(), peft.digest(lora), cfg.dtype],
+                made_of=[of_weights.digest(), peft.digest(lora), cfg.dtype],
             )  # fmt: skip
         del frozen, of_weights
         gc.collect()  # frees a second model: wrapped or sharded, it refers to itself

@@ -6,6 +6,7 @@ begins with an import, and commands where it has no language and begins with one
 
 import argparse
 import json
+import os
 import re
 import runpy
 import shlex
@@ -21,7 +22,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from helpers import save_checkpoint
+from helpers import run_processes, save_checkpoint
 from packaging.requirements import Requirement
 
 from tune import cli, config
@@ -29,6 +30,7 @@ from tune.cli.run import default_config, split
 from tune.models import families
 
 ROOT = Path(__file__).parents[1]
+VALIDATED = Path(__file__).with_name("validated.py")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(tune|torchrun|python|pip|make|git|pytest|echo|srun|sbatch|\.) ")
 FILE = re.compile(r'(?:"""|# )([\w/]+\.\w+)\b')
@@ -37,6 +39,7 @@ TINY = {
     "model.path": "SmolLM2-135M-Instruct", "dataset.path": "chats.jsonl", "device": "cpu", "dtype": "fp32",
     "max_seq_len": "256", "max_steps": "1", "global_batch_size": "8",
 }  # fmt: skip
+EIGHT = {"max_seq_len": 256, "global_batch_size": 64}  # rows for eight processes
 NIMBUS = {
     "model_type": "nimbus", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -88,6 +91,7 @@ class Reader:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(self.folder)
             patch.setattr(sys, "path", [str(self.folder), *sys.path])
+            patch.setenv("PYTHONPATH", str(self.folder), prepend=os.pathsep)
             patch.setattr(sys, "argv", sys.argv)
             patch.setattr(families, "FAMILIES", dict(families.FAMILIES))
             patch.setattr(
@@ -159,13 +163,17 @@ class Reader:
             self.script(settings, argparse.Namespace(training_script=arguments[0]))
 
     def validate(self, recipe: str, settings: list[str]) -> None:
-        """No error and no rule is told of a run that a page shows."""
+        """No error and no rule is told of a run that a page shows, on one process and on eight."""
         if default_config(Path(recipe)) is None:
             return
+        settings = [*settings, "master_dtype=fp32"]  # dtype is that of `TINY`
         with redirect_stdout(StringIO()) as shown, suppress(SystemExit):
-            cli.main(["validate", recipe, *settings, "master_dtype=fp32", "--json"])  # dtype is that of `TINY`
+            cli.main(["validate", recipe, *settings, "--json"])
         found = json.loads(shown.getvalue())["findings"]
         assert not [each for each in found if each["level"] == "error" or each["rule"]], recipe
+        more = [f"{key}={value}" for key, value in EIGHT.items() if any(each.startswith(key) for each in settings)]
+        on_eight = run_processes(VALIDATED, 1, "8", json.dumps([[recipe, *settings, *more]]))
+        assert json.loads(on_eight.splitlines()[-1]) == [""], recipe
 
     def script(self, arguments: list[str], options: argparse.Namespace) -> None:
         sys.argv = [options.training_script, *arguments]

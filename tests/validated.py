@@ -1,5 +1,5 @@
-"""Prints the errors that `tune validate` finds of command lines for so many processes: in a process of its own, as that
-of pytest may be in a group of one."""
+"""Prints the errors that `tune validate` finds of command lines for so many processes, and what else rules say: in a
+process of its own, as that of pytest may be in a group of one."""
 
 import json
 import sys
@@ -11,5 +11,5 @@ from tune.preflight.checks import validate
 found = []
 for recipe, *settings in json.loads(sys.argv[2]):
     findings = validate(*config.read(*recipe_of(recipe, settings)), processes=int(sys.argv[1]))
-    found.append("\n".join(str(each) for each in findings if each.level == "error"))
+    found.append("\n".join(str(each) for each in findings if each.level == "error" or each.rule))
 print(json.dumps(found))

@@ -115,7 +115,8 @@ def test_axes_that_share_blocks(checkpoint, capsys):
     assert two["memory_gib"]["weights"] < 0.6 * one["memory_gib"]["weights"]
     assert two["seconds"]["tensor"] > 0 == one["seconds"]["tensor"]
     wrong = alone(checkpoint, "--world-size", "3", "parallel.tp=3", "global_batch_size=3")
-    assert wrong.returncode == 2 and "parallel.tp" in wrong.stderr
+    assert wrong.returncode == 2 and "cannot share num_heads=4, num_kv_heads=2" in wrong.stderr
+    assert "Set it to 1 or 2 or 4" in wrong.stderr
     wrong = alone(checkpoint, "--world-size", "2", "parallel.ep=2")
     assert wrong.returncode == 2 and "has no experts" in wrong.stderr
 
@@ -126,7 +127,11 @@ WRONG = {
     "file": (["--device", "pyproject.toml"], "is not a device"),
     "processes": (["--device", "h100", "--world-size", "3", "parallel.dp_replicate=2"], "--world-size 3"),
     "batch": (["--device", "h100", "--world-size", "3"], "global_batch_size=16 is not a multiple of 3"),
-    "batch of a search": (["--device", "h100", "--world-size", "3", "--search"], "global_batch_size=16"),
+    "batch of a search": (["--device", "h100", "--world-size", "3", "--search"], "powers of 2: set it to 15 or 18"),
+    "a layout beside a search": (
+        ["--device", "h100", "--world-size", "3", "--search", "parallel.tp=3", "seed=1"],
+        "warning: parallel.tp=3: a search tries",
+    ),
     "folder": (["--device", "h100", "model.path=none"], "model.path: none does not exist"),
     "no config": (["--device", "h100", "model.path=tests"], "has no config.json"),
     "stages": (["--device", "h100", "--world-size", "4", "parallel.pp=4"], "4 stages cannot share 3 blocks"),

@@ -7,6 +7,7 @@ import pytest
 
 from tune.datasets import DataLoader, load
 from tune.errors import TuneError
+from tune.losses import DPO, KTO, BradleyTerry
 from tune.tokenizers import Tokenizer
 
 
@@ -117,11 +118,18 @@ def test_pairs_are_good_and_bad_answers_whose_mismatched_ones_are_of_other_promp
         read(*rows, kind="labelled", streaming=True)
 
 
-def test_only_the_last_answer_is_compared_and_margins_come_along(read):
+def test_only_the_last_answer_is_compared_and_margins_come_along_for_a_reward_model(read):
     before = [user("a"), said("b"), user("c")]
     row = {"chosen": [*before, said("d")], "rejected": [*before, said("e")], "margin": 0.5}
     assert [learned for _, learned in read.learned(row)] == ["d<|im_end|>", "e<|im_end|>"]
-    assert [sample.columns["margin"] for sample in read(row).samples] == [0.5, 0.5]
+    assert [sample.columns["margin"] for sample in read(row, kind="graded").samples] == [0.5, 0.5]
+
+
+def test_a_margin_has_no_meaning_for_the_losses_of_log_probs_and_is_told_as_ignored(read):
+    row = {"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}
+    assert [read(row, kind=loss.rows).accounting.ignored_columns for loss in (DPO, KTO)] == [["margin"]] * 2
+    graded = read({**row, "margin": 0.5}, kind=BradleyTerry.rows)
+    assert graded.accounting.ignored_columns == []
 
 
 def test_a_pair_that_is_too_long_is_cut_at_the_longer_answer_first(read):
@@ -187,7 +195,7 @@ def test_pairs_of_no_use_are_dropped_and_counted(read, row, reason):
 )
 def test_wrong_rows_are_told_with_their_place(read, row, message):
     with pytest.raises(TuneError, match=r"data.jsonl:1") as error:
-        read(row, kind="labelled" if "label" in row else "preferences")
+        read(row, kind="labelled" if "label" in row else "graded" if "margin" in row else "preferences")
     assert message in str(error.value)
 
 

@@ -235,6 +235,15 @@ def test_names_of_tasks(models, folder, world, tmp_path):
     assert found["pair/acc"] == pytest.approx(weighted) and "pair" not in found
     says = named("pair", str(folder / "rolling.yaml")).higher_is_better
     assert says["pair/acc"] is says["letters/acc"] is True and says["rolling/bits_per_byte"] is False
+    (tmp_path / "own.py").write_text("def results(row, found):\n    return {'length': len(found[0])}\n")
+    body = (folder / "answer.yaml").read_text().replace("task: answer", "task: own")
+    (tmp_path / "own.yaml").write_text(body + "process_results: !function own.results\n")
+    filtered = "filter_list: [{name: first, filter: [{function: take_first}]}]\n"
+    (tmp_path / "answer.yaml").write_text(body.replace("task: own", "task: answer") + filtered)
+    found = metrics(named("own", "answer")(ours.model, world), world)
+    says = named("own", "answer").higher_is_better
+    assert found.keys() == {"own/length", "answer/exact_match,first"}  # of a task's own code only it knows the names
+    assert says.keys() == {"own/", "own/exact_match", "answer/exact_match,first"}
 
 
 def test_an_answer_that_has_begun(models, world):

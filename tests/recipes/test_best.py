@@ -257,7 +257,7 @@ def test_wrong_settings(name, checkpoint, chats, tmp_path, run_recipe, recipe, t
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-TASKS = {"mine/loss_avoided": True, "mine/brier_score": False}
+TASKS = {"mine/loss_avoided": True, "mine/brier_score": False, "own/": None}
 
 
 def test_what_is_best():
@@ -271,6 +271,9 @@ def test_what_is_best():
         [True, False],
     ]
     assert not score.is_over and not Best(None, None, {}).is_over
+    assert Best("own/length", None, TASKS).is_in(["own/length"])  # what it measures is its code's to say
+    with pytest.raises(TuneError, match=r"does not measure own/lenght, but own/length\. Did you mean 'own/length'\?"):
+        Best("own/lenght", None, TASKS).is_in(["loss", "own/length"])
     other = Best("validation_loss", 2, {})
     other.load_state_dict(score.state_dict())
     assert other.step == 0

@@ -240,7 +240,9 @@ def test_in_a_training(checkpoint, chats, folder, tmp_path, run_recipe, monkeypa
     assert found["acc_norm,none"] == pytest.approx(evaluated_[-1]["choice/acc_norm"])
 
 
-def test_the_best_by_a_metric_of_which_the_lowest_is_best(checkpoint, chats, folder, tmp_path, run_recipe, capsys):
+def test_the_best_by_a_metric_of_which_the_lowest_is_best(
+    checkpoint, chats, folder, tmp_path, run_recipe, told, capsys
+):
     """The Brier score of a task, which that says itself. It falls, then rises."""
     body = (folder / "choice.yaml").read_text().replace("metric_list: [", "metric_list: [{metric: brier_score}, ")
     (tmp_path / "choice.yaml").write_text(body)
@@ -262,11 +264,14 @@ def test_the_best_by_a_metric_of_which_the_lowest_is_best(checkpoint, chats, fol
     shown = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
     assert "choice/brier_score" in shown[0] and [row[2] for row in shown[1:]] == ["best", "complete"]
     for metric, message in {
-        "chioce/acc": "chioce/acc is a metric of none of the tasks: choice",
-        "choice/ac": "the task choice does not measure choice/ac, but choice/",
+        "chioce/acc": "no task measures chioce/acc. Did you mean 'choice/acc'? There are choice/...",
+        "choice/brier": "no task measures choice/brier. Did you mean 'choice/brier_score'? There are choice/acc, ",
+        "'choice/acc,strict'": "no task measures choice/acc,strict. Did you mean 'choice/acc'? There are choice/acc, ",
     }.items():
-        wrong = [*settings, f"checkpointer.keep_best={metric}", f"output_dir={tmp_path / metric}"]
+        wrong = [*settings, f"checkpointer.keep_best={metric}", f"output_dir={tmp_path / 'wrong'}"]
+        assert f"checkpointer.keep_best: {message}" in told("full_finetune", wrong)
         assert run_recipe(wrong) == 2 and message in capsys.readouterr().err
+        assert not (tmp_path / "wrong" / "metrics.jsonl").exists()  # before the first step
 
 
 SAMPLED = [
@@ -309,7 +314,7 @@ def test_in_the_training_of_a_method(
     main(["generate", str(tmp_path / "run"), "--prompt", "the cat", "--max-new-tokens", "6", "--out", "out.jsonl"])
     assert json.loads(Path("out.jsonl").read_text())["completion"] == answered[-1]["text"]
     found = told(recipe.__name__, [*settings[:-3], "evaluate.tasks=[chioce]", "evaluate.prompts=none.txt"])
-    assert "there is no task 'chioce'" in found and "none.txt: there is no such file" in found
+    assert "evaluate.tasks: there is no task 'chioce'" in found and "none.txt: there is no such file" in found
 
 
 def no_template(tmp_path, checkpoint):
@@ -387,8 +392,10 @@ def test_it_is_wrong_before_the_training(body, setting, says, checkpoint, chats,
         f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={tmp_path / 'run'}", "max_steps=1",
         "device=cpu", "dtype=fp32", "max_seq_len=128", "evaluate.tasks=[mine]", f"evaluate.include_path={tmp_path}",
     ]  # fmt: skip
+    assert run_recipe([*settings, "evaluate.include_path=nowhere"]) == 2
+    assert "evaluate.include_path: nowhere is no folder" in capsys.readouterr().err
     assert run_recipe([*settings, setting]) == 2
-    assert f"tasks: mine cannot be used: {says}" in capsys.readouterr().err
+    assert f"evaluate.tasks: mine cannot be used: {says}" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

@@ -344,7 +344,7 @@ def test_rows_that_are_too_long_are_left_out_and_counted(run, tmp_path):
         (["model.head=value"], "model.head: 'value' is not one of tokens, score."),
         (["loss._component_=tune.losses.DPO"], "tune.losses.DPO compares log-probs, unlike this recipe's"),
         (["loss.center=-1"], "loss.center: -1 is not a non-negative number."),
-        (["dataset.train_on=all"], "preferences rows: answers are learned"),
+        (["dataset.train_on=all"], "graded rows: answers are learned"),
         (["adapter.target_modules=[score]"], "adapter.modules_to_save: head has an adapter too"),
         (["max_seq_len=8"], "longer than max_seq_len"),
     ],

@@ -160,6 +160,11 @@ def test_a_healed_setting_is_in_the_config_of_the_run(inputs, run_recipe, told, 
     assert "\ncompile: false\n" in (inputs.folder / "new" / "config.yaml").read_text()
 
 
+def test_a_misspelt_option_is_told_with_the_one_that_is_meant(inputs, told):
+    found = told("full_finetune", inputs.settings("--word-size", "2"))
+    assert "--word-size: is not an option. Did you mean '--world-size'? --help lists them" in found
+
+
 def test_help_says_what_it_takes(capsys):
     try:
         main(["validate", "--help"])

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tune.errors import TuneError
+from tune.lookup import did_you_mean
 
 
 class Best:
     """The best value of a metric so far; `stale` counts the values since. `kept` are value and step of the best whose
-    checkpoint is written. Of a loss the lowest is best; for metrics of tasks, `higher_is_better` says it.
+    checkpoint is written. Of a loss the lowest is best; for metrics of tasks, `higher_is_better` of `Tasks` says it.
 
     Raises:
         TuneError: it is the metric of a task, and of none of these.
@@ -17,11 +18,16 @@ class Best:
     def __init__(self, metric: str | None, patience: int | None, higher_is_better: Mapping[str, bool]):
         self.metric, self.patience = metric, patience
         wanted = metric or ""
-        tasks = {name.rpartition("/")[0] for name in higher_is_better}
-        if tasks and "/" in wanted and wanted.rpartition("/")[0] not in tasks:
-            raise TuneError(f"checkpointer.keep_best: {wanted} is a metric of none of the tasks: {', '.join(tasks)}")
+        task = f"{wanted.rpartition('/')[0]}/"
+        if higher_is_better and "/" in wanted and not {wanted, task} & higher_is_better.keys():
+            there = [name for name in higher_is_better if name.startswith(task)]
+            there = there or [*dict.fromkeys(f"{name.rpartition('/')[0]}/..." for name in higher_is_better)]
+            hint = did_you_mean(wanted, higher_is_better)
+            raise TuneError(
+                f"checkpointer.keep_best: no task measures {wanted}.{hint} There are {', '.join(sorted(there))}"
+            )
         is_loss = any(word in wanted for word in ("loss", "perplexity", "bits_per_byte"))
-        self.sign = 1 if higher_is_better.get(wanted.split(",")[0], not is_loss) else -1  # a task's: with any filter
+        self.sign = 1 if higher_is_better.get(wanted, not is_loss) else -1
         self.value, self.step, self.stale = -float("inf"), 0, 0
         self.kept = self.value, self.step
 
@@ -35,7 +41,8 @@ class Best:
         found = ", ".join(name for name in metrics if name.startswith(prefix))
         if wanted and found and wanted not in metrics:
             what = "a validation" if prefix == "validation_" else f"the task {prefix[:-1]}"
-            raise TuneError(f"checkpointer.keep_best: {what} does not measure {wanted}, but {found}")
+            hint = did_you_mean(wanted, metrics)
+            raise TuneError(f"checkpointer.keep_best: {what} does not measure {wanted}, but {found}.{hint}")
         return wanted in metrics
 
     def take(self, step: int, value: float) -> bool:

@@ -59,7 +59,7 @@ class Pretrained:
                 f"{self.path} has no score.weight: it is no reward model. Make one of it with reward_finetune"
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def digest(self) -> dict[str, Any]:
         """A digest of the weights (names, shapes, sizes of the files and samples of their bytes), and how the model
         quantises them."""
         names = [f"{tensor.name} {tensor.shape} {tensor.dtype}" for tensor in self.tensors.values()]
@@ -70,13 +70,17 @@ class Pretrained:
             settings = f"quantization.weights=nf4 quantization.double={double}"
         return {"sha256": digest, "quantization": settings}
 
+    def state_dict(self) -> dict[str, Any]:
+        """The digest, and where the weights are."""
+        return self.digest() | {"path": self.path}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores nothing. Raises TuneError if the state is of other weights or of another quantisation."""
-        if state != (now := self.state_dict()):
+        if state | (now := self.digest()) != state:
             raise TuneError(
-                f"resume: the checkpoint has only what was trained, with {state['quantization']} on other weights than "
-                f"{self.path} with {now['quantization']}. Restore model.path and quantization, or start anew with "
-                "resume=never and another output_dir"
+                f"resume: the checkpoint has only what was trained, with {state['quantization']} on {state.get('path', '')}: "
+                f"other weights than {self.path} with {now['quantization']}. Restore model.path and quantization, or "
+                "start anew with resume=never and another output_dir"
             )
 
     def read(self, name: str) -> Tensor:

@@ -68,7 +68,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         parser.error(f"--price {options.price:g}: it must be 0 or more")
 
     gc.disable()  # what an import makes stays: to look for garbage in it takes a quarter of its time
-    from tune.preflight.planning import Job, calibrate  # imports torch
+    from tune.preflight.planning import CHOSEN, Job, calibrate  # imports torch
 
     gc.freeze()  # nor is it looked for while layouts are traced, or at the end
     gc.enable()
@@ -90,6 +90,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if job.note:
         print(f"warning: {job.note}", file=sys.stderr)
     searches = options.search or cfg.parallel.get("auto")
+    if searches and (given := [each for each in rest if each.partition("=")[0] in CHOSEN]):
+        print(f"warning: {' '.join(given)}: a search tries all that fit the model, whatever is given", file=sys.stderr)
     plans = job.search() if searches else [job.plan(job.layout())]
     found = plans[0].as_dict()
     hours = (cfg.max_steps or 1e9 / plans[0].tokens) * plans[0].step_seconds / 3600

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from tune import config
 from tune.cli.prepare import recipe_of
-from tune.cli.run import positive
+from tune.cli.run import parse_options, positive
 from tune.errors import TuneError
 
 ROWS = 1000
@@ -36,13 +36,14 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     kind, capability = options.device, None
     rows = None if options.all else ROWS
     try:
+        parse_options(parser, arguments)  # one that is unknown is a finding too
         if kind not in (None, "cpu", "mps", "cuda"):
             known = devices.device(kind)
             kind, capability = "cpu" if known.is_host else "cuda", known.capability
         cfg, problems = config.read(*recipe_of(options.recipe, rest))
         machine = {"processes": options.world_size, "device": kind, "capability": capability}
         found = validate(cfg, problems, **machine, rows=rows, strict=options.strict)
-    except TuneError as error:  # a recipe or a config that is not there
+    except TuneError as error:  # an option that is unknown, a recipe or a config that is not there
         found = [Finding(Level.ERROR, "", str(error))]
     finally:
         gc.freeze()  # nor does anyone look for it at the end

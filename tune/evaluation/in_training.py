@@ -39,7 +39,7 @@ class InTraining:
         temperature: float = 0.0,
     ):
         how = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
-        self.tasks = Tasks(tasks, tokenizer, include_path, model=model, **how)  # type: ignore[arg-type]
+        self.tasks = Tasks(tasks, tokenizer, include_path, model=model, group="evaluate.", **how)  # type: ignore[arg-type]
         self.prompts = open_prompts(tokenizer, placed_rows(prompts, "evaluate.prompts")) if prompts else []
         self.tokenizer, self.world, self.tell, self.every = tokenizer, world, tell, every
         self.sampler = Sampler(

@@ -35,7 +35,8 @@ class Tasks:
     the folder `include_path`, or paths of such files. Called with a model, they are answered.
 
     `limit` takes only the first rows of each (a number, or a share below 1), `num_fewshot` puts examples before each.
-    `model` is the one that is to answer, or one on the meta device: whether it can is found here.
+    `model` is the one that is to answer, or one on the meta device: whether it can is found here. `group` is what the
+    names of the settings begin with, in messages.
 
     Raises:
         TuneError: the library is not installed, a name is unknown, a task or its data cannot be used, or a task wants
@@ -55,18 +56,20 @@ class Tasks:
         batch_size: int | None = None,
         max_length: int | None = None,
         model: nn.Module | None = None,
+        group: str = "",
     ):
         self.settings = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
         self.tokenizer, self.model, self.sizes, self.tasks = tokenizer, model, (batch_size, max_length), list[Any]()
+        self.group = group
         if not names:
             return
         if apply_chat_template:
             tokenizer.require_chat_template()
-        with needs("eval", "tasks"):
+        with needs("eval", f"{group}tasks"):
             from lm_eval.tasks import TaskManager
         logging.getLogger("lm_eval").setLevel(os.environ.get("LMEVAL_LOG_LEVEL", "ERROR"))
         if include_path is not None and not Path(include_path).is_dir():
-            raise TuneError(f"include_path: {include_path} is no folder; name the one with your task files")
+            raise TuneError(f"{group}include_path: {include_path} is no folder; name the one with your task files")
         self.manager = TaskManager(include_path=include_path, include_defaults=False)
         named = {name for name in names if not Path(name).is_file()}
         if not named <= {*self.manager.all_tasks}:  # its own are thousands of files, which takes seconds
@@ -74,20 +77,28 @@ class Tasks:
         for name in names:
             if not (found := self.manager.match_tasks([name])) and not Path(name).is_file():
                 hint = did_you_mean(name, self.manager.all_tasks)
-                raise TuneError(f"tasks: there is no task {name!r}.{hint} `lm-eval ls tasks` lists them")
+                raise TuneError(f"{group}tasks: there is no task {name!r}.{hint} `lm-eval ls tasks` lists them")
             self.tasks += [task for each in found or [name] for task in self._load(each)]
 
     @property
     @_random_states_kept()
     def higher_is_better(self) -> dict[str, bool | None]:
-        """By `task/metric`, also of groups; None where the task does not say it."""
+        """By `task/metric`, or `task/metric,filter`, also of groups; None where the task does not say it. A task whose
+        code decides what it measures also has `task/`."""
+        from lm_eval.api.registry import METRIC_REGISTRY
+        from lm_eval.api.task import ConfigurableTask
+
         found: dict[str, bool | None] = {}
         for each in self.tasks:
             groups = [each, *each.get_all_groups()] if hasattr(each, "get_all_groups") else []
             for task in each.get_all_tasks() if groups else [each]:
                 names = [task.task_name, *(group.name for group in groups if task in group.get_all_tasks())]
-                says = task.higher_is_better().items()
-                found |= {f"{name}/{metric}": higher for name in names for metric, higher in says}
+                says = task.higher_is_better()
+                is_known = type(task).process_results is ConfigurableTask.process_results
+                if not (is_known and {*task._metric_fn_list.values()} <= {*METRIC_REGISTRY.values()}):
+                    found |= {f"{name}/": None for name in names}
+                filters = [("," + each.name) * (each.name != "none") for each in task._filters]
+                found |= {f"{name}/{key}{each}": says[key] for name in names for key in says for each in filters}
         return found
 
     def __len__(self) -> int:
@@ -148,9 +159,9 @@ class Tasks:
             reason = next(iter(str(error).splitlines()), "")
             if isinstance(error, ConnectionError) or "offline" in reason.lower():
                 reason += ". Its data are on the Hugging Face hub: run it once with network, or name local files in a "
-                reason += "task of your own (include_path)"
+                reason += f"task of your own ({self.group}include_path)"
             kind = "" if isinstance(error, TuneError) else f"{type(error).__name__}: "
-            raise TuneError(f"tasks: {name} cannot be used: {kind}{reason}") from error
+            raise TuneError(f"{self.group}tasks: {name} cannot be used: {kind}{reason}") from error
         return [loaded["groups"][name]] if name in loaded.get("groups", ()) else [*loaded["tasks"].values()]
 
 

@@ -118,8 +118,9 @@ def load_adapter(model: nn.Module, path: str) -> None:
     base = settings.get("base_model_name_or_path")
     if differences := shape_differences(shapes, needed, "this model needs") or _other_type(base, model):
         raise TuneError(
-            f"adapter.path: {path} is for another model: it was trained on {base}. Take that one, or another adapter. "
-            f"What does not fit:\n  {differences}"
+            f"adapter.path: {path} is for another model: it was trained on {base}, not on "
+            f"{getattr(model, 'source', 'this one')}. Take that one, or another adapter. What does not fit:\n  "
+            f"{differences}"
         )
     with torch.no_grad():
         for part, each in zip(parts, stored, strict=True):

@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tune import checkpointers, datasets, distributed, evaluation, optimizers, peft, quantization
 from tune.checkpointers import open_checkpoint, require_same_vocabulary
+from tune.checkpointers.best import Best
 from tune.checkpointers.reading import require_continuable, require_none_later
 from tune.config import instantiate, instantiate_data, instantiate_weighted, local_folder
 from tune.datasets.display import parts_of
@@ -325,7 +326,9 @@ def _data(
     if "evaluate" in cfg and world:
         for other, nothing in (("tasks", []), ("prompts", None)):  # both are told, not the first that is wrong
             asked = {**cfg.evaluate, other: nothing}
-            told("evaluate", evaluation.InTraining, tokenizer, model, world, print, **asked)
+            found = told("evaluate", evaluation.InTraining, tokenizer, model, world, print, **asked)
+            if found and found.tasks:
+                told("checkpointer", Best, cfg.checkpointer.get("keep_best"), None, found.tasks.higher_is_better)
     if "max_prompt_len" in cfg:
         prompts = told("dataset", lambda: instantiate(given.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len))
         ends = {"stop_ids": tokenizer.stop_ids, "decode": tokenizer.decode}

@@ -277,9 +277,11 @@ class Job:
                 if axes == (1, 1, 1, 1) or not str(error).startswith("parallel."):
                     raise
         if not found:
+            rows, size = self.cfg.global_batch_size, self.processes
+            good = " or ".join(str(each) for each in (rows // size * size, -(-rows // size) * size) if each)
             raise TuneError(
-                f"global_batch_size={self.cfg.global_batch_size} cannot be divided over {self.processes} processes: "
-                "set it to a multiple of them"
+                f"global_batch_size={rows} cannot be divided over {size} processes, of which parallel.tp, cp and pp "
+                f"may take powers of 2: set it to {good}"
             )
 
         def rank(plan: Plan) -> tuple[bool, float]:

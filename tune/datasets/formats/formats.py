@@ -4,13 +4,13 @@ A function raises Dropped for a row of no use, and TuneError where the row is a 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tune.collators import IGNORE
 from tune.datasets.formats.content import Answers, Chat, Content, Dropped, Plain, Row, Tokens, require, shown
 from tune.datasets.formats.messages import checked_messages, checked_tools, conversation, is_empty_answer, question_of
-from tune.datasets.formats.preferences import instructed, labelled, preference
+from tune.datasets.formats.preferences import graded, instructed, labelled, preference
 from tune.errors import TuneError
 
 
@@ -102,8 +102,8 @@ class Format:
     is_chat: bool = False
 
 
-Kind = Literal["supervised", "preferences", "labelled"]
-"""What is learned of rows: what they say, which of several answers is better, or whether an answer is good."""
+Kind = Literal["supervised", "preferences", "graded", "labelled"]
+"""What is learned of rows: what they say, which of several answers is better, or by how much, or if one is good."""
 
 SUPERVISED = (
     Format("chat", chat, ("messages",), ("tools", "system"), is_chat=True),
@@ -114,10 +114,12 @@ SUPERVISED = (
     Format("text", text, ("text",)),
 )
 PREFERENCES = (
-    Format(
-        "instruction_preference", instructed, ("instruction", "chosen", "rejected"), ("input", "system", "margin"), True
-    ),
-    Format("preference", preference, ("chosen", "rejected"), ("prompt", "system", "tools", "margin")),
+    Format("instruction_preference", instructed, ("instruction", "chosen", "rejected"), ("input", "system"), True),
+    Format("preference", preference, ("chosen", "rejected"), ("prompt", "system", "tools")),
+)
+GRADED = tuple(
+    replace(each, read=graded(each.read), optional=(*each.optional, "margin"))  # type: ignore[arg-type]
+    for each in PREFERENCES
 )
 LABELLED = (
     Format("labelled_completion", labelled(prompt_completion), ("prompt", "completion", "label"), ("tools",)),
@@ -127,6 +129,7 @@ LABELLED = (
 FORMATS = {
     "supervised": SUPERVISED,
     "preferences": PREFERENCES,
+    "graded": GRADED,
     "labelled": (*LABELLED, *PREFERENCES),  # of a pair, the chosen answer is a good one and the rejected a bad one
 }
 """The formats that `dataset.format` can name, by kind, in the order in which they are recognised."""

@@ -26,7 +26,7 @@ def preference(row: Row) -> Answers:
         if answer in (None, "", []):
             raise Dropped(f"empty {name.partition('[')[0]}")
     if all(isinstance(answer, str) for answer in answers.values()):
-        return _compared(row, _texts(row, [*answers.values()]))
+        return _compared(_texts(row, [*answers.values()]))
     for name, answer in answers.items():
         require(isinstance(answer, list), name, answer, "a list of messages, or all answers strings")
     return _chats(row, [checked_messages(answer, name) for name, answer in answers.items()])
@@ -42,6 +42,19 @@ def instructed(row: Row) -> Answers:
         require(isinstance(answer, str | None), name, answer, "a string")
     chosen, *worse = (answer and [{"role": "assistant", "content": answer}] for answer in (row["chosen"], *several))
     return preference({**row, "prompt": question, "chosen": chosen, "rejected": worse})
+
+
+def graded(read: Callable[[Row], Answers]) -> Callable[[Row], Answers]:
+    """`read`'s format with an optional `margin`: by how much the better answer is better."""
+
+    def read_graded(row: Row) -> Answers:
+        margin = row.get("margin")
+        is_number = isinstance(margin, int | float | None) and not isinstance(margin, bool)
+        require(is_number and math.isfinite(margin or 0), "margin", margin, "a finite number")
+        answers = read(row)
+        return Answers(answers.contents, [{**each, "margin": float(margin or 0)} for each in answers.columns])
+
+    return read_graded
 
 
 def labelled(read: Callable[[Row], Content]) -> Callable[[Row], Answers]:
@@ -90,7 +103,7 @@ def _chats(row: Row, answers: list[list[Any]]) -> Answers:
     contents = [_answered(Chat(chat, tools, shared), "chosen and rejected") for chat in chats]
     if all(message["role"] == "system" for message in chats[0][:shared]):
         raise TuneError("chosen and rejected answer different prompts: they begin with no message in common")
-    return _compared(row, contents)
+    return _compared(contents)
 
 
 def _answered(chat: Chat, place: str) -> Chat:
@@ -101,9 +114,5 @@ def _answered(chat: Chat, place: str) -> Chat:
     return Chat(chat.messages, chat.tools, min(chat.prompt or last, last))
 
 
-def _compared(row: Row, contents: list[Any]) -> Answers:
-    margin = row.get("margin")
-    is_number = isinstance(margin, int | float | None) and not isinstance(margin, bool)
-    require(is_number and math.isfinite(margin or 0), "margin", margin, "a finite number")
-    columns = [{"answer": index, "margin": float(margin or 0)} for index in range(len(contents))]
-    return Answers(contents, columns)
+def _compared(contents: list[Any]) -> Answers:
+    return Answers(contents, [{"answer": index} for index in range(len(contents))])
