@@ -78,9 +78,9 @@ class Pretrained:
         """Restores nothing. Raises TuneError if the state is of other weights or of another quantisation."""
         if state | (now := self.digest()) != state:
             raise TuneError(
-                f"resume: the checkpoint has only what was trained, with {state['quantization']} on {state.get('path', '')}: "
-                f"other weights than {self.path} with {now['quantization']}. Restore model.path and quantization, or "
-                "start anew with resume=never and another output_dir"
+                f"resume: the checkpoint has only what was trained, with {state['quantization']} on "
+                f"{state.get('path', 'a base')}: other weights than {self.path} with {now['quantization']}. Restore "
+                "model.path and quantization, or start anew with resume=never and another output_dir"
             )
 
     def read(self, name: str) -> Tensor:
