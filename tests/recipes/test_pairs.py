@@ -5,6 +5,7 @@ import functools
 import importlib
 import itertools
 import json
+import math
 import random
 import re
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import save_checkpoint
+from recipes.test_grpo import requests  # noqa: F401
 
 from tune import config
 from tune.distributed.activations import wrap_forward
@@ -263,6 +265,74 @@ def test_what_is_not_refused_runs_and_gives_the_numbers_of_the_plain_way(share, 
         if "int8" in row["trained"] and row["optimizer"] == "Muon":  # it makes a last bit as large as what is learned,
             tolerance = max(tolerance, 3e-4)  # and a weight's last bit may be another of the 256 numbers
         assert found == [pytest.approx(each, rel=tolerance) for each in expected] and len(found) == 2, settings
+
+
+# The other recipes, with the settings above that they have and their own.
+SHARED = (
+    *("dropout", "quantization", "optimizer", "dtype", "compile", "checkpointing", "cpu_offload", "model", "schedule"),
+    *("clipping", "every", "async", "on_nan", "zero_stage", "reduce", "loss_parallel", "profiler"),
+)
+METHODS = {name: {each: FACTORS[each] for each in SHARED} for name in ("grpo", "ppo_finetune", "reward_finetune")}
+for name, factors in METHODS.items():
+    names = ("all", "lora", "dora", "head", "tokens", "experts")
+    factors["trained"] = {each: WHAT["trained"][each] for each in names}
+    factors["optimizer"] = {each: WHAT["optimizer"][each] for each in ("AdamW", "Adafactor", "AdamW8bit")}
+    factors["export"] = {each: BESIDE["export"][each] for each in ("plain", "merged")}
+    factors["validation"] = {each: BESIDE["validation"][each] for each in ("none", "path")}
+    if name == "reward_finetune":
+        del factors["model"], factors["trained"]["head"]  # it scores, and transformers' models have no such head
+        factors |= {each: FACTORS[each] for each in ("packed", "in_backward")}
+        factors["center"] = {"0": [], "0.1": ["loss.center=0.1"]}
+    else:
+        factors |= {each: FACTORS[each] for each in ("chunk", "evaluate")}
+        factors["kl"] = {"0": ["kl=0"], "0.1": ["kl=0.1"], "base": ["kl=0.1", "reference=adapter_off"]}
+        factors["updates"] = {"1": ["updates=1"], "2": ["updates=2", "loss._component_=tune.losses.ClippedPolicy"]}
+        factors["sampling"] = {"1": [], "cold": ["sampling.temperature=0.5", "sampling.max_rows=2"]}
+SAMPLED = [
+    "dataset.path={requests}", "reward=recipes.test_grpo.share_of_a", "max_prompt_len=64", "sampling.max_new_tokens=6",
+]  # fmt: skip
+OF_A_STEP = {
+    "grpo": [*SAMPLED, "prompts_per_step=2", "group_size=4"],
+    "ppo_finetune": [*SAMPLED, "prompts_per_step=8"],
+    "reward_finetune": ["dataset.path={pairs}", "max_seq_len=128", "global_batch_size=8"],
+}
+# What is not together there: what the adapter leaves of a base, and what nothing is left of.
+NOT_TOGETHER = [
+    *({"trained": "all", **each} for each in ({"dropout": "0.2"}, {"export": "merged"}, {"kl": "base"})),
+    *({"trained": "all", "quantization": each} for each in ("nf4", "double")),
+    {"trained": "tokens", "kl": "base"},
+    {"in_backward": "true", "cpu_offload": "true"},
+    {"in_backward": "true", "clipping": "1.0"},
+    *({"in_backward": "true", "on_nan": each} for each in ("skip", "rollback")),
+    {"trained": "head", "model": "hf", "dropout": "0.2"},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", METHODS)
+def test_two_steps_of_another_method_run_where_nothing_is_refused(
+    recipe, checkpoint, pairs, requests, settings_of, told, tmp_path, monkeypatch  # noqa: F811
+):  # fmt: skip
+    factors, experts = METHODS[recipe], settings_of({"trained": "experts"})[1][0]
+    compile = torch.compile
+    for number, row in enumerate(covering(random.Random(2), factors, NOT_TOGETHER, 4, [("compile", "true")])):
+        monkeypatch.setattr(torch, "compile", functools.partial(compile, backend="eager"))
+        torch.compiler.reset()
+        settings = [
+            experts if row["trained"] == "experts" else f"model.path={checkpoint}", "device=cpu", "dtype=fp32",
+            "micro_batch_size=8", "max_steps=2", "max_grad_norm=null", "optimizer.lr=1e-3", "schedule.warmup=0",
+            "checkpointer.every=null", f"output_dir={tmp_path / str(number)}", *OF_A_STEP[recipe],
+            *(setting for name, value in row.items() for setting in factors[name][value]),
+        ]  # fmt: skip
+        names = {"data": pairs if recipe == "reward_finetune" else requests, "pairs": pairs, "requests": requests}
+        names["prompts"] = requests
+        settings = [each.format(**names) if "{" in each else each for each in settings]
+        assert told(recipe, settings) == "", settings
+        with torch.compiler.set_stance("default" if row["compile"] != "false" else "force_eager"):
+            importlib.import_module(recipe).main(config.load(recipe, settings))
+        lines = [json.loads(line) for line in (tmp_path / str(number) / "metrics.jsonl").read_text().splitlines()]
+        losses = [line["loss"] for line in lines if line["step"]]
+        assert len(losses) == 2 and all(map(math.isfinite, losses)), settings
 
 
 @pytest.mark.parametrize("values", [values for values, _ in REFUSED], ids=[message for _, message in REFUSED])
