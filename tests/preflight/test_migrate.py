@@ -360,7 +360,10 @@ def test_an_adapter_to_continue_says_its_own_shape(tmp_path):
     run = converted(L + "stage: sft\nadapter_name_or_path: ./a\nlora_rank: 4\nlora_dropout: 0.1\n", tmp_path)
     found = {key: value for key, value in ours(run).items() if key.startswith("adapter")}
     assert found == {"adapter.path": "./a", "adapter.dropout": 0.1} and status(run)["lora_rank"] == "same by default"
-    assert status(converted(L + "stage: sft\ncreate_new_adapter: true", tmp_path))["create_new_adapter"] == "no counterpart"
+    assert (
+        status(converted(L + "stage: sft\ncreate_new_adapter: true", tmp_path))["create_new_adapter"]
+        == "no counterpart"
+    )
 
 
 @pytest.mark.parametrize(("stage", "reference"), [("dpo", "./b"), ("sft", None), ("kto", None)])
@@ -382,7 +385,7 @@ def test_kto_of_llama_factory_has_its_own_loss(tmp_path):
     ("line", "key", "words"),
     [
         ("train_on_prompt: true", "train_on_prompt", "smaller by this share"),
-        ("dataset: alpaca_en_demo", "dataset", "one line break there"),
+        ("dataset: alpaca_en_demo", "dataset", "one line break before input"),
         ("warmup_ratio: 0.1", "warmup_ratio", "rounded up"),
         ("use_muon: true", "use_muon", "bf16"),
         ("pissa_init: true\nfinetuning_type: lora", "pissa_init", "quick one"),

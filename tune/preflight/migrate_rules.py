@@ -65,7 +65,9 @@ def named_datasets(run: Migration, key: str, value: Any) -> None:
         elif "/" in name or "." in name or folder == "ONLINE":  # of the hub
             run.set(f"{step}[{index}].path", name, key)
         else:
-            note = f"dataset_info.json says where '{name}' is: check the path; one line break there, two here before input"
+            note = (
+                f"dataset_info.json says where '{name}' is: check the path; one line break before input there, two here"
+            )
             run.set(f"{step}[{index}].path", f"{folder}/{name}.json", key, note=note)
 
 
