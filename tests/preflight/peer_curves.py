@@ -114,8 +114,11 @@ if __name__ == "__main__":
     model = save_checkpoint(folder / "model", "Qwen3Config", head_dim=16)
     make_adapter(model, folder / "adapter", seed=0, target_modules="all-linear")
     (folder / "marked.jinja").write_text(MARKED)
-    rows = [{"instruction": f"the cat {'sat ' * n}", "output": " ".join(WORDS[n : 3 * n + 2])} for n in range(8)]
-    pairs = [{"instruction": row["instruction"], "chosen": row["output"], "rejected": "it ran"} for row in rows]
+    rows = [
+        {"instruction": f"the cat {'sat ' * n}on", "input": "", "output": " ".join(WORDS[n : 3 * n + 2])}
+        for n in range(8)
+    ]
+    pairs = [{**row, "chosen": row["output"], "rejected": "it ran"} for row in rows]
     turns = [[("user", row["instruction"]), ("assistant", row["output"])] for row in rows]
     chats = [{"messages": [{"role": role, "content": text} for role, text in each]} for each in turns]
     for name, made in (("rows", rows), ("pairs", pairs), ("chats", chats)):
