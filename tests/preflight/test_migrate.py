@@ -356,6 +356,47 @@ def test_what_a_key_says_of_one_thing_stays_with_it(text, expected, tmp_path):
     assert "unknown" not in status(run).values()
 
 
+def test_an_adapter_to_continue_says_its_own_shape(tmp_path):
+    run = converted(L + "stage: sft\nadapter_name_or_path: ./a\nlora_rank: 4\nlora_dropout: 0.1\n", tmp_path)
+    found = {key: value for key, value in ours(run).items() if key.startswith("adapter")}
+    assert found == {"adapter.path": "./a", "adapter.dropout": 0.1} and status(run)["lora_rank"] == "same by default"
+    assert (
+        status(converted(L + "stage: sft\ncreate_new_adapter: true", tmp_path))["create_new_adapter"]
+        == "no counterpart"
+    )
+
+
+@pytest.mark.parametrize(("stage", "reference"), [("dpo", "./b"), ("sft", None), ("kto", None)])
+def test_the_reference_of_llama_factory_is_the_base(stage, reference, tmp_path):
+    text = f"stage: {stage}\nfinetuning_type: lora\nmodel_name_or_path: ./b\nadapter_name_or_path: ./a\n"
+    assert ours(converted(text, tmp_path)).get("reference") == reference
+
+
+def test_kto_of_llama_factory_has_its_own_loss(tmp_path):
+    text = L + "pref_loss: PREF\nstage: STAGE\n"
+    losses = {}
+    for stage, pref in (("dpo", "ipo"), ("kto", "sigmoid")):
+        run = converted(text.replace("PREF", pref).replace("STAGE", stage), tmp_path)
+        losses[stage] = ours(run)["loss._component_"], "dpo_loss" in str(run.faults())
+    assert losses == {"dpo": ("tune.losses.IPO", True), "kto": ("tune.losses.KTO", False)}
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "words"),
+    [
+        ("train_on_prompt: true", "train_on_prompt", "smaller by this share"),
+        ("dataset: alpaca_en_demo", "dataset", "one line break before input"),
+        ("warmup_ratio: 0.1", "warmup_ratio", "rounded up"),
+        ("use_muon: true", "use_muon", "bf16"),
+        ("pissa_init: true\nfinetuning_type: lora", "pissa_init", "quick one"),
+    ],
+)
+def test_differences_of_curves_are_named(line, key, words, tmp_path):
+    run = converted(L + "stage: sft\n" + line, tmp_path)
+    assert words in {entry.key: entry.note for entry in run.entries()}[key]
+    assert "line break behind <|im_end|>" in str(run.faults())
+
+
 def test_faults_are_those_of_the_method(tmp_path):
     said = [str(converted(T + f"num_generations: {number}", tmp_path).faults()) for number in ("null", "4")]
     assert "max_length=1024" in said[0] and "max_length" not in said[1] and "EOS" not in said[1]

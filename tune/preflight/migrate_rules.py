@@ -65,8 +65,18 @@ def named_datasets(run: Migration, key: str, value: Any) -> None:
         elif "/" in name or "." in name or folder == "ONLINE":  # of the hub
             run.set(f"{step}[{index}].path", name, key)
         else:
-            note = f"dataset_info.json says where '{name}' is: check the path"
+            note = (
+                f"dataset_info.json says where '{name}' is: check the path; one line break before input there, two here"
+            )
             run.set(f"{step}[{index}].path", f"{folder}/{name}.json", key, note=note)
+
+
+def preference_loss(run: Migration, key: str, value: str) -> None:
+    """LLaMA-Factory's stage kto reads none."""
+    if run.method == "kto":
+        run.said[key] = "same by default", "stage: kto has a loss of its own"
+    else:
+        run.convert(key, value, {"to": "loss._component_", "values": "preference_losses"}, re.match("", key), False)  # type: ignore[arg-type]
 
 
 def kd_ratio(run: Migration, key: str, value: float) -> None:
@@ -157,6 +167,7 @@ def schedule(run: Migration) -> None:
     used = steps.sources if steps.value or ratio.value is None else ratio.sources
     warmup = steps.value or ratio.value or 0
     note = "the first step there has a rate of 0" if warmup else ""
+    note += ", and a share of the steps is rounded up" if 0 < warmup < 1 else ""
     last = run.settings.get("max_steps")
     if last and last.value and warmup > max(1, last.value):
         note = f"max_steps={last.value} ends there before the rate is what the file says"
@@ -181,13 +192,20 @@ def layers(run: Migration) -> None:
         run.set("adapter.target_modules", named.value or ["q_proj", "v_proj"], *named.sources)  # PEFT's, of a Llama
     if "adapter.alpha" not in run.settings and rank:  # LLaMA-Factory's rule
         run.set("adapter.alpha", 2 * rank.value, *rank.sources)
+    if "adapter.path" in run.settings:
+        for key in [key for key in run.settings if re.fullmatch(r"adapter\.(?!path|dropout).*", key)]:
+            sources = run.pop(key).sources
+            run.said.update(dict.fromkeys(sources, ("same by default", "the adapter in adapter.path says it")))
+        if run.peer == "llama_factory" and run.method == "dpo":
+            base, used = run.settings["model.path"].value, run.settings["adapter.path"].sources
+            run.put(used[0], base, ["reference"], "the reference there is the base without the adapter", implied=True)
 
 
 def data(run: Migration) -> None:
     """One source becomes `dataset`, several a mixture; a slice of a split becomes what there is for it."""
     learned, take = run.pop("_train_on"), run.pop("_take")
     if learned.value and run.takes("dataset.train_on"):
-        run.set("dataset.train_on", learned.value, *learned.sources)
+        run.set("dataset.train_on", learned.value, *learned.sources, note="; ".join(learned.notes))
     template = run.settings.get("tokenizer.chat_template")
     chats = [key for key, value in run.theirs.items() if key.endswith("].type") and value == "chat_template"]
     if template and chats and all(key.endswith("].type") for key in template.sources):

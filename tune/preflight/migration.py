@@ -208,11 +208,11 @@ def migrate(
         raise TuneError(f"{source}: {given} is no method.{did_you_mean(given, known)} There are: {', '.join(known)}.")
     if isinstance(found, str):
         raise NotConverted(f"{source}: {given} {found}")
-    has_adapter = holds(rules["adapter"], theirs)
-    name = found["recipe"] if found["recipe"] != "sft" else "lora_finetune" if has_adapter else "full_finetune"
-    referred = set(re.findall(r"\$\{([\w.]+)\}", str(values)))
     facts = {"method": given, **theirs}
     usual = {k: v for each in rules["defaults"] if holds(each["when"], facts) for k, v in each["are"].items()}
+    has_adapter = holds(rules["adapter"], usual | theirs)
+    name = found["recipe"] if found["recipe"] != "sft" else "lora_finetune" if has_adapter else "full_finetune"
+    referred = set(re.findall(r"\$\{([\w.]+)\}", str(values)))
     run = Migration(peer, given, name, theirs, referred, recipes[name], usual, world_size, has_adapter)
     for key, value in found.items():
         run.set(key, name if key == "recipe" else value, *([source] if source in theirs else []))
