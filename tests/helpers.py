@@ -57,7 +57,7 @@ def slow_but(fast: Iterable, cases: Iterable) -> list:
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[case in fast]) for case in cases]
 
 
-def curve_steps(usual: int) -> int:
+def curve_steps(usual: int = 6) -> int:
     """The steps whose losses a test of layouts compares: as many as CURVE_STEPS in the environment says, or `usual`."""
     return int(os.environ.get("CURVE_STEPS", usual))
 

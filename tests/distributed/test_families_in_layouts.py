@@ -38,7 +38,7 @@ def test_every_family_on_two_processes(tmp_path):
     found = []
     for count in (1, 2):
         layouts = json.dumps([[family, {"tp": count}] for family in supported()])
-        found.append(json.loads(run_processes(MEASURE, count, folders, layouts, str(curve_steps(2)))))
+        found.append(json.loads(run_processes(MEASURE, count, folders, layouts, str(curve_steps()))))
     for family, alone, shared in zip(supported(), *found, strict=True):
         differences = [abs(a - b) / b for a, b in zip(shared["measured"], alone["measured"], strict=True)]
         print(f"{family} | {max(differences):.1e} | {max(shared['shares']):.3f}")  # shown by -s
@@ -60,7 +60,7 @@ def test_eight_families_on_eight_processes(tmp_path):
         for at, how in enumerate(MIXED)
         if (family in WITH_EXPERTS if "ep" in how.split() else (number + at) % 2 or family == "qwen3_5_text")
     ]
-    folders, steps = json.dumps({family: str(tmp_path / family) for family in families}), str(curve_steps(3))
+    folders, steps = json.dumps({family: str(tmp_path / family) for family in families}), str(curve_steps())
     alone = json.loads(run_processes(MEASURE, 1, folders, json.dumps([[each, {}] for each in families]), steps))
     one = {family: each["measured"] for family, each in zip(families, alone, strict=True)}
     named = json.dumps([[family, MIXED[how]] for family, how in layouts])

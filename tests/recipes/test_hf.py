@@ -59,7 +59,7 @@ def common(architecture, chats):
     return [
         "model._component_=tune.models.hf", f"model.path={architecture[1]}", f"dataset.path={chats}", "max_seq_len=128",
         "global_batch_size=8", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3", "optimizer.weight_decay=0.0",
-        f"max_steps={curve_steps(3)}", "epochs=6", "schedule._component_=tune.optimizers.constant", "schedule.warmup=0",
+        f"max_steps={curve_steps()}", "epochs=6", "schedule._component_=tune.optimizers.constant", "schedule.warmup=0",
         "max_grad_norm=null", "checkpointer.every=null",
     ]  # fmt: skip
 
@@ -75,7 +75,7 @@ def plain_loop(model, folder, chats):
     )
     dataset = load(Tokenizer(str(folder)), str(chats), max_seq_len=128)
     curve = []
-    for _, batch in DataLoader(dataset, Alone(), 8, 1, max_steps=curve_steps(3), epochs=6, seed=0):
+    for _, batch in DataLoader(dataset, Alone(), 8, 1, max_steps=curve_steps(), epochs=6, seed=0):
         total = 0.0
         for row in batch.micro_batches:
             loss = F.cross_entropy(model(row.tokens).logits[0], row.labels[0], reduction="sum") / batch.num_supervised

@@ -81,7 +81,7 @@ def test_two_processes_give_the_numbers_of_one(chats, pairs, tmp_path):
         run_processes(RUN_VARIANTS, 1, recipe, str(tmp_path / "alone"), json.dumps(common), json.dumps(alone[recipe]))
         run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "two"), json.dumps(common), json.dumps(shared[recipe]))
     for name, one in expected.items():
-        tolerance = 1e-3 if "Muon" in name else 1e-4  # Muon scales the smallest directions of an update up, in bf16
+        tolerance = 1e-3 if "Muon" in name else 1e-5  # Muon scales the smallest directions of an update up, in bf16
         assert measured(tmp_path / "two" / name) == pytest.approx(measured(tmp_path / "alone" / one), rel=tolerance), (
             name
         )

@@ -36,7 +36,7 @@ def wide(tmp_path_factory):
 def common(chats):
     return [
         f"dataset.path={chats}", f"validation_dataset.path={chats}", "max_seq_len=128", "global_batch_size=8",
-        "micro_batch_size=8", "dtype=fp32", "device=cpu", f"max_steps={curve_steps(2)}", "epochs=6",
+        "micro_batch_size=8", "dtype=fp32", "device=cpu", f"max_steps={curve_steps()}", "epochs=6",
         "checkpointer.every=null", "packed=true",
     ]  # fmt: skip
 
