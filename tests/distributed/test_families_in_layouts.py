@@ -38,7 +38,7 @@ def test_every_family_on_two_processes(tmp_path):
     found = []
     for count in (1, 2):
         layouts = json.dumps([[family, {"tp": count}] for family in supported()])
-        found.append(json.loads(run_processes(MEASURE, count, folders, layouts, str(curve_steps()))))
+        found.append(json.loads(run_processes(MEASURE, count, folders, layouts, str(curve_steps(2)))))
     for family, alone, shared in zip(supported(), *found, strict=True):
         differences = [abs(a - b) / b for a, b in zip(shared["measured"], alone["measured"], strict=True)]
         print(f"{family} | {max(differences):.1e} | {max(shared['shares']):.3f}")  # shown by -s
