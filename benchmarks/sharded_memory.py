@@ -1,11 +1,12 @@
 """What loading and exporting add to the memory of each process, beyond the shards that it holds.
 
-    torchrun --nproc-per-node 4 benchmarks/sharded_memory.py [--tp 2] [--folder FOLDER]
+    torchrun --nproc-per-node 4 benchmarks/sharded_memory.py [--folder FOLDER] [tp=2 ...]
 
-The model is a Llama of 2.0 GB in fp32 with random weights, whose embedding and head are its largest tensors (403 MB
-each). Its folder is made first and removed afterwards. Memory is what the process has made itself (RssAnon of Linux,
-read every 2 ms): pages of files that are read do not count, as the system takes them back when it needs them. Printed
-are, of the process with the most, in MB: what it holds, and the peak of each part above what it had before.
+The model is a Llama of 2.0 GB in fp32 with random weights, with `ep` a Mixtral of 1.8 GB with 4 experts a block; their
+embedding and head are the largest tensors (403 MB each). Its folder is made first and removed afterwards. Memory is
+what the process has made itself (RssAnon of Linux, read every 2 ms): pages of files that are read do not count, as the
+system takes them back when it needs them. Printed are, of the process with the most, in MB: the peak of each part above
+what it had before, and what it holds.
 """
 
 import argparse
@@ -28,6 +29,7 @@ CONFIG = {
     "num_attention_heads": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-5, "max_position_embeddings": 512,
     "tie_word_embeddings": False, "dtype": "float32",
 }  # fmt: skip
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 2816, "num_hidden_layers": 3}
 MB = 1e6
 
 
@@ -54,15 +56,17 @@ def peak(found, name):
     watcher.join()
 
 
-def write_model(folder):
+def write_model(folder, config):
     """With the names of Hugging Face, by blocks: no process needs the whole."""
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):
         model = build(str(folder))
     files: dict[str, dict[str, torch.Size]] = {}
     for name, on_disk in model.names.on_disk.items():
         part = name.split(".")[1] if name.startswith("blocks.") else name
-        files.setdefault(part, {})[on_disk] = model.get_parameter(name).shape
+        shape = model.get_parameter(name).shape
+        one_each = {on_disk: shape} if isinstance(on_disk, str) else dict.fromkeys(on_disk, shape[1:])
+        files.setdefault(part, {}).update(one_each)
     index = {}
     for number, shapes in enumerate(files.values()):
         file = f"model-{number:05d}.safetensors"
@@ -73,16 +77,17 @@ def write_model(folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("axes", nargs="*", metavar="axis=size")
     parser.add_argument("--folder", type=Path, help="where files of 4 GB are written for a while")
     options = parser.parse_args()
-    world = distributed.init("cpu", tp=options.tp)
+    axes = {axis: int(size) for axis, _, size in (each.partition("=") for each in options.axes)}
+    world = distributed.init("cpu", **axes)
     made = Path(tempfile.mkdtemp(dir=options.folder)) if world.is_main else None
     folder = world.broadcast(made)
     try:
         if world.is_main:
             (folder / "model").mkdir()
-            write_model(folder / "model")
+            write_model(folder / "model", CONFIG | (EXPERTS if "ep" in axes else {}))
         world.barrier()
         source, found = str(folder / "model"), {}
         with torch.device("meta"):
@@ -95,11 +100,12 @@ def main():
         found["loading"] -= held  # allocated, but not touched before
         with peak(found, "exporting"):
             checkpointers.export(model, None, folder / "exported", world, source=source)
-        largest = max(parameter.numel() for parameter in model.parameters()) * 4 / MB
+        found["largest"] = max(parameter.numel() for parameter in model.parameters()) * 4 / MB
+        found["held"] = held
         most = {name: max(each[name] for each in world.all_gather(found)) for name in found}
         if world.is_main:
-            print(f"{world.size} processes, tp={options.tp}: each holds {held:,.0f}, the largest tensor {largest:,.0f}")
-            print(", ".join(f"{name} adds {size:,.0f}" for name, size in most.items()))
+            print(f"{world.size} processes, {' '.join(options.axes)}:", end=" ")
+            print(", ".join(f"{name} {size:,.0f}" for name, size in most.items()))
         world.barrier()
     finally:
         if world.is_main:

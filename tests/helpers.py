@@ -57,6 +57,11 @@ def slow_but(fast: Iterable, cases: Iterable) -> list:
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[case in fast]) for case in cases]
 
 
+def curve_steps(usual: int = 6) -> int:
+    """The steps whose losses a test of layouts compares: as many as CURVE_STEPS in the environment says, or `usual`."""
+    return int(os.environ.get("CURVE_STEPS", usual))
+
+
 def of_training(metrics: Mapping[str, float]) -> set[str]:
     """The names of a step's `metrics`, without what depends on the speed of the processes."""
     return {name for name in metrics if not name.startswith("slowest_")}

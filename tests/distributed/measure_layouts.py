@@ -27,7 +27,7 @@ def held(tensors):
 def measure(path, axes, steps):
     world = distributed.init("cpu", **axes)
     with torch.device("meta"):
-        model = build(path, router_loss=0.01) if "moe" in path else build(path)
+        model = build(path, router_loss=0.01) if path.endswith("moe") else build(path)
     whole = sum(each.nbytes for each in model.parameters())
     try:
         distributed.parallelize(model, world, dtype="fp32")

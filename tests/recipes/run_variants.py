@@ -17,7 +17,7 @@ def run_variants(recipe: str, output: Path, common: list[str], variants: dict[st
     main = importlib.import_module(recipe).main
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     for name, overrides in variants.items():
-        is_compiled = "compile=true" in overrides  # else torchao's optimizers compile themselves
+        is_compiled = "compile=" in " ".join(overrides)  # else torchao's optimizers compile themselves
         with torch.compiler.set_stance("default" if is_compiled else "force_eager"):
             main(config.load(recipe, [*common, *overrides, f"output_dir={output / name}"]))
 

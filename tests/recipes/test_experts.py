@@ -5,7 +5,7 @@ from pathlib import Path
 
 import full_finetune
 import pytest
-from helpers import run_processes, save_checkpoint
+from helpers import curve_steps, run_processes, save_checkpoint
 
 from tune import config
 
@@ -30,8 +30,8 @@ def common(chats, tmp_path_factory):
     )  # fmt: skip
     return [
         f"model.path={folder}", "model.router_loss=0.1", f"dataset.path={chats}", "max_seq_len=128",
-        "global_batch_size=8", "micro_batch_size=2", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3", "max_steps=3",
-        "checkpointer.every=null",
+        "global_batch_size=8", "micro_batch_size=2", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3", "epochs=6",
+        f"max_steps={curve_steps()}", "checkpointer.every=null",
     ]  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def alone(common, tmp_path_factory):
 
 def curves(run):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert len(lines) == 3
+    assert len(lines) == curve_steps()
     return {key: [line[key] for line in lines] for key in KEYS}
 
 

@@ -8,7 +8,7 @@ import lora_finetune
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import run_processes, save_checkpoint
+from helpers import curve_steps, run_processes, save_checkpoint
 
 from tune import config
 from tune.datasets import DataLoader, load
@@ -59,8 +59,8 @@ def common(architecture, chats):
     return [
         "model._component_=tune.models.hf", f"model.path={architecture[1]}", f"dataset.path={chats}", "max_seq_len=128",
         "global_batch_size=8", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3", "optimizer.weight_decay=0.0",
-        "max_steps=3", "schedule._component_=tune.optimizers.constant", "schedule.warmup=0", "max_grad_norm=null",
-        "checkpointer.every=null",
+        f"max_steps={curve_steps()}", "epochs=6", "schedule._component_=tune.optimizers.constant", "schedule.warmup=0",
+        "max_grad_norm=null", "checkpointer.every=null",
     ]  # fmt: skip
 
 
@@ -69,13 +69,13 @@ def losses(run):
 
 
 def plain_loop(model, folder, chats):
-    """Three steps of AdamW, a document at a time."""
+    """Some steps of AdamW, a document at a time."""
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0
     )
     dataset = load(Tokenizer(str(folder)), str(chats), max_seq_len=128)
     curve = []
-    for _, batch in DataLoader(dataset, Alone(), 8, 1, max_steps=3, seed=0):
+    for _, batch in DataLoader(dataset, Alone(), 8, 1, max_steps=curve_steps(), epochs=6, seed=0):
         total = 0.0
         for row in batch.micro_batches:
             loss = F.cross_entropy(model(row.tokens).logits[0], row.labels[0], reduction="sum") / batch.num_supervised

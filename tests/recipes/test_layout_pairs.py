@@ -5,7 +5,7 @@ import random
 from collections import defaultdict
 
 import pytest
-from helpers import run_processes, save_checkpoint
+from helpers import curve_steps, run_processes, save_checkpoint
 from recipes.test_pairs import FACTORS, covering
 from recipes.test_tensor_parallel import RUN_VARIANTS
 
@@ -56,8 +56,8 @@ def test_two_processes_give_the_numbers_of_one(chats, pairs, tmp_path):
         moe_intermediate_size=128,
     )  # fmt: skip
     common = [
-        "max_seq_len=128", "device=cpu", "dtype=fp32", "global_batch_size=8", "max_steps=2", "max_grad_norm=null",
-        "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
+        "max_seq_len=128", "device=cpu", "dtype=fp32", "global_batch_size=8", f"max_steps={curve_steps(2)}", "epochs=6",
+        "max_grad_norm=null", "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
     ]  # fmt: skip
     alone, shared, expected = defaultdict(dict), defaultdict(dict), {}
     for row in covering(random.Random(2), WHAT | HOW, REFUSED):
@@ -81,7 +81,7 @@ def test_two_processes_give_the_numbers_of_one(chats, pairs, tmp_path):
         run_processes(RUN_VARIANTS, 1, recipe, str(tmp_path / "alone"), json.dumps(common), json.dumps(alone[recipe]))
         run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "two"), json.dumps(common), json.dumps(shared[recipe]))
     for name, one in expected.items():
-        tolerance = 1e-3 if "Muon" in name else 1e-4  # Muon scales the smallest directions of an update up, in bf16
+        tolerance = 1e-3 if "Muon" in name else 1e-5  # Muon scales the smallest directions of an update up, in bf16
         assert measured(tmp_path / "two" / name) == pytest.approx(measured(tmp_path / "alone" / one), rel=tolerance), (
             name
         )

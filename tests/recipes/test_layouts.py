@@ -5,7 +5,7 @@ from pathlib import Path
 
 import full_finetune
 import pytest
-from helpers import run_processes
+from helpers import curve_steps, run_processes
 
 from tune import config
 
@@ -56,8 +56,8 @@ def losses(run):
 def common(checkpoint, chats):
     return [
         f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "max_seq_len=128",
-        "global_batch_size=16", "micro_batch_size=2", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3", "max_steps=3",
-        "epochs=6", "checkpointer.every=null",
+        "global_batch_size=16", "micro_batch_size=2", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3",
+        f"max_steps={curve_steps()}", "epochs=6", "checkpointer.every=null",
     ]  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def ways(tied_checkpoint):
 
 
 def assert_same_curve(curve, reference, within=1e-5):
-    assert len(curve) == len(reference) == 3
+    assert len(curve) == len(reference) == curve_steps()
     assert curve == pytest.approx(reference, rel=within)
 
 

@@ -7,7 +7,7 @@ import lora_finetune
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import run_processes, slow_but
+from helpers import curve_steps, run_processes, slow_but
 from safetensors.torch import load_file
 
 from tune import config
@@ -102,7 +102,7 @@ def require_merged(run, base):
 
 @pytest.mark.slow
 def test_layouts(checkpoint, common, tmp_path):
-    common = [*common, "max_steps=4"]
+    common = [*common, f"max_steps={curve_steps()}"]
     alone = {name: train(tmp_path / name, *common, *overrides) for name, overrides in VARIANTS.items()}
     assert alone["micro-batches of 4"] == pytest.approx(alone["lora"], rel=1e-5)
     assert alone["dropout"] == pytest.approx(alone["dropout, micro-batches of 1, recomputed"], rel=1e-5)

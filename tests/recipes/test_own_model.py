@@ -8,7 +8,7 @@ import full_finetune
 import lora_finetune
 import pytest
 import torch
-from helpers import run_processes
+from helpers import curve_steps, run_processes
 from safetensors.torch import load_file, save_file
 
 from tune import config
@@ -46,8 +46,8 @@ def losses(run):
 def test_it_trains_and_is_exported(recipe, folder, chats, tmp_path):
     common = [
         "model._component_=mine.build", f"model.path={folder}", f"dataset.path={chats}", "max_seq_len=128",
-        "global_batch_size=8", "micro_batch_size=2", "dtype=fp32", "device=cpu", "optimizer.lr=1e-2", "max_steps=4",
-        "checkpointer.every=2",
+        "global_batch_size=8", "micro_batch_size=2", "dtype=fp32", "device=cpu", "optimizer.lr=1e-2",
+        f"max_steps={curve_steps()}", "checkpointer.every=2",
     ]  # fmt: skip
     run = tmp_path / "run"
     recipe.main(config.load(recipe.__name__, [*common, f"output_dir={run}"]))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_processes, save_checkpoint
+from helpers import curve_steps, run_processes, save_checkpoint
 from models.test_families import SMALL, VARIANTS
 from safetensors.torch import load_file
 
@@ -18,6 +18,7 @@ LORA = ["adapter.rank=4", "adapter.dropout=0.2", "adapter.target_modules=all-lin
 HEAD = ["adapter.rank=4", "adapter.target_modules=[q_proj,lm_head,embed_tokens]"]
 MEASURED = ("loss", "grad_norm", "expert_load", "router_entropy", "router_loss", "validation_loss")
 NF4 = ["quantization.weights=nf4"]
+FULL = ["memory.activation_checkpointing=full"]
 WHOLE_HEAD = ["parallel.loss_parallel=false"]
 FAMILIES = (
     "llama-tied", "llama-biases", "llama-multi-query", "qwen3", "gemma2", "gemma3_text-scaled", "phi3", "olmo2",
@@ -35,8 +36,8 @@ def wide(tmp_path_factory):
 def common(chats):
     return [
         f"dataset.path={chats}", f"validation_dataset.path={chats}", "max_seq_len=128", "global_batch_size=8",
-        "micro_batch_size=8", "dtype=fp32", "device=cpu", "max_steps=2", "epochs=6", "checkpointer.every=null",
-        "packed=true",
+        "micro_batch_size=8", "dtype=fp32", "device=cpu", f"max_steps={curve_steps()}", "epochs=6",
+        "checkpointer.every=null", "packed=true",
     ]  # fmt: skip
 
 
@@ -72,7 +73,7 @@ def test_two_processes_share_each_block(wide, common, tmp_path, monkeypatch):
     # More blocks than Dynamo compiles anew, and rows that two cannot share.
     deep = save_checkpoint(tmp_path / "deep", hidden_size=32, num_hidden_layers=10, vocab_size=301)
     variants = {"all": [f"model.path={wide}"], "deep": [f"model.path={deep}"]}
-    compiled = ["parallel.tp=2", "micro_batch_size=8", "compile=true", "memory.activation_checkpointing=full"]
+    compiled = ["parallel.tp=2", "micro_batch_size=8", "compile=true", *FULL]
     shared = ["parallel.tp=2", "micro_batch_size=2"]
     layouts = {"tp": shared, "whole head": [*shared, *WHOLE_HEAD], "compiled": compiled}
     names = {"all": ["tp", "whole head"], "deep": ["compiled"]}
@@ -104,6 +105,17 @@ def test_all_parameters(checkpoint, tied_checkpoint, wide, common, tmp_path):
 
 
 @pytest.mark.slow
+def test_compiled(checkpoint, common, tmp_path):
+    variants = {"all": [f"model.path={checkpoint}"], "recomputed": [f"model.path={checkpoint}", *FULL]}
+    layouts = {
+        "all blocks": [*LAYOUTS["tp x FSDP"], "compile=true"],
+        "one block": [*LAYOUTS["tp x FSDP"], "compile=['*.1']"],
+    }
+    names = {"all": ["all blocks", "one block"], "recomputed": ["one block"]}
+    assert_one_curve("full_finetune", common, variants, layouts, 4, tmp_path, names)
+
+
+@pytest.mark.slow
 def test_families(common, checkpoint, tmp_path):
     pytest.importorskip("transformers")
     variants = {}
@@ -130,3 +142,30 @@ def test_adapters(wide, common, tmp_path):
     }
     names = {name: ["tp x HSDP"] for name in variants} | {"LoRA": ["tp x FSDP", "tp x HSDP"]}
     assert_one_curve("lora_finetune", common, variants, LAYOUTS, 4, tmp_path, names)
+
+
+@pytest.mark.slow
+def test_layouts_over_slow_links(common, tmp_path, monkeypatch):
+    """Axes that exchange within a block are named, with what they may be; stages of `pp` may be on other nodes."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    kind, changes = VARIANTS["mixtral"]
+    save_checkpoint(tmp_path / "experts", kind, **SMALL | changes | {"vocab_size": 300, "num_hidden_layers": 4})
+    layouts = {
+        "tp": (["tp=4"], ["tp 4", "parallel.tp to what divides 2"]),
+        "cp": (["cp=4"], ["cp 4", "parallel.cp to what divides 2"]),
+        "ep": (["ep=4"], ["ep 4", "parallel.ep to what divides 2"]),
+        "tp and cp": (["tp=2", "cp=2"], ["cp 2", "it to 1"]),
+        "tp and ep": (["tp=2", "ep=2"], ["ep 2", "it to 1"]),
+        "cp and FSDP": (["cp=2"], []),
+        "ep and HSDP": (["ep=2", "dp_replicate=2"], []),
+        "pp": (["pp=4"], []),
+        "pp and tp": (["pp=2", "tp=2"], []),
+    }
+    variants = {name: [f"parallel.{axis}" for axis in axes] for name, (axes, _) in layouts.items()}
+    common = [*common, f"model.path={tmp_path / 'experts'}", "validation_dataset.path=null", "micro_batch_size=2"]
+    once = json.dumps([*common, "max_steps=1"])
+    run_processes(RUN_VARIANTS, 4, "full_finetune", str(tmp_path), once, json.dumps(variants))
+    slow = "warning: (.*) goes over nodes of 2 processes, whose links are slow. Set (.*)"
+    for name, (_, expected) in layouts.items():
+        found = re.findall(slow, (tmp_path / name / "log.txt").read_text())
+        assert [part for each in found for part in each] == expected, name

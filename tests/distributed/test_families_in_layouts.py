@@ -1,0 +1,77 @@
+"""Every family shared by heads, and some in layouts of three axes: losses and norms of gradients are those of one
+process."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers import curve_steps, run_processes
+from models.test_families import GEMMA3, MISTRAL3, QWEN3_5, SMALL, VARIANTS
+
+from tune.models.families import supported
+
+MEASURE = Path(__file__).with_name("measure_layouts.py")
+MIXED = {
+    "dp x tp x cp": {"tp": 2, "cp": 2},
+    "dp x tp x pp": {"tp": 2, "pp": 2},
+    "dp_replicate x cp x pp": {"dp_replicate": 2, "cp": 2, "pp": 2},
+    "ep x cp x pp": {"ep": 2, "cp": 2, "pp": 2},
+    "ep x dp x tp": {"ep": 2, "tp": 2},
+}
+DENSE = ["llama", "qwen3-windows", "gemma3_text", "phi3", "qwen3_5_text"]
+WITH_EXPERTS = ["qwen3_moe", "gpt_oss", "deepseek_v3"]
+WITH_IMAGES = {
+    "gemma3": ("Gemma3Config", GEMMA3),
+    "mistral3": ("Mistral3Config", MISTRAL3),
+    "qwen3_5": ("Qwen3_5Config", QWEN3_5),
+}
+
+
+@pytest.mark.slow
+def test_every_family_on_two_processes(tmp_path):
+    """Which have some of the heads, the widths and the vocabulary each."""
+    transformers = pytest.importorskip("transformers")
+    for family in supported():
+        config_class, fields = WITH_IMAGES.get(family) or (VARIANTS[family][0], SMALL | VARIANTS[family][1])
+        getattr(transformers, config_class)(**fields).save_pretrained(tmp_path / family)
+    folders = json.dumps({family: str(tmp_path / family) for family in supported()})
+    found = []
+    for count in (1, 2):
+        layouts = json.dumps([[family, {"tp": count}] for family in supported()])
+        found.append(json.loads(run_processes(MEASURE, count, folders, layouts, str(curve_steps(2)))))
+    for family, alone, shared in zip(supported(), *found, strict=True):
+        differences = [abs(a - b) / b for a, b in zip(shared["measured"], alone["measured"], strict=True)]
+        print(f"{family} | {max(differences):.1e} | {max(shared['shares']):.3f}")  # shown by -s
+        assert shared["measured"] == pytest.approx(alone["measured"], rel=1e-5), family
+        assert max(shared["shares"]) < 0.8, family  # of parameters, gradients and states
+
+
+@pytest.mark.slow
+def test_eight_families_on_eight_processes(tmp_path):
+    """Losses and norms of gradients are those of one process; what cannot be is refused."""
+    transformers = pytest.importorskip("transformers")
+    families = DENSE + WITH_EXPERTS
+    for family in families:
+        config_class, changes = VARIANTS[family]
+        getattr(transformers, config_class)(**SMALL | changes).save_pretrained(tmp_path / family)
+    layouts = [
+        (family, how)
+        for number, family in enumerate(families)
+        for at, how in enumerate(MIXED)
+        if (family in WITH_EXPERTS if "ep" in how.split() else (number + at) % 2 or family == "qwen3_5_text")
+    ]
+    folders, steps = json.dumps({family: str(tmp_path / family) for family in families}), str(curve_steps())
+    alone = json.loads(run_processes(MEASURE, 1, folders, json.dumps([[each, {}] for each in families]), steps))
+    one = {family: each["measured"] for family, each in zip(families, alone, strict=True)}
+    named = json.dumps([[family, MIXED[how]] for family, how in layouts])
+    apart, refused = {}, {}
+    for (family, how), found in zip(layouts, json.loads(run_processes(MEASURE, 8, folders, named, steps)), strict=True):
+        if "refused" in found:
+            refused[family, how] = found["refused"]
+        else:
+            differences = [abs(a - b) / b for a, b in zip(found["measured"], one[family], strict=True)]
+            apart[family, how] = max(differences)
+    print(*(f"{family} | {how} | {most:.1e}" for (family, how), most in apart.items()), sep="\n")  # shown by -s
+    assert max(apart.values()) < 1e-5
+    assert refused.keys() == {(family, how) for family, how in layouts if family == "qwen3_5_text" and "cp" in how}
+    assert all("DeltaNet (blocks.0.attention) computes one token after the other" in text for text in refused.values())
