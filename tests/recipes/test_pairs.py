@@ -331,8 +331,8 @@ def test_two_steps_of_another_method_run_where_nothing_is_refused(
         with torch.compiler.set_stance("default" if row["compile"] != "false" else "force_eager"):
             importlib.import_module(recipe).main(config.load(recipe, settings))
         lines = [json.loads(line) for line in (tmp_path / str(number) / "metrics.jsonl").read_text().splitlines()]
-        losses = [line["loss"] for line in lines if line["step"]]
-        assert len(losses) == 2 and all(map(math.isfinite, losses)), settings
+        assert [line["step"] for line in lines if line["step"]] == [1, 2], settings
+        assert all(math.isfinite(line.get("loss", 0)) for line in lines), settings  # none where all groups are dead
 
 
 @pytest.mark.parametrize("values", [values for values, _ in REFUSED], ids=[message for _, message in REFUSED])
