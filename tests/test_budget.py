@@ -22,7 +22,7 @@ CEILINGS = {
     "models": 3382,
     "optimizers": 315,
     "peft": 1482,
-    "preflight": 2276,
+    "preflight": 2284,
     "records": 360,
     "rules": 422,
     "quantization": 425,

@@ -287,6 +287,20 @@ def test_several_sources_become_a_mixture(tmp_path):
     assert cfg.dataset.sources == {"one": one, "two": {"path": "two.jsonl", "train_on": "all", "too_long": "drop"}}
 
 
+def test_the_conversation_before_compared_answers_is_their_prompt(tmp_path):
+    for name, columns in (("prompt", {}), ("conversation", {"prompt": "conversation"}), ("messages", {})):
+        text = A + f"rl: dpo\ndatasets: [{{path: c/d, type: chat_template.default, field_messages: {name}}}]"
+        run = converted(text, tmp_path)
+        assert ours(run).get("dataset.columns", {}) == columns
+        loaded(run, tmp_path)
+
+
+def test_a_stream_has_no_epochs(tmp_path):
+    text = T + "num_train_epochs: 2\nmax_steps: 7\ndataset_streaming: "
+    assert "epochs" not in ours(converted(text + "true", tmp_path))
+    assert ours(converted(text + "false", tmp_path))["epochs"] == 2
+
+
 def test_texts_to_learn_whole_are_split_and_packed(tmp_path):
     text = A + "pretraining_dataset: [{path: c/d, name: e, type: pretrain}]"
     found = ours(converted(text, tmp_path))

@@ -13,6 +13,7 @@ from tune.preflight.migration import Migration, Setting
 
 FILES = ("json", "csv", "parquet", "text", "arrow")  # names of `datasets`' readers, not of data
 LAYERS = {"output_proj": ["o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"], "output": ["lm_head"]}  # torchtune's
+COMPARE = ("preference_finetune", "reward_finetune")
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 ROUNDED = "as there: updates below 1/256 of a weight are lost; master_dtype=fp32 keeps them, for more memory"
 
@@ -224,13 +225,20 @@ def data(run: Migration) -> None:
         held_out = []
     for each in (*sources, *held_out[:1]):
         _settle(each)
-        if "prompts_per_step" in run.defaults and "columns" in each:  # of prompts, which are no texts to learn
-            columns = each["columns"].value
-            each["columns"].value = {"prompt" if ours == "text" else ours: theirs for ours, theirs in columns.items()}
+        # Prompts are no texts to learn, and of pairs the messages are what comes before the answers.
+        asks = "text" if "prompts_per_step" in run.defaults else "messages" if run.recipe in COMPARE else None
+        if "columns" in each and asks in each["columns"].value:
+            columns = {"prompt" if ours == asks else ours: theirs for ours, theirs in each["columns"].value.items()}
+            each["columns"].value = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+            if not each["columns"].value:
+                run.said.update(dict.fromkeys(each.pop("columns").sources, ("same by default", "")))
     for each in sources if take.value else []:
         each["take"] = Setting(take.value, take.sources, ["the first rows"])
     for each in held_out[:1]:
         _put(run, "validation_dataset", each)
+    streams = run.settings.get("dataset.streaming")
+    if streams and streams.value and "epochs" in run.settings:
+        run.refuse("epochs", "a stream is read until max_steps")
     if len(sources) == 1:
         _put(run, "dataset", sources[0])
     elif sources and "prompts_per_step" not in run.defaults:
