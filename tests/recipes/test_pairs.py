@@ -284,6 +284,7 @@ for name, factors in METHODS.items():
         factors |= {each: FACTORS[each] for each in ("packed", "in_backward")}
         factors["center"] = {"0": [], "0.1": ["loss.center=0.1"]}
     else:
+        del factors["profiler"]  # a trace of all that is sampled is of a GiB
         factors |= {each: FACTORS[each] for each in ("chunk", "evaluate")}
         factors["kl"] = {"0": ["kl=0"], "0.1": ["kl=0.1"], "base": ["kl=0.1", "reference=adapter_off"]}
         factors["updates"] = {"1": ["updates=1"], "2": ["updates=2", "loss._component_=tune.losses.ClippedPolicy"]}
