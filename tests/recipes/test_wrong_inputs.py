@@ -447,9 +447,7 @@ def resume_with_fewer_layers(inputs):
     return ["from_scratch=true"]
 
 
-@wrong(
-    "resume", "step-00000002 is of another model", "blocks.0.mlp.gate.weight has shape [128, 64], this model [160, 64]"
-)
+@wrong("resume", "step-00000002 is of another model", "blocks.0.mlp.gate.weight has shape [128, 64], here [160, 64]")
 def resume_with_a_wider_model(inputs):
     inputs.change_json("config.json", intermediate_size=160)
     return ["from_scratch=true"]

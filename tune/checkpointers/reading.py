@@ -82,8 +82,9 @@ def require_same(
         inside = {name.removeprefix(f"{kind}."): each for name, each in saved.items() if name.startswith(f"{kind}.")}
         found = {name: list(getattr(each, "size", ())) for name, each in inside.items() if name not in others}
         wanted = {name: list(getattr(each, "shape", ())) for name, each in flatten_state_dict(parts)[0].items()}
-        if differences := shape_differences(found, wanted, f"this {kind}"):
-            raise TuneError(f"resume: {path} is of another {kind}:\n  {differences}\n{again}")
+        if differences := shape_differences(found, wanted, "here"):
+            what = "state" if kind == "extra" else kind
+            raise TuneError(f"resume: {path} is of another {what}:\n  {differences}\n{again}")
     had, has = {name.rpartition(".")[2] for name in saved if name.startswith("optimizer.")}, {*states}
     if had != has:
         names = [", ".join(sorted(each)) or "no states" for each in (had, has)]
