@@ -30,6 +30,10 @@ CASES = {
     "warm-up-of-the-whole-run": (FULL, ["schedule.warmup=9", "max_steps=8"], ["schedule.warmup=8", "max_steps=8"]),
     "updates-lost-in-bf16": (FULL, [*BF16, "optimizer.lr=1e-5"], [*BF16, "optimizer.lr=2e-5"]),
     "moments-stuck-in-bf16": (FULL, [*BF16, "optimizer.betas=[0.9,0.999]"], [*BF16, "optimizer.betas=[0.9,0.99]"]),
+    "low-bit-states-of-bf16-shards": (
+        FULL, [*BF16, "optimizer._component_=torchao.optim.AdamW8bit", "memory.cpu_offload=true"],
+        [*BF16, "optimizer._component_=torchao.optim.AdamW8bit"],
+    ),
     "computing-finer-than-the-weights": (FULL, ["dtype=fp32", "master_dtype=bf16"], ["dtype=fp32"]),
     "fp32-on-a-gpu": (FULL, ["dtype=fp32"], ["dtype=bf16"], {"device": "cuda"}),
     "bf16-on-a-cpu": (FULL, ["dtype=bf16"], ["dtype=fp32"]),

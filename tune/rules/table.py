@@ -70,8 +70,8 @@ RULES = [
          lambda run: run.number("schedule.warmup") > max(1, run.number("max_steps", GREAT) * run.number("updates", 1))),
     # In which numbers
     Rule("updates-lost-in-bf16", WARN, "master_dtype", "pytorch/ao#1124", "always",
-         "{} has three digits, and steps of less than 2e-5 are mostly rounded away. Set master_dtype=fp32, or take "
-         "torchao.optim.AdamW8bit with optimizer.bf16_stochastic_round=true",
+         "{} has three digits, and steps of less than 2e-5 are mostly rounded away. Set master_dtype=fp32, or, in "
+         "one process, take torchao.optim.AdamW8bit with optimizer.bf16_stochastic_round=true",
          "the loss falls slowly or not at all",
          lambda run: run("master_dtype") == "bf16" and 0 < run.lr < 2e-5 and not run("adapter")
          and not run("optimizer.bf16_stochastic_round")),
@@ -80,6 +80,12 @@ RULES = [
          "what is added to it in a step is less than it can hold, and so is never added",
          lambda run: run("master_dtype") == "bf16" and run.lr and max([0, *run("optimizer.betas", [])][-1:]) > 0.996
          and not run.asks("optimizer._component_", "torchao")),
+    Rule("low-bit-states-of-bf16-shards", ERROR, "optimizer._component_", "pytorch/ao#4216", "torchao 0.17",
+         "{} does not update shards in bf16 (several processes, or memory.cpu_offload). Set master_dtype=fp32, or take "
+         "torch.optim.AdamW",
+         "the run would end in its first step, as torchao's states of them cannot be compiled",
+         lambda run: run("master_dtype") == "bf16" and run.asks("optimizer._component_", "torchao")
+         and (run.processes > 1 or run("memory.cpu_offload"))),
     Rule("computing-finer-than-the-weights", WARN, "dtype", "meta-pytorch/torchtune#2254", "always",
          "computing in {} costs twice the time, and master_dtype=bf16 rounds what comes of it. Exchange the two",
          "weights and states are what needs the digits",
