@@ -166,6 +166,8 @@ def test_completions(checkpoint, capsys):
     assert planned(*common, "updates=3")["seconds"]["products"] == 3 * one["seconds"]["products"]
     two = planned(*common, "--world-size", "2", "micro_batch_size=1")
     assert two["memory_gib"]["activations"] < 0.6 * one["memory_gib"]["activations"]
+    shared = planned(*common, "--world-size", "2", "parallel.tp=2")  # the vocabulary too, of what is sampled
+    assert 0 < shared["memory_gib"]["weights"] < 0.6 * one["memory_gib"]["weights"]
     found = planned(*common, "--search")
     assert found["fits"] and "parallel.pp" not in " ".join(found["overrides"])
 

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tune.collators import Batch
-from tune.distributed import World, inference, local_shard
+from tune.distributed import World, inference
 from tune.errors import TuneError
 from tune.losses.chunks import ALL, Rows, normalize
 from tune.models import Decoder, HuggingFaceModel
@@ -282,8 +283,9 @@ def choose(
     have this probability, `min_p` (Nguyen et al., 2024) those at least so likely in proportion to the most likely: in
     this order, as in transformers. Log-probs are those without these three; with temperature 0, those at temperature 1.
     """
-    ids_of, last, own = Rows(logits, dim=1), logits.shape[1] - 1, local_shard(logits)[0].float()
-    log_probs = _log_softmax(own / (temperature or 1.0), ids_of)
+    ids_of, last = Rows(logits, dim=1), logits.shape[1] - 1
+    own = logits.to_local() if isinstance(logits, DTensor) else logits
+    log_probs = _log_softmax(own.float() / (temperature or 1.0), ids_of)
     if temperature == 0:
         ids = ids_of.argmax(log_probs)
     else:

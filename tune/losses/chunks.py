@@ -36,11 +36,11 @@ class Rows:
     are shared so too, they are along the last `dim`."""
 
     def __init__(self, weight: Tensor, size: int | None = None, dim: int = 0):
-        own, place = local_shard(weight)
-        self.first = place[dim].start
         mesh = weight.device_mesh if isinstance(weight, DTensor) else None
         self.group = None if mesh is None else mesh.get_group()
         self.rank = 0 if mesh is None else mesh.get_local_rank()
+        own = weight.to_local() if isinstance(weight, DTensor) else weight
+        self.first = self.rank * own.shape[dim]  # each process has as many
         left = (weight.shape[dim] if size is None else size) - self.first
         self.has_none = left <= 0  # then it has one nevertheless, which counts for nothing
         self.count = max(1, min(own.shape[dim], left))

@@ -132,9 +132,9 @@ def _prompts_read(cfg: DictConfig, model: Any, batch: Batch) -> Any:
     with unset_fake_temporarily():  # places are numbers
         prompts = Batch.of(np.ones((1, count * length), np.int64), documents=np.arange(count).repeat(length)[None])
         cache.start([*range(count)], prompts, batch.tokens.device)
-    logits = model(prompts, cache=cache)[:, 0]
+    logits = model(prompts, cache=cache)[:, 0].unbind()
     cache.copy([(row % count, row) for row in range(count, rows)])
-    return cache, _chosen(cfg, logits[torch.arange(rows) % count])
+    return cache, _chosen(cfg, torch.stack([logits[row % count] for row in range(rows)]))
 
 
 def _token_sampled(cfg: DictConfig, model: Any, batch: Batch) -> Any:
