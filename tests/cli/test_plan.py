@@ -100,9 +100,9 @@ def test_calibration_gives_the_run_that_it_learned_from(tmp_path, checkpoint, ca
     assert found["memory_gib"]["total"] == pytest.approx(1.5, rel=1e-3)
 
 
-def alone(checkpoint, *arguments: str) -> subprocess.CompletedProcess[str]:
+def alone(checkpoint, *arguments: str, recipe: str = "full_finetune") -> subprocess.CompletedProcess[str]:
     """In a process that has no group of processes yet, as tensor parallelism is planned with one that is not there."""
-    run = ["plan", "full_finetune", f"model.path={checkpoint}", "--device", "h100", "--json", *arguments]
+    run = ["plan", recipe, f"model.path={checkpoint}", "--device", "h100", "--json", *arguments]
     return subprocess.run([sys.executable, "-m", "tune.cli", *run], capture_output=True, text=True)
 
 
@@ -166,7 +166,8 @@ def test_completions(checkpoint, capsys):
     assert planned(*common, "updates=3")["seconds"]["products"] == 3 * one["seconds"]["products"]
     two = planned(*common, "--world-size", "2", "micro_batch_size=1")
     assert two["memory_gib"]["activations"] < 0.6 * one["memory_gib"]["activations"]
-    shared = planned(*common, "--world-size", "2", "parallel.tp=2")  # the vocabulary too, of what is sampled
+    shares = ["reward=x.y", "sampling.max_rows=1024", "--world-size", "2", "parallel.tp=2"]  # of the vocabulary too
+    shared = json.loads(alone(checkpoint, *shares, recipe="grpo").stdout)
     assert 0 < shared["memory_gib"]["weights"] < 0.6 * one["memory_gib"]["weights"]
     found = planned(*common, "--search")
     assert found["fits"] and "parallel.pp" not in " ".join(found["overrides"])
