@@ -97,6 +97,14 @@ def test_processes_that_share_the_vocabulary_choose_together(processes):
     run_processes(Path(__file__).with_name("choose_together.py"), processes)
 
 
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_log_probs_of_logits_that_are_not_finite(value, temperature):
+    """By which a sampler knows that it must stop; the id is one of the vocabulary."""
+    ids, log_probs = choose(LOGITS.clone().index_fill_(1, torch.tensor([7]), value), torch.full((5,), 0.5), temperature)
+    assert log_probs.isnan().all() and (ids >= 0).all() and (ids < 300).all()
+
+
 def test_equally_likely_tokens_are_kept_together():
     assert _kept(torch.full((1, 4), math.log(0.25)), 2, 0.3, None).isfinite().all()
 

@@ -287,7 +287,7 @@ def choose(
     own = logits.to_local() if isinstance(logits, DTensor) else logits
     log_probs = _log_softmax(own.float() / (temperature or 1.0), ids_of)
     if temperature == 0:
-        ids = ids_of.argmax(log_probs)
+        ids = ids_of.argmax(log_probs).clamp(max=last)  # of NaN, too, it is an id, whose log-prob is NaN
     else:
         kept = _kept(log_probs, top_k, top_p, min_p, ids_of).exp()
         # In fp64, so that the order in which a device adds does not decide. MPS has no fp64.
