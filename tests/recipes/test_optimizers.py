@@ -41,7 +41,7 @@ SCHEDULES = {
 }
 # Adapters large enough for low-bit states.
 RECIPES = {
-    "full_finetune": ["optimizer.lr=1e-3"],
+    "full_finetune": ["optimizer.lr=5e-4"],
     "lora_finetune": ["optimizer.lr=1e-3", "adapter.rank=64", "adapter.target_modules=[gate_proj,up_proj,down_proj]"],
 }
 
