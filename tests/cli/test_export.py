@@ -316,7 +316,8 @@ def test_a_checkpoint_of_a_run_is_a_model_for_other_commands(
     expected = generated(str(at_two))
     assert generated(str(checkpoint)) == generated(str(run), "--step", "2") == expected != generated(str(run))
     main(["generate", str(run), "--step", "2", "--prompt", "the cat", "--max-new-tokens", "1"])
-    assert f"{run}: fp32" in (told := capfd.readouterr().err).replace("float32", "fp32") and ".step-2-" not in told
+    told = capfd.readouterr().err
+    assert f"{run} after step 2: float32" in told and ".step-2-" not in told
     losses = []
     for named in ([str(at_two)], [str(run), "--step", "2"]):
         main(["eval", *named, "--data", str(text), "--out", str(tmp_path / "out.json")])

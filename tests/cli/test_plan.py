@@ -13,6 +13,7 @@ from tune.checkpointers import load_model
 from tune.cli import main
 from tune.devices import DEVICES
 from tune.loggers import flops_per_token
+from tune.preflight import planning
 from tune.preflight.planning import INPUT
 
 
@@ -98,6 +99,19 @@ def test_calibration_gives_the_run_that_it_learned_from(tmp_path, checkpoint, ca
     found = json.loads(plan(capsys, "full_finetune", *settings, "--device", str(tmp_path / "device.json"), "--json"))
     assert found["step_seconds"] == pytest.approx(2.5, rel=1e-3)
     assert found["memory_gib"]["total"] == pytest.approx(1.5, rel=1e-3)
+
+
+def test_calibration_with_steps_that_wait_for_their_input(tmp_path, checkpoint, capsys, monkeypatch):
+    """The wait is in data_seconds, and not in what the device computes."""
+    monkeypatch.setattr(planning, "INPUT", 1.0)
+    settings = [f"model.path={checkpoint}", "max_seq_len=96", "global_batch_size=4", "dtype=fp32", "device=cpu"]
+    config.save(config.load("full_finetune", [*settings, "dataset.path=none"]), tmp_path)
+    step = {"step_seconds": 400.0, "data_seconds": 384.0, "tokens": 4 * 96, "peak_memory_gib": 1.5}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step | {"step": n}) + "\n" for n in range(4)))
+    (tmp_path / "run.json").write_text('{"processes": 1}')
+    plan(capsys, "--calibrate", str(tmp_path), "--device", "cpu")
+    found = json.loads(plan(capsys, "full_finetune", *settings, "--device", str(tmp_path / "device.json"), "--json"))
+    assert found["seconds"]["input"] == pytest.approx(384 - 16, rel=1e-3)
 
 
 def alone(checkpoint, *arguments: str, recipe: str = "full_finetune") -> subprocess.CompletedProcess[str]:

@@ -63,6 +63,7 @@ def test_a_metric_that_no_run_has(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tune.cli", "sweep", "mine.py", "--over", "lr=1,2", "--metric", "los"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 2 and "--metric los: no run has it. Did you mean 'loss'? They have " in done.stderr
+    assert "tune report " in done.stderr.splitlines()[-1]
 
 
 def test_component_arguments_are_checked_before_anything_starts(

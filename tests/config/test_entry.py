@@ -149,6 +149,11 @@ def test_a_process_that_torchrun_ends_has_nothing_to_add(
         ("gloo/transport/tcp/pair.cc: Connection closed by peer", "is lost: it has ended or was killed", 1),
         ("gloo/transport/tcp/unbound_buffer.cc: Timed out waiting 60000ms for recv", "parallel.timeout: it was", 1),
         (
+            "gloo/transport: The client socket has timed out after 3000ms while trying to connect to (node, 29500).",
+            "reach its MASTER_PORT: gloo/transport: The client socket",
+            2,
+        ),
+        (
             "ImportError: /tmp/torchinductor_me/xj/a.main.so: file too short",
             "TORCHINDUCTOR_CACHE_DIR to an empty folder, or remove the file, and start again: ImportError",
             2,

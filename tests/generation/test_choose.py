@@ -11,6 +11,7 @@ from helpers import run_processes
 from torch.testing import assert_close
 
 from tune.generation.sampler import _kept, choose, uniforms
+from tune.losses.chunks import ALL
 
 transformers = pytest.importorskip("transformers")
 
@@ -55,7 +56,7 @@ def test_top_is_that_of_transformers(top_k, top_p, min_p):
         "top_k": processors.TopKLogitsWarper, "top_p": processors.TopPLogitsWarper, "min_p": processors.MinPLogitsWarper
     }.items():  # fmt: skip
         expected = expected if settings[name] is None else processor(settings[name])(None, expected)
-    kept = _kept(LOGITS.log_softmax(dim=-1), top_k, top_p, min_p)
+    kept = _kept(LOGITS.log_softmax(dim=-1), top_k, top_p, min_p, ALL)
     assert torch.equal(kept.isfinite(), expected.isfinite())
     draws = torch.rand(5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     ids, log_probs = choose(LOGITS, draws, **settings)
@@ -106,7 +107,7 @@ def test_log_probs_of_logits_that_are_not_finite(value, temperature):
 
 
 def test_equally_likely_tokens_are_kept_together():
-    assert _kept(torch.full((1, 4), math.log(0.25)), 2, 0.3, None).isfinite().all()
+    assert _kept(torch.full((1, 4), math.log(0.25)), 2, 0.3, None, ALL).isfinite().all()
 
 
 def test_uniforms():

@@ -299,6 +299,8 @@ def test_a_stream_has_no_epochs(tmp_path):
     text = T + "num_train_epochs: 2\nmax_steps: 7\ndataset_streaming: "
     assert "epochs" not in ours(converted(text + "true", tmp_path))
     assert ours(converted(text + "false", tmp_path))["epochs"] == 2
+    mixture = converted(L + "dataset: a,b\nstreaming: true\nmax_steps: 100\nnum_train_epochs: 2\n", tmp_path)
+    assert ours(mixture)["epochs"] == 2 and "dataset.streaming" not in ours(mixture)
 
 
 def test_texts_to_learn_whole_are_split_and_packed(tmp_path):
@@ -384,6 +386,9 @@ def test_an_adapter_to_continue_says_its_own_shape(tmp_path):
 def test_the_reference_of_llama_factory_is_the_base(stage, reference, tmp_path):
     text = f"stage: {stage}\nfinetuning_type: lora\nmodel_name_or_path: ./b\nadapter_name_or_path: ./a\n"
     assert ours(converted(text, tmp_path)).get("reference") == reference
+    without = converted(text + "pref_loss: simpo\n", tmp_path)
+    (said,) = (entry for entry in without.entries() if entry.key == "adapter_name_or_path")
+    assert ours(without)["adapter.path"] == "./a" and "reference" not in ours(without) | {"": said.note}
 
 
 def test_kto_of_llama_factory_has_its_own_loss(tmp_path):
@@ -399,7 +404,7 @@ def test_kto_of_llama_factory_has_its_own_loss(tmp_path):
     ("line", "key", "words"),
     [
         ("train_on_prompt: true", "train_on_prompt", "smaller by this share"),
-        ("dataset: alpaca_en_demo", "dataset", "one line break before input"),
+        ("dataset: alpaca_en_demo", "dataset", "one line break between an instruction"),
         ("warmup_ratio: 0.1", "warmup_ratio", "rounded up"),
         ("use_muon: true", "use_muon", "bf16"),
         ("pissa_init: true\nfinetuning_type: lora", "pissa_init", "quick one"),
@@ -519,7 +524,7 @@ def test_options_of_a_command_line(tmp_path):
     [
         (["missing.yaml"], "No such file"),
         (["."], "Is a directory"),
-        (["theirs.yaml", "--world-size", "0"], "--world-size: 0 is not a positive integer"),
+        (["theirs.yaml", "--world-size", "0"], "--world-size: '0' is not a number of at least 1"),
         (["theirs.yaml", "--out", "theirs.yaml"], "exists already"),
         (["theirs.yaml", "--from", "axolotll"], "invalid choice"),
         (["theirs.yaml", "--method", "dpoo"], "--method: dpoo is no method. Did you mean 'dpo'?"),

@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 from tune import checkpointers, datasets, distributed
 from tune.collators import Sample, collate
 from tune.errors import TuneError
-from tune.losses import score
+from tune.losses import BradleyTerry, score
 from tune.models import build, prepare_scores
 from tune.peft import merge
 from tune.tokenizers import Tokenizer
@@ -336,6 +336,10 @@ def test_rows_that_are_too_long_are_left_out_and_counted(run, tmp_path):
     assert data["dropped"]["longer than max_seq_len"] == 12 - data["kept"]
 
 
+class Ungraded(BradleyTerry):
+    rows = "preferences"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -343,6 +347,7 @@ def test_rows_that_are_too_long_are_left_out_and_counted(run, tmp_path):
         (["model.head=tokens"], "model.head: 'tokens' is the head of what other recipes train"),
         (["model.head=value"], "model.head: 'value' is not one of tokens, score."),
         (["loss._component_=tune.losses.DPO"], "tune.losses.DPO compares log-probs, unlike this recipe's"),
+        (["loss._component_=recipes.test_rewards.Ungraded"], 'has rows = "preferences": give it "graded", as pairs'),
         (["loss.center=-1"], "loss.center: -1 is not a non-negative number."),
         (["dataset.train_on=all"], "graded rows: answers are learned"),
         (["adapter.target_modules=[score]"], "adapter.modules_to_save: head has an adapter too"),

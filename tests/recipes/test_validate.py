@@ -9,8 +9,10 @@ import sys
 from dataclasses import asdict
 from types import SimpleNamespace
 
+import full_finetune
 import pytest
 
+from tune import config
 from tune.cli import main
 from tune.devices import DEVICES
 
@@ -20,6 +22,25 @@ GOOD = ["dtype=fp32", "device=cpu", "max_seq_len=128"]
 def test_nothing_is_wrong_with_a_run_that_works(inputs, told):
     for level in ("error", "heal", "warn"):
         assert told("full_finetune", inputs.settings("resume=auto"), level) == ""
+
+
+def test_a_damaged_checkpoint_that_the_run_sets_aside(inputs, told):
+    checkpoint = inputs.run / "checkpoints" / "step-00000002"
+    again = inputs.settings(f"output_dir={inputs.run}")
+    for name in ("__0_0.distcp", ".metadata"):
+        (checkpoint / name).write_bytes((checkpoint / name).read_bytes()[:100])
+        assert told("full_finetune", again) == ""
+        (found,) = told("full_finetune", again, "warn").splitlines()
+        assert found.startswith("resume: ") and f"step-00000002 is damaged: {name} is " in found
+
+
+def test_states_of_an_optimizer_with_a_group_of_vectors_and_matrices(inputs, told):
+    settings = inputs.settings(
+        "optimizer._component_=tune.optimizers.Adafactor", "optimizer.lr=1e-2", "parameter_groups.decay_vectors=true",
+        "max_steps=1", f"output_dir={inputs.folder / 'factors'}",
+    )  # fmt: skip
+    full_finetune.main(config.load("full_finetune", settings))
+    assert told("full_finetune", settings) == ""
 
 
 def test_a_warning_about_training_and_validation_is_told_of_both(inputs, told):

@@ -15,7 +15,7 @@ class Best:
         TuneError: it is the metric of a task, and of none of these.
     """
 
-    def __init__(self, metric: str | None, patience: int | None, higher_is_better: Mapping[str, bool]):
+    def __init__(self, metric: str | None, patience: int | None, higher_is_better: Mapping[str, bool | None]):
         self.metric, self.patience = metric, patience
         wanted = metric or ""
         task = f"{wanted.rpartition('/')[0]}/"
@@ -27,7 +27,8 @@ class Best:
                 f"checkpointer.keep_best: no task measures {wanted}.{hint} There are {', '.join(sorted(there))}"
             )
         is_loss = any(word in wanted for word in ("loss", "perplexity", "bits_per_byte"))
-        self.sign = 1 if higher_is_better.get(wanted, not is_loss) else -1
+        higher = higher_is_better.get(wanted)  # None where the task does not say it
+        self.sign = 1 if (not is_loss if higher is None else higher) else -1
         self.value, self.step, self.stale = -float("inf"), 0, 0
         self.kept = self.value, self.step
 

@@ -94,13 +94,21 @@ def require_same(
 def require_continuable(path: Path, model: nn.Module, states: Iterable[str]) -> None:
     """Raises TuneError if a checkpoint, by the names and sizes of what it has, cannot be continued with this model and
     an optimizer of these `states`; no tensor is read."""
-    found = Reader(path).read_metadata()
-    for part in (found.storage_data or {}).values():
-        file = path / part.relative_path
-        if not file.exists() or file.stat().st_size < part.offset + part.length:
-            raise TuneError(f"resume: {path} is damaged: {file.name} is cut short. Give the checkpoint before it")
     tensors = get_model_state_dict(model, options=TRAINED)
-    require_same(path, found.state_dict_metadata, {"model": tensors}, states, elsewhere(model))
+    saved = Reader(path).read_metadata().state_dict_metadata
+    require_same(path, saved, {"model": tensors}, states, elsewhere(model))
+
+
+def cut_short(path: Path) -> str:
+    """What of a checkpoint is damaged, as far as the sizes of its files tell; empty if nothing is."""
+    try:
+        parts = (Reader(path).read_metadata().storage_data or {}).values()
+    except TuneError:
+        return ".metadata is not read"
+    for file, end in ((path / part.relative_path, part.offset + part.length) for part in parts):
+        if not file.exists() or file.stat().st_size < end:
+            return f"{file.name} is cut short"
+    return ""
 
 
 def elsewhere(model: nn.Module) -> Collection[str]:

@@ -79,7 +79,7 @@ class Pretrained:
         if state | (now := self.digest()) != state:
             raise TuneError(
                 f"resume: the checkpoint has only what was trained, with {state['quantization']} on "
-                f"{state.get('path', 'a base')}: other weights than {self.path} with {now['quantization']}. Restore "
+                f"{state.get('path', 'a base')}, which is not {now['quantization']} on {self.path}. Restore "
                 "model.path and quantization, or start anew with resume=never and another output_dir"
             )
 

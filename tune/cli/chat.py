@@ -55,7 +55,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     with (
         others(options.tp, arguments) if options.tp > 1 and "RANK" not in os.environ else nullcontext(),
         model_at(options.model, options.step) as options.folder,
-        model_at(options.compare or "") as options.compare,
+        model_at(options.compare or "") as options.compared,
     ):
         talk(options)
 
@@ -103,7 +103,7 @@ def talk(options: Namespace) -> None:
     models = [(options.model, model, tokenizer)]
     if options.compare:
         device, peers = world.device, world.mesh["tp"]
-        models.append((options.compare, *open_model(options.compare, device=device, dtype=options.dtype, peers=peers)))
+        models.append((options.compare, *open_model(options.compared, device=device, dtype=options.dtype, peers=peers)))
     speakers = []
     for name, each, its_own in models:
         its_own.require_chat_template()

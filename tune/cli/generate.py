@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tune.cli.export import add_step, model_at
-from tune.cli.run import parted, positive
+from tune.cli.run import parted
 from tune.errors import TuneError, explained
-from tune.launchers import ray
+from tune.launchers import count, ray
 
 MAX_NEW_TOKENS = 512
 OWN = ("index", "sample", "completion", "finish", "tokens")  # columns of records, beside those of the rows
@@ -38,7 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--adapter", metavar="A", action="append", default=[], help="again for several, which add up")
     add_step(parser)
     longest = f"end answers there (default: {MAX_NEW_TOKENS}, or what the model has room for)"
-    parser.add_argument("--max-new-tokens", metavar="N", type=positive, help=longest)
+    parser.add_argument("--max-new-tokens", metavar="N", type=count, help=longest)
     by_file = "(default: the model's generation_config.json)"
     parser.add_argument("--temperature", metavar="T", type=float, help=f"0: the most likely tokens {by_file}")
     parser.add_argument("--top-k", metavar="K", type=int, help="choose among the K most likely; 0: all")
@@ -46,7 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--min-p", metavar="P", type=float, help="among those at least P times as likely as the first")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="another one gives other samples (default: 0)")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--tp", metavar="N", type=positive, default=1, help="processes that share the model's layers")
+    parser.add_argument("--tp", metavar="N", type=count, default=1, help="processes that share the model's layers")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
     dtype = "bf16, fp16 or fp32 (default: fp32 on a CPU, else the file's)"
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), metavar="TYPE", help=dtype)
@@ -58,10 +58,10 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     prompts.add_argument("--prompt", metavar="TEXT", help="without this and --prompts: standard input, as FILE")
     file = "a prompt a line (.txt), or rows with prompt or messages (.jsonl, .csv, .parquet)"
     prompts.add_argument("--prompts", metavar="FILE", help=file)
-    parser.add_argument("--samples", metavar="N", type=positive, default=1, help="answers to each prompt (default: 1)")
+    parser.add_argument("--samples", metavar="N", type=count, default=1, help="answers to each prompt (default: 1)")
     parser.add_argument("--raw", action="store_true", help="go on from texts as they are, without a chat template")
     parser.add_argument("--out", metavar="FILE", type=Path, help="prompts and answers too, as .jsonl or .parquet")
-    parser.add_argument("--batch-size", metavar="N", type=positive, default=16, help="answers at a time (default: 16)")
+    parser.add_argument("--batch-size", metavar="N", type=count, default=16, help="answers at a time (default: 16)")
     parser.add_argument("--launcher", choices=["ray"], help="its options: tune generate --launcher ray --help")
     launcher, others = parted(arguments, "")
     actors = None
@@ -101,7 +101,8 @@ def opened(options: Namespace, world: Any, tell: Any) -> tuple[Any, Any, dict[st
     )
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     place = f"{world.device}, shared by {options.tp} processes" if options.tp > 1 else world.device
-    tell(f"{options.model}: {dtype} on {place}; {words}, seed {options.seed}")
+    step = "" if options.step is None else f" after step {options.step}"
+    tell(f"{options.model}{step}: {dtype} on {place}; {words}, seed {options.seed}")
     return model, tokenizer, settings | {"seed": options.seed, "stop_ids": tokenizer.stop_ids}
 
 

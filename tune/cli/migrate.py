@@ -21,9 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from tune import config
-from tune.cli.run import positive
 from tune.config.check import combine
 from tune.errors import TuneError
+from tune.launchers import count
 from tune.preflight.migration import PEERS, STATUSES, Migration, NotConverted, Setting, leaves, migrate, peer_of, show
 from tune.secrets import without_secrets
 
@@ -38,7 +38,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--from", dest="peer", choices=PEERS, help="whose config it is (default: by its keys)")
     parser.add_argument("--method", help="sft, dpo, grpo, ...: where the file does not say it (TRL's do not)")
     devices = "devices it ran on (default: what FILE says, or 1)"
-    parser.add_argument("--world-size", metavar="N", type=positive, help=devices)
+    parser.add_argument("--world-size", metavar="N", type=count, help=devices)
     options = parser.parse_args(arguments)
     if options.out and options.out.exists():
         raise TuneError(f"{options.out} exists already. Name another --out, or move it away.")

@@ -19,10 +19,11 @@ from rich.table import Table
 
 from tune.cli.download import hub
 from tune.cli.prepare import settings
-from tune.cli.run import parse_options, positive
+from tune.cli.run import parse_options
 from tune.devices import DEVICES
 from tune.devices import device as device_named
 from tune.errors import TuneError
+from tune.launchers import count
 from tune.lookup import is_on_the_hub
 
 LESS = (
@@ -47,14 +48,14 @@ BOUNDS = {
         "the sampling of completions",
         "a larger sampling.max_rows, a smaller sampling.max_new_tokens, more devices, or vLLM as the engine",
     ),
-    "input": ("putting batches together", "longer or packed rows, or a larger model: a step takes less than its input"),
+    "input": ("putting batches together", "a larger model: a step takes less time than putting its batch together"),
     "offload": ("transfers to the host", "memory.activation_offload=false, memory.cpu_offload=false, or more devices"),
 }
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = "tune plan RECIPE [--config FILE_OR_NAME] [key=value ...] --world-size N --device NAME [OPTIONS]"
-    parser.add_argument("--world-size", metavar="N", type=positive, default=1, help="processes (default: 1)")
+    parser.add_argument("--world-size", metavar="N", type=count, default=1, help="processes (default: 1)")
     parser.add_argument("--device", metavar="NAME", required=True, help=f"{', '.join(DEVICES)} or a FILE")
     parser.add_argument("--search", action="store_true", help="find the fastest layout that fits")
     parser.add_argument("--price", metavar="X", type=float, help="of a device for an hour")
@@ -91,7 +92,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         print(f"warning: {job.note}", file=sys.stderr)
     searches = options.search or cfg.parallel.get("auto")
     if searches and (given := [each for each in rest if each.partition("=")[0] in CHOSEN]):
-        print(f"warning: {' '.join(given)}: a search tries all that fit the model, whatever is given", file=sys.stderr)
+        print(f"warning: {' '.join(given)}: a search tries other layouts, too", file=sys.stderr)
     plans = job.search() if searches else [job.plan(job.layout())]
     found = plans[0].as_dict()
     hours = (cfg.max_steps or 1e9 / plans[0].tokens) * plans[0].step_seconds / 3600

@@ -14,13 +14,14 @@ from rich.console import Console
 from rich.text import Text
 
 from tune.cli.prepare import prompts_of, settings
-from tune.cli.run import parse_options, positive
+from tune.cli.run import parse_options
 from tune.collators import IGNORE
 from tune.config import instantiate, instantiate_data
 from tune.datasets.display import MARKS, first_rows, histogram, marked, parts_of
 from tune.datasets.stream import Stream
 from tune.datasets.warnings import warnings_about
 from tune.errors import TuneError, explained
+from tune.launchers import count
 from tune.lookup import did_you_mean
 
 STYLES = {True: ("black on pale_green1", "black on pale_green3"), False: ("grey62", "grey50")}
@@ -39,7 +40,7 @@ pre {{ font-family: monospace; white-space: pre-wrap; overflow-wrap: anywhere; m
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     run = "RECIPE [--config FILE_OR_NAME] [key=value ...]"
     parser.usage = f"tune preview {run} [--rows N] [--source NAME] [--html FILE]"
-    parser.add_argument("--rows", metavar="N", type=positive, default=3, help="show the first N rows (default: 3)")
+    parser.add_argument("--rows", metavar="N", type=count, default=3, help="show the first N rows (default: 3)")
     parser.add_argument("--source", metavar="NAME", help="only this: training, validation, or a source of a mixture")
     parser.add_argument("--html", metavar="FILE", help="write a page instead")
     parser.add_argument("recipe", metavar="RECIPE")
@@ -123,6 +124,6 @@ def report(parts: dict[str, tuple], tables: list[str], warnings: list[str], colo
 
 def _bars(lengths: list[tuple[int, int, int]]) -> Iterator[str]:
     ranges = [f"{first:,} to {last:,}" if first < last else f"{last:,}" for first, last, _ in lengths]
-    width, most = max(map(len, ranges)), max(count for _, _, count in lengths)
-    for range_, (_, _, count) in zip(ranges, lengths, strict=True):
-        yield f"  {range_:>{width}}  {'█' * -(-BAR * count // most)} {count:,}"
+    width, most = max(map(len, ranges)), max(number for _, _, number in lengths)
+    for range_, (_, _, number) in zip(ranges, lengths, strict=True):
+        yield f"  {range_:>{width}}  {'█' * -(-BAR * number // most)} {number:,}"

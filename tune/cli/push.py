@@ -28,7 +28,7 @@ def push(source: Path, repo: str, private: bool = False, token_file: Path | None
     from tune.peft.files import CONFIG
     from tune.peft.named import exported_folder
 
-    wrong = f"'{repo}' is no name for a repository: OWNER/NAME of letters, digits, - _ and ."
+    wrong = f"'{repo}' is no name for a repository: OWNER/NAME of letters, digits and - _ ."
     with explained(wrong, errors.HFValidationError):
         validate_repo_id(repo)
     folder = exported_folder(source.expanduser())

@@ -16,7 +16,7 @@ import re
 import runpy
 import signal
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -96,13 +96,6 @@ def parse_options(parser: ArgumentParser, arguments: list[str]) -> tuple[Namespa
         setting = f"Settings are given without dashes: {name.lstrip('-')}={value or '...'}"
         raise TuneError(f"{name}: is not an option.{did_you_mean(name, known)} --help lists them. {setting}")
     return options, rest
-
-
-def positive(text: str) -> int:
-    """The type of an option that counts something."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text} is not a positive integer")
-    return int(text)
 
 
 def with_folder(default: str | None, recipe: Path, settings: list[str]) -> tuple[list[str], Path]:

@@ -78,7 +78,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if not any(row["state"] == "failed" or row["value"] is not None for row in rows):
         known = sorted({name for run in runs for name in records.read(out / name_of(run)).columns})
         hint = f"{did_you_mean(options.metric, known)} They have {', '.join(known)}"
-        raise TuneError(f"--metric {options.metric}: no run has it.{hint}")
+        raise TuneError(f"--metric {options.metric}: no run has it.{hint}. tune report {out}/* compares them")
     sign = -1 if mode == "max" else 1
     rows.sort(key=lambda row: (row["value"] is None, sign * (row["value"] or 0)))
     (out / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n")

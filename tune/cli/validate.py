@@ -10,8 +10,9 @@ from dataclasses import asdict
 
 from tune import config
 from tune.cli.prepare import recipe_of
-from tune.cli.run import parse_options, positive
+from tune.cli.run import parse_options
 from tune.errors import TuneError
+from tune.launchers import count
 
 ROWS = 1000
 
@@ -19,7 +20,7 @@ ROWS = 1000
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     run = "RECIPE [--config FILE_OR_NAME] [key=value ...]"
     parser.usage = f"tune validate {run} [--world-size N] [--device NAME] [--all] [--strict] [--json]"
-    parser.add_argument("--world-size", metavar="N", type=positive, default=1, help="so many processes (default: 1)")
+    parser.add_argument("--world-size", metavar="N", type=count, default=1, help="so many processes (default: 1)")
     parser.add_argument(
         "--device", metavar="NAME", help="cpu, mps, cuda, or one of `tune plan` (default: what is here)"
     )

@@ -60,7 +60,7 @@ def view(run: Record, width: int) -> Iterator[RenderableType]:
     goes_on = f"  {left} left, last step {ago} ago" if run.state == "running" else ""
     yield Text(f"step {steps[-1]:,.0f}{f' of {total:,}' if total else ''}, {pace:.3g} s a step{goes_on}")
     yield ProgressBar(total=max(total, 1), completed=steps[-1], width=min(width, 60))
-    name = "reward" if "reward" in run.columns else "loss"
+    name = main_curve(run)
     values = run.known(name)[1]
     if len(values):
         yield Text(f"\n{name}: {number(values[-1])} now, {number(values.min())} to {number(values.max())}")
@@ -68,6 +68,10 @@ def view(run: Record, width: int) -> Iterator[RenderableType]:
     last = {each: run.last(each) for each in run.columns if each not in ("step", "time", name)}
     yield Text("\n" + "   ".join(f"{each}\N{NO-BREAK SPACE}{number(value)}" for each, value in last.items()))
     yield Text("\n".join(["", *(f"warning: {each}" for each in run.warnings[-3:])]), "yellow")
+
+
+def main_curve(run: Record) -> str:
+    return "reward" if "reward" in run.columns else "loss"
 
 
 def details(run: Record, width: int) -> Iterator[Text]:
@@ -84,7 +88,8 @@ def details(run: Record, width: int) -> Iterator[Text]:
         yield from beginnings({"\nprompt": prompt, "first": before, "last": after}, width)
     for key, (default, value) in changed(run) or []:
         yield Text(f"{key}: {TEMPLATES.filters['setting'](value)} (default: {TEMPLATES.filters['setting'](default)})")
-    yield from curves(run, [name for name in run.columns if name not in ("step", "time", "epoch", *CURVES)], width)
+    shown = ("step", "time", "epoch", main_curve(run), *CURVES)
+    yield from curves(run, [name for name in run.columns if name not in shown], width)
     for sentence, commands in uses(run) if run.state != "running" else ():
         yield Text("\n".join(["", sentence, *commands]))
 
@@ -100,7 +105,7 @@ def beginnings(texts: dict[str, str], width: int) -> Iterator[Text]:
 
 
 def curves(run: Record, names: Iterable[str], width: int) -> Iterator[Text]:
-    """A line for each of these metrics that has some finite values."""
+    """A line for each of these metrics with two values or more, all of them finite."""
     for name in names:
         values = run.known(name)[1]
         if np.isfinite(values).all() and len(values) > 1:

@@ -28,9 +28,13 @@ LOST = (
     "its node prints says more. The same command with this run's output_dir continues after the last checkpoint"
 )
 LATE = (
-    "another process of this run has not answered within parallel.timeout: it was stopped, hangs or is very slow. The "
-    "run folder has in stacks/ where each process was. The same command with this output_dir continues after the last "
-    "checkpoint"
+    "another process of this run has not answered within parallel.timeout: it was stopped, hangs or is very slow. "
+    "stacks/ in the run folder says where each process was. The same command with this output_dir continues after the "
+    "last checkpoint"
+)
+APART = (
+    "the processes of this run did not find each other. Check that all nodes have started, that MASTER_ADDR is the "
+    "first one's, and that the others reach its MASTER_PORT:"
 )
 CUT_SHORT = (
     "torch's cache of compiled code has a file that was never finished. Set the environment variable "
@@ -137,6 +141,8 @@ def _explanation(error: Exception, cfg: DictConfig) -> str | None:
         full = f"the disk is full ({error.strerror})"
         return f"{full}: make room and run the same command with output_dir={folder}, it continues where it can"
     if name in ("DistBackendError", "DistNetworkError", "DistStoreError") or "gloo/transport" in text:
+        if "trying to connect" in text or "waiting for clients" in text:
+            return f"{APART} {text.splitlines()[0]}"
         return LATE if "timed out" in text.lower() or "operation timeout" in text else LOST
     if "torchinductor" in text and "file too short" in text:
         return f"{CUT_SHORT} {text}"

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tune.collators import Batch
 from tune.distributed import World, inference
 from tune.errors import TuneError
-from tune.losses.chunks import ALL, Rows, normalize
+from tune.losses.chunks import Rows, normalize
 from tune.models import Decoder, HuggingFaceModel
 from tune.tokenizers import Tokenizer
 from tune.type_check import mismatch
@@ -303,17 +303,18 @@ def choose(
 def _log_softmax(logits: Tensor, ids_of: Rows) -> Tensor:
     if ids_of.group is None:
         return logits.log_softmax(dim=-1)
-    _, _, normalizer = normalize(logits, torch.empty_like(logits), ids_of)
-    return logits - normalizer.log()
+    shifted = logits.clone()
+    _, _, normalizer = normalize(shifted, rows=ids_of)
+    return shifted - normalizer.log()
 
 
-def _kept(log_probs: Tensor, top_k: int | None, top_p: float | None, min_p: float | None, ids_of: Rows = ALL) -> Tensor:
+def _kept(log_probs: Tensor, top_k: int | None, top_p: float | None, min_p: float | None, ids_of: Rows) -> Tensor:
     """`log_probs` `[rows, vocab]`, with -inf for what is not among the top."""
     if top_k is not None:
         smallest = ids_of.topk(log_probs, top_k)[0][:, -1:]
         log_probs = log_probs.masked_fill(log_probs < smallest, -math.inf)
     if top_p is not None and top_p < 1:
-        probs = _log_softmax(log_probs.clone(), ids_of).exp()
+        probs = _log_softmax(log_probs, ids_of).exp()
         ordered = ids_of.whole(probs).sort(dim=-1, descending=True).values
         before = ordered.cumsum(dim=-1) - ordered
         smallest = ordered.masked_fill(before >= top_p, math.inf).amin(dim=-1, keepdim=True)

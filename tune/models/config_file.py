@@ -27,7 +27,7 @@ def read_json(file: Path, setting: str = "path") -> dict[str, Any]:
     if not file.exists():
         folder = file.parent
         if (folder / "config.yaml").exists() and not file.name.startswith("adapter"):
-            both = f"adapter.path={folder}/adapter on its base, or of both: tune export {folder} --to hf"
+            both = f"adapter.path={folder}/adapter on its base, or as one: tune export {folder} --to hf --out FOLDER"
             ways = {"model": f"{folder}/model", "adapter": both}
             made = next((f"Use what it made: {ways[each]}. " for each in ways if (folder / each).is_dir()), "")
             raise TuneError(

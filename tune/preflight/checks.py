@@ -5,6 +5,7 @@ made are left out.
 """
 
 import inspect
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tune import checkpointers, datasets, distributed, evaluation, optimizers, peft, quantization
 from tune.checkpointers import open_checkpoint, require_same_vocabulary
 from tune.checkpointers.best import Best
-from tune.checkpointers.reading import require_continuable, require_none_later
+from tune.checkpointers.reading import cut_short, require_continuable, require_none_later
 from tune.config import instantiate, instantiate_data, instantiate_weighted, local_folder
 from tune.datasets.display import parts_of
 from tune.datasets.loader import require_batches
@@ -180,14 +181,16 @@ def _check(told: Told, world: World | None, rows: int | None) -> None:
 
 
 def _optimizer(cfg: DictConfig, groups: list[dict[str, Any]]) -> Optimizer:
-    """One for a small parameter of each group, after a step. It must take the parameters themselves, too. An optimizer
-    of torch is called without what torch puts around it, which imports the compiler."""
+    """One for small parameters, of each group one with each number of dimensions, after a step. It must take the
+    parameters themselves, too. An optimizer of torch is called without what torch puts around it, which imports the
+    compiler."""
     with mock.patch.object(Optimizer, "add_param_group", inspect.unwrap(Optimizer.add_param_group)):
         instantiate(cfg.optimizer, [dict(group) for group in groups])
-        small = [group | {"params": [torch.zeros((2,) * group["params"][0].ndim).requires_grad_()]} for group in groups]
-        optimizer = instantiate(cfg.optimizer, small)
-    for group in small:
-        group["params"][0].grad = torch.zeros_like(group["params"][0])
+        ndims = [sorted({parameter.ndim for parameter in group["params"]}) for group in groups]
+        small = [[torch.zeros((2,) * ndim, requires_grad=True) for ndim in each] for each in ndims]
+        optimizer = instantiate(cfg.optimizer, [g | {"params": each} for g, each in zip(groups, small, strict=True)])
+    for parameter in itertools.chain(*small):
+        parameter.grad = torch.zeros_like(parameter)
     try:
         if cfg.optimizer._component_.startswith("torch.optim."):
             with torch.set_grad_enabled(optimizer.defaults.get("differentiable", False)):
@@ -378,6 +381,11 @@ def _require_continuable(told: Told, made: Made, data: Any, optimizer: Optimizer
     cfg = told.cfg
     folder, resume = local_folder(cfg.get("output_dir") or "runs"), cfg.get("resume", "never")
     if (found := told("resume", run_folder.continued, folder, resume)) is None:
+        return
+    if damage := cut_short(found):
+        sets_aside = "The run sets it aside and takes the one before it"
+        does, level = (sets_aside, Level.WARN) if resume == "auto" else ("Give the checkpoint before it", Level.ERROR)
+        told.add(f"{found} is damaged: {damage}. {does}", "resume", level)
         return
     adapter = told("adapter", lambda: instantiate(cfg.adapter)) if told.value("adapter") else None
     with suppress(OSError, ValueError):  # what is damaged is told when it is read

@@ -15,6 +15,7 @@ FILES = ("json", "csv", "parquet", "text", "arrow")  # names of `datasets`' read
 LAYERS = {"output_proj": ["o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"], "output": ["lm_head"]}  # torchtune's
 COMPARE = ("preference_finetune", "reward_finetune")
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+BREAKS = "LLaMA-Factory puts one line break between an instruction and its input, tune two"
 ROUNDED = "as there: updates below 1/256 of a weight are lost; master_dtype=fp32 keeps them, for more memory"
 
 Arguments = dict[str, Setting]  # of rows: the arguments of tune.datasets.load
@@ -66,9 +67,7 @@ def named_datasets(run: Migration, key: str, value: Any) -> None:
         elif "/" in name or "." in name or folder == "ONLINE":  # of the hub
             run.set(f"{step}[{index}].path", name, key)
         else:
-            note = (
-                f"dataset_info.json says where '{name}' is: check the path; one line break before input there, two here"
-            )
+            note = f"dataset_info.json says where '{name}' is: check the path; {BREAKS}"
             run.set(f"{step}[{index}].path", f"{folder}/{name}.json", key, note=note)
 
 
@@ -197,7 +196,8 @@ def layers(run: Migration) -> None:
         for key in [key for key in run.settings if re.fullmatch(r"adapter\.(?!path|dropout).*", key)]:
             sources = run.pop(key).sources
             run.said.update(dict.fromkeys(sources, ("same by default", "the adapter in adapter.path says it")))
-        if run.peer == "llama_factory" and run.method == "dpo":
+        compares = run.method == "dpo" and run.theirs.get("pref_loss") not in ("orpo", "simpo")
+        if run.peer == "llama_factory" and compares:
             base, used = run.settings["model.path"].value, run.settings["adapter.path"].sources
             run.put(used[0], base, ["reference"], "the reference there is the base without the adapter", implied=True)
 
@@ -236,13 +236,13 @@ def data(run: Migration) -> None:
         each["take"] = Setting(take.value, take.sources, ["the first rows"])
     for each in held_out[:1]:
         _put(run, "validation_dataset", each)
-    streams = run.settings.get("dataset.streaming")
-    if streams and streams.value and "epochs" in run.settings:
-        run.refuse("epochs", "a stream is read until max_steps")
     if len(sources) == 1:
         _put(run, "dataset", sources[0])
     elif sources and "prompts_per_step" not in run.defaults:
         _mix(run, sources)
+    streams = run.settings.get("dataset.streaming")  # which a mixture has not
+    if streams and streams.value and "epochs" in run.settings:
+        run.refuse("epochs", "a stream is read until max_steps")
     many = sources if len(sources) > 1 and "prompts_per_step" in run.defaults else []
     for key in [name for each in (*many, *held_out[1:]) for setting in each.values() for name in setting.sources]:
         run.said[key] = "no counterpart", "one set of rows is read here: join the files"

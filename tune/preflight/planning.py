@@ -366,8 +366,8 @@ def calibrate(run: Path, device: Device) -> Device:
     job = Job(cfg, device, json.loads(files["run.json"].read_text())["processes"])
     plan = job.plan(job.layout())
     measured = median(each["step_seconds"] - each["data_seconds"] for each in steps)
-    waits = sum(plan.seconds[name] for name in ("tensor", "sharding", "offload", "input"))
-    speed = (plan.step_seconds - waits) / max(measured - waits, 0.1 * measured)
+    waits = sum(plan.seconds[name] for name in ("tensor", "sharding", "offload"))
+    speed = (plan.step_seconds - plan.seconds["input"] - waits) / max(measured - waits, 0.1 * measured)
     tensors = (plan.peak - plan.memory["reserve"]) / GIB
     reserve = max(0.0, max(each["peak_memory_gib"] for each in steps) - (1 + device.reserve_share) * tensors)
     found = replace(device.at_speed(speed), reserve=reserve)

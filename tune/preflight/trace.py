@@ -273,7 +273,7 @@ def trace(
 @contextmanager
 def _kernels(device: Device, recorder: Recorder) -> Iterator[None]:
     """Attention and chunks of logits as on the device; weights of 4 bits become whole ones in one kernel; a compiler
-    reads twice what it casts to 8; the first process's rows; experts get as many tokens from each process."""
+    reads twice what it casts to 8 bits; the first process's rows; experts get as many tokens from each process."""
     chunk_tokens, kind = chunks.default_chunk_tokens, "cpu" if device.is_host else "cuda"
 
     def whole(codes: Tensor, scales: Tensor, ranges: Any, dtype: torch.dtype, pairs: Any = None) -> Tensor:
