@@ -12,7 +12,7 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HANGS = 120  # seconds until an event
-SETTLES = 30  # seconds until a page shows what was asked for
+SETTLES = 120  # seconds until a page shows what was asked for
 
 
 class Browser:

@@ -24,7 +24,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # After so many seconds a process that a test has started hangs; before, the machine may just be busy.
-HANGS = 600
+HANGS = 1200
 WORDS = [
     "the",
     "a",

@@ -11,7 +11,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from helpers import save_checkpoint
+from helpers import HANGS, save_checkpoint
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from stacked import NoTokenizer
@@ -188,7 +188,9 @@ class Terminal(io.StringIO):
 def test_progress_is_for_terminals(monkeypatch, tmp_path):
     def tensors():
         for number in range(2):
-            time.sleep(0.3)  # a bar is drawn ten times a second
+            deadline = time.monotonic() + HANGS
+            while number and is_shown and "1/2" not in stream.getvalue() and time.monotonic() < deadline:
+                time.sleep(0.05)  # a bar is drawn ten times a second
             yield f"weight {number}", torch.full((2,), float(number))
 
     for stream, is_shown in ((Terminal(), True), (io.StringIO(), False)):

@@ -197,7 +197,7 @@ def test_side_by_side_until_ctrl_c(terminal, tmp_path):
     folder = save_checkpoint(tmp_path / "endless", max_position_embeddings=200_000, eos_token_id=None)
     chat = terminal(folder, "--compare", folder, "--max-new-tokens", 150_000, **WIDE)
     chat.type("the cat\n")
-    for _ in range(60):
+    for _ in range(30):
         chat.wait_for(re.escape(ERASED) + r"[\s\S]*?\u2502")  # drawn again
     chat.type("\x03")
     (_, first, stopped), (_, second, _) = columns(chat.wait_for(r"(?m)^> "))

@@ -180,7 +180,7 @@ def test_actors_of_ray_one_of_which_is_killed(checkpoint, tmp_path, capsys):
     """Row for row what one process gives."""
     asked = [{"messages": [{"role": "user", "content": f"the cat {number}"}]} for number in range(24)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
-    arguments = [checkpoint, "--prompts", tmp_path / "rows.jsonl", "--max-new-tokens", 9, "--temperature", 1]
+    arguments = [checkpoint, "--prompts", tmp_path / "rows.jsonl", "--max-new-tokens", 60, "--temperature", 1]
     arguments = [*map(str, arguments), "--samples", "2", "--batch-size", "2", "--device", "cpu"]
     launcher = ["generate", "--launcher", "ray", "--nproc-per-node", "2", "--max-restarts", "1"]
     command = [sys.executable, "-m", "tune.cli", *launcher, *arguments, "--out", str(tmp_path / "ray.parquet")]

@@ -255,8 +255,10 @@ def worker_of(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_ray_data_trains_as_a_stream_does_and_goes_on_after_a_kill(start, tmp_path: Path) -> None:
-    stream = ("epochs=1", "dataset.shuffle_buffer=64")
+def test_ray_data_trains_as_a_stream_does_and_goes_on_after_a_kill(start, chats: Path, tmp_path: Path) -> None:
+    many = tmp_path / "many.jsonl"  # long after the step at which it is killed
+    many.write_text(4 * chats.read_text())
+    stream = ("epochs=1", "max_steps=30", f"dataset.path={many}", "dataset.shuffle_buffer=64")
     whole = start("whole", "--nproc-per-node", "2", settings=(*stream, "dataset.streaming=true"))
     by_ray = (*stream, "dataset._component_=tune.datasets.ray")
     killed = start("killed", *RAY, "--max-restarts", "1", settings=by_ray)

@@ -57,7 +57,7 @@ def names(url: str, end: str = "digests.json") -> list[str]:
 
 
 def wait_until(condition) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANGS
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

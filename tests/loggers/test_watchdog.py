@@ -11,12 +11,14 @@ from tune.loggers.watchdog import waited_for
 
 SCRIPT = """\
 import sys, time
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from tune import distributed
 from tune.loggers.watchdog import Watchdog
 
 folder = Path(sys.argv[1])
-world = distributed.init("cpu", timeout=0.2)  # 12 s: it speaks after 6
+world = replace(distributed.init("cpu"), timeout=timedelta(seconds=4))  # the watchdog's alone: it speaks after 2
 watchdog = Watchdog(folder, world, lambda text: print(text, flush=True))
 watchdog.beat(1)
 world.barrier()
@@ -71,12 +73,14 @@ def test_what_other_nodes_write_to_their_own_disks_is_not_missed() -> None:
 
 APART = """\
 import ctypes, sys
+from dataclasses import replace
+from datetime import timedelta
 sys.setswitchinterval(10)  # the thread gets no turn by chance
 from pathlib import Path
 from tune import distributed
 from tune.loggers.watchdog import Watchdog
 
-world = distributed.init("cpu", timeout=0.02)  # 1.2 s: it speaks after 0.75
+world = replace(distributed.init("cpu"), timeout=timedelta(seconds=1.2))  # the watchdog's alone: it speaks after 0.75
 folder = Path(sys.argv[1], str(world.rank))
 folder.mkdir()
 watchdog = Watchdog(folder / "stacks", world, print, apart=True)
