@@ -116,7 +116,7 @@ def main(cfg):
 
             is_end = step == len(data) or interrupted
             if is_end:
-                checkpointer.save(step, wait=True)  # what is measured then can fail
+                checkpointer.save(step, wait=True, metrics=metrics)  # what is measured then can fail
             if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)

@@ -4,6 +4,7 @@ import importlib
 import json
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -94,3 +95,19 @@ def test_an_interrupted_run_has_saved_when_it_says_so(recipe, train, closed, cha
     assert [there for message, there in told if "step 2 is saved" in message] == [["step-00000002"]]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], "validation_loss" in line) for line in lines] == [(1, True), (2, False)]  # there is no time
+
+
+def test_the_last_step_is_logged_though_the_run_ended_before(recipe, train, monkeypatch, tmp_path, chats):
+    recipe, validated = importlib.import_module(recipe), [f"validation_dataset.path={chats}", "validate_every=null"]
+    train(recipe, f"output_dir={tmp_path / 'whole'}")
+    with monkeypatch.context() as failing:
+        failing.setattr(loggers, "evaluate", mock.Mock(side_effect=OSError("a disk of the network")))
+        with pytest.raises(OSError, match="network"):
+            train(recipe, *validated)
+    for _ in range(2):  # once
+        train(recipe, *validated)
+        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        whole = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+        names = ("step", "loss", "grad_norm", "lr")
+        assert [[line[name] for name in names] for line in lines] == [[line[name] for name in names] for line in whole]
+    assert (tmp_path / "log.txt").read_text().count("step 4 was saved, and not logged") == 1

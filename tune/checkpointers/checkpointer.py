@@ -129,7 +129,7 @@ class Checkpointer:
         if resume != "auto" and (damage := self._damage(path)):
             raise TuneError(f"resume: {path} is damaged: {damage}. Give the checkpoint before it")
         small = json.loads((path / "state.json").read_text())
-        if (found := small.keys() - {"step", "groups", "best"}) != self.small.keys():
+        if (found := small.keys() - {"step", "groups", "best", "metrics"}) != self.small.keys():
             raise TuneError(
                 f"resume: {path} is of another recipe: it has the state of {', '.join(sorted(found))}, this one of "
                 f"{', '.join(sorted(self.small))}. Continue with that recipe, or give another output_dir"
@@ -232,9 +232,10 @@ class Checkpointer:
         """Whether `keep_best` has not become better for as long as `patience` says."""
         return self.best.is_over
 
-    def save(self, step: int, wait: bool = False) -> None:
+    def save(self, step: int, wait: bool = False, metrics: Mapping[str, Any] | None = None) -> None:
         """Save now, and with `wait`, wait until it is written. In the checkpoint of a step that is saved already, only
-        the note of the best one is renewed. All processes must call it."""
+        the note of the best one is renewed. All processes must call it. `metrics` are those of a step that is logged
+        later: should the run end before, they are not lost (`Run.track`)."""
         saved = self._written()
         self._report(saved)
         if step == saved:
@@ -248,7 +249,9 @@ class Checkpointer:
         complete = self.folder / f"step-{step:08d}"
         unfinished = self.folder / f".step-{step:08d}.{self.world.broadcast(uuid.uuid4().hex[:8])}"
         parts, extra = self._states()
-        small = json.dumps({"step": step, "groups": self._changed(), "best": self.best.state_dict(), **parts})
+        small = json.dumps(
+            {"step": step, "groups": self._changed(), "best": self.best.state_dict(), "metrics": metrics, **parts}
+        )
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
         tensors = {"model": model, "optimizer": optimizer["state"], "extra": extra}
         tensors = tree_map_only(Tensor, _on_host, tensors) if self.asynchronous else tensors

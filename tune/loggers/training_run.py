@@ -289,6 +289,8 @@ class Run:
             (self.path / "first_row.txt").write_text(self.first_row, encoding="utf-8")
         for sink in self.sinks:
             sink.start(start, total)
+        if self.has_begun and start:
+            self._log_missing(start)
         items, begin = iter(data), time.perf_counter()
         self.step_began = begin
         tell = self.info if self.world.is_main else functools.partial(print, file=sys.stderr, flush=True)
@@ -317,6 +319,14 @@ class Run:
                 which = f"step {lost[0]} was" if len(lost) == 1 else f"steps {lost[0]} to {lost[-1]} were"
                 said.append(f"{which} trained but not saved, and will be trained again")
             self.info("; ".join([*said, f"changed: {', '.join(changed)}"] if changed else said))
+
+    def _log_missing(self, step: int) -> None:
+        """A run that ends saves, measures, then logs: if it ended in between, the checkpoint knows the last step."""
+        state = self.path / "checkpoints" / f"step-{step:08d}" / "state.json"
+        metrics = json.loads(state.read_text()).get("metrics") if state.exists() else None
+        if metrics and step not in lines_after(self.path / "metrics.jsonl", step - 1)[1]:
+            self.record(step, {name: value for name, value in metrics.items() if value is not None})
+            self.info(f"step {step} was saved, and not logged: it is now, without what was to be measured at its end")
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
