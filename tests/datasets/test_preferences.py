@@ -61,6 +61,7 @@ TEXT = [("<s>Q: 1+1? 2</s>", " 2</s>"), ("<s>Q: 1+1? 3</s>", " 3</s>")]
         ),
         ({"instruction": "Hi?", "chosen": "Yes", "rejected": ["No", "No"]}, [*CHAT, CHAT[1]]),
         ({"prompt": [user("Hi?")], "chosen": [said("Yes")], "rejected": [[said("No")]]}, CHAT),
+        ({"prompt": [user("Hi?")], "chosen": said("Yes"), "rejected": said("No")}, CHAT),
     ],
 )
 def test_answers_to_one_prompt_are_a_group_in_which_only_they_are_learned(read, row, expected):
@@ -108,6 +109,7 @@ def test_pairs_are_good_and_bad_answers_whose_mismatched_ones_are_of_other_promp
     assert [text[3:-4] for text in texts] == [
         "a: a1", "a: b1", "a: a2", "a: b1", "b: b1", "b: a1", "b: b2", "b: a1",
     ]  # fmt: skip
+    assert data.copies == 0 and read(*rows, rows[0], kind="labelled").copies == 2
     labelled = [
         {"prompt": row["prompt"], "completion": row[answer], "label": answer == "chosen"}
         for row in rows

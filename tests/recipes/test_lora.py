@@ -180,7 +180,7 @@ def test_resume_is_exact(common, tmp_path):
 def test_a_base_quantised_otherwise_is_refused(common, tmp_path, then, now):
     then, now = (f"quantization.{each}" for each in (then, now))
     train(tmp_path, *common, *then.split(), "max_steps=1")
-    with pytest.raises(TuneError, match=rf"with {then} on .*, which is not {now} on .*\. "):
+    with pytest.raises(TuneError, match=rf"with {then}; .* with {now} has other weights"):
         train(tmp_path, *common, *now.split(), "max_steps=2")
 
 

@@ -203,7 +203,7 @@ def test_adapters_are_not_continued_on_another_base(checkpoint, common, tmp_path
     train("lora_finetune", tmp_path / "run", *settings)
     save_checkpoint(tmp_path / "other", hidden_size=128, num_hidden_layers=2, initializer_range=0.04)
     settings[-1] = f"model.path={tmp_path / 'other'}"
-    with pytest.raises(TuneError, match=rf"on {moved}, which is not .* on {tmp_path / 'other'}\."):
+    with pytest.raises(TuneError, match=rf"on {moved} with .*; {tmp_path / 'other'} with .* has other weights"):
         train("lora_finetune", tmp_path / "run", *settings, "max_steps=6")
 
 

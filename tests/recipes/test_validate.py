@@ -4,6 +4,7 @@ That it tells the same as the run is asserted beside each wrong input: in test_w
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -27,11 +28,21 @@ def test_nothing_is_wrong_with_a_run_that_works(inputs, told):
 def test_a_damaged_checkpoint_that_the_run_sets_aside(inputs, told):
     checkpoint = inputs.run / "checkpoints" / "step-00000002"
     again = inputs.settings(f"output_dir={inputs.run}")
-    for name in ("__0_0.distcp", ".metadata"):
-        (checkpoint / name).write_bytes((checkpoint / name).read_bytes()[:100])
+    for name in ("__0_0.distcp", ".metadata", "state.json"):
+        (checkpoint / name).write_bytes((checkpoint / name).read_bytes()[:9])
         assert told("full_finetune", again) == ""
         (found,) = told("full_finetune", again, "warn").splitlines()
         assert found.startswith("resume: ") and f"step-00000002 is damaged: {name} is " in found
+    assert "state.json is not read" in told("full_finetune", [*again, f"resume={checkpoint}"])
+
+
+def test_the_checkpoint_before_a_damaged_one(inputs, told):
+    checkpoint = inputs.run / "checkpoints" / "step-00000002"
+    shutil.copytree(checkpoint, checkpoint.with_name("step-00000003"))
+    (checkpoint.with_name("step-00000003") / "__0_0.distcp").write_bytes(b"")
+    settings = inputs.settings(f"output_dir={inputs.run}", "optimizer._component_=torch.optim.SGD")
+    assert "step-00000003 is damaged" in told("full_finetune", settings, "warn")
+    assert "step-00000002 is of another optimizer" in told("full_finetune", settings)
 
 
 def test_states_of_an_optimizer_with_a_group_of_vectors_and_matrices(inputs, told):

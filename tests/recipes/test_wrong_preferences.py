@@ -32,6 +32,26 @@ def write(tmp_path):
     return write
 
 
+class Unrewarded:
+    rows, needs_reference = "preferences", True
+
+    def __call__(self, chosen, rejected):
+        return rejected.ratio - chosen.ratio
+
+
+class Mean(Unrewarded):
+    def __call__(self, chosen, rejected):
+        return super().__call__(chosen, rejected).mean()
+
+    def reward(self, answers):
+        return answers.ratio
+
+
+def test_a_loss_that_takes_the_mean_of_pairs(settings, run_recipe, capsys):
+    assert run_recipe([*settings, "loss._component_=recipes.test_wrong_preferences.Mean"], preference_finetune) == 2
+    assert "it must return a loss for each pair, [pairs]" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -56,6 +76,7 @@ def write(tmp_path):
             ["loss._component_=tune.losses.BradleyTerry"],
             "loss._component_: tune.losses.BradleyTerry compares scores, unlike this recipe's",
         ),
+        (["loss._component_=recipes.test_wrong_preferences.Unrewarded"], "Unrewarded has no method reward(answers)"),
         (["reference=3"], "reference: 3 is not a string"),
         (["model.head=score"], "model.head: 'score' is the head of what other recipes train"),
         (["checkpointer.keep_best=rewards/margins"], "rewards/margins is that of a few rows"),

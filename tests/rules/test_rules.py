@@ -82,7 +82,11 @@ CASES = {
     "adapter-that-counts-too-much": (
         LORA, ["adapter.rank_stabilized=true", "adapter.alpha=128"], ["adapter.alpha=128"]
     ),
-    "dropout-beside-a-reference": (PAIRS, ["adapter.rank=8", "adapter.dropout=0.1"], ["adapter.rank=8"]),
+    "dropout-beside-a-reference": (
+        PAIRS,
+        ["adapter.rank=8", "adapter.dropout=0.1"],
+        ["adapter.rank=8", "adapter.dropout=0.1", "loss._component_=tune.losses.SimPO"],
+    ),
     "dropout-beside-a-sampler": (GRPO, ["adapter.rank=8", "adapter.dropout=0.1"], ["adapter.rank=8"]),
     "updates-without-a-clip": (GRPO, ["updates=2"], ["updates=2", "loss._component_=tune.losses.ClippedPolicy"]),
     "another-distribution": (GRPO, ["sampling.top_p=0.9"], ["sampling.temperature=0.9"]),

@@ -1,6 +1,7 @@
 """Reading DCP's checkpoints without running code in them, which torch's reader and planner would do."""
 
 import io
+import json
 import math
 import operator
 import pickle
@@ -101,10 +102,13 @@ def require_continuable(path: Path, model: nn.Module, states: Iterable[str]) -> 
 
 def cut_short(path: Path) -> str:
     """What of a checkpoint is damaged, as far as the sizes of its files tell; empty if nothing is."""
+    file = path / "state.json"
     try:
+        json.loads(file.read_text())
+        file = path / ".metadata"
         parts = (Reader(path).read_metadata().storage_data or {}).values()
-    except TuneError:
-        return ".metadata is not read"
+    except (OSError, ValueError, TuneError):
+        return f"{file.name} is not read"
     for file, end in ((path / part.relative_path, part.offset + part.length) for part in parts):
         if not file.exists() or file.stat().st_size < end:
             return f"{file.name} is cut short"

@@ -78,8 +78,8 @@ class Pretrained:
         """Restores nothing. Raises TuneError if the state is of other weights or of another quantisation."""
         if state | (now := self.digest()) != state:
             raise TuneError(
-                f"resume: the checkpoint has only what was trained, with {state['quantization']} on "
-                f"{state.get('path', 'a base')}, which is not {now['quantization']} on {self.path}. Restore "
+                f"resume: the checkpoint has only what was trained, on {state.get('path', 'a base')} with "
+                f"{state['quantization']}; {self.path} with {now['quantization']} has other weights. Restore "
                 "model.path and quantization, or start anew with resume=never and another output_dir"
             )
 

@@ -179,6 +179,8 @@ class _Combination:
             kind = "scores" if of_scores else "log-probs"
             if not rows and not _is_called_like(locate(component), locate(usual)):
                 return f"{component} is called with other values than {usual}, this recipe's: take one of its kind."
+            if rows and not (scored or of_scores or hasattr(locate(component), "reward")):
+                return f"{component} has no method reward(answers), which says what answers are worth to it."
             kinds = [getattr(locate(each), "rows", None) for each in (component, usual)]
             if scored and of_scores and kinds[0] != kinds[1]:
                 return f'{component} has rows = "{kinds[0]}": give it "{kinds[1]}", as pairs have a margin here.'

@@ -102,8 +102,11 @@ class Dataset:
 
     @property
     def copies(self) -> int:
-        """Samples whose tokens are those of an earlier one."""
-        return len(self.digests) - len(np.unique(self.digests))
+        """Samples whose tokens are those of an earlier one; the mismatched ones of labelled answers do not count."""
+        digests, columns = self.digests, self._samples.columns
+        if {"label", "answer"} <= columns.keys():
+            digests = digests[columns["answer"] == 0]
+        return len(digests) - len(np.unique(digests))
 
     def learns_any(self, tokens: Sequence[int]) -> bool:
         """Whether one of these tokens is learned anywhere."""

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tune import checkpointers, datasets, distributed, evaluation, optimizers, peft, quantization
+from tune.atomic import CHECKPOINT
 from tune.checkpointers import open_checkpoint, require_same_vocabulary
 from tune.checkpointers.best import Best
 from tune.checkpointers.reading import cut_short, require_continuable, require_none_later
@@ -380,20 +381,22 @@ def _require_continuable(told: Told, made: Made, data: Any, optimizer: Optimizer
     """Check that the run can continue its checkpoint, by what that says of itself without its tensors."""
     cfg = told.cfg
     folder, resume = local_folder(cfg.get("output_dir") or "runs"), cfg.get("resume", "never")
-    if (found := told("resume", run_folder.continued, folder, resume)) is None:
+    if (newest := told("resume", run_folder.continued, folder, resume)) is None:
         return
-    if damage := cut_short(found):
-        sets_aside = "The run sets it aside and takes the one before it"
-        does, level = (sets_aside, Level.WARN) if resume == "auto" else ("Give the checkpoint before it", Level.ERROR)
-        told.add(f"{found} is damaged: {damage}. {does}", "resume", level)
+    is_auto = resume == "auto"
+    does = "The run takes the one before it, or starts anew" if is_auto else "Give the checkpoint before it"
+    for found in sorted(folder.glob(f"checkpoints/{CHECKPOINT}"), reverse=True) if is_auto else [newest]:
+        if not (damage := cut_short(found)):
+            break
+        told.add(f"{found} is damaged: {damage}. {does}", "resume", Level.WARN if is_auto else Level.ERROR)
+    else:
         return
     adapter = told("adapter", lambda: instantiate(cfg.adapter)) if told.value("adapter") else None
-    with suppress(OSError, ValueError):  # what is damaged is told when it is read
-        state = json.loads((found / "state.json").read_text())
-        told("resume", require_none_later, state["step"], run_folder.continued(folder, "auto"))
-        for name, part in {"data": data, "base": made.base, "adapter": adapter}.items():
-            if part is not None and name in state:
-                told("resume", lambda part=part, name=name: part.load_state_dict(state[name]))
+    state = json.loads((found / "state.json").read_text())
+    told("resume", require_none_later, state["step"], None if is_auto else run_folder.continued(folder, "auto"))
+    for name, part in {"data": data, "base": made.base, "adapter": adapter}.items():
+        if part is not None and name in state:
+            told("resume", lambda part=part, name=name: part.load_state_dict(state[name]))
     if made.groups and optimizer:
         states = {name for each in optimizer.state.values() for name in each}
         told("resume", require_continuable, found, made.trained, states)

@@ -249,8 +249,8 @@ def data(run: Migration) -> None:
 
 
 def _mix(run: Migration, sources: list[Arguments]) -> None:
-    if "dataset.streaming" in run.settings:
-        run.refuse("dataset.streaming", "a mixture is not streamed")
+    for key in {"dataset.streaming", "dataset.shuffle_buffer"} & run.settings.keys():
+        run.refuse(key, "a mixture is not streamed")
     shared = {key[8:]: run.settings.pop(key) for key in [*run.settings] if key.startswith("dataset.")}
     parts: dict[str, dict[str, Any]] = {}
     for index, each in enumerate(sources):

@@ -194,7 +194,8 @@ RULES = [
     Rule("dropout-beside-a-reference", WARN, "adapter.dropout", "huggingface/trl#639", "trl 0.5",
          "{} is not in the reference: set it to 0",
          "answers are compared with themselves under noise, which the loss takes for what was learned",
-         lambda run: _compares(run) and run.number("adapter.dropout") > 0),
+         lambda run: _compares(run) and run.number("adapter.dropout") > 0
+         and not run.asks("loss._component_", ".SimPO", ".CPO", ".ORPO")),
     Rule("dropout-beside-a-sampler", WARN, "adapter.dropout", "huggingface/trl#3234", "trl 0.14",
          "{} is not in the sampler: set it to 0",
          "the ratio to the sampled policy is noise from the first step on, and is cut off at 2",

@@ -14,7 +14,7 @@ QUESTIONS = ("question", "instruction", "query", "problem", "input")
 
 
 def preference(row: Row) -> Answers:
-    """`chosen` and `rejected`: two strings or two lists of messages; `rejected` may be a list of several of them.
+    """`chosen` and `rejected`: two strings, messages or lists of messages; `rejected` may be a list of several of them.
 
     `prompt` (a string or messages) comes before the answers. Without it, what both begin with is the prompt.
     """
@@ -22,6 +22,7 @@ def preference(row: Row) -> Answers:
     several = isinstance(rejected, list) and (not rejected or not isinstance(rejected[0], dict))
     worse = {f"rejected[{index}]": each for index, each in enumerate(rejected)} if several else {"rejected": rejected}
     answers = {"chosen": chosen, **(worse or {"rejected": None})}
+    answers = {name: [answer] if isinstance(answer, dict) else answer for name, answer in answers.items()}
     for name, answer in answers.items():
         if answer in (None, "", []):
             raise Dropped(f"empty {name.partition('[')[0]}")
