@@ -57,8 +57,9 @@ def slow_but(fast: Iterable, cases: Iterable) -> list:
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[case in fast]) for case in cases]
 
 
-def curve_steps(usual: int = 6) -> int:
-    """The steps whose losses a test of layouts compares: as many as CURVE_STEPS in the environment says, or `usual`."""
+def curve_steps(usual: int = 3) -> int:
+    """The steps whose losses a test of layouts compares: as many as CURVE_STEPS in the environment says, or `usual`.
+    That of step 3 is the first in which optimizer states of an earlier step have a part."""
     return int(os.environ.get("CURVE_STEPS", usual))
 
 

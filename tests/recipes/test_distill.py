@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import run_processes, save_checkpoint, slow_but
+from helpers import curve_steps, run_processes, save_checkpoint, slow_but
 
 from tune import config
 from tune.checkpointers import load_model
@@ -139,12 +139,13 @@ METHODS = {
 def plainly(common, tmp_path_factory):
     """The curves of one process."""
     folder = tmp_path_factory.mktemp("plainly")
-    return {name: run(folder / name, [*common, *settings, "max_steps=6"]) for name, settings in METHODS.items()}
+    steps = f"max_steps={curve_steps()}"
+    return {name: run(folder / name, [*common, *settings, steps]) for name, settings in METHODS.items()}
 
 
 @pytest.mark.parametrize("way", list(WAYS)[1:])
 def test_one_curve_in_one_process(way, common, plainly, tmp_path):
-    settings = [*common, *WAYS[way], "max_steps=6"]
+    settings = [*common, *WAYS[way], f"max_steps={curve_steps()}"]
     if way == "packed":  # other rows, in another order
         settings += ["global_batch_size=2", "micro_batch_size=2"]
         packed = run(tmp_path / "packed", settings)
@@ -161,7 +162,7 @@ def test_one_curve_in_two_processes(common, plainly, tmp_path):
         for name in ("forward", "mixed", "top 20")
         for way, layout in layouts.items()
     }
-    settings = [*common, "max_steps=6"]
+    settings = [*common, f"max_steps={curve_steps()}"]
     run_processes(RUN_VARIANTS, 2, "distill", str(tmp_path), json.dumps(settings), json.dumps(variants))
     for name in variants:
         assert curve(tmp_path / name) == pytest.approx(plainly[name.partition(", ")[0]], rel=1e-5), name
@@ -174,14 +175,14 @@ def test_methods_differ(plainly):
 
 
 def continued_bitwise(settings, exported, folder):
-    """Stopped after step 3 of 6."""
-    settings = [*settings, "max_steps=6", "checkpointer.every=1", "checkpointer.keep=null"]
+    """Stopped in its second step."""
+    settings = [*settings, f"max_steps={curve_steps()}", "checkpointer.every=1", "checkpointer.keep=null"]
     whole = run(folder / "whole", settings)
     stopped = shutil.copytree(folder / "whole", folder / "stopped")
-    for step in (4, 5, 6):
+    for step in range(2, curve_steps() + 1):
         shutil.rmtree(stopped / "checkpoints" / f"step-{step:08d}")
     lines = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (stopped / "metrics.jsonl").write_text("".join(lines[:4]))
+    (stopped / "metrics.jsonl").write_text("".join(lines[:2]))
     assert run(stopped, settings) == whole
     assert (stopped / exported).read_bytes() == (folder / "whole" / exported).read_bytes()
 
@@ -325,7 +326,7 @@ def test_on_policy_continued_bitwise(common, tmp_path):
 
 def test_all_of_the_teacher_stored_is_the_teacher(common, plainly, chats, tmp_path):
     validated = [f"validation_dataset.path={chats}", f"dataset.cache_dir={tmp_path / 'kept'}"]
-    settings = [*common, *validated, "teacher.top_k=300", "max_steps=6"]
+    settings = [*common, *validated, "teacher.top_k=300", f"max_steps={curve_steps()}"]
     assert run(tmp_path / "stored", settings) == pytest.approx(plainly["forward"], rel=1e-5)
     last = json.loads((tmp_path / "stored" / "metrics.jsonl").read_text().splitlines()[-1])
     assert 0 < last["validation_loss"] < plainly["forward"][0]
@@ -335,13 +336,13 @@ def test_all_of_the_teacher_stored_is_the_teacher(common, plainly, chats, tmp_pa
 def test_stored_predictions_are_read_again(common, plainly, tmp_path):
     """Of the same teacher, rows and temperature only."""
     kept_in = f"dataset.cache_dir={tmp_path / 'kept'}"
-    settings = [*common, *METHODS["top 20"], kept_in, "max_steps=6", "checkpointer.every=1"]
+    settings = [*common, *METHODS["top 20"], kept_in]
     continued_bitwise(settings, "model/model.safetensors", tmp_path)
     assert curve(tmp_path / "whole") == plainly["top 20"]
     (file,) = (tmp_path / "kept").glob("teacher-*.npy")
     kept = np.load(file)
     assert kept.shape[1] == 41 and kept[:, 20:].max() <= 1e-6
-    run(tmp_path / "stopped", [*settings, "loss.temperature=3", "max_steps=7"])
+    run(tmp_path / "stopped", [*settings, "loss.temperature=3", f"max_steps={curve_steps() + 1}"])
     assert len(list((tmp_path / "kept").glob("teacher-*.npy"))) == 2
 
 

@@ -29,7 +29,7 @@ def test_every_family(recipe, settings, checkpoints, chats, tmp_path):
     common = [
         *settings,
         f"dataset.path={chats}", "dataset.take=16", "max_seq_len=128", "global_batch_size=16", "micro_batch_size=8",
-        "device=cpu", f"epochs={curve_steps(3)}", "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
+        "device=cpu", f"epochs={curve_steps()}", "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
     ]  # fmt: skip
     families = [*checkpoints] if recipe == "full_finetune" else [*checkpoints][::2]
     variants = {family: [f"model.path={checkpoints[family]}"] for family in families}
@@ -40,7 +40,7 @@ def test_every_family(recipe, settings, checkpoints, chats, tmp_path):
     run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "2"), exact, json.dumps(variants))
     for family in variants:
         curve = losses(tmp_path / "1" / family)
-        assert len(curve) == curve_steps(3) and curve[-1] < curve[0]
+        assert len(curve) == curve_steps() and curve[-1] < curve[0]
         assert losses(tmp_path / "2" / family) == pytest.approx(curve, rel=1e-5), family
         if recipe == "full_finetune":
             assert losses(tmp_path / "bf16" / family) == pytest.approx(curve, rel=0.02), family

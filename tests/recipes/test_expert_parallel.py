@@ -8,7 +8,7 @@ import torch
 from helpers import run_processes, save_checkpoint
 from models.test_families import SMALL, VARIANTS
 from recipes.test_grpo import assert_same_run, requests, settings_of  # noqa: F401
-from recipes.test_tensor_parallel import LORA, NF4, RUN_VARIANTS, assert_one_curve, common  # noqa: F401
+from recipes.test_tensor_parallel import ADAFACTOR, LORA, NF4, RUN_VARIANTS, assert_one_curve, common  # noqa: F401
 from safetensors.torch import load_file
 
 from recipes import test_grpo
@@ -63,7 +63,8 @@ def test_two_processes_have_the_experts(common, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_families(name, common, tmp_path):  # noqa: F811
     variants = {name: [of_family(name, tmp_path)]}
-    layouts = {each: LAYOUTS[each] for each in ("ep x FSDP", "ep x HSDP", "ep x tp")}
+    few = ("ep x FSDP", "ep x HSDP", "ep x tp") if name == "mixtral" else ("ep x FSDP",)
+    layouts = {each: LAYOUTS[each] for each in few}
     assert_one_curve("full_finetune", common, variants, layouts, 4, tmp_path / "runs")
 
 
@@ -77,8 +78,8 @@ def test_ways(common, tmp_path):  # noqa: F811
         "on the host": ["memory.cpu_offload=true"],
         "in backward": ["optimizer_in_backward=true", "max_grad_norm=null"],
         "reduced once": ["parallel.reduce_every_micro_batch=false"],
-        "Adafactor": ["optimizer._component_=tune.optimizers.Adafactor"],
-        "Muon": ["optimizer._component_=tune.optimizers.Muon"],
+        "Adafactor": ADAFACTOR,
+        "Muon": ["optimizer._component_=tune.optimizers.Muon", "optimizer.lr=2e-5"],  # which multiplies in bf16
     }
     variants = {name: [model, "model.router_loss=0.1", *each] for name, each in variants.items()}
     (tmp_path / "few").mkdir()

@@ -1,4 +1,4 @@
-"""All pairs of a layout and another setting: two steps on two processes give the numbers of one."""
+"""All pairs of a layout and another setting: three steps on two processes give the numbers of one."""
 
 import json
 import random
@@ -56,7 +56,7 @@ def test_two_processes_give_the_numbers_of_one(chats, pairs, tmp_path):
         moe_intermediate_size=128,
     )  # fmt: skip
     common = [
-        "max_seq_len=128", "device=cpu", "dtype=fp32", "global_batch_size=8", f"max_steps={curve_steps(2)}", "epochs=6",
+        "max_seq_len=128", "device=cpu", "dtype=fp32", "global_batch_size=8", f"max_steps={curve_steps()}", "epochs=6",
         "max_grad_norm=null", "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
     ]  # fmt: skip
     alone, shared, expected = defaultdict(dict), defaultdict(dict), {}

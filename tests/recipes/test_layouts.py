@@ -15,14 +15,14 @@ RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 
 
 def layouts(processes):
-    """{1, 2, 4 micro-batch rows} x {FSDP, HSDP} x {unpacked, packed}."""
+    """{1, 2, 4 micro-batch rows}, {FSDP, HSDP} and {unpacked, packed}: each of one with each of another."""
     variants = {}
     for packed in (False, True):
         for micro in (1, 2, 4):
-            for replicas in (1, 2) if processes > 1 else (1,):
-                variants[f"micro {micro}, replicas {replicas}, packed {packed}"] = [
-                    f"micro_batch_size={micro}", f"parallel.dp_replicate={replicas}", f"packed={packed}"
-                ]  # fmt: skip
+            replicas = 1 + (packed == (micro == 2)) if processes > 1 else 1
+            variants[f"micro {micro}, replicas {replicas}, packed {packed}"] = [
+                f"micro_batch_size={micro}", f"parallel.dp_replicate={replicas}", f"packed={packed}"
+            ]  # fmt: skip
     return variants
 
 
@@ -47,17 +47,18 @@ def curves(folder, common, variants, count):
 
 
 def losses(run):
+    """Of the steps, and after the last one on validation data."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    return [line["loss"] for line in lines]
+    return [*(line["loss"] for line in lines), lines[-1]["validation_loss"]]
 
 
 @pytest.fixture(scope="module")
 def common(checkpoint, chats):
     return [
-        f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "max_seq_len=128",
-        "global_batch_size=16", "micro_batch_size=2", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3",
-        f"max_steps={curve_steps()}", "epochs=6", "checkpointer.every=null",
+        f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}",
+        "validation_dataset.take=16", "max_seq_len=128", "global_batch_size=16", "micro_batch_size=2", "dtype=fp32",
+        "device=cpu", "optimizer.lr=1e-3", f"max_steps={curve_steps()}", "epochs=6", "checkpointer.every=null",
     ]  # fmt: skip
 
 
@@ -76,7 +77,7 @@ def ways(tied_checkpoint):
 
 
 def assert_same_curve(curve, reference, within=1e-5):
-    assert len(curve) == len(reference) == curve_steps()
+    assert len(curve) == len(reference) == curve_steps() + 1
     assert curve == pytest.approx(reference, rel=within)
 
 

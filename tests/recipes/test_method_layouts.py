@@ -79,17 +79,7 @@ WAYS = {  # by the number of processes
     },
 }
 FEW = [(1, ALONE), (4, "TP x FSDP")]  # of a recipe's first method all of them, of the others these
-FIGURES = (
-    "loss",
-    "grad_norm",
-    "entropy",
-    "rewards/margins",
-    "reward",
-    "kl",
-    "value_loss",
-    "policy_loss",
-    "validation_loss",
-)
+FIGURES = {"loss", "grad_norm", "entropy", "rewards/margins", "reward", "kl", "value_loss", "policy_loss"}
 
 
 def logged(folder):
@@ -127,8 +117,11 @@ def test_one_curve(recipe, checkpoint, tied_checkpoint, pairs, chats, requests, 
         )  # groups of a step may all be dead
         for one, other in zip(curve, expected, strict=True):
             assert of_training(one) == of_training(other), folder
-            differences = [abs(one[name] - other[name]) / max(1, abs(other[name])) for name in FIGURES if name in other]
-            apart[method] = max(apart[method], *differences)
+            for name in FIGURES & other.keys():
+                # Positive and negative shares of a figure cancel; margins are of whole answers.
+                least = 1.0 if name == "rewards/margins" else 0.2
+                difference = abs(one[name] - other[name]) / max(least, abs(other[name]))
+                apart[method] = max(apart[method], difference)
         if recipe == "grpo":
             assert [(each["sample"], each["tokens"]) for each in rows(folder)] == [
                 (each["sample"], each["tokens"]) for each in rows(plain)

@@ -22,9 +22,9 @@ RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 # What to give for each, and how far 1 and 2 processes may differ: low-bit states are quantised in blocks of what a
 # process holds, and only where it holds at least 4,096 numbers; Muon multiplies in bf16.
 OPTIMIZERS = {
-    "AdamW": ([], 1e-6),
-    "SGD": (["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1", "optimizer.momentum=0.9"], 1e-6),
-    "Adafactor": (["optimizer._component_=tune.optimizers.Adafactor", "optimizer.lr=1e-2"], 1e-6),
+    "AdamW": ([], 1e-5),
+    "SGD": (["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1", "optimizer.momentum=0.9"], 1e-5),
+    "Adafactor": (["optimizer._component_=tune.optimizers.Adafactor", "optimizer.lr=1e-2"], 1e-5),
     "Muon": (["optimizer._component_=tune.optimizers.Muon"], 1e-4),
     "AdamW8bit": (["optimizer._component_=torchao.optim.AdamW8bit"], 1e-3),
     "AdamW4bit": (["optimizer._component_=torchao.optim.AdamW4bit"], 1e-3),

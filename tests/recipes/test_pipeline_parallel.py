@@ -92,7 +92,9 @@ def test_several_stages_of_each_process(schedule, common, tmp_path):  # noqa: F8
         "experts": [f"model.path={tmp_path / 'experts'}", "model.router_loss=0.1"],
         "recomputed": [f"model.path={tmp_path / 'tied'}", "memory.activation_checkpointing=full"],
     }
-    names = {"tied": [*SEVERAL_STAGES][:-1], "experts": ["pp", "pp x ep"], "recomputed": ["pp"]}
+    names = {"tied": ["pp", "pp x FSDP", "pp x tp"], "experts": ["pp x ep"], "recomputed": ["pp"]}
+    if schedule == "zero_bubble":  # whose backwards are in two parts
+        names["tied"] = [*SEVERAL_STAGES][:-1]
     assert_one_curve("full_finetune", common, variants, SEVERAL_STAGES, 4, tmp_path / "runs", names)
     saved = (tmp_path / "runs" / run / "model" / "model.safetensors" for run in ("tied, pp", "alone/tied"))
     torch.testing.assert_close(*map(load_file, saved), rtol=1e-3, atol=2e-5)
@@ -110,6 +112,7 @@ def test_continued(common, told_to, tmp_path):  # noqa: F811
     schedules = {each: [*stages, f"parallel.pp_schedule={each}"] for each in ("gpipe", "interleaved", "zero_bubble")}
     ways = {"whole": stages, **schedules, "FSDP": fsdp, "stages once more": stages}
     common = [*common, f"model.path={model}", "max_steps=7", "checkpointer.every=1", "checkpointer.keep=null"]
+    common.append("optimizer.lr=5e-4")  # rules warn of more
     starts = {name: (before, step) for step, (before, name) in enumerate(itertools.pairwise(ways), 1)}
     ways |= {"stages": stages, "alone": fsdp, "compiled": [*schedules["interleaved"], "compile=true"]}
     starts |= {"stages": ("whole", 3), "alone": ("zero_bubble", 4), "compiled": ("whole", 5)}
@@ -137,7 +140,7 @@ def test_dropout_is_recomputed_with_the_keys_of_its_micro_batch(tied_checkpoint,
     layouts = {
         "full": [full],
         "selective": ["memory.activation_checkpointing=selective"],
-        "compiled": [full, "compile=true"],
+        "compiled": [full, "compile=['*.1']"],
         "zero bubble": [full, "parallel.pp_schedule=zero_bubble"],
     }
     layouts = {name: ["parallel.pp=2", "micro_batch_size=1", *how] for name, how in layouts.items()}

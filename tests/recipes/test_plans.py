@@ -70,27 +70,21 @@ def assert_same_export(folder, name, layout, file="model/model.safetensors"):
 
 
 @pytest.mark.slow
-def test_two_processes(own, common, tmp_path):  # noqa: F811
-    variants = {name: each for name, each in families(tmp_path).items() if name in ("llama", "phi3")}
-    variants["own"] = [*OWN, f"model.path={own}"]
-    assert_one_curve("full_finetune", common, variants, {"tp": ["parallel.tp=2", "micro_batch_size=2"]}, 2, tmp_path)
-    for name in variants:
-        assert_same_export(tmp_path, name, "tp")
-
-
-@pytest.mark.slow
 def test_families(own, common, tmp_path):  # noqa: F811
     variants = families(tmp_path / "models") | {"own": [*OWN, f"model.path={own}"]}
     names = {name: ["tp", "tp x FSDP"] if name in ("qwen3", "own") else ["tp x FSDP"] for name in variants}
     assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path, names)
     for name, layouts in names.items():
-        assert_same_export(tmp_path, name, layouts[-1])
+        for layout in layouts:
+            assert_same_export(tmp_path, name, layout)
 
 
 @pytest.mark.slow
 def test_adapters(own, common, tmp_path):  # noqa: F811
     own_lora = [*OWN, f"model.path={own}", *LORA]
-    variants = {name: [*each, *LORA] for name, each in families(tmp_path / "models").items() if name != "mixtral"}
+    """Of joined projections, of biases, of latents: the others differ in norms, which an adapter leaves alone."""
+    of_family = families(tmp_path / "models")
+    variants = {name: [*of_family[name], *LORA] for name in ("phi3", "neox", "deepseek_v2")}
     variants |= {"own": own_lora, "own, DoRA": [*own_lora, "adapter.dora=true"]}
     assert_one_curve(
         "lora_finetune", common, variants, LAYOUTS, 4, tmp_path, {each: ["tp x FSDP"] for each in variants}

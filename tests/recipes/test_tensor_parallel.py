@@ -19,11 +19,8 @@ HEAD = ["adapter.rank=4", "adapter.target_modules=[q_proj,lm_head,embed_tokens]"
 MEASURED = ("loss", "grad_norm", "expert_load", "router_entropy", "router_loss", "validation_loss")
 NF4 = ["quantization.weights=nf4"]
 FULL = ["memory.activation_checkpointing=full"]
+ADAFACTOR = ["optimizer._component_=tune.optimizers.Adafactor", "optimizer.eps=[null,1e-3]"]
 WHOLE_HEAD = ["parallel.loss_parallel=false"]
-FAMILIES = (
-    "llama-tied", "llama-biases", "llama-multi-query", "qwen3", "gemma2", "gemma3_text-scaled", "phi3", "olmo2",
-    "cohere2-biases", "glm4", "gpt_oss", "qwen3_moe", "granitemoe", "deepseek_v3", "qwen3_5_text",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +31,11 @@ def wide(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def common(chats):
+    """With this rate an untrained norm differs by more than exports may; with this `eps`, a rounded one does not."""
     return [
-        f"dataset.path={chats}", f"validation_dataset.path={chats}", "max_seq_len=128", "global_batch_size=8",
-        "micro_batch_size=8", "dtype=fp32", "device=cpu", f"max_steps={curve_steps()}", "epochs=6",
-        "checkpointer.every=null", "packed=true",
+        f"dataset.path={chats}", f"validation_dataset.path={chats}", "validation_dataset.take=16", "max_seq_len=128",
+        "global_batch_size=8", "micro_batch_size=8", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3",
+        "optimizer.eps=1e-6", f"max_steps={curve_steps()}", "epochs=6", "checkpointer.every=null", "packed=true",
     ]  # fmt: skip
 
 
@@ -99,9 +97,20 @@ def test_all_parameters(checkpoint, tied_checkpoint, wide, common, tmp_path):
         "recomputed": [f"model.path={checkpoint}", "memory.activation_checkpointing=selective"],
         "on the host": [f"model.path={checkpoint}", "memory.cpu_offload=true"],
         "in backward": [f"model.path={checkpoint}", "optimizer_in_backward=true", "max_grad_norm=null"],
-        "Adafactor": [f"model.path={checkpoint}", "optimizer._component_=tune.optimizers.Adafactor"],
+        "Adafactor": [f"model.path={checkpoint}", *ADAFACTOR],
     }
-    assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path)
+    names = {
+        "packed": [*LAYOUTS],
+        "plain": ["tp x HSDP"],
+        "whole head": ["tp"],
+        "whole tied head": ["tp x FSDP"],
+        "from random weights": ["tp x HSDP"],
+        "recomputed": ["tp"],
+        "on the host": ["tp x HSDP"],
+        "in backward": ["tp x FSDP"],
+        "Adafactor": ["tp x FSDP"],
+    }
+    assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path, names)
 
 
 @pytest.mark.slow
@@ -117,13 +126,14 @@ def test_compiled(checkpoint, common, tmp_path):
 
 @pytest.mark.slow
 def test_families(common, checkpoint, tmp_path):
+    """What four processes share otherwise than two; tests/distributed/test_families_in_layouts.py has every family."""
     pytest.importorskip("transformers")
+    names = {"llama-multi-query": ["tp"], "gpt_oss": ["tp"], "qwen3_moe": ["tp x FSDP"], "qwen3_5_text": ["tp x FSDP"]}
     variants = {}
-    for name in FAMILIES:
+    for name in names:
         kind, changes = VARIANTS[name]
         save_checkpoint(tmp_path / name, kind, **SMALL | changes | {"vocab_size": 300})
         variants[name] = [f"model.path={tmp_path / name}"]
-    names = {name: ["tp" if number % 2 else "tp x FSDP"] for number, name in enumerate(variants)}
     assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path / "runs", names)
 
 
