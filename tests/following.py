@@ -60,6 +60,7 @@ class Reader:
         self.folder, self.checkpoint = folder, checkpoint
         self.namespace: dict[str, object] = {}
         self.numbers = count(1)
+        self.on_eight: list[list[str]] = []  # what is validated for eight processes, at the end of a page
         for name in ("recipes", "configs", "examples", "benchmarks"):
             (folder / name).symlink_to(ROOT / name)
         for model in ("SmolLM2-135M-Instruct", "Qwen3-0.6B", "BASE", ".demo/smollm2-135m", "output_dir/model"):
@@ -83,6 +84,10 @@ class Reader:
                 for line in commands(f"```{language}\n{block}```"):
                     if line not in skipped:
                         self.run(line)
+            if self.on_eight:
+                found = json.loads(run_processes(VALIDATED, 1, "8", json.dumps(self.on_eight)).splitlines()[-1])
+                assert not [each for each in zip(self.on_eight, found, strict=True) if each[1]]
+            self.on_eight.clear()
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -172,8 +177,7 @@ class Reader:
         found = json.loads(shown.getvalue())["findings"]
         assert not [each for each in found if each["level"] == "error" or each["rule"]], recipe
         more = [f"{key}={value}" for key, value in EIGHT.items() if any(each.startswith(key) for each in settings)]
-        on_eight = run_processes(VALIDATED, 1, "8", json.dumps([[recipe, *settings, *more]]))
-        assert json.loads(on_eight.splitlines()[-1]) == [""], recipe
+        self.on_eight.append([recipe, *settings, *more, f"output_dir=eight/{len(self.on_eight)}"])
 
     def script(self, arguments: list[str], options: argparse.Namespace) -> None:
         sys.argv = [options.training_script, *arguments]

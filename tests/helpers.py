@@ -169,3 +169,9 @@ def run_processes(script: Path, count: int, *arguments: str) -> str:
         texts = [output.read_text() for output in outputs]
     assert not failed, "\n".join(texts[rank][-3000:] for rank in failed)
     return texts[0]
+
+
+def run_verbs(*command_lines: list[str]) -> list[subprocess.CompletedProcess[str]]:
+    """Run `tune` with each of the command lines, one after the other in a process that is no one else's."""
+    output = run_processes(Path(__file__).with_name("verbs.py"), 1, json.dumps(command_lines))
+    return [subprocess.CompletedProcess(*done) for done in json.loads(output.splitlines()[-1])]

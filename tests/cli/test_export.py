@@ -121,6 +121,13 @@ def log_probs(model: Decoder, tokens: list[int]) -> list[float]:
     return [found[at - 1, tokens[at]].item() for at in range(1, len(tokens))]
 
 
+def below_the_best(model: Decoder, prompt: list[int], answer: list[int]) -> float:
+    """How far below the largest logit a token of the answer is at most."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer]))[0, len(prompt) - 1 : -1]
+    return (logits.amax(-1) - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]).max().item()
+
+
 def require_same(file: Path, model: Decoder, tokens: list[int], within: float, **arguments: Path) -> None:
     with LlamaCpp(file, **arguments) as llama_cpp:
         found = [llama_cpp.log_prob(tokens[:at], tokens[at]) for at in range(1, len(tokens))]
@@ -481,22 +488,23 @@ def spoiled(how: str, folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL.exists(), reason="needs the real model: make model")
 def test_the_fine_tune_of_the_demo(tmp_path: Path) -> None:
-    """After a few of its steps: the perplexity of its held-out conversations is ours, greedy answers and chats too."""
+    """After a few of its steps: the perplexity of its held-out conversations is ours, and its answers are greedy by our
+    logits, up to near-ties."""
     root, run = Path(__file__).parents[2], tmp_path / "run"
     command = ["run", "lora_finetune", "--config", "examples/home_commands/demo.yaml", "export.merge=true"]
-    command += [f"model.path={REAL}", f"output_dir={run}", "max_steps=8", "validate_every=null"]
+    command += [f"model.path={REAL}", f"output_dir={run}", "max_steps=3", "validate_every=null"]
     environment = os.environ | {"PYTHONPATH": str(root)}
     subprocess.run([sys.executable, "-m", "tune.cli", *command], cwd=root, env=environment, check=True)
     model, tokenizer = load_model(str(run / "model")), Tokenizer(str(run / "model"))
     lines = (root / "examples/home_commands/validation.jsonl").read_text().splitlines()
     chats = [json.loads(line)["messages"] for line in lines[:40]]
     tokens = tokenizer.encode("".join(map(tokenizer.apply_chat_template, chats)))
-    pieces = [tokens[start : start + 200] for start in range(0, 1000, 200)]
+    # llama.cpp rounds the inputs of Q8_0's products too, each CPU in its own order: the mean wants more tokens.
+    lengths, within = {"f16": 200, "q8_0": 1000}, {"f16": 0.005, "q8_0": 0.01}
     asked = [chat[:2] for chat in chats[:6]]
     prompts = [tokenizer.encode(tokenizer.apply_chat_template(each, add_generation_prompt=True)) for each in asked]
-    answers = Sampler(max_new_tokens=64, temperature=0, stop_ids=tokenizer.stop_ids)(model, prompts)
-    plain = math.exp(-statistics.mean(value for piece in pieces for value in log_probs(model, piece)))
-    for kind in ("f16", "q8_0"):
+    for kind, length in lengths.items():
+        pieces = [tokens[start : start + 100] for start in range(0, length, 100)]
         file = export(run, tmp_path / f"{kind}.gguf", "--to", "gguf", "--type", kind)
         if kind == "q8_0":  # ours with the weights that the file has
             for parameter in model.parameters():
@@ -508,9 +516,11 @@ def test_the_fine_tune_of_the_demo(tmp_path: Path) -> None:
             theirs = math.exp(statistics.mean(map(llama_cpp.loss, pieces)))
             found = [llama_cpp.greedy(prompt, 64, ignore_eos=False) for prompt in prompts]
             counts = [llama_cpp.ask(messages=each, max_tokens=1)["usage"]["prompt_tokens"] for each in asked]
-        print(f"perplexity as {kind}: {theirs:.3f}, ours {ours:.3f}, {plain:.3f} in fp32")
-        # llama.cpp rounds the inputs of Q8_0's products too, each CPU in its own order.
-        assert theirs / ours == pytest.approx(1, abs={"f16": 0.005, "q8_0": 0.01}[kind])
-        assert kind != "f16" or found == [answer.tokens for (answer,) in answers]
+        below = max(below_the_best(model, *each) for each in zip(prompts, found, strict=True))
+        print(f"perplexity as {kind}: {theirs:.3f}, ours {ours:.3f}; answers are {below:.3f} below the best")
+        assert theirs / ours == pytest.approx(1, abs=within[kind])
+        assert kind != "f16" or below < 0.1  # of two that are nearly equal, another CPU may take the other one
+        for *before, last in found:
+            assert not {*before} & {*tokenizer.stop_ids} and (len(before) == 63 or last in tokenizer.stop_ids)
         assert gguf.GGUFReader(file).fields["tokenizer.chat_template"].contents() == tokenizer.chat_template
         assert counts == [len(prompt) for prompt in prompts]

@@ -1,12 +1,10 @@
 """`tune plan` on its command line."""
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 
 import pytest
-from helpers import save_checkpoint
+from helpers import run_verbs, save_checkpoint
 
 from tune import config
 from tune.checkpointers import load_model
@@ -15,6 +13,8 @@ from tune.devices import DEVICES
 from tune.loggers import flops_per_token
 from tune.preflight import planning
 from tune.preflight.planning import INPUT
+
+COMPLETIONS = ["reward=x.y", "sampling.max_rows=1024"]
 
 
 def plan(capsys, *arguments: str) -> str:
@@ -114,25 +114,25 @@ def test_calibration_with_steps_that_wait_for_their_input(tmp_path, checkpoint, 
     assert found["seconds"]["input"] == pytest.approx(384 - 16, rel=1e-3)
 
 
-def alone(checkpoint, *arguments: str, recipe: str = "full_finetune") -> subprocess.CompletedProcess[str]:
-    """In a process that has no group of processes yet, as tensor parallelism is planned with one that is not there."""
-    run = ["plan", recipe, f"model.path={checkpoint}", "--device", "h100", "--json", *arguments]
-    return subprocess.run([sys.executable, "-m", "tune.cli", *run], capture_output=True, text=True)
-
-
 @pytest.mark.slow
 def test_axes_that_share_blocks(checkpoint, capsys):
-    done = alone(checkpoint, "--world-size", "2", "parallel.tp=2", "max_seq_len=128")
-    two = json.loads(done.stdout)
-    run = ["full_finetune", f"model.path={checkpoint}", "max_seq_len=128", "--device", "h100", "--json"]
-    one = json.loads(plan(capsys, *run))
-    assert two["memory_gib"]["weights"] < 0.6 * one["memory_gib"]["weights"]
-    assert two["seconds"]["tensor"] > 0 == one["seconds"]["tensor"]
-    wrong = alone(checkpoint, "--world-size", "3", "parallel.tp=3", "global_batch_size=3")
-    assert wrong.returncode == 2 and "cannot share num_heads=4, num_kv_heads=2" in wrong.stderr
-    assert "Set it to 1 or 2 or 4" in wrong.stderr
-    wrong = alone(checkpoint, "--world-size", "2", "parallel.ep=2")
-    assert wrong.returncode == 2 and "has no experts" in wrong.stderr
+    """In a process that has no group of processes yet, as one that is not there is planned with."""
+    of, device = f"model.path={checkpoint}", ["--device", "h100", "--json"]
+    runs = {"full": ["full_finetune", of, *device, "max_seq_len=128"], "grpo": ["grpo", of, *device, *COMPLETIONS]}
+    tp = ["--world-size", "2", "parallel.tp=2"]
+    two, wrong_tp, wrong_ep, sampling = run_verbs(
+        ["plan", *runs["full"], *tp],
+        ["plan", *runs["full"], "--world-size", "3", "parallel.tp=3", "global_batch_size=3"],
+        ["plan", *runs["full"], "--world-size", "2", "parallel.ep=2"],
+        ["plan", *runs["grpo"], *tp],  # it shares the vocabulary too
+    )
+    for shared, name in ((two, "full"), (sampling, "grpo")):
+        two, one = json.loads(shared.stdout), json.loads(plan(capsys, *runs[name]))
+        assert 0 < two["memory_gib"]["weights"] < 0.6 * one["memory_gib"]["weights"]
+        assert two["seconds"]["tensor"] > 0 == one["seconds"]["tensor"]
+    assert wrong_tp.returncode == 2 and "cannot share num_heads=4, num_kv_heads=2" in wrong_tp.stderr
+    assert "Set it to 1 or 2 or 4" in wrong_tp.stderr
+    assert wrong_ep.returncode == 2 and "has no experts" in wrong_ep.stderr
 
 
 WRONG = {
@@ -169,7 +169,7 @@ def test_wrong_inputs(name, checkpoint, capsys):
 
 def test_completions(checkpoint, capsys):
     """The steps of sampling grow with what is sampled; a process has the cache of its own prompts."""
-    common = ["grpo", f"model.path={checkpoint}", "reward=x.y", "--device", "h100", "sampling.max_rows=1024"]
+    common = ["grpo", f"model.path={checkpoint}", "--device", "h100", *COMPLETIONS]
 
     def planned(*arguments):
         return json.loads(plan(capsys, *arguments, "--json"))
@@ -180,9 +180,6 @@ def test_completions(checkpoint, capsys):
     assert planned(*common, "updates=3")["seconds"]["products"] == 3 * one["seconds"]["products"]
     two = planned(*common, "--world-size", "2", "micro_batch_size=1")
     assert two["memory_gib"]["activations"] < 0.6 * one["memory_gib"]["activations"]
-    shares = ["reward=x.y", "sampling.max_rows=1024", "--world-size", "2", "parallel.tp=2"]  # of the vocabulary too
-    shared = json.loads(alone(checkpoint, *shares, recipe="grpo").stdout)
-    assert 0 < shared["memory_gib"]["weights"] < 0.6 * one["memory_gib"]["weights"]
     found = planned(*common, "--search")
     assert found["fits"] and "parallel.pp" not in " ".join(found["overrides"])
 

@@ -2,9 +2,7 @@
 
 import base64
 import json
-import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import HANGS, make_adapter
+from helpers import make_adapter, run_verbs
 
 TOKEN = "hf_" + "x" * 34
 
@@ -92,10 +90,12 @@ def run(checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def push(hub: str, *arguments: object, **changes: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
-    environment |= {"HF_HOME": str(arguments[0]) + ".home", **changes}
-    command = [sys.executable, "-m", "tune.cli", "push", *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANGS)
+    environment = {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (environment | {"HF_HOME": f"{arguments[0]}.home"} | changes).items():
+            patch.setenv(name, value)
+        (done,) = run_verbs(["push", *map(str, arguments)])
+    return done
 
 
 @pytest.mark.slow

@@ -27,10 +27,11 @@ told, messages = Path(f"told-{world.rank}.txt").absolute(), []
 run_folder.PATIENCE = 0.5
 os.makedirs(f"node-{world.rank}/runs", exist_ok=True)
 os.chdir(f"node-{world.rank}")
-try:
-    Run("mine", world, "runs/apart", settings=cfg)
-except TuneError as error:
-    messages.append(str(error))
+for folder in (f"{__file__}/run", "runs/apart"):
+    try:
+        Run("mine", world, folder, settings=cfg)
+    except TuneError as error:
+        messages.append(str(error))
 
 
 # What each node has of its own: the settings name the same path on both.

@@ -29,6 +29,7 @@ def test_restarts_of_torchrun_keep_the_folder_and_all_processes_must_see_it(tmp_
     assert (first[2], second[2]) == ("never", "auto")
     node = socket.gethostname()
     expected = [
+        f"output_dir: {STARTS}/run cannot be made or written (Not a directory)",
         "output_dir: runs/apart is not one folder for all processes",
         f"dataset.path: the files of rows.jsonl on {node} differ from those on {node}, so that each would train on its",
         f"model.path: the files of model on {node} differ from those on {node}, so that each would train on its own.",

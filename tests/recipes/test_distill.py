@@ -157,11 +157,8 @@ def test_one_curve_in_one_process(way, common, plainly, tmp_path):
 @pytest.mark.slow
 def test_one_curve_in_two_processes(common, plainly, tmp_path):
     layouts = {"HSDP": "parallel.dp_replicate=2", "heads shared": "parallel.tp=2", "tokens shared": "parallel.cp=2"}
-    variants = METHODS | {
-        f"{name}, {way}": [*METHODS[name], layout]
-        for name in ("forward", "mixed", "top 20")
-        for way, layout in layouts.items()
-    }
+    variants = {name: METHODS[name] for name in ("forward", "adapter on NF4", "NF4 teacher")}
+    variants |= {f"top 20, {way}": [*METHODS["top 20"], layout] for way, layout in layouts.items()}
     settings = [*common, f"max_steps={curve_steps()}"]
     run_processes(RUN_VARIANTS, 2, "distill", str(tmp_path), json.dumps(settings), json.dumps(variants))
     for name in variants:

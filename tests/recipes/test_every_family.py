@@ -30,12 +30,13 @@ def test_every_family(recipe, settings, checkpoints, chats, tmp_path):
         *settings,
         f"dataset.path={chats}", "dataset.take=16", "max_seq_len=128", "global_batch_size=16", "micro_batch_size=8",
         "device=cpu", f"epochs={curve_steps()}", "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
+        "schedule._component_=tune.optimizers.constant",
     ]  # fmt: skip
     families = [*checkpoints] if recipe == "full_finetune" else [*checkpoints][::2]
     variants = {family: [f"model.path={checkpoints[family]}"] for family in families}
     run_variants(recipe, tmp_path / "1", [*common, "dtype=fp32"], variants)
     if recipe == "full_finetune":  # CPUs take several times as long for bf16
-        run_variants(recipe, tmp_path / "bf16", [*common, "dtype=bf16"], variants)
+        run_variants(recipe, tmp_path / "bf16", [*common, "dtype=bf16", "epochs=2"], variants)
     exact = json.dumps([*common, "dtype=fp32"])
     run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "2"), exact, json.dumps(variants))
     for family in variants:
@@ -43,7 +44,7 @@ def test_every_family(recipe, settings, checkpoints, chats, tmp_path):
         assert len(curve) == curve_steps() and curve[-1] < curve[0]
         assert losses(tmp_path / "2" / family) == pytest.approx(curve, rel=1e-5), family
         if recipe == "full_finetune":
-            assert losses(tmp_path / "bf16" / family) == pytest.approx(curve, rel=0.02), family
+            assert losses(tmp_path / "bf16" / family) == pytest.approx(curve[:2], rel=0.02), family
 
 
 def losses(run):

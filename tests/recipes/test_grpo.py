@@ -122,8 +122,6 @@ def test_the_reward_rises(run, requests, tmp_path):
     assert all(step["reward"] == pytest.approx(step["reward/share_of_a"]) for step in steps[1:])
     parts = seconds(read(tmp_path / "run"))  # "Where the time went" of the report
     assert parts["rollout"] == pytest.approx(sum(step["rollout_seconds"] for step in steps[1:]))
-    whole = sum(step["step_seconds"] for step in steps[1:])
-    assert sum(parts.values()) - parts["evaluation"] == pytest.approx(whole)
     assert min(parts["training"], parts["rollout"]) > 0
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 24 * 4 * 8
@@ -226,16 +224,14 @@ def test_samples_and_curve_are_the_same_on_two_processes(alone, run_recipe, chec
         f"judged, {axis}": [*judged, f"parallel.{axis}=2", *more]
         for axis, more in {"dp_shard": [], "tp": [], "cp": [], "dp_replicate": ["micro_batch_size=3"]}.items()
     }
+    kl = {"kl": METHODS["kl"]}  # with dropout; test_method_layouts.py has the others
     layouts = {
         "two copies of the model": [*METHODS["plain"], "parallel.dp_replicate=2", "micro_batch_size=3"],
         "heads shared": [*METHODS["plain"], "parallel.tp=2"],
         "tokens shared": [*METHODS["plain"], "parallel.cp=2"],
     }
-    run_processes(
-        RUN_VARIANTS, 2, "grpo", str(tmp_path), json.dumps(common), json.dumps(METHODS | layouts | judged_layouts)
-    )
-    for name in METHODS:
-        assert_same_run(tmp_path / name, folder / name)
+    run_processes(RUN_VARIANTS, 2, "grpo", str(tmp_path), json.dumps(common), json.dumps(kl | layouts | judged_layouts))
+    assert_same_run(tmp_path / "kl", folder / "kl")
     for name in judged_layouts:
         assert_same_run(tmp_path / name, folder / "judged")
     for name in layouts:

@@ -5,7 +5,6 @@ import functools
 import importlib
 import itertools
 import json
-import math
 import random
 import re
 import sys
@@ -267,9 +266,9 @@ def test_what_is_not_refused_runs_and_gives_the_numbers_of_the_plain_way(share, 
         assert found == [pytest.approx(each, rel=tolerance) for each in expected] and len(found) == 2, settings
 
 
-# The other recipes, with the settings above that they have and their own.
+# The other recipes, with settings above that they have (schedules are called as there) and their own.
 SHARED = (
-    *("dropout", "quantization", "optimizer", "dtype", "compile", "checkpointing", "cpu_offload", "model", "schedule"),
+    *("dropout", "quantization", "optimizer", "dtype", "compile", "checkpointing", "cpu_offload", "model"),
     *("clipping", "every", "async", "on_nan", "zero_stage", "reduce", "loss_parallel", "profiler"),
 )
 METHODS = {name: {each: FACTORS[each] for each in SHARED} for name in ("grpo", "ppo_finetune", "reward_finetune")}
@@ -308,6 +307,9 @@ NOT_TOGETHER = [
     *({"in_backward": "true", "on_nan": each} for each in ("skip", "rollback")),
     {"trained": "head", "model": "hf", "dropout": "0.2"},
 ]
+# What is compiled for each shape: the step of torchao's optimizers, which the rows above have, and models of
+# transformers, of which one row has as much.
+SLOW = [{"optimizer": "AdamW8bit", "compile": "one"}, {"model": "hf", "compile": "one"}]
 
 
 @pytest.mark.slow
@@ -316,8 +318,11 @@ def test_two_steps_of_another_method_run_where_nothing_is_refused(
     recipe, checkpoint, pairs, requests, settings_of, told, tmp_path, monkeypatch  # noqa: F811
 ):  # fmt: skip
     factors, experts = METHODS[recipe], settings_of({"trained": "experts"})[1][0]
-    compile = torch.compile
-    for number, row in enumerate(covering(random.Random(2), factors, NOT_TOGETHER, 4, [("compile", "true")])):
+    compile, learned = torch.compile, []
+    drawn = [*covering(random.Random(2), factors, [*NOT_TOGETHER, *SLOW], 4, [("compile", "true")])]
+    if "model" in factors:
+        drawn.append(drawn[0] | {"compile": "one", "model": "hf"})
+    for number, row in enumerate(drawn):
         monkeypatch.setattr(torch, "compile", functools.partial(compile, backend="aot_eager"))
         torch.compiler.reset()
         settings = [
@@ -333,8 +338,11 @@ def test_two_steps_of_another_method_run_where_nothing_is_refused(
         with torch.compiler.set_stance("default" if row["compile"] != "false" else "force_eager"):
             importlib.import_module(recipe).main(config.load(recipe, settings))
         lines = [json.loads(line) for line in (tmp_path / str(number) / "metrics.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines if line["step"]] == [1, 2], settings
-        assert all(math.isfinite(line.get("loss", 0)) for line in lines), settings  # none where all groups are dead
+        steps = [line for line in lines if line["step"]]
+        assert [line["step"] for line in steps] == [1, 2], settings
+        assert all("loss" in line or line.get("dead_groups") == 2 for line in steps), settings  # a finite one
+        learned.append(any("loss" in line for line in steps))
+    assert sum(learned) > len(learned) / 2
 
 
 @pytest.mark.parametrize("values", [values for values, _ in REFUSED], ids=[message for _, message in REFUSED])

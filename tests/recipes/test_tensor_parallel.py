@@ -152,30 +152,3 @@ def test_adapters(wide, common, tmp_path):
     }
     names = {name: ["tp x HSDP"] for name in variants} | {"LoRA": ["tp x FSDP", "tp x HSDP"]}
     assert_one_curve("lora_finetune", common, variants, LAYOUTS, 4, tmp_path, names)
-
-
-@pytest.mark.slow
-def test_layouts_over_slow_links(common, tmp_path, monkeypatch):
-    """Axes that exchange within a block are named, with what they may be; stages of `pp` may be on other nodes."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    kind, changes = VARIANTS["mixtral"]
-    save_checkpoint(tmp_path / "experts", kind, **SMALL | changes | {"vocab_size": 300, "num_hidden_layers": 4})
-    layouts = {
-        "tp": (["tp=4"], ["tp 4", "parallel.tp to what divides 2"]),
-        "cp": (["cp=4"], ["cp 4", "parallel.cp to what divides 2"]),
-        "ep": (["ep=4"], ["ep 4", "parallel.ep to what divides 2"]),
-        "tp and cp": (["tp=2", "cp=2"], ["cp 2", "it to 1"]),
-        "tp and ep": (["tp=2", "ep=2"], ["ep 2", "it to 1"]),
-        "cp and FSDP": (["cp=2"], []),
-        "ep and HSDP": (["ep=2", "dp_replicate=2"], []),
-        "pp": (["pp=4"], []),
-        "pp and tp": (["pp=2", "tp=2"], []),
-    }
-    variants = {name: [f"parallel.{axis}" for axis in axes] for name, (axes, _) in layouts.items()}
-    common = [*common, f"model.path={tmp_path / 'experts'}", "validation_dataset.path=null", "micro_batch_size=2"]
-    once = json.dumps([*common, "max_steps=1"])
-    run_processes(RUN_VARIANTS, 4, "full_finetune", str(tmp_path), once, json.dumps(variants))
-    slow = "warning: (.*) goes over nodes of 2 processes, whose links are slow. Set (.*)"
-    for name, (_, expected) in layouts.items():
-        found = re.findall(slow, (tmp_path / name / "log.txt").read_text())
-        assert [part for each in found for part in each] == expected, name

@@ -5,13 +5,12 @@ That it tells the same as the run is asserted beside each wrong input: in test_w
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict
 from types import SimpleNamespace
 
 import full_finetune
 import pytest
+from helpers import run_verbs
 
 from tune import config
 from tune.cli import main
@@ -151,35 +150,28 @@ def test_a_package_of_another_version(inputs, told, monkeypatch):
     assert "pip install 'safetensors>=99'" in told("full_finetune", inputs.settings("resume=auto"))
 
 
-def validated(*arguments: str) -> list[str]:
-    """The lines of a process of its own."""
-    command = [sys.executable, "-m", "tune.cli", "validate", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode in (0, 1) and not done.stderr, done.stderr
-    return [line for line in done.stdout.splitlines() if not line.startswith(" ")]
-
-
-@pytest.mark.slow
-def test_a_problem_is_told_once(inputs):
-    found = validated(
-        "full_finetune", *inputs.settings("global_batch_size=4", "micro_batch_size=1"), "--world-size", "3"
-    )
-    assert sum("is not a multiple of 3" in line for line in found) == 1
-
-
 @pytest.mark.slow
 def test_processes_that_are_not_here(inputs):
-    """Of layouts and batches, for so many processes."""
-    settings = [*inputs.settings(), "parallel.tp=8", "micro_batch_size=2"]
-    (found, _) = validated("full_finetune", *settings, "--world-size", "8")
-    assert "parallel.tp: 8 processes cannot share num_heads=4" in found
-    found = validated("full_finetune", *settings[:-2], "parallel.dp_replicate=3", "--world-size", "8")
-    assert found[0].startswith("error  parallel: dp_replicate=3") and "does not make 8 processes" in found[0]
-    found = validated("full_finetune", *settings[:-2], "--world-size", "512", "--device", "h100", "dtype=bf16")
-    assert found[0].endswith("chats.jsonl has 48 rows for 512 data-parallel processes: use at most 48")
-    assert found[1].startswith("error  global_batch_size: global_batch_size=4 is not a multiple of 512")
-    (found, _) = validated("full_finetune", *settings[:-2], "parallel.ep=3", "--world-size", "4")
-    assert "parallel.ep: 3 processes cannot be among the 4" in found
+    """Of layouts and batches, for so many processes; a problem is told once."""
+    command_lines = {
+        "batch": ["--world-size", "3"],
+        "tp": ["parallel.tp=8", "--world-size", "8"],
+        "dp": ["parallel.dp_replicate=3", "--world-size", "8"],
+        "rows": ["--world-size", "512", "--device", "h100", "dtype=bf16"],
+        "ep": ["parallel.ep=3", "--world-size", "4"],
+    }
+    run = ["validate", "full_finetune", *inputs.settings()]
+    done = run_verbs(*([*run, *more] for more in command_lines.values()))
+    assert [(each.returncode, each.stderr) for each in done] == [(1, "")] * 5
+    texts = ([line for line in each.stdout.splitlines() if not line.startswith(" ")] for each in done)
+    found = dict(zip(command_lines, texts, strict=True))
+    assert sum("is not a multiple of 3" in line for line in found["batch"]) == 1
+    assert "parallel.tp: 8 processes cannot share num_heads=4" in found["tp"][0] and len(found["tp"]) == 2
+    assert found["dp"][0].startswith("error  parallel: dp_replicate=3")
+    assert "does not make 8 processes" in found["dp"][0]
+    assert found["rows"][0].endswith("chats.jsonl has 48 rows for 512 data-parallel processes: use at most 48")
+    assert found["rows"][1].startswith("error  global_batch_size: global_batch_size=4 is not a multiple of 512")
+    assert "parallel.ep: 3 processes cannot be among the 4" in found["ep"][0] and len(found["ep"]) == 2
 
 
 def test_a_healed_setting_is_in_the_config_of_the_run(inputs, run_recipe, told, monkeypatch, capsys):

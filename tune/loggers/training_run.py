@@ -193,13 +193,8 @@ class Run:
         if whole := undivided(model, repeated_blocks(model), sizes["tp"], loss_parallel=True):
             self.info(f"warning: tp={sizes['tp']} does not divide the rows of {', '.join(whole)}: each process has all")
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world.size))
-        ep = 1 if experts is None else experts["ep"].size()
-        for axis, size, reach in (("tp", sizes["tp"], 1), ("cp", sizes["cp"], sizes["tp"]), ("ep", ep, sizes["tp"])):
-            if size > 1 and here % (size * reach):
-                most = f"parallel.{axis} to what divides {here // reach}" if here > reach else "it to 1"
-                self.info(
-                    f"warning: {axis} {size} goes over nodes of {here} processes, whose links are slow. Set {most}"
-                )
+        for warning in over_slow_links(sizes, experts["ep"].size() if experts else 1, here):
+            self.info(f"warning: {warning}")
 
     def describe(
         self,
@@ -379,3 +374,11 @@ class Run:
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         for sink in self.sinks:
             sink.metrics(step, values)
+
+
+def over_slow_links(sizes: dict[str, int], ep: int, here: int) -> Iterator[str]:
+    """What to say of each axis that exchanges within a block, and goes over nodes of `here` processes."""
+    for axis, size, reach in (("tp", sizes["tp"], 1), ("cp", sizes["cp"], sizes["tp"]), ("ep", ep, sizes["tp"])):
+        if size > 1 and here % (size * reach):
+            most = f"parallel.{axis} to what divides {here // reach}" if here > reach else "it to 1"
+            yield f"{axis} {size} goes over nodes of {here} processes, whose links are slow. Set {most}"
