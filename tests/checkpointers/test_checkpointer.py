@@ -484,6 +484,7 @@ def test_a_best_of_what_no_validation_measures_is_refused_at_the_first(tmp_path)
     checkpointer.step(1, loss=1.0)
     with pytest.raises(TuneError, match="does not measure validation_los, but validation_loss, validation_accuracy"):
         checkpointer.step(2, loss=1.0, validation_loss=2.0, validation_accuracy=0.5)
+    assert make(tmp_path, keep_best="validation_loss").resume("auto") == 2  # nothing is lost
 
 
 class Counting(torch.optim.SGD):

@@ -304,6 +304,22 @@ def test_a_stream_has_no_epochs(tmp_path):
     assert mixture["epochs"] == 2 and "streaming" not in str(mixture) and "buffer" not in str(mixture)
 
 
+@pytest.mark.parametrize(
+    ("way", "weights", "ends"),
+    [
+        ("interleave_over\ninterleave_probs: 0.7,0.3", [0.7, 0.3], "all_exhausted"),
+        ("interleave_under", [1, 1], "first_exhausted"),
+        ("concat\ninterleave_probs: 0.7,0.3", [None, None], None),
+    ],
+)
+def test_sources_by_turns(way, weights, ends, tmp_path):
+    run = converted(L + f"stage: sft\ndataset: a,b\nmix_strategy: {way}\n", tmp_path)
+    found = ours(run)
+    assert [each.get("weight") for each in found["dataset.sources"].values()] == weights
+    assert found.get("dataset.epoch_ends") == ends
+    loaded(run, tmp_path)
+
+
 def test_texts_to_learn_whole_are_split_and_packed(tmp_path):
     text = A + "pretraining_dataset: [{path: c/d, name: e, type: pretrain}]"
     found = ours(converted(text, tmp_path))

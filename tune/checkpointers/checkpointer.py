@@ -216,7 +216,12 @@ class Checkpointer:
         `on_error="stop"` it raises TuneError if a checkpoint could not be written; earlier ones are intact."""
         if self.pending is not None and self.pending.done():
             self._collect()
-        if measured := self.best.is_in(metrics):
+        try:
+            measured = self.best.is_in(metrics)
+        except TuneError:
+            self.save(step, wait=True)  # a name that is wrong costs no training
+            raise
+        if measured:
             self.best.take(step, metrics[str(self.best.metric)])
             vars(self.best).update(self.world.broadcast(vars(self.best)))  # rank 0 knows which are written
         is_best = measured and self.best.step == step

@@ -67,7 +67,7 @@ def named_datasets(run: Migration, key: str, value: Any) -> None:
         elif "/" in name or "." in name or folder == "ONLINE":  # of the hub
             run.set(f"{step}[{index}].path", name, key)
         else:
-            note = f"dataset_info.json says where '{name}' is: check the path; {BREAKS}"
+            note = f"dataset_info.json says where '{name}' is: check the path{'' if index else f'; {BREAKS}'}"
             run.set(f"{step}[{index}].path", f"{folder}/{name}.json", key, note=note)
 
 
@@ -204,7 +204,7 @@ def layers(run: Migration) -> None:
 
 def data(run: Migration) -> None:
     """One source becomes `dataset`, several a mixture; a slice of a split becomes what there is for it."""
-    learned, take = run.pop("_train_on"), run.pop("_take")
+    learned, take, way, shares = (run.pop(key) for key in ("_train_on", "_take", "_way", "_shares"))
     if learned.value and run.takes("dataset.train_on"):
         run.set("dataset.train_on", learned.value, *learned.sources, note="; ".join(learned.notes))
     template = run.settings.get("tokenizer.chat_template")
@@ -236,10 +236,18 @@ def data(run: Migration) -> None:
         each["take"] = Setting(take.value, take.sources, ["the first rows"])
     for each in held_out[:1]:
         _put(run, "validation_dataset", each)
+    ends = {"interleave_over": "all_exhausted", "interleave_under": "first_exhausted"}.get(str(way.value))
     if len(sources) == 1:
         _put(run, "dataset", sources[0])
     elif sources and "prompts_per_step" not in run.defaults:
+        weights = re.findall(r"[\d.]+", str(shares.value)) or [1] * len(sources)  # by turns
+        for each, weight in zip(sources, weights, strict=False) if ends else ():
+            each["weight"] = Setting(float(weight), shares.sources)
         _mix(run, sources)
+        if ends:
+            run.set("dataset.epoch_ends", ends, *way.sources)
+    if len(sources) < 2 or not ends:
+        run.said.update(dict.fromkeys([*way.sources, *shares.sources], ("same by default", "")))
     streams = run.settings.get("dataset.streaming")  # which a mixture has not
     if streams and streams.value and "epochs" in run.settings:
         run.refuse("epochs", "a stream is read until max_steps")
