@@ -442,6 +442,8 @@ def test_types_of_computation(tmp_path):
     for text, kind in (("bf16: true", None), ("fp16: true", None), ("{}", "fp32"), ("bf16: false", "fp32")):
         found = ours(converted(L + text.replace("{}", ""), tmp_path))
         assert found.get("dtype") == kind
+    run = converted(T + "fp16: true", tmp_path)  # where bf16 is the default
+    assert {entry.key: entry.status for entry in run.entries()}["fp16"] == "differs"
     run = converted(A + "bf16: false\nfp16: true", tmp_path)
     assert "bf16 does not" in {entry.key: entry.note for entry in run.entries()}["fp16"]
 

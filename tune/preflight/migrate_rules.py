@@ -134,7 +134,7 @@ def precision(run: Migration) -> None:
     said = {name: str(each.value).lower() for name, each in (("bf16", bf16), ("fp16", fp16), ("weights", weights))}
     computed = bf16 if bf16.value is not None else weights
     is_bf16 = said["bf16"] in ("true", "auto", "full") or (computed is weights and "bf" in said["weights"])
-    is_fp16 = not is_bf16 and (said["fp16"] == "true" or said["weights"] in ("fp16", "float16"))
+    is_fp16 = said["fp16"] == "true" or (not is_bf16 and said["weights"] in ("fp16", "float16"))
     if computed.value is not None or is_fp16:
         note = "fp16 overflows at 65,504 and needs a loss scale: bf16 does not" if is_fp16 else ""
         kind = "bf16" if is_bf16 or is_fp16 else "fp32"
