@@ -107,8 +107,8 @@ def test_letters_that_the_terminal_does_not_know(arguments, chats, first, monkey
 
 
 def test_wrong_arguments(error, tmp_path):
-    assert "argument --rows: 0 is not a positive integer" in error("--rows", "0")
-    assert "argument --rows: two is not a positive integer" in error("--rows", "two")
+    assert "argument --rows: '0' is not a number of at least 1" in error("--rows", "0")
+    assert "argument --rows: 'two' is not a number of at least 1" in error("--rows", "two")
     assert "--row: is not an option. Did you mean '--rows'? --help lists them" in error("--row", "1")
     assert "--help lists them. Settings are given without dashes: lr=1" in error("--lr=1")
     assert "x.html cannot be written: [Errno" in error("--html", f"{__file__}/x.html")
