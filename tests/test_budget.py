@@ -22,7 +22,7 @@ CEILINGS = {
     "models": 3382,
     "optimizers": 315,
     "peft": 1482,
-    "preflight": 2303,
+    "preflight": 2301,
     "records": 360,
     "rules": 429,
     "quantization": 425,

@@ -5,7 +5,6 @@ made are left out.
 """
 
 import inspect
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -182,15 +181,14 @@ def _check(told: Told, world: World | None, rows: int | None) -> None:
 
 
 def _optimizer(cfg: DictConfig, groups: list[dict[str, Any]]) -> Optimizer:
-    """One for small parameters, of each group one with each number of dimensions, after a step. It must take the
-    parameters themselves, too. An optimizer of torch is called without what torch puts around it, which imports the
-    compiler."""
+    """One for small parameters, each number of dimensions of a group once, after a step. It must take the parameters
+    themselves, too. An optimizer of torch is called without what torch puts around it, which imports the compiler."""
     with mock.patch.object(Optimizer, "add_param_group", inspect.unwrap(Optimizer.add_param_group)):
         instantiate(cfg.optimizer, [dict(group) for group in groups])
         ndims = [sorted({parameter.ndim for parameter in group["params"]}) for group in groups]
         small = [[torch.zeros((2,) * ndim, requires_grad=True) for ndim in each] for each in ndims]
         optimizer = instantiate(cfg.optimizer, [g | {"params": each} for g, each in zip(groups, small, strict=True)])
-    for parameter in itertools.chain(*small):
+    for parameter in (each for group in small for each in group):
         parameter.grad = torch.zeros_like(parameter)
     try:
         if cfg.optimizer._component_.startswith("torch.optim."):
