@@ -64,11 +64,11 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         """The text, and the character spans that the template's `{% generation %}` blocks rendered to."""
         calls = any(message.get("tool_calls") and not message.get("content") for message in messages)
-        hint = " (it may not know of tool calls, which a message has in place of text)" if calls else ""
+        hint = ' (a message has tool calls and no text: try "content": "", or a template that knows tool calls)'
         # A template is a program: anything can go wrong in it.
         with (
             explained(f"{self.origin} fails on the conversation", Exception),
-            explained(f"{self.origin} refuses the conversation{hint}", jinja2.TemplateError),
+            explained(f"{self.origin} refuses the conversation{hint if calls else ''}", jinja2.TemplateError),
         ):
             marked = self._template.render(
                 **{**self.variables, **variables},
