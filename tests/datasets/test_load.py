@@ -248,7 +248,7 @@ def test_template_that_refuses_a_row(folder, write):
 def test_template_that_does_not_know_tool_calls(folder, write):
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}")
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    with pytest.raises(TuneError, match=r"may not know of tool calls, .*no attribute 'content'"):
+    with pytest.raises(TuneError, match=r"no attribute .content."):
         load(Tokenizer(str(folder)), write({"messages": [*CHAT, call]}), max_seq_len=100)
 
 
