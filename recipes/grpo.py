@@ -89,7 +89,7 @@ def main(cfg):
     peft.start(model, lora, cfg.seed)
     checkpointers.check(model)
     frozen = checkpointers.load_frozen(reference_path, world, cfg.dtype)[0] if has_own_reference else model
-    before_training = peft.Start(model, None if has_own_reference else lora)
+    before_training = peft.Reference(model, None if has_own_reference else lora)
 
     def reference(batch):
         """Log-probs of the supervised tokens under the frozen reference."""
@@ -212,9 +212,10 @@ def main(cfg):
                 sys.exit(130)
 
         if not checkpointer.updates:
+            left_out = " or with mask_truncated all that differ were cut" if cfg.mask_truncated else ""
             raise TuneError(
-                f"reward: the rewards of a group did not differ in any of the {len(data)} steps. The model has not "
-                "changed and is not exported. See dead_groups in metrics.jsonl; use other prompts or a finer reward"
+                f"reward: no completion of {len(data)} steps could be learned from: the rewards of a group were equal"
+                f"{left_out}. The model has not changed and is not exported. Use other prompts or a finer reward"
             )
         checkpointer.finish()
         card = checkpointers.model_card("grpo", cfg.model.path, dataset.name)

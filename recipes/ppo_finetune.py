@@ -96,7 +96,7 @@ def main(cfg):
         torch.nn.init.zeros_(critic.head.weight)  # random values would be noise in the first advantages
     both = torch.nn.ModuleDict({"policy": model, "value": critic})
     frozen = checkpointers.load_frozen(reference_path, world, cfg.dtype)[0] if has_own_reference else model
-    before_training = peft.Start(model, None if has_own_reference else lora)
+    before_training = peft.Reference(model, None if has_own_reference else lora)
 
     def reference(batch):
         """Log-probs of the supervised tokens under the frozen reference."""

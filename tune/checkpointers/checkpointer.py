@@ -159,15 +159,16 @@ class Checkpointer:
         # Of an optimizer without states, torch makes those of all parameters by a step with gradients of zero.
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
         tensors = {"model": model, "extra": extra}
-        states = {name.rpartition(".")[2] for name in flatten_state_dict({"states": optimizer["state"]})[0]}
+        of_parameters: Any = optimizer["state"]
+        states = {name.rpartition(".")[2] for name in flatten_state_dict({"states": of_parameters})[0]}
         require_same(path, saved, tensors, states, elsewhere(self.model))
-        with_states = _with_states(saved, optimizer["state"])
+        with_states = _with_states(saved, of_parameters)
         if not with_states and small["optimizer"] != (kind := _kind(self.optimizer)):
             raise TuneError(
                 f"resume: {path} is of another optimizer: {small['optimizer']}, not {kind}. Restore it, or start anew "
                 "with resume=never and another output_dir"
             )
-        state = tensors | {"optimizer": {name: optimizer["state"][name] for name in with_states}}
+        state = tensors | {"optimizer": {name: of_parameters[name] for name in with_states}}
         try:
             dcp.load(state, storage_reader=reader, planner=Planner())
         except CheckpointException as error:

@@ -11,7 +11,7 @@ from tune.peft.adapters import adapted_modules, switched_off
 from tune.peft.lora import LoRA, LowRank
 
 
-class Start:
+class Reference:
     """An adapted `model` as it is now, to compute with later. Make it before the first step, and before a resume.
 
     A new adapter changes nothing yet: it is switched off then. Of an adapter that goes on from files, and of
