@@ -13,7 +13,7 @@ less the mean of its group. With r = p / p_sampled, the loss of a step is
    completion is right. Tokens of all completions of the global batch weigh the same, so length is not rewarded.
 2. r corrects for the difference of sampler and trainer, and for older policies. Others: losses.ClippedPolicy, GSPO.
 3. Groups whose rewards are all equal carry nothing; with `dynamic_sampling` others are sampled in their place.
-4. There is no KL term unless `kl` is above 0. The reference is the base without its adapter, or another checkpoint.
+4. There is no KL term unless `kl` is above 0. The reference is the model before the first step, or another checkpoint.
 
 Every setting is in configs/grpo.yaml. Copy this file (`tune cp grpo my.py`) and change it.
 """
@@ -37,6 +37,7 @@ from tune import (
     quantization,
 )
 from tune.config import instantiate, instantiate_weighted
+from tune.errors import TuneError
 from tune.lookup import locate
 from tune.models import balance_loss
 from tune.preflight import layout_of
@@ -60,9 +61,11 @@ def main(cfg):
     distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
 
     tokenizer = instantiate(cfg.tokenizer)
-    has_own_reference = cfg.kl and cfg.reference != "adapter_off"
+    is_start = cfg.reference in (None, "adapter_off")  # the reference is the model before the first step
+    has_own_reference = cfg.kl and not (is_start and lora)
+    reference_path = cfg.model.path if is_start else cfg.reference
     if has_own_reference:
-        checkpointers.require_frozen("reference", cfg.reference, tokenizer)  # what is wrong with it is told now
+        checkpointers.require_frozen("reference", reference_path, tokenizer)  # what is wrong with it is told now
     sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)
     dataset = instantiate(cfg.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len)
     environment = locate(cfg.environment) if cfg.environment else None
@@ -85,11 +88,12 @@ def main(cfg):
     weights.load(model)
     peft.start(model, lora, cfg.seed)
     checkpointers.check(model)
-    frozen = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)[0] if has_own_reference else model
+    frozen = checkpointers.load_frozen(reference_path, world, cfg.dtype)[0] if has_own_reference else model
+    before_training = peft.Reference(model, None if has_own_reference else lora)
 
     def reference(batch):
         """Log-probs of the supervised tokens under the frozen reference."""
-        with torch.no_grad(), peft.switched_off(model):
+        with torch.no_grad(), before_training.restored():
             return frozen(batch, log_probs).log_probs
 
     def sample(prompts, step, sampler=sampler, samples=cfg.group_size):
@@ -138,7 +142,7 @@ def main(cfg):
 
     groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
     optimizer = instantiate(cfg.optimizer, groups)
-    schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data) * cfg.updates)
+    schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
     checkpointer = instantiate(
         cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
         data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluations.tasks,
@@ -183,11 +187,11 @@ def main(cfg):
                 indices = [prompt.index for prompt in prompts]
                 if checkpointer.accepts(step, indices, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):
                     optimizer.step()
-                schedule.step()
                 optimizer.zero_grad()
                 if checkpointer.refused:
                     break  # the next update would be of the same, and after a rollback of other weights' completions
             metrics |= optimizers.learning_rates(optimizer)
+            schedule.step()  # after each step, also one of dead groups: the rate ends where it should
 
             is_end = step == len(data) or interrupted
             if is_end:
@@ -207,6 +211,12 @@ def main(cfg):
                 run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
                 sys.exit(130)
 
+        if not checkpointer.updates:
+            left_out = " or with mask_truncated all that differ were cut" if cfg.mask_truncated else ""
+            raise TuneError(
+                f"reward: no completion of {len(data)} steps could be learned from: the rewards of a group were equal"
+                f"{left_out}. The model has not changed and is not exported. Use other prompts or a finer reward"
+            )
         checkpointer.finish()
         card = checkpointers.model_card("grpo", cfg.model.path, dataset.name)
         where = peft.export_trained(

@@ -59,9 +59,11 @@ def main(cfg):
     distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
 
     tokenizer = instantiate(cfg.tokenizer)
-    has_own_reference = cfg.kl and cfg.reference != "adapter_off"
+    is_start = cfg.reference in (None, "adapter_off")  # the reference is the model before the first step
+    has_own_reference = cfg.kl and not (is_start and lora)
+    reference_path = cfg.model.path if is_start else cfg.reference
     if has_own_reference:
-        checkpointers.require_frozen("reference", cfg.reference, tokenizer)  # what is wrong with it is told now
+        checkpointers.require_frozen("reference", reference_path, tokenizer)  # what is wrong with it is told now
     checkpointers.require_same_vocabulary("value.path", cfg.value.path, critic, tokenizer)
     sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)
     dataset = instantiate(cfg.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len)
@@ -93,11 +95,12 @@ def main(cfg):
     if critic_weights.new:
         torch.nn.init.zeros_(critic.head.weight)  # random values would be noise in the first advantages
     both = torch.nn.ModuleDict({"policy": model, "value": critic})
-    frozen = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)[0] if has_own_reference else model
+    frozen = checkpointers.load_frozen(reference_path, world, cfg.dtype)[0] if has_own_reference else model
+    before_training = peft.Reference(model, None if has_own_reference else lora)
 
     def reference(batch):
         """Log-probs of the supervised tokens under the frozen reference."""
-        with torch.no_grad(), peft.switched_off(model):
+        with torch.no_grad(), before_training.restored():
             return frozen(batch, log_probs).log_probs
 
     def sample(prompts, step, sampler=sampler, samples=cfg.samples_per_prompt):
@@ -132,7 +135,7 @@ def main(cfg):
 
     groups = optimizers.parameter_groups(both, cfg.optimizer.lr, **cfg.parameter_groups)
     optimizer = instantiate(cfg.optimizer, groups)
-    schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data) * cfg.updates)
+    schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
     checkpointer = instantiate(
         cfg.checkpointer, run.path / "checkpoints", world, model=both, optimizer=optimizer, schedule=schedule,
         data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluations.tasks,
@@ -184,11 +187,11 @@ def main(cfg):
                 finite = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
                 if checkpointer.accepts(step, [prompt.index for prompt in prompts], **finite):
                     optimizer.step()
-                schedule.step()
                 optimizer.zero_grad()
                 if checkpointer.refused:
                     break  # the next update would be of the same, and after a rollback of other weights' completions
             metrics |= optimizers.learning_rates(optimizer)
+            schedule.step()
 
             is_end = step == len(data) or interrupted
             if is_end:

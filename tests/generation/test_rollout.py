@@ -14,7 +14,7 @@ from helpers import run_processes
 from tune import distributed
 from tune.datasets import Prompt, PromptLoader, Prompts
 from tune.errors import TuneError
-from tune.generation import Completion, Episode, Reward, counts, micro_batches, rollout, statistics
+from tune.generation import Completion, Episode, Reward, counts, is_live, micro_batches, rollout, statistics
 from tune.tokenizers import Tokenizer
 
 QUESTION = [{"role": "user", "content": "the cat"}]
@@ -188,6 +188,24 @@ def test_dead_groups_are_right_or_wrong():
     rewards = [(0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (0.5, 0.5), (-1.0, -1.0)]
     groups = [[Episode(Prompt(0, [1], {}), reward=reward) for reward in each] for each in rewards]
     assert counts(groups) == {"dead_groups": 4, "all_right_groups": 2, "all_wrong_groups": 2}
+
+
+def test_rewards_that_differ_by_rounding_are_equal():
+    """kin: huggingface/trl#5588. The total is the same, of other terms: 0.1 + 0.2 and 0.3 + 0.0."""
+
+    def group(*rewards: tuple[float, ...]) -> list[Episode]:
+        episodes = [Episode(Prompt(0, [1], {})) for _ in rewards]
+        for episode, terms in zip(episodes, rewards, strict=True):
+            for name, term in zip("abc", terms, strict=False):
+                episode.add_reward(name, term, weight=2.0)
+        return episodes
+
+    dead = group((0.1, 0.2), (0.3, 0.0)), group((1e6, 0.1, -1e6), (0.1, 0.0, 0.0)), group((0.1, 0.2, -0.3), (0.0,) * 3)
+    assert [len({episode.reward for episode in each}) for each in dead] == [2, 2, 2]
+    assert not any(map(is_live, dead))
+    assert counts(dead) == {"dead_groups": 3, "all_right_groups": 2, "all_wrong_groups": 1}
+    live = group((0.3,), (0.3 + 1e-7,)), group((1e6,), (1e6 + 0.1,)), group((-1e-12,), (1e-12,))
+    assert all(map(is_live, live))
 
 
 @pytest.mark.parametrize("number", [True, np.float32(1), np.bool_(True), np.array(1), torch.tensor(1.0)])

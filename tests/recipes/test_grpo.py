@@ -142,7 +142,7 @@ def test_a_model_of_transformers_samples_and_learns_the_same(run, tmp_path):
     [
         ["adapter.rank=8", "kl=0.1", "reference=adapter_off"],
         ["loss._component_=tune.losses.ClippedPolicy", "updates=2", "baseline=leave_one_out"],
-        ["loss._component_=tune.losses.GSPO", "mask_truncated=true", "dynamic_sampling=2"],
+        ["loss._component_=tune.losses.GSPO", "mask_truncated=true", "dynamic_sampling=2", "sampling.stop_strings=[a]"],
         ["kl=0.05", "sampling.temperature=0.7", "micro_batch_size=5"],
     ],
 )
@@ -177,7 +177,12 @@ def assert_same_run(folder, plain):
 METHODS = {
     "plain": [],
     "dynamic": ["dynamic_sampling=2", "reward=recipes.test_grpo.odd_ones", "baseline=leave_one_out"],
-    "clipped": ["loss._component_=tune.losses.ClippedPolicy", "updates=2", "mask_truncated=true"],
+    "clipped": [
+        "loss._component_=tune.losses.ClippedPolicy",
+        "updates=2",
+        "mask_truncated=true",
+        "sampling.stop_strings=[a]",
+    ],
     "GSPO": ["loss._component_=tune.losses.GSPO", "updates=2"],
     "kl": ["adapter.rank=4", "adapter.dropout=0.1", "kl=0.1", "reference=adapter_off", "sampling.temperature=0.8"],
     "one prompt": ["prompts_per_step=1"],
@@ -224,7 +229,11 @@ def test_samples_and_curve_are_the_same_on_two_processes(alone, run_recipe, chec
         f"judged, {axis}": [*judged, f"parallel.{axis}=2", *more]
         for axis, more in {"dp_shard": [], "tp": [], "cp": [], "dp_replicate": ["micro_batch_size=3"]}.items()
     }
-    kl = {"kl": METHODS["kl"]}  # with dropout; test_method_layouts.py has the others
+    assert run_recipe([*common, "adapter.rank=4", f"output_dir={tmp_path / 'adapted'}"], grpo) == 0
+    continued = [f"adapter.path={tmp_path / 'adapted' / 'adapter'}", "kl=0.1", "parallel.zero_stage=2"]
+    assert run_recipe([*common, *continued, f"output_dir={folder / 'continued'}"], grpo) == 0
+    # With dropout; test_method_layouts.py has the others.
+    kl = {"kl": METHODS["kl"], "continued": continued, "continued, tp": [*continued, "parallel.tp=2"]}
     layouts = {
         "two copies of the model": [*METHODS["plain"], "parallel.dp_replicate=2", "micro_batch_size=3"],
         "heads shared": [*METHODS["plain"], "parallel.tp=2"],
@@ -232,6 +241,8 @@ def test_samples_and_curve_are_the_same_on_two_processes(alone, run_recipe, chec
     }
     run_processes(RUN_VARIANTS, 2, "grpo", str(tmp_path), json.dumps(common), json.dumps(kl | layouts | judged_layouts))
     assert_same_run(tmp_path / "kl", folder / "kl")
+    assert_same_run(tmp_path / "continued", folder / "continued")
+    assert_same_run(tmp_path / "continued, tp", folder / "continued")
     for name in judged_layouts:
         assert_same_run(tmp_path / name, folder / "judged")
     for name in layouts:
@@ -260,7 +271,8 @@ def test_what_the_methods_did(alone):
 def test_a_conversation_that_outgrows_the_model_ends_there_and_is_counted(run, tmp_path):
     short = save_checkpoint(tmp_path / "short", max_position_embeddings=64)
     environment = [f"model.path={short}", *METHODS["environment"], "group_size=4", "mask_truncated=true"]
-    steps = run(*environment)
+    run(*environment, code=2)  # all that differ are cut
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     for step in steps:
         of_step = [each for each in rows(tmp_path / "run") if each["step"] == step["step"]]
         assert step["without_room"] == sum(each["finish"] == "room" for each in of_step)
@@ -294,13 +306,20 @@ def test_dynamic_sampling_trains_on_more_live_groups(run, tmp_path):
     assert len(rows(tmp_path / "3")) == len(rows(tmp_path / "0")) == 3 * 4 * 4  # as many groups
 
 
-def test_where_all_groups_are_dead_nothing_is_learned_and_the_run_goes_on(run, checkpoint, tmp_path):
-    steps = run("reward=recipes.test_grpo.always_one", "dynamic_sampling=1", "optimizer.weight_decay=0.5")
+def test_where_all_groups_are_dead_nothing_is_learned_and_nothing_exported(
+    run_recipe, checkpoint, requests, tmp_path, capsys
+):
+    """Also when the command is given again: the checkpoint knows that nothing was learned."""
+    dead = ["reward=recipes.test_grpo.always_one", "dynamic_sampling=1", f"output_dir={tmp_path / 'run'}"]
+    schedule = ["schedule._component_=tune.optimizers.linear", "checkpointer.every=1"]
+    for _ in range(2):
+        assert run_recipe([*settings_of(checkpoint, requests), *dead, *schedule], grpo) == 2
+        assert "reward: " in capsys.readouterr().err and not (tmp_path / "run" / "model").exists()
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     names = ("dead_groups", "all_right_groups", "all_wrong_groups")
     assert [[step[name] for name in names] for step in steps] == [[4, 4, 0]] * 3
     assert all(step["supervised_tokens"] == 0 and "loss" not in step for step in steps)
-    before, after = (load_file(each / "model.safetensors") for each in (checkpoint, tmp_path / "run" / "model"))
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert [step["lr"] for step in steps] == pytest.approx([steps[0]["lr"] * share for share in (1, 2 / 3, 1 / 3)])
 
 
 def test_what_is_cut_is_compared_and_not_learned(run, tmp_path):
@@ -392,7 +411,7 @@ WRONG = {
     "top_p": (["sampling.top_p=2"], "sampling.top_p: 2"),
     "baseline": (["baseline=median"], "baseline: 'median' is not one of mean, leave_one_out"),
     "negative KL": (["kl=-1"], "kl: -1 is not a non-negative number"),
-    "no adapter": (["kl=0.1", "reference=adapter_off"], "there is none. Use reference=the folder of a model"),
+    "no adapter": (["kl=0.1", "reference=adapter_off"], "there is none. Use reference=null"),
     "no reference": (["kl=0.1", "reference=./nowhere"], "nowhere"),
     "too many prompts": (["prompts_per_step=400"], "prompts_per_step=400 is more than the 22"),
     "too long": (["max_prompt_len=2"], "no prompt is left of 22 rows"),
@@ -467,6 +486,19 @@ def test_references_agree(run, checkpoint, tmp_path):
     for one, other in zip(off, folder, strict=True):
         assert one["kl"] == pytest.approx(other["kl"], abs=1e-6)
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("trained", [[], ["adapter.modules_to_save=[norm]"], ["adapter.dora=true"]])
+def test_a_continued_adapter_is_held_to_the_model_before_the_first_step(trained, run, tmp_path):
+    """As a folder with the merged model says it."""
+    run("adapter.rank=4", "optimizer.lr=1e-2", "export.merge=true", *trained, folder=tmp_path / "first")
+    again = [f"adapter.path={tmp_path / 'first' / 'adapter'}", "kl=0.1", "optimizer.lr=1e-2"]
+    plain = run(*again, folder=tmp_path / "start")
+    merged = run(*again, f"reference={tmp_path / 'first' / 'model'}", folder=tmp_path / "merged")
+    assert plain[0]["kl"] == pytest.approx(0, abs=1e-7) and plain[-1]["kl"] > 1e-4
+    for one, other in zip(plain, merged, strict=True):
+        assert one["kl"] == pytest.approx(other["kl"], rel=1e-3, abs=1e-6)
+        assert one["reward"] == other["reward"]
 
 
 def test_quantised_base(run, tmp_path):

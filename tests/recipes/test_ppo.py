@@ -67,6 +67,28 @@ def test_a_new_value_model_says_nothing_and_a_reward_model_what_it_has_learned(r
     assert abs(run("max_steps=1", "updates=1", values, folder=tmp_path / "learned")[0]["value"]) > 1e-3
 
 
+def test_a_continued_adapter_is_held_to_the_model_before_the_first_step(run, tmp_path):
+    """As a folder with the merged model says it: the log-ratio to the reference is part of the returns."""
+    run("adapter.rank=4", "optimizer.lr=3e-2", "export.merge=true", folder=tmp_path / "first")
+    again = [
+        f"adapter.path={tmp_path / 'first' / 'adapter'}",
+        "kl=1",
+        "gae_lambda=1",
+        "optimizer.lr=0.3",
+        "max_steps=2",
+        "optimizer._component_=torch.optim.SGD",
+    ]
+    models = {"start": None, "merged": tmp_path / "first" / "model", "base": json.loads(
+        (tmp_path / "first" / "adapter" / "adapter_config.json").read_text()
+    )["base_model_name_or_path"]}  # fmt: skip
+    start, merged, base = (
+        run(*again, f"reference={path or 'null'}", folder=tmp_path / name) for name, path in models.items()
+    )
+    assert [step["return"] for step in start] == pytest.approx([step["return"] for step in merged], rel=1e-3, abs=1e-4)
+    assert start[0]["return"] == pytest.approx(start[0]["reward"], abs=1e-2)  # of the first step the ratio is 1
+    assert abs(base[0]["return"] - base[0]["reward"]) > 0.1
+
+
 def test_advantages_are_those_of_the_formula():
     draw = np.random.default_rng(0)
     lengths, decay = (4, 1, 6), 0.9

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
+    _get_fqns,
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_state_dict,
@@ -45,6 +47,8 @@ from tune.distributed.ray_train import is_ray_worker, report
 from tune.errors import TuneError
 from tune.types import PositiveInt
 
+OF_ITSELF = {"step", "groups", "best", "metrics", "optimizer", "updates"}  # in state.json, of the checkpointer
+PAIRS = "__pairs__"
 STORED = ".store"  # in a run folder that is uploaded: each node has its own, with what its processes write
 
 
@@ -61,9 +65,9 @@ class Checkpointer:
     (`stop`), or it goes on with the next batch, from the weights as they are (`skip`) or from those of the last
     checkpoint (`rollback`).
 
-    Of the optimizer's parameter groups only values that training changed are saved; hyperparameters come from the
-    current config. Frozen parameters are not saved: on resuming, `base` checks that they come from the same weights,
-    and `adapter` that its settings are the same.
+    Of the optimizer's parameter groups only values that training changed are saved, among them the learning rate, which
+    our schedules compute anew; other hyperparameters come from the current config. Frozen parameters are not saved: on
+    resuming, `base` checks that they come from the same weights, and `adapter` that its settings are the same.
 
     With `keep_best`, the name of a metric, the checkpoint with its best value is kept too: the lowest of a loss, the
     highest of others; for a task's metric, `tasks.higher_is_better` says which. After `patience` values in a row that
@@ -102,6 +106,7 @@ class Checkpointer:
         self.small: dict[str, Stateful] = {name: part for name, part in small.items() if part is not None}
         self.every, self.keep, self.asynchronous = every, keep, async_
         self.on_error, self.on_nan, self.refused = on_error, on_nan, 0
+        self.updates = 0  # those that it accepted, of all attempts at this training
         self.tell = tell if world.is_main else lambda message: None
         self.best = Best(keep_best, patience, tasks.higher_is_better if tasks else {})
         self.saved, self.reported, self.writing = 0, 0, 0
@@ -129,16 +134,19 @@ class Checkpointer:
         if resume != "auto" and (damage := self._damage(path)):
             raise TuneError(f"resume: {path} is damaged: {damage}. Give the checkpoint before it")
         small = json.loads((path / "state.json").read_text())
-        if (found := small.keys() - {"step", "groups", "best", "metrics"}) != self.small.keys():
+        if (found := small.keys() - OF_ITSELF) != self.small.keys():
             raise TuneError(
                 f"resume: {path} is of another recipe: it has the state of {', '.join(sorted(found))}, this one of "
                 f"{', '.join(sorted(self.small))}. Continue with that recipe, or give another output_dir"
             )
         _, extra = self._states()
-        for name in self.small.keys() - extra.keys():  # first, since these refuse a checkpoint of another training
-            self.small[name].load_state_dict(small[name])
+        for name in self.small.keys() - extra.keys() - {"schedule"}:  # they refuse a checkpoint of another training
+            self.small[name].load_state_dict(_from_json(small[name]))
         require_none_later(small["step"], self.newest())
         self._restore(path, small, extra)
+        if "schedule" not in extra:  # after the rates, which some compute anew and others go on from
+            self.small["schedule"].load_state_dict(_from_json(small["schedule"]))
+        self.updates = small["updates"]
         self.best.load_state_dict(small.get("best", {}))
         self.saved = self.reported = small["step"]
         self.resumed[self.saved] = path
@@ -148,11 +156,19 @@ class Checkpointer:
         """The tensors of a checkpoint, and what training changed in the optimizer's groups."""
         reader = Reader(path)
         saved = reader.read_metadata().state_dict_metadata
+        # Of an optimizer without states, torch makes those of all parameters by a step with gradients of zero.
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
         tensors = {"model": model, "extra": extra}
-        states = {name.rpartition(".")[2] for name in flatten_state_dict({"states": optimizer["state"]})[0]}
+        of_parameters: Any = optimizer["state"]
+        states = {name.rpartition(".")[2] for name in flatten_state_dict({"states": of_parameters})[0]}
         require_same(path, saved, tensors, states, elsewhere(self.model))
-        state = tensors | {"optimizer": optimizer["state"]}
+        with_states = _with_states(saved, of_parameters)
+        if not with_states and small["optimizer"] != (kind := _kind(self.optimizer)):
+            raise TuneError(
+                f"resume: {path} is of another optimizer: {small['optimizer']}, not {kind}. Restore it, or start anew "
+                "with resume=never and another output_dir"
+            )
+        state = tensors | {"optimizer": {name: of_parameters[name] for name in with_states}}
         try:
             dcp.load(state, storage_reader=reader, planner=Planner())
         except CheckpointException as error:
@@ -163,9 +179,14 @@ class Checkpointer:
         groups = optimizer["param_groups"]
         if len(groups) != (count := len(small["groups"])):
             raise TuneError(f"resume: {path} has {count} parameter groups, not {len(groups)}. Restore parameter_groups")
-        for group, changed in zip(groups, small["groups"], strict=True):
-            group |= changed
+        for group, settings, changed in zip(groups, self.settings, small["groups"], strict=True):
+            group |= {name: value for name, value in settings.items() if name != "params"} | changed
+            if torch.is_tensor(settings.get("lr")):  # as torchao's optimizers want it
+                group["lr"] = torch.full_like(settings["lr"], changed["lr"])
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
+        for name, parameter in self.model.named_parameters():
+            if not _get_fqns(self.model, name) & with_states:  # it had no gradient yet
+                self.optimizer.state.pop(parameter, None)
         for name, tensors in extra.items():
             self.small[name].load_state_dict(tensors)
 
@@ -178,6 +199,7 @@ class Checkpointer:
         """
         if not (found := not_finite(step, rows, values)):
             self.refused = 0
+            self.updates += 1
             return True
         self.refused += 1
         goes_back = self.on_nan == "rollback"
@@ -190,7 +212,11 @@ class Checkpointer:
         if goes_back:
             reshard(self.model)
             path = self.resumed.get(kept, self.folder / f"step-{kept:08d}")
+            rates = [group.get("lr") for group in self.optimizer.param_groups]  # the schedule does not go back
             self._restore(path, json.loads((path / "state.json").read_text()), self._states()[1])
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                if rate is not None:
+                    group["lr"] = rate
         weights = f"are those after step {kept}" if goes_back else "stay as they are"  # a step may have several updates
         self.tell(f"warning: {found}. The weights {weights}; training goes on")
         return False
@@ -255,10 +281,15 @@ class Checkpointer:
         unfinished = self.folder / f".step-{step:08d}.{self.world.broadcast(uuid.uuid4().hex[:8])}"
         parts, extra = self._states()
         small = json.dumps(
-            {"step": step, "groups": self._changed(), "best": self.best.state_dict(), "metrics": metrics, **parts}
-        )
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
-        tensors = {"model": model, "optimizer": optimizer["state"], "extra": extra}
+            {
+                "step": step, "groups": self._changed(), "best": self.best.state_dict(), "metrics": metrics,
+                "optimizer": _kind(self.optimizer), "updates": self.updates, **parts,
+            }
+        )  # fmt: skip
+        tensors = {
+            "model": get_model_state_dict(self.model, options=TRAINED), "optimizer": self._optimizer_states(),
+            "extra": extra,
+        }  # fmt: skip
         tensors = tree_map_only(Tensor, _on_host, tensors) if self.asynchronous else tensors
 
         def write() -> None:
@@ -307,6 +338,11 @@ class Checkpointer:
         """Wait as `wait`; with `keep_best` the model then has the weights of the best checkpoint. Call it before they
         are exported."""
         self.wait()
+        if self.refused and not self.updates:
+            raise TuneError(
+                f"no step changed the weights: in each the loss or a gradient was not finite, and with on_nan="
+                f"{self.on_nan} it was left out. Nothing is exported. {CAUSES}"
+            )
         reshard(self.model)  # what was measured last may have gathered some
         if self.best.metric is None:
             return
@@ -352,15 +388,22 @@ class Checkpointer:
         """The states to save as JSON (None in place of those with tensors), and those with tensors."""
         states = {name: part.state_dict() for name, part in self.small.items()}
         extra = {name: state for name, state in states.items() if any(map(torch.is_tensor, tree_leaves(state)))}
-        return states | dict.fromkeys(extra), extra
+        return _to_json(states | dict.fromkeys(extra)), extra
 
     def _changed(self) -> list[dict[str, Any]]:
-        """Values of the parameter groups that training changed, but the learning rate, which the schedule sets."""
+        """Values of the parameter groups that training changed, and the learning rate."""
         pairs = zip(self.optimizer.param_groups, self.settings, strict=True)
         return [
             {name: group[name] for name in group.keys() - {"params", "lr"} if group[name] != settings.get(name)}
+            | ({"lr": float(group["lr"])} if "lr" in group else {})
             for group, settings in pairs
         ]
+
+    def _optimizer_states(self) -> dict[str, Any]:
+        """By parameter. torch would take a step to make them where there are none, and so change the training."""
+        if not self.optimizer.state:
+            return {}
+        return get_optimizer_state_dict(self.model, self.optimizer, options=TRAINED)["state"]  # type: ignore[return-value]
 
 
 @functools.cache
@@ -368,6 +411,39 @@ def _background_group(world: dist.ProcessGroup, timeout: timedelta) -> dist.Proc
     """One group for all background threads. Training must not share it; the threads may, as one checkpoint is written
     at a time, and each group has threads of its own that stay busy."""
     return dist.new_group(backend="gloo", timeout=timeout)
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _with_states(saved: Iterable[str], names: Collection[str]) -> set[str]:
+    """Those of the parameters' `names` of which a checkpoint has states of an optimizer."""
+    found = set()
+    for key in saved:
+        if key.startswith("optimizer."):
+            name = key.removeprefix("optimizer.").rpartition(".")[0]
+            while name and name not in names:  # of a state that is a dict itself
+                name = name.rpartition(".")[0]
+            found.add(name)
+    return found & {*names}
+
+
+def _to_json(state: Any) -> Any:
+    """JSON has texts alone as keys: other dicts (milestones of a schedule) are written as pairs."""
+    if isinstance(state, Mapping):
+        if all(isinstance(key, str) for key in state):
+            return {key: _to_json(value) for key, value in state.items()}
+        return {PAIRS: [[key, _to_json(value)] for key, value in state.items()]}
+    return [_to_json(each) for each in state] if isinstance(state, list | tuple) else state
+
+
+def _from_json(state: Any) -> Any:
+    if isinstance(state, dict):
+        if state.keys() == {PAIRS}:
+            return {key: _from_json(value) for key, value in state[PAIRS]}
+        return {key: _from_json(value) for key, value in state.items()}
+    return [_from_json(each) for each in state] if isinstance(state, list) else state
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def require_same(
             what = "state" if kind == "extra" else kind
             raise TuneError(f"resume: {path} is of another {what}:\n  {differences}\n{again}")
     had, has = {name.rpartition(".")[2] for name in saved if name.startswith("optimizer.")}, {*states}
-    if had != has:
+    if had and had != has:  # none: no step had a gradient yet
         names = [", ".join(sorted(each)) or "no states" for each in (had, has)]
         raise TuneError(f"resume: {path} is of another optimizer: it has {names[0]}, this one {names[1]}. {again}")
 

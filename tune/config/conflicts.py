@@ -90,7 +90,7 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
         others = " and ".join(filter(value, trained))
         if not value("adapter") or others:
             problem = f"with {others} it is not the model before the first step" if others else "there is none"
-            instead = "the folder of a model" if "kl" in cfg else "precomputed"
+            instead = "null" if "kl" in cfg else "precomputed"
             yield "reference", f"the adapter cannot be switched off: {problem}. Use reference={instead}."
     if "reward" in cfg and not value("reward") and not value("environment"):
         instead = "a function, or an environment, which rewards too" if "environment" in cfg else "a function"

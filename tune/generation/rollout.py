@@ -23,6 +23,8 @@ from tune.generation.sampler import Completion, Sampler
 from tune.generation.turns import answered, assistant_message, text_behind
 from tune.tokenizers import Message, Tokenizer
 
+# Sums of the same numbers in float64 differ by some 1e-16 of their terms, rewards of a float32 model by 6e-8 at least.
+ROUNDING = 1e-9
 EXAMPLES = {"sampled": np.zeros(1, np.float32), **dict.fromkeys(("advantage", "reward"), np.zeros((), np.float32))}
 
 
@@ -81,8 +83,9 @@ class Environment(Protocol):
 @dataclass
 class Episode:
     """What was sampled after a prompt: its tokens, with those of an environment's messages between, which have no
-    log-prob. `index` counts the episodes of a run. `rewards` are by name, `reward` is their weighted sum; `finish` is
-    that of the last completion, or "room" where the conversation left none for another one."""
+    log-prob. `index` counts the episodes of a run. `rewards` are by name, `reward` is their weighted sum, and
+    `magnitude` the sum of the absolute values of its terms; `finish` is that of the last completion, or "room" where
+    the conversation left none for another one."""
 
     prompt: Prompt
     index: int = 0
@@ -92,6 +95,12 @@ class Episode:
     finish: str = "length"
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
+    magnitude: float = 0.0
+
+    def add_reward(self, name: str, value: float, weight: float = 1.0) -> None:
+        self.rewards[name] = self.rewards.get(name, 0.0) + value
+        self.reward += weight * value
+        self.magnitude += abs(weight * value)
 
     def add(self, completion: Completion) -> None:
         self.text = f"{self.text}\n{completion.text}" if self.log_probs else completion.text
@@ -120,16 +129,22 @@ class Episode:
 
 
 def is_live(group: Sequence[Episode]) -> bool:
-    """Whether the rewards differ: otherwise nothing is learned from them."""
-    return len({episode.reward for episode in group}) > 1
+    """Whether the rewards differ by more than rounding: otherwise nothing is learned from them."""
+    rewards = [episode.reward for episode in group]
+    return max(rewards) - min(rewards) > _rounding(group)
+
+
+def _rounding(group: Sequence[Episode]) -> float:
+    """The largest difference of two totals that are equal but for the order and the size of their terms."""
+    return ROUNDING * max(episode.magnitude for episode in group)
 
 
 def counts(groups: Sequence[Sequence[Episode]], environment: Any = None) -> dict[str, int]:
     """How many groups teach nothing, and of them those whose reward is above 0, or not; with an `environment`, how many
     conversations ended for want of room."""
-    rewards = [group[0].reward for group in groups if not is_live(group)]
-    right = sum(reward > 0 for reward in rewards)
-    found = {"dead_groups": len(rewards), "all_right_groups": right, "all_wrong_groups": len(rewards) - right}
+    dead = [group for group in groups if not is_live(group)]
+    right = sum(group[0].reward > _rounding(group) for group in dead)
+    found = {"dead_groups": len(dead), "all_right_groups": right, "all_wrong_groups": len(dead) - right}
     return found | ({"without_room": sum(each.finish == "room" for each in chain(*groups))} if environment else {})
 
 
@@ -183,8 +198,7 @@ def rollout(
     episodes = [*chain(*groups)]
     for each in rewards:
         for episode, value in zip(episodes, each.of(episodes, tokenizer, world), strict=True):
-            episode.rewards[each.name] = value
-            episode.reward += each.weight * value
+            episode.add_reward(each.name, value, each.weight)
     return groups
 
 
@@ -252,8 +266,7 @@ def _converse(
         running = []
         for (episode, completion), (reward, suffix) in zip(completed, answers, strict=True):
             episode.add(completion)
-            episode.rewards["environment"] += reward
-            episode.reward += reward
+            episode.add_reward("environment", reward)
             if suffix is not None and len(episode.prompt.tokens) + len(episode.tokens) + len(suffix) > room:
                 episode.finish = "room"
             elif suffix is not None:

@@ -1,6 +1,7 @@
 """Schedules: a warm-up from zero, then a shape, as a factor on the optimizer's learning rates."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,11 @@ class Schedule(LambdaLR):
     def get_last_lr(self) -> list[float | Tensor]:
         """The rates of the next step."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def step(self, epoch: int | None = None) -> None:
+        with warnings.catch_warnings():  # a first step that is left out has none of the optimizer
+            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before")
+            super().step(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.last_epoch}

@@ -10,4 +10,5 @@ from tune.peft.files import adapter, digest, export_adapter, export_trained, loa
 from tune.peft.lora import LoRA
 from tune.peft.merging import export_gguf_lora, give_memory, merge, open_on_disk
 from tune.peft.named import open_model, resolve_model
+from tune.peft.reference import Reference
 from tune.peft.tokens import untrained_tokens

@@ -74,10 +74,13 @@ def subjects(cfg: DictConfig, model: Any) -> list[Subject]:
     )  # fmt: skip
     if samples:
         alone = trained._replace(model=copy.deepcopy(trained.model).requires_grad_(False).eval(), compiled=False)
-        if cfg.kl and cfg.reference == "adapter_off":
+        is_start = cfg.reference in (None, "adapter_off")
+        if cfg.kl and is_start and cfg.adapter:
             frozen.append(alone._replace(call=lambda model, batch: model(batch, log_probs), place="alone", passes=1))
         elif cfg.kl:
-            frozen.append(_frozen("reference", {"path": cfg.reference}, cfg.dtype, log_probs))
+            frozen.append(
+                _frozen("reference", {"path": cfg.model.path if is_start else cfg.reference}, cfg.dtype, log_probs)
+            )
             frozen[-1] = frozen[-1]._replace(place="head", passes=1)
         for call in (_prompts_read, _token_sampled):
             frozen.append(alone._replace(call=functools.partial(call, cfg), place="rollout"))

@@ -1,0 +1,158 @@
+"""A training that was saved, or stopped and continued, is the training that was not."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch.optim import lr_scheduler
+
+from tune import distributed, optimizers
+from tune.checkpointers import Checkpointer
+from tune.errors import TuneError
+
+STEPS = 8
+OPTIMIZERS = {
+    "AdamW": torch.optim.AdamW,
+    "AdamW, fused": lambda groups: torch.optim.AdamW(groups, fused=True),
+    "AdamW, amsgrad": lambda groups: torch.optim.AdamW(groups, amsgrad=True),
+    "Adam": torch.optim.Adam,
+    "Adamax": torch.optim.Adamax,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "ASGD": torch.optim.ASGD,
+    "Adagrad": torch.optim.Adagrad,
+    "Adadelta": torch.optim.Adadelta,
+    "RMSprop": torch.optim.RMSprop,
+    "Rprop": torch.optim.Rprop,
+    "SGD": torch.optim.SGD,
+    "SGD, momentum": lambda groups: torch.optim.SGD(groups, momentum=0.9, weight_decay=0.1),
+    "Muon": optimizers.Muon,
+    "Adafactor": optimizers.Adafactor,
+}
+SCHEDULES = {
+    "ours": lambda optimizer: optimizers.cosine(optimizer, STEPS, warmup=2),
+    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
+    "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+    "LinearLR": lambda optimizer: lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS),
+    "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.7),
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
+    "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 5, 7], 0.5),
+    "PolynomialLR": lambda optimizer: lr_scheduler.PolynomialLR(optimizer, STEPS),
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=STEPS + 1),
+    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.001, 0.1, 2),
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 3), lr_scheduler.ExponentialLR(optimizer, 0.8)], [3]
+    ),
+    "transformers: linear": lambda optimizer: transformers.get_scheduler("linear", optimizer, 2, STEPS),
+    "transformers: cosine": lambda optimizer: transformers.get_scheduler("cosine", optimizer, 2, STEPS),
+    "transformers: polynomial": lambda optimizer: transformers.get_scheduler("polynomial", optimizer, 2, STEPS),
+}
+
+
+class Position:
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Idle(torch.nn.Module):
+    """`late` has gradients from step 5 on, `never` has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.late, self.never = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, input, step):
+        return self.used(input) + (self.late(input) if step >= 5 else 0)
+
+
+class Training:
+    def __init__(self, folder, optimizer, schedule=SCHEDULES["ours"], **options):
+        torch.manual_seed(0)
+        self.model = Idle()
+        matrices = [each for each in self.model.parameters() if each.ndim == 2]
+        vectors = [each for each in self.model.parameters() if each.ndim == 1]
+        self.optimizer = optimizer([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.01
+        self.schedule = schedule(self.optimizer)
+        self.checkpointer = Checkpointer(
+            folder, distributed.init("cpu"), model=self.model, optimizer=self.optimizer, schedule=self.schedule,
+            data=Position(), every=None, keep=None, async_=False, **options,
+        )  # fmt: skip
+
+    def take(self, steps, saves=(), dead=()):
+        rates = []
+        for step in steps:
+            if step not in dead:
+                self.model(torch.arange(4.0) + step, step).square().sum().backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            rates.append([group["lr"] for group in self.optimizer.param_groups])
+            self.schedule.step()
+            if step in saves:
+                self.checkpointer.save(step)
+        return rates
+
+    def weights(self):
+        return copy.deepcopy(self.model.state_dict())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_saving_changes_no_number(optimizer, tmp_path):
+    """However often, and before the first gradient too (huggingface/accelerate#3007 is kin)."""
+    plain, saving = (Training(tmp_path / name, OPTIMIZERS[optimizer]) for name in ("plain", "saving"))
+    steps = range(1, STEPS + 1)
+    plain.take(steps, dead=[1, 2])
+    saving.take(steps, saves=steps, dead=[1, 2])
+    torch.testing.assert_close(saving.weights(), plain.weights(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("at", [1, 3, 6])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_continues_as_if_it_had_not_stopped(optimizer, at, tmp_path):
+    """Saved before the first gradient; with a layer that has none yet, and one that never has; and after all."""
+    dead = [1, 2]
+    first = Training(tmp_path, OPTIMIZERS[optimizer])
+    first.take(range(1, STEPS + 1), saves=[at], dead=dead)
+    second = Training(tmp_path, OPTIMIZERS[optimizer])
+    assert second.checkpointer.resume("auto") == at
+    second.take(range(at + 1, STEPS + 1), dead=dead)
+    torch.testing.assert_close(second.weights(), first.weights(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_continues_as_if_it_had_not_stopped(schedule, tmp_path):
+    momentum = OPTIMIZERS["SGD, momentum"]
+    first = Training(tmp_path, momentum, SCHEDULES[schedule])
+    rates = first.take(range(1, STEPS + 1), saves=[4])
+    second = Training(tmp_path, momentum, SCHEDULES[schedule])
+    assert second.checkpointer.resume("auto") == 4
+    assert second.take(range(5, STEPS + 1)) == rates[4:]
+    torch.testing.assert_close(second.weights(), first.weights(), rtol=0, atol=0)
+
+
+def test_a_new_learning_rate_counts_for_our_schedules(tmp_path):
+    first = Training(tmp_path, torch.optim.AdamW)
+    first.take([1, 2, 3], saves=[3])
+    second = Training(tmp_path, lambda groups: torch.optim.AdamW(groups))
+    second.schedule.base_lrs = [0.05, 0.05]  # as a schedule has them that was made with another rate
+    second.checkpointer.resume("auto")
+    assert second.optimizer.param_groups[0]["lr"] == pytest.approx(5 * first.optimizer.param_groups[0]["lr"])
+
+
+def test_a_checkpoint_without_states_is_of_its_optimizer(tmp_path):
+    Training(tmp_path, torch.optim.AdamW).take([1], saves=[1], dead=[1])
+    with pytest.raises(TuneError, match=r"AdamW.*SGD"):
+        Training(tmp_path, OPTIMIZERS["SGD, momentum"]).checkpointer.resume("auto")
+
+
+def test_where_all_steps_are_refused_nothing_is_left_to_export(tmp_path):
+    training = Training(tmp_path, torch.optim.AdamW, on_nan="skip")
+    assert not training.checkpointer.accepts(1, [0], loss=float("nan"))
+    with pytest.raises(TuneError, match="on_nan"):
+        training.checkpointer.finish()
