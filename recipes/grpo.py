@@ -36,7 +36,7 @@ from tune import (
     peft,
     quantization,
 )
-from tune.config import instantiate, instantiate_weighted
+from tune.config import inherited, instantiate, instantiate_weighted
 from tune.errors import TuneError
 from tune.lookup import locate
 from tune.models import balance_loss
@@ -69,8 +69,10 @@ def main(cfg):
     sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)
     dataset = instantiate(cfg.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len)
     environment = locate(cfg.environment) if cfg.environment else None
-    held_out = cfg.validation_dataset
-    validation = instantiate(held_out, tokenizer, max_prompt_len=cfg.max_prompt_len).prompts if held_out.path else []
+    held_out, reading = cfg.validation_dataset, inherited(cfg.validation_dataset, cfg.dataset)
+    validation = []
+    if held_out.path:
+        validation = instantiate(held_out, tokenizer, max_prompt_len=cfg.max_prompt_len, **reading).prompts
     generation.check_prompts(model, sampler, [*dataset.prompts, *validation], environment)
     data = datasets.PromptLoader(dataset, cfg.prompts_per_step, cfg.epochs, max_steps=cfg.max_steps, seed=cfg.seed)
     longest = cfg.max_prompt_len + sampler.max_new_tokens

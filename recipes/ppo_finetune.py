@@ -34,7 +34,7 @@ from tune import (
     peft,
     quantization,
 )
-from tune.config import instantiate, instantiate_weighted
+from tune.config import inherited, instantiate, instantiate_weighted
 from tune.models import balance_loss
 from tune.preflight import layout_of
 
@@ -67,8 +67,10 @@ def main(cfg):
     checkpointers.require_same_vocabulary("value.path", cfg.value.path, critic, tokenizer)
     sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)
     dataset = instantiate(cfg.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len)
-    held_out = cfg.validation_dataset
-    validation = instantiate(held_out, tokenizer, max_prompt_len=cfg.max_prompt_len).prompts if held_out.path else []
+    held_out, reading = cfg.validation_dataset, inherited(cfg.validation_dataset, cfg.dataset)
+    validation = []
+    if held_out.path:
+        validation = instantiate(held_out, tokenizer, max_prompt_len=cfg.max_prompt_len, **reading).prompts
     generation.check_prompts(model, sampler, [*dataset.prompts, *validation])
     data = datasets.PromptLoader(dataset, cfg.prompts_per_step, cfg.epochs, max_steps=cfg.max_steps, seed=cfg.seed)
     longest = cfg.max_prompt_len + sampler.max_new_tokens

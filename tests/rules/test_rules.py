@@ -112,7 +112,6 @@ CASES = {
         LORA, [], ["tokenizer.chat_template=gemma"],
         {"model": {"model_type": "gemma3_text"}, "template": "{{ messages[0].content }}"},
     ),
-    "text-of-today": (LORA, [], ["tokenizer.chat_template=llama3"], {"template": "{{ strftime_now('%d %b %Y') }}"}),
     "thoughts-cut-short": (
         GRPO, [], ["sampling.max_new_tokens=2048"], {"template": "{% if thinking %}<think>{% endif %}"}
     ),

@@ -13,6 +13,7 @@ from tune.lookup import locate
 from tune.type_check import mismatch
 
 COMPONENT = "_component_"
+READING = ("format", "columns", "extra_columns", "ignore")  # settings of data that say how columns are read
 
 
 def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -52,10 +53,20 @@ def instantiate_data(cfg: DictConfig, tokenizer: Any, vocab_size: int | None = N
     dataset = instantiate(cfg.dataset, tokenizer, **rows)
     validation = dataset.validation
     if cfg.validation_dataset.get("path", True):  # another component than `load` may have no path
-        validation = instantiate(cfg.validation_dataset, tokenizer, **rows)
+        validation = instantiate(
+            cfg.validation_dataset, tokenizer, **rows, **inherited(cfg.validation_dataset, cfg.dataset)
+        )
     for part in filter(None, (dataset, validation)) if vocab_size else ():
         part.require_vocabulary(vocab_size)
     return dataset, validation
+
+
+def inherited(validation: DictConfig, training: DictConfig) -> dict[str, Any]:
+    """What validation data take over of the training data's settings: how their columns are read, unless they say it
+    themselves or their component does not know such a setting."""
+    known = inspect.signature(locate(validation[COMPONENT])).parameters
+    names = [name for name in READING if training.get(name) and name in known and name not in validation]
+    return {name: OmegaConf.to_container(training, resolve=True)[name] for name in names}  # type: ignore[index, call-overload]
 
 
 def instantiate_weighted(setting: Any, key: str = "reward") -> list[tuple[str, Callable[..., Any], float]]:

@@ -1,5 +1,6 @@
 """Counts of a dataset's rows, kept and dropped, and of its samples and tokens."""
 
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -35,6 +36,8 @@ class Accounting:
     lengths: dict[str, int] = field(default_factory=dict)  # tokens of the samples: p50, p90, p99, max
     training_rows: int = 0
     row_capacity: int | None = None  # of a packed row
+    prepared: float | None = None  # seconds since 1970, of samples that an earlier run has prepared
+    prepared_in: str | None = None  # the folder of these
 
     def __post_init__(self) -> None:
         self.source = without_secrets(self.source)  # a URL may have a password
@@ -111,5 +114,14 @@ class Accounting:
             if names:
                 more = f" and {len(names) - NAMES_SHOWN:,} more" if len(names) > NAMES_SHOWN else ""
                 lines += [(f"{what} ignored", ", ".join(names[:NAMES_SHOWN]) + more)]
+        if self.prepared:
+            lines += [("prepared", f"{_age(time.time() - self.prepared)} ago; delete {self.prepared_in} to do it anew")]
         width = max(len(name) for name, _ in lines) + 2
         return "\n".join([self.source, *(f"  {name:<{width}}{value}" for name, value in lines)])
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} seconds"

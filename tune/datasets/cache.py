@@ -28,6 +28,7 @@ from tune.datasets.sources.data_files import File
 from tune.errors import TuneError
 
 ARRAYS = ("tokens", "labels", "lengths", "supervised", "digests")
+OF_THIS_RUN = ("source", "ignored_files", "prepared", "prepared_in")  # not read from the files
 TELL = 10.0  # seconds between lines on how far it is
 LARGE = 2**24  # bytes of a file whose hash is remembered
 
@@ -71,6 +72,8 @@ def prepared(chunks: Iterable[Chunk], key: str, accounting: Accounting, folder: 
     final = folder / key
     try:
         if (samples := _read(final, accounting)) is not None:
+            accounting.prepared = (final / "about.json").stat().st_mtime
+            accounting.prepared_in = str(final)
             return samples
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{key}.lock", accounting.source):
@@ -125,7 +128,7 @@ def _read(folder: Path, accounting: Accounting) -> Samples | None:
     except (FileNotFoundError, ValueError, EOFError, KeyError):
         return None
     for name, value in about.pop("accounting").items():
-        if name not in ("source", "ignored_files"):
+        if name not in OF_THIS_RUN:
             is_counter = isinstance(getattr(accounting, name), Counter)
             setattr(accounting, name, Counter(value) if is_counter else value)
     columns = {name: arrays.pop(f"column-{name}") for name in about.pop("columns")}

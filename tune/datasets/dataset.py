@@ -205,9 +205,14 @@ def renumbered(sample: Sample, first: int) -> Sample:
 def with_mismatched(dataset: Dataset, max_seq_len: int) -> Dataset:
     """Each labelled answer in a group with another: its prompt with the answer of the next row that has another prompt,
     whose log-probs tell how far the policy is from the reference (KTO). Of pairs, the chosen answer is good and the
-    rejected one bad."""
+    rejected one bad. Raises TuneError if there is only one prompt."""
     samples, capacity = dataset.samples, dataset.accounting.row_capacity
     prompts = [hash(sample.tokens[: _last_of_prompt(sample) + 1].tobytes()) for sample in samples]
+    if len({*prompts}) == 1:
+        raise TuneError(
+            f"{dataset.accounting.source}: all {len(samples):,} answers are to one prompt. KTO compares each with an "
+            "answer to another prompt: add rows with other prompts, or use a loss of pairs such as tune.losses.DPO"
+        )
     others = [*range(len(samples))]
     for index in [*reversed(others)] * 2:  # once around the end
         following = (index + 1) % len(samples)

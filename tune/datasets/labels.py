@@ -4,7 +4,6 @@ import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from itertools import pairwise
 from typing import Literal, cast
 
@@ -100,6 +99,17 @@ def labelled(draft: Draft, encoding: Encoding, tokenizer: Tokenizer, train_on_en
     return Sample(tokens, labels)
 
 
+def shares_a_token(draft: Draft, encoding: Encoding) -> bool:
+    """Whether a plain prompt ends inside the token that the answer begins with. The model then learns the answer after
+    other tokens than those of the prompt alone, which it is asked with."""
+    if not isinstance(draft.content, Plain) or not draft.content.prompt or not draft.content.text:
+        return False
+    border = len(draft.content.prompt)
+    token = encoding.char_to_token(border)
+    span = None if token is None else encoding.token_to_chars(token)
+    return span is not None and span[0] < border
+
+
 def _before_end_of_turn(tokens: np.ndarray, first: int, last: int, tokenizer: Tokenizer) -> int:
     """Where the tokens [first, last) end without those that end a turn and the blanks behind and between them."""
     end = last
@@ -146,7 +156,7 @@ def _spans(messages: list[Message], tools: list | None, tokenizer: Tokenizer) ->
     learned = {message["role"] for message in messages if message["train"]}
     spans: list[Span] = []
     if "assistant" in learned:
-        text, spans = tokenizer.supervised_spans(messages, tools, strftime_now=_fixed_date)
+        text, spans = tokenizer.supervised_spans(messages, tools)
         if len(learned) == 1:
             return text, spans
     bare = [{key: value for key, value in message.items() if key != "train"} for message in messages]
@@ -174,7 +184,7 @@ def _span_of(index: int, messages: list[Message], tools: list | None, text: str,
 
 
 def _render(messages: list[Message], tools: list | None, tokenizer: Tokenizer) -> str:
-    return tokenizer.apply_chat_template(messages, tools=tools, strftime_now=_fixed_date)
+    return tokenizer.apply_chat_template(messages, tools=tools)
 
 
 def _with_arguments_as_json(message: Message) -> Message:
@@ -185,9 +195,3 @@ def _with_arguments_as_json(message: Message) -> Message:
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}
-
-
-def _fixed_date(format: str) -> str:
-    """Templates that print today's date (Llama 3.2) would make other data of the same file every day, and a run could
-    not be resumed. This is the date they print where the clock is not given to them."""
-    return datetime(2024, 7, 26).strftime(format)

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from tune.datasets.formats.content import Chat, Row
 from tune.datasets.formats.formats import Format
-from tune.datasets.formats.messages import is_empty_answer
-from tune.tokenizers import Tokenizer
+from tune.datasets.formats.messages import REASONING, is_empty_answer
+from tune.tokenizers import Message, Tokenizer
 
 # Columns of these names belong to what is read or said, however short their text is.
 CONTENT = (
@@ -15,16 +16,24 @@ CONTENT = (
     *("reasoning", "reasoning_content", "thinking"),
 )
 COLUMN = "column left out that holds text: "
+SHARED_TOKEN = "prompt and answer share a token"
 
 
 def remarks(chat: Chat, text: str, tokenizer: Tokenizer) -> list[str]:
-    """On a conversation and its rendering: roles and tools that the template leaves out, special tokens spelled out in
-    messages (the model reads them as these tokens), and answers without content."""
+    """On a conversation and its rendering: what the template leaves out (messages, parts of answers, tools), special
+    tokens spelled out in messages (the model reads them as these tokens), answers without content, and answers that
+    follow one another."""
     found = [
         f"{message['role']} left out by the template"
         for message in chat.messages
         if message["role"] != "assistant" and not _is_in(message["content"], text)
     ]
+    for message in chat.messages:
+        if message["role"] == "assistant":
+            found += [f"{part} left out by the template" for part in _lost(message, text)]
+    roles = [message["role"] for message in chat.messages]
+    if ("assistant", "assistant") in pairwise(roles):
+        found.append("assistant messages in a row")
     tools = [tool.get("function", tool) for tool in chat.tools or ()]
     if any(isinstance(tool, dict) and str(tool.get("name", "")) not in text for tool in tools):
         found.append("tools left out by the template")
@@ -51,6 +60,19 @@ def columns_left_out(row: Row, format: Format, ignore: Sequence[str], text: str)
         for name, texts in others.items()
         if any(not (_is_in(each, text) or (known and all(part in each for part in known))) for each in texts)
     ]
+
+
+def _lost(message: Message, text: str) -> Iterator[str]:
+    """Names of the parts of an assistant's message that are not in its rendering."""
+    thought, end, answer = (message.get("content") or "").rpartition("</think>")
+    parts = [("reasoning", message.get(name)) for name in REASONING]
+    parts += [("reasoning", thought.partition("<think>")[2] if end else ""), ("a part of an answer", answer)]
+    others = {"role", "content", "train", "tool_calls", *REASONING}
+    rest = [(f"{name} of an answer", value) for name, value in message.items() if name not in others]
+    parts += [(name, value) for name, value in rest if isinstance(value, str) and _is_long(value)]
+    for name, part in parts:
+        if isinstance(part, str) and not all(_is_in(line, text) for line in part.splitlines()):
+            yield name
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -15,8 +15,8 @@ from tune.datasets.formats.columns import OtherMeaning, recognise, renamed, requ
 from tune.datasets.formats.content import Answers, Chat, Content, Dropped, Plain, Row, shown
 from tune.datasets.formats.formats import FORMATS, Format, Kind
 from tune.datasets.formats.messages import is_empty_answer
-from tune.datasets.labels import Draft, TrainOn, flagged, labelled, rendered
-from tune.datasets.remarks import columns_left_out, remarks
+from tune.datasets.labels import Draft, TrainOn, flagged, labelled, rendered, shares_a_token
+from tune.datasets.remarks import SHARED_TOKEN, columns_left_out, remarks
 from tune.datasets.user_functions import applied
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
@@ -154,6 +154,10 @@ class RowReader:
         longest samples are cut to one length, and if one of them is of no use the row is dropped."""
         with_end = self.train_on_end_of_turn
         wholes = [labelled(*each, self.tokenizer, with_end) for each in zip(drafts, encodings, strict=True)]
+        drafts = [
+            replace(draft, remarks=[*draft.remarks, SHARED_TOKEN]) if shares_a_token(draft, encoding) else draft
+            for draft, encoding in zip(drafts, encodings, strict=True)
+        ]
         lengths = sorted(len(whole.tokens) for whole in wholes)
         reader = self
         if (total := sum(lengths)) > self.max_seq_len:

@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import inspect
+import os
 import sys
 import sysconfig
 import traceback
@@ -27,10 +28,14 @@ def load_function(path: str, asked: str) -> Callable[..., Any]:
 
 def sources_of(path: str, asked: str) -> dict[str, str]:
     """A hash of the source file of each module that the function needs: its own, those that it imports, and so on.
-    Installed packages are not followed: they change with their version."""
+    Installed packages are not followed: they change with their version. What else it reads, its attribute `depends_on`
+    names: files, also relative to its own, and `$NAME` for a variable of the environment. Raises TuneError if such a
+    file is not there."""
     function = inspect.unwrap(load_function(path, asked))
+    depends_on = [str(each) for each in getattr(function, "depends_on", ())]
+    folder = Path(inspect.getfile(function)).parent if depends_on else Path()
     waiting = deque([path.rpartition(".")[0], str(getattr(function, "__module__", ""))])
-    found: dict[str, str] = {}
+    found = {name: _dependency(name, folder, asked) for name in depends_on}
     while waiting:
         name = waiting.popleft()
         try:
@@ -46,6 +51,15 @@ def sources_of(path: str, asked: str) -> dict[str, str]:
         if file.suffix == ".py" and not any(file.is_relative_to(folder) for folder in INSTALLED):
             waiting += _imported(source, name if spec.submodule_search_locations else name.rpartition(".")[0])
     return found
+
+
+def _dependency(name: str, folder: Path, asked: str) -> str:
+    if name.startswith("$"):
+        return repr(os.environ.get(name[1:]))
+    for file in (Path(name).expanduser(), folder / name):
+        if file.is_file():
+            return hashlib.blake2b(file.read_bytes()).hexdigest()
+    raise TuneError(f"{asked}: depends_on names {name}, and there is no such file here or in {folder}")
 
 
 def _imported(source: bytes, package: str) -> Iterator[str]:

@@ -142,7 +142,7 @@ def open_model(
             add_adapters(model, lora)
         load_adapter(model, str(folder))
     check(model)
-    return (model if is_shared else model.to(device)).eval(), Tokenizer(str(found.tokenizer))
+    return (model if is_shared else model.to(device)).eval(), Tokenizer(str(found.tokenizer), date=None)
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from tune.atomic import CHECKPOINT
 from tune.checkpointers import open_checkpoint, require_same_vocabulary
 from tune.checkpointers.best import Best
 from tune.checkpointers.reading import cut_short, require_continuable, require_none_later
-from tune.config import instantiate, instantiate_data, instantiate_weighted, local_folder
+from tune.config import inherited, instantiate, instantiate_data, instantiate_weighted, local_folder
 from tune.datasets.display import parts_of
 from tune.datasets.loader import require_batches
 from tune.datasets.sources.opening import open_source
@@ -50,6 +50,7 @@ from tune.rules import Facts, Finding, Level, judge
 from tune.tokenizers import Tokenizer
 
 PLACE = re.compile(r"([\w./\[\]-]+(?::\d+)?): (.+)", re.DOTALL)
+LIMITED = "the first {:,} rows were read; `--all` reads all of them"
 LOADED = ("tune.datasets.load", "tune.datasets.load_prompts", "tune.datasets.ray")
 NONE = torch.device("meta")  # shapes alone
 
@@ -341,7 +342,14 @@ def _data(
             if isinstance(function, partial):  # not a judge, which may be elsewhere
                 first = prompts.prompts[0]
                 told("reward", Reward(name, function), first.row, tokenizer.decode(first.tokens))
-        if prompts is None or (is_limited and len(prompts) + sum(prompts.dropped.values()) >= (rows or 0)):
+        held_out = cfg.get("validation_dataset")
+        if prompts and held_out and held_out.get("path"):
+            reading = {"max_prompt_len": cfg.max_prompt_len, **inherited(held_out, cfg.dataset)}
+            told("validation_dataset", lambda: instantiate(given.validation_dataset, tokenizer, **reading))
+        if prompts is None:
+            return None
+        if is_limited and len(prompts) + sum(prompts.dropped.values()) >= (rows or 0):
+            told.add(LIMITED.format(rows), "dataset", Level.INFO)
             return None
         order = {"epochs": cfg.epochs, "max_steps": cfg.max_steps, "seed": cfg.seed}
         return told("prompts_per_step", lambda: datasets.PromptLoader(prompts, cfg.prompts_per_step, **order))
@@ -369,6 +377,8 @@ def _data(
         told.add(warning, "dataset", Level.WARN)
     if note := beyond_positions(model, dataset.accounting.longest):
         told.add(note, "max_seq_len", Level.WARN)
+    if not is_whole:
+        told.add(LIMITED.format(rows), "dataset", Level.INFO)
     return None if not (is_whole and world) else told("dataset", lambda: datasets.DataLoader(
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
         seed=cfg.seed, accumulate=not cfg.optimizer_in_backward,

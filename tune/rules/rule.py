@@ -84,11 +84,13 @@ def _fields(folder: Any, name: str) -> dict[str, Any]:
 
 
 class Level(enum.StrEnum):
-    """`ERROR`: the run would fail or learn nothing. `HEAL`: a setting is changed. `WARN`: seldom what was meant."""
+    """`ERROR`: the run would fail or learn nothing. `HEAL`: a setting is changed. `WARN`: seldom what was meant.
+    `INFO`: what was not looked at."""
 
     ERROR = "error"
     HEAL = "heal"
     WARN = "warn"
+    INFO = "info"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from torch import cpu
 
 from tune.rules.rule import GREAT, Facts, Level, Rule
 
-ERROR, HEAL, WARN = Level
+ERROR, HEAL, WARN, _ = Level
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -263,10 +263,6 @@ RULES = [
          "without it their perplexity is a thousand times higher, and they learn to do without first",
          lambda run: str(run.model.get("model_type", "")).startswith("gemma") and run.template
          and "bos" not in run.template),
-    Rule("text-of-today", WARN, "tokenizer.chat_template", "oobabooga/textgen#6692", "transformers 4.44",
-         "the chat template writes today's date into conversations: save it with a fixed one to repeat this run",
-         "the same rows are other tokens tomorrow, and a run is not continued with other data",
-         lambda run: "strftime_now" in run.template),
     Rule("thoughts-cut-short", WARN, "sampling.max_new_tokens", "huggingface/trl#5697", "trl 0.14",
          "{} tokens are few for a model that thinks first, as its chat template says: give it 1,000 or more",
          "no completion comes to its answer, all rewards are zero, and nothing is learned",

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable
+from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,19 @@ class Tokenizer:
     docs/tokenizers.md lists the kinds.
 
     `chat_template` (a name of `SHIPPED`, or a file) and `eos_token` take the place of the folder's own, and are saved.
+    `date` is what templates print as today's; with None it is today's, and texts change from one day to the next.
     """
 
-    def __init__(self, path: str, chat_template: str | None = None, eos_token: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        chat_template: str | None = None,
+        eos_token: str | None = None,
+        date: str | None = "2024-07-26",  # transformers' templates print it where they are given no clock
+    ) -> None:
         self.path = Path(path).expanduser()
+        with explained(f"tokenizer.date={date} is not a date such as 2024-07-26", ValueError):
+            self._date = datetime.fromisoformat(date) if date else None
         self._source, self._tokenizer, self.special_tokens = read_vocabulary(self.path)
         self._added: dict[int, AddedToken] = {}
         configs = (mapping_in(self.path / name) for name in ("generation_config.json", "config.json"))
@@ -88,6 +98,8 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """A hash of all that decides its ids and the text of conversations."""
         contents = [tokenizers.__version__, self._tokenizer.to_str(), self.special_tokens, self._templates]
+        if any("strftime_now" in template for template in self._templates.values()):
+            contents.append(str(self._date))
         return hashlib.blake2b(json.dumps(contents, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @cached_property
@@ -170,13 +182,20 @@ class Tokenizer:
     ) -> str:
         """The conversation as text, by the template `tool_use` where there are tools and such a one, or the default.
         `tools` are JSON schemas, `variables` the template's own, such as `documents` or `enable_thinking=False`."""
-        return self._template(tools).render(messages, add_generation_prompt, tools=tools, **variables)
+        return self._template(tools).render(messages, add_generation_prompt, tools=tools, **self._clock, **variables)
 
     def supervised_spans(
         self, messages: list[Message], tools: list | None = None, **variables: Any
     ) -> tuple[str, list[Span]]:
         """The conversation as text and the character spans to learn from; see `tune.tokenizers.supervised_spans`."""
-        return supervised_spans(self._template(tools), messages, self._special_pattern, tools, **variables)
+        return supervised_spans(
+            self._template(tools), messages, self._special_pattern, tools, **self._clock, **variables
+        )
+
+    @property
+    def _clock(self) -> dict[str, Any]:
+        """What templates call for the date."""
+        return {"strftime_now": self._date.strftime} if self._date else {}
 
     def ends_turn(self, text: str) -> bool:
         """Whether a special token stands at the end of `text`, apart from whitespace."""

@@ -74,6 +74,7 @@ def _checked(message: Any, place: str) -> Message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], role, f"{place}.tool_calls")
         if not message["tool_calls"]:
             del message["tool_calls"]
+    message = _without_thinking_parts(message, f"{place}.content")
     content = _joined(message.get("content"), f"{place}.content")
     is_right = isinstance(content, str) or (content is None and "tool_calls" in message)
     require(is_right, f"{place}.content", content, "a string")
@@ -108,13 +109,35 @@ def _from_share_gpt(message: Message, place: str) -> Message:
     return {**rest, "role": SHARE_GPT_ROLES[name], "content": value}
 
 
+def _without_thinking_parts(message: Message, place: str) -> Message:
+    """Parts of the type `thinking` (Mistral, Anthropic) as the message's reasoning."""
+    content = message.get("content")
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return message
+    thoughts = [(index, part) for index, part in enumerate(content) if part.get("type") == "thinking"]
+    if not thoughts:
+        return message
+    if known := next((name for name in REASONING if message.get(name)), None):
+        raise TuneError(f"{place}[{thoughts[0][0]}].type is thinking, and the message has {known} too: leave one out")
+    texts = []
+    for index, part in thoughts:
+        inside = part.get("thinking")  # a text, or parts of text
+        text = _joined(inside, f"{place}[{index}].thinking")
+        require(isinstance(text, str), f"{place}[{index}].thinking", inside, "a string, or parts of text")
+        texts.append(text)
+    rest = [part for part in content if part.get("type") != "thinking"]
+    return {**message, "content": rest or "", "reasoning_content": "\n".join(texts)}
+
+
 def _joined(content: Any, place: str) -> Any:
     """Content in parts as one text, joined without anything between them, as the templates that take parts do."""
     if not isinstance(content, list) or not content or not all(isinstance(part, dict) for part in content):
         return content
     for index, part in enumerate(content):
         if part.get("type") != "text":
-            raise TuneError(f"{place}[{index}].type is {shown(part.get('type'))}; only parts of text can be learned")
+            raise TuneError(
+                f"{place}[{index}].type is {shown(part.get('type'))}; only text and thinking can be learned"
+            )
         require(isinstance(part.get("text"), str), f"{place}[{index}].text", part.get("text"), "a string")
     return "".join(part["text"] for part in content)
 

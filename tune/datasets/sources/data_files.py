@@ -21,6 +21,7 @@ from tune.lookup import absent, did_you_mean
 
 KINDS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 SEEKABLE = (".parquet", ".arrow")  # they have a compression of their own
+RUN = "run.json"  # in the folder of a run
 NOT_DATA = ("dataset_info.json", "dataset_infos.json")
 
 # The words by which files of a split are known, as the Hugging Face hub knows them.
@@ -69,11 +70,12 @@ class File:
         return decompress(stream) if decompress else stream
 
     def below(self) -> "list[File]":
-        """All that is in the folder and in those below it, without hidden ones. Links to folders stay closed: they may
-        lead in circles."""
+        """All that is in the folder and in those below it, without hidden ones and the folders of runs. Links to
+        folders stay closed: they may lead in circles."""
         root = self.path.rstrip("/")
         names = sorted(os.path.relpath(path, root) for path in self.filesystem.find(root))
-        shown = (name for name in names if not re.search(r"(^|/)\.", name))
+        runs = tuple(f"/{os.path.dirname(name)}/".replace("//", "/") for name in names if os.path.basename(name) == RUN)
+        shown = (name for name in names if not re.search(r"(^|/)\.", name) and not f"/{name}".startswith(runs))
         return [File(self.filesystem, f"{root}/{name}", name) for name in shown]
 
     def matching(self) -> "list[File]":

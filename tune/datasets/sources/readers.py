@@ -55,7 +55,7 @@ def _json(file: File) -> PlacedRows:
         return
     try:
         with file.open() as stream:
-            rows = json.loads(stream.read())
+            rows = json.loads(stream.read(), object_pairs_hook=_with_unique_keys)
     except (ValueError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise TuneError(f"{file.path}{line}: {_malformed(error)}") from error
@@ -93,9 +93,19 @@ def _json_lines(file: File) -> PlacedRows:
 def json_row(line: str | bytes, otherwise: str = "") -> Any:
     """The row in a line of JSON, or the mistake in it."""
     try:
-        return json.loads(line)
+        return json.loads(line, object_pairs_hook=_with_unique_keys)
     except (ValueError, RecursionError) as error:
         return TuneError(f"{_malformed(error)}: {line[:60]!r}... Each line must be one whole row{otherwise}")
+
+
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Python takes the last of several values."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
 
 
 def _malformed(error: Exception) -> str:
