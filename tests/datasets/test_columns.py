@@ -80,7 +80,7 @@ def test_a_labelled_answer_in_place_of_pairs(read):
     row = {"prompt": "Hi", "completion": "Yo", "label": True}
     with pytest.raises(TuneError, match=r"loss._component_=tune.losses.KTO learns from answers with a label"):
         read(row, kind="preferences")
-    assert read(row, kind="labelled")
+    assert read(row, {**row, "prompt": "Ho"}, kind="labelled")
 
 
 def test_advice_for_a_format_that_is_named(read):

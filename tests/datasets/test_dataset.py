@@ -31,6 +31,8 @@ def test_counts_what_happened_to_the_samples(make):
         "lengths": {"p50": 7, "p90": 7, "p99": 7, "max": 7},
         "training_rows": 2,
         "row_capacity": None,
+        "prepared": None,
+        "prepared_in": None,
         "packing_efficiency": None,
     }
 

@@ -177,3 +177,48 @@ def test_settings_that_warnings_name_exist(warned):
     assert named == too_long | {"dataset.filter", "dataset.columns", "dataset.ignore", "dataset.train_on_end_of_turn"}
     settings = {name.removeprefix("dataset.").partition("=")[0] for name in named}
     assert settings <= load.__annotations__.keys()
+
+
+DROPS_REASONING = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}
+        {%- set reasoning = message.reasoning_content %}
+        {%- if loop.last and reasoning %}{{- '<think>' + reasoning + '</think>' }}{% endif %}
+        {{- (message.content or '').split('</think>')[-1] + '<|im_end|>' }}
+        {%- endgeneration %}
+    {%- else %}{{- message.content + '<|im_end|>' }}{%- endif %}
+{%- endfor %}"""
+
+
+def turns(*answers):
+    """A question before each answer."""
+    return {"messages": [each for answer in answers for each in ({"role": "user", "content": "Why?"}, answer)]}
+
+
+@pytest.mark.parametrize(
+    ("row", "remark"),
+    [
+        (turns({"reasoning_content": "a secret plan", "content": "yes"}, {"content": "no"}), "reasoning"),
+        (turns({"content": "<think>a secret plan</think>yes"}, {"content": "no"}), "reasoning"),
+        (turns({"content": "yes", "analysis": "one two three four five six seven eight"}), "analysis of an answer"),
+        (turns({"reasoning_content": "a plan that is shown", "content": "yes"}), None),
+        (turns({"content": "<think></think>yes\nand\n\nno"}, {"content": "no", "name": "bot"}), None),
+    ],
+)
+def test_parts_of_answers_that_the_template_leaves_out_are_counted(folder, tmp_path, row, remark):
+    """kin: modelscope/ms-swift#4939, hiyouga/LlamaFactory#10336."""
+    for message in row["messages"]:
+        message.setdefault("role", "assistant")
+    (folder / "chat_template.jinja").write_text(DROPS_REASONING)
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    remarks = load(Tokenizer(str(folder)), str(file), max_seq_len=400, workers=1).accounting.remarks
+    assert dict(remarks) == ({f"{remark} left out by the template": 1} if remark else {})
+
+
+def test_answers_in_a_row_are_counted(warned):
+    two = chat("a question", "one answer")
+    two["messages"].append({"role": "assistant", "content": "and another"})
+    assert any("assistant messages in a row: in 1 of 11 rows" in each for each in warned([*good(10), two]))

@@ -143,7 +143,7 @@ CHATS = {
     "no parts": (chat({"role": "user", "content": []}), r"content is \[\]; it must be a string"),
     "an image": (
         chat({"role": "user", "content": [{"type": "image_url"}]}),
-        r'content\[0\].type is "image_url"; only parts of text',
+        r'content\[0\].type is "image_url"; only text',
     ),
     "a part without text": (chat({"role": "user", "content": [{"type": "text"}]}), r"content\[0\].text is missing"),
     "a name of ShareGPT": (chat({"from": "hunan", "value": "a"}), r'from is "hunan"; .*Did you mean .human.\?'),

@@ -196,3 +196,16 @@ def test_help_says_what_it_takes(capsys):
         assert end.code == 0
     shown = capsys.readouterr().out
     assert "[--world-size N] [--device NAME] [--all] [--strict] [--json]" in " ".join(shown.split())
+
+
+def test_how_many_rows_were_read_is_said(inputs, capsys):
+    many = inputs.folder / "many.jsonl"
+    many.write_text("".join(json.dumps({"text": f"the cat sat {index}"}) + "\n" for index in range(1200)))
+    command = ["validate", "full_finetune", *inputs.settings(f"dataset.path={many}"), "--json"]
+    levels = []
+    for more in ([], ["--all"]):
+        with pytest.raises(SystemExit):
+            main([*command, *more])
+        found = json.loads(capsys.readouterr().out)["findings"]
+        levels.append([each["message"] for each in found if each["level"] == "info" and each["place"] == "dataset"])
+    assert [len(each) for each in levels] == [1, 0] and "1,000" in levels[0][0] and "--all" in levels[0][0]

@@ -36,8 +36,8 @@ class Accounting:
     lengths: dict[str, int] = field(default_factory=dict)  # tokens of the samples: p50, p90, p99, max
     training_rows: int = 0
     row_capacity: int | None = None  # of a packed row
-    prepared: float | None = None  # seconds since 1970, of samples that an earlier run has prepared
-    prepared_in: str | None = None  # the folder of these
+    prepared: float | None = field(default=None, compare=False)  # seconds since 1970; None: by this run
+    prepared_in: str | None = field(default=None, compare=False)  # the folder of what an earlier run prepared
 
     def __post_init__(self) -> None:
         self.source = without_secrets(self.source)  # a URL may have a password

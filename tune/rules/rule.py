@@ -62,7 +62,7 @@ class Facts:
             return ""
         folder = self("tokenizer.path", self("model.path"))
         inside = _fields(folder, "tokenizer_config.json").get("chat_template") or ""
-        return _text(folder, "chat_template.jinja") or json.dumps(inside)
+        return _text(folder, "chat_template.jinja") or (json.dumps(inside) if inside else "")
 
     @property
     def has_compiler(self) -> bool:

@@ -1,0 +1,159 @@
+"""What is seldom meant, or changes without a word: it is counted, said or refused."""
+
+import json
+import os
+
+import pytest
+from helpers import save_checkpoint
+
+from tune import config
+from tune.config import instantiate_data
+from tune.datasets import load, load_prompts
+from tune.errors import TuneError
+from tune.tokenizers import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Its tokenizer has merges, such as ' cat'."""
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*rows, name="rows.jsonl"):
+        lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+        return str(tmp_path / name)
+
+    return write
+
+
+@pytest.fixture
+def read(folder, write, tmp_path):
+    def read(*rows, **options):
+        options = {"max_seq_len": 400, "workers": 1, "cache_dir": str(tmp_path / "cache")} | options
+        return load(Tokenizer(str(folder)), write(*rows), **options)
+
+    return read
+
+
+def chat(answer="yes"):
+    return {"messages": [{"role": "user", "content": "a cat?"}, {"role": "assistant", "content": answer}]}
+
+
+@pytest.mark.parametrize(("prompt", "shares"), [("Look: a ", True), ("Look: a", False), ("", False)])
+def test_a_prompt_that_shares_a_token_with_the_answer_is_counted(checkpoint, write, prompt, shares):
+    """kin: huggingface/trl#5213. Asked with the prompt alone, the model reads other tokens than it learned after."""
+    tokenizer = Tokenizer(str(checkpoint))
+    file = write({"prompt": prompt, "completion": "cat" if shares else " cat"})
+    found = load(tokenizer, file, max_seq_len=100, workers=1).accounting
+    assert found.remarks["prompt and answer share a token"] == shares
+    assert found.supervised_tokens == (2 if prompt else 1)  # ' cat', but as the first token of all, and the end
+
+
+def test_kto_needs_another_prompt(read):
+    """kin: huggingface/trl#1911. No answer is a mismatched one where all have one prompt."""
+    rows = [{"prompt": "Write.", "completion": f" Answer {index}.", "label": index % 2 == 0} for index in range(3)]
+    with pytest.raises(TuneError, match=r"rows\.jsonl.* 3 "):
+        read(*rows, kind="labelled")
+    assert len(read(*rows, rows[0] | {"prompt": "Another."}, kind="labelled").lengths) == 8
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_key_that_is_there_twice_is_refused(folder, write, name):
+    row = '{"messages": [{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", "content": "c"}]}'
+    file = write(row, row, name="rows.jsonl") if name == "rows.jsonl" else write(f"[{row}]", name=name)
+    with pytest.raises(TuneError, match=rf"{name}.*'content'"):
+        load(Tokenizer(str(folder)), file, max_seq_len=100, workers=1)
+
+
+def test_thinking_parts_are_the_reasoning(folder, read):
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% generation %}<{{ m.reasoning_content }}>{{ m.content }}{% endgeneration %}"
+        "{% endfor %}"
+    )
+    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": "yes"}]
+    (sample,) = read(chat(parts)).samples
+    assert Tokenizer(str(folder)).decode(sample.tokens.tolist()).endswith("<hm>yes")
+    twice = chat(parts)
+    twice["messages"][1]["reasoning"] = "hm too"
+    with pytest.raises(TuneError, match=r"rows\.jsonl:1: messages\[1\].content\[0\].*reasoning"):
+        read(twice)
+
+
+def test_the_date_of_prompts_is_that_of_the_run(folder, write, checkpoint):
+    """A run of reinforcement learning would have other data tomorrow, and could not be continued."""
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}{{ messages[0].content }}")
+    file = write({"instruction": "Hi"})
+    prompts = {
+        date: load_prompts(tokenizer := Tokenizer(str(folder), **date_of), file, max_prompt_len=50).prompts[0].tokens
+        for date, date_of in {"2024-07-26": {}, "2031-01-02": {"date": "2031-01-02"}}.items()
+    }
+    assert {date: tokenizer.decode(tokens) for date, tokens in prompts.items()} == {
+        "2024-07-26": "2024-07-26Hi", "2031-01-02": "2031-01-02Hi",
+    }  # fmt: skip
+    fingerprints = {Tokenizer(str(folder), date=date).fingerprint for date in ("2024-07-26", "2031-01-02")}
+    assert len(fingerprints) == 2
+    without = {Tokenizer(str(checkpoint), date=date).fingerprint for date in ("2024-07-26", "2031-01-02")}
+    assert len(without) == 1  # its template prints none
+    with pytest.raises(TuneError, match=r"tokenizer\.date=tomorrow"):
+        Tokenizer(str(folder), date="tomorrow")
+
+
+def test_rows_of_an_earlier_run_are_told_with_their_age(read, tmp_path):
+    assert "prepared" not in read(chat()).accounting.table()
+    (about,) = (tmp_path / "cache").glob("*/about.json")
+    os.utime(about, (about.stat().st_atime, about.stat().st_mtime - 3 * 3600))
+    again = read(chat()).accounting
+    (line,) = (line for line in again.table().splitlines() if line.strip().startswith("prepared"))
+    assert "3 hours" in line and str(about.parent) in line
+    assert again.as_dict()["prepared"] == about.stat().st_mtime
+
+
+def test_what_a_function_reads_besides_is_part_of_the_key(read, tmp_path, monkeypatch):
+    """kin: allenai/open-instruct#1497."""
+    (tmp_path / "reads_files.py").write_text(
+        "import os, pathlib\n"
+        "def shout(row):\n"
+        "    mark = pathlib.Path(__file__).with_name('mark.txt').read_text() + os.environ['ANOTHER_MARK']\n"
+        "    return {'prompt': 'a', 'completion': row['text'] + mark}\n"
+        "shout.depends_on = ['mark.txt', '$ANOTHER_MARK']\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def learned(file, variable):
+        (tmp_path / "mark.txt").write_text(file)
+        monkeypatch.setenv("ANOTHER_MARK", variable)
+        return int(read({"text": "b"}, format="reads_files.shout").supervised[0])
+
+    assert [learned("!", "?"), learned("!!", "?"), learned("!!", "???")] == [4, 5, 7]
+    (tmp_path / "mark.txt").unlink()
+    with pytest.raises(TuneError, match=r"mark\.txt"):
+        read({"text": "b"}, format="reads_files.shout")
+
+
+def test_the_folder_of_a_run_is_no_data(folder, read, tmp_path):
+    data = tmp_path / "data"
+    run = data / "runs" / "mine"
+    run.mkdir(parents=True)
+    (data / "rows.jsonl").write_text(json.dumps(chat()) + "\n")
+    (data / "more" / "run").mkdir(parents=True)
+    (data / "more" / "run" / "rows.jsonl").write_text(json.dumps(chat("no")) + "\n")
+    for name in ("run.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "model/config.json"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("{}\n")
+    assert load(Tokenizer(str(folder)), str(data), max_seq_len=100, workers=1).accounting.rows == 2
+
+
+def test_validation_rows_are_read_as_training_rows_are(checkpoint, write):
+    rows = [{"talk": chat(f"yes {index}")["messages"], "weight": index} for index in range(3)]
+    paths = [f"dataset.path={write(*rows)}", f"validation_dataset.path={write(rows[0], name='held_out.jsonl')}"]
+    columns = ["dataset.columns={messages: talk}", "dataset.extra_columns=[weight]"]
+    cfg = config.load("full_finetune", [f"model.path={checkpoint}", *paths, *columns])
+    training, validation = instantiate_data(cfg, Tokenizer(str(checkpoint)))
+    assert list(training.columns) == list(validation.columns) == ["weight"]
+    other = write({"words": chat()["messages"], "weight": 1}, name="held_out.jsonl")
+    own = [f"validation_dataset.path={other}", "validation_dataset.columns={messages: words}"]
+    cfg = config.load("full_finetune", [f"model.path={checkpoint}", paths[0], *columns, *own])
+    assert len(instantiate_data(cfg, Tokenizer(str(checkpoint)))[1].lengths) == 1
