@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import re
+import shlex
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,6 +23,22 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def absent(path: Path) -> str:
     """That nothing is at `path`, and from where a relative one was looked for."""
     return "does not exist" if path.is_absolute() else f"does not exist in {Path.cwd()}"
+
+
+def local_path(text: str) -> Path:
+    """The file or folder that a user has named; `~/` is the home folder, also where the shell has left it."""
+    return Path(text).expanduser()
+
+
+def in_shell(path: Path | str) -> str:
+    """A path as one word of a command line."""
+    text = str(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
+
+
+def assignment(key: str, path: Path | str) -> str:
+    """The argument `key=path` of a recipe; a path that reads like no value is written so that it is one."""
+    return f"{key}={'./' if str(path) in ('', 'null') else ''}{path}"
 
 
 def is_on_the_hub(path: str) -> bool:

@@ -73,7 +73,6 @@ def test_an_unknown_key(argument: str, finding: str) -> None:
         ("device=gpu", "device: 'gpu' is not one of auto, cpu, cuda, mps."),
         ("parallel.dp_shard=all", "parallel.dp_shard: 'all' is not a positive integer or auto."),
         ("packed=1", "packed: 1 is not true or false."),
-        ("output_dir=7", "output_dir: 7 is not a string or null. Quote it twice: '\"7\"'."),
         ("dataset.path=null", "dataset.path: null is not a string."),
         ("checkpointer.async=later", "checkpointer.async: 'later' is not true or false."),
         ("checkpointer.keep=0", "checkpointer.keep: 0 is not a positive integer or null."),

@@ -43,6 +43,7 @@ from tune.checkpointers.reading import (
 from tune.distributed import World, reshard
 from tune.distributed.ray_train import is_ray_worker, report
 from tune.errors import TuneError
+from tune.lookup import in_shell
 from tune.types import PositiveInt
 
 STORED = ".store"  # in a run folder that is uploaded: each node has its own, with what its processes write
@@ -272,7 +273,9 @@ class Checkpointer:
                     unfinished.rename(complete)
             except (OSError, CheckpointException) as error:
                 shutil.rmtree(unfinished, ignore_errors=True)
-                again = f"the same command with output_dir={self.folder.parent} continues after step {self.saved}"
+                again = (
+                    f"the same command with output_dir={in_shell(self.folder.parent)} continues after step {self.saved}"
+                )
                 kept = f"Earlier ones are intact: make room; {again}" if self.saved else "There is none yet: make room"
                 raise TuneError(
                     f"the checkpoint of step {step} could not be written: {cause_of(error)}. {kept}."

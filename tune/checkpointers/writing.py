@@ -20,6 +20,7 @@ from tune.checkpointers.disk import SAFETENSORS_DTYPES, DiskTensor, disk_tensors
 from tune.checkpointers.weights import Pretrained, hf_tensors
 from tune.distributed import DTYPES, World
 from tune.errors import TuneError
+from tune.lookup import in_shell
 from tune.models import build
 from tune.models.build import as_reward_model
 from tune.models.config_file import ConfigFile, read_json
@@ -243,7 +244,7 @@ def save_tensors(tensors: dict[str, Tensor], file: Path, what: str) -> None:
 
 def _not_written(what: str, run: Path, error: Exception) -> TuneError:
     is_kept = any((run / "checkpoints").glob(CHECKPOINT))
-    again = f"with output_dir={run}, which continues after the last checkpoint" if is_kept else "again"
+    again = f"with output_dir={in_shell(run)}, which continues after the last checkpoint" if is_kept else "again"
     return TuneError(f"the {what} could not be written to {run}: {error}. Make room and run the same command {again}")
 
 

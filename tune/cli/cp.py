@@ -6,12 +6,13 @@ from pathlib import Path
 from tune import config
 from tune.cli.cat import find
 from tune.errors import TuneError
+from tune.lookup import local_path
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("name", metavar="NAME", help="a recipe (full_finetune) or a config (full_finetune.yaml)")
     where = "a file or a folder (default: here)"
-    parser.add_argument("destination", metavar="DEST", nargs="?", type=Path, default=Path(), help=where)
+    parser.add_argument("destination", metavar="DEST", nargs="?", type=local_path, default=Path(), help=where)
     parser.add_argument("--force", action="store_true", help="overwrite DEST")
     options = parser.parse_args(arguments)
 

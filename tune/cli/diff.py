@@ -3,15 +3,15 @@ does not have."""
 
 import sys
 from argparse import ArgumentParser
-from pathlib import Path
 
 from tune.cli.runs import print_table
+from tune.lookup import local_path
 from tune.records import differences, number, read
 from tune.type_check import as_given
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs=2, type=Path, help="a run folder")
+    parser.add_argument("runs", metavar="RUN", nargs=2, type=local_path, help="a run folder")
     runs = [read(path) for path in parser.parse_args(arguments).runs]
     for problem in [f"{run.path}: {each}" for run in runs for each in run.problems]:
         print(f"warning: {problem}", file=sys.stderr)

@@ -23,6 +23,7 @@ from tune.cli.export import add_step, model_at
 from tune.cli.run import parted
 from tune.errors import TuneError, explained
 from tune.launchers import count, ray
+from tune.lookup import local_path
 
 MAX_NEW_TOKENS = 512
 OWN = ("index", "sample", "completion", "finish", "tokens")  # columns of records, beside those of the rows
@@ -60,7 +61,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     prompts.add_argument("--prompts", metavar="FILE", help=file)
     parser.add_argument("--samples", metavar="N", type=count, default=1, help="answers to each prompt (default: 1)")
     parser.add_argument("--raw", action="store_true", help="go on from texts as they are, without a chat template")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="prompts and answers too, as .jsonl or .parquet")
+    parser.add_argument("--out", metavar="FILE", type=local_path, help="prompts and answers too, as .jsonl or .parquet")
     parser.add_argument("--batch-size", metavar="N", type=count, default=16, help="answers at a time (default: 16)")
     parser.add_argument("--launcher", choices=["ray"], help="its options: tune generate --launcher ray --help")
     launcher, others = parted(arguments, "")

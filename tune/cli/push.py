@@ -5,14 +5,14 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from tune.errors import TuneError, explained
-from tune.lookup import needs
+from tune.lookup import local_path, needs
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
-    parser.add_argument("source", metavar="RUN_OR_FOLDER", type=Path, help="a run, a model folder, or an adapter")
+    parser.add_argument("source", metavar="RUN_OR_FOLDER", type=local_path, help="a run, a model folder, or an adapter")
     parser.add_argument("repo", metavar="REPO", help="OWNER/NAME; made if it is not there")
     parser.add_argument("--private", action="store_true", help="make it a private one, if it is made")
-    parser.add_argument("--token-file", metavar="FILE", type=Path, help="that holds the token to use")
+    parser.add_argument("--token-file", metavar="FILE", type=local_path, help="that holds the token to use")
     options = parser.parse_args(arguments)
     print(f"it is at {push(options.source, options.repo, options.private, options.token_file)}")
 

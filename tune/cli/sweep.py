@@ -8,6 +8,7 @@ What stands behind RECIPE, other than options of the sweep, goes to the recipe.
 """
 
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -27,10 +28,11 @@ from tune import config, records
 from tune.cli.run import default_config, parse_options
 from tune.cli.runs import print_table
 from tune.errors import TuneError
-from tune.lookup import did_you_mean
+from tune.lookup import did_you_mean, in_shell, local_path
 from tune.ray_cluster import connect
 
 POLL = 0.5  # seconds
+LONGEST = 120  # characters of a folder's name
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
@@ -40,7 +42,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--schedule", choices=["all", "asha"], default="all", help="asha ends runs that fall behind")
     parser.add_argument("--metric", default="loss", help="to compare by; the lowest is best, of a reward the highest")
     parser.add_argument("--grace", type=int, default=10, help="asha: steps that every run gets (default: 10)")
-    parser.add_argument("--out", type=Path, help="default: runs/sweep-TIME")
+    parser.add_argument("--out", type=local_path, help="default: runs/sweep-TIME")
     parser.add_argument("--address", help="of a Ray cluster; default: RAY_ADDRESS, or a new one on this machine")
     parser.add_argument("--cpus-per-run", type=int, default=1)
     parser.add_argument("--gpus-per-run", type=int, help="default: 1 where the cluster has GPUs")
@@ -78,7 +80,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if not any(row["state"] == "failed" or row["value"] is not None for row in rows):
         known = sorted({name for run in runs for name in records.read(out / name_of(run)).columns})
         hint = f"{did_you_mean(options.metric, known)} They have {', '.join(known)}"
-        raise TuneError(f"--metric {options.metric}: no run has it.{hint}. tune report {out}/* compares them")
+        raise TuneError(f"--metric {options.metric}: no run has it.{hint}. tune report {in_shell(out)}/* compares them")
     sign = -1 if mode == "max" else 1
     rows.sort(key=lambda row: (row["value"] is None, sign * (row["value"] or 0)))
     (out / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n")
@@ -100,7 +102,7 @@ def swept(over: Sequence[str], settings: Sequence[str]) -> tuple[dict[str, list[
     values: dict[str, list[str]] = {}
     for position, each in enumerate(over):
         key, equals, text = each.partition("=")
-        found = re.findall(r"(?:\[[^]]*\]|[^,\[])+", text)
+        found = [text] if Path(text).exists() else separated(text)
         if not (key and equals):
             raise TuneError(f"--over: '{each}' is not KEY=A,B")
         if len(found) < 2:
@@ -111,6 +113,16 @@ def swept(over: Sequence[str], settings: Sequence[str]) -> tuple[dict[str, list[
             raise TuneError(f"--over: {key} is given twice")
         values[key] = found
     return values, list(settings)
+
+
+def separated(text: str) -> list[str]:
+    """The values in A,B. A list or a group is one value, and so is what stands in double quotes: "a,b",c."""
+    values = re.findall(r'(?:"(?:[^"\\]|\\.)*"|\[[^]]*\]|\{[^}]*\}|[^,])+', text)
+    for place, value in enumerate(values):
+        with suppress(ValueError):
+            if value.startswith('"'):
+                values[place] = json.loads(value)
+    return values
 
 
 def train(parameters: dict[str, Any]) -> None:
@@ -153,8 +165,12 @@ def measured(folder: Path, metric: str) -> list[tuple[int, float]]:
 
 
 def name_of(run: dict[str, str]) -> str:
-    """The folder of a run, by its values."""
-    return re.sub(r"[^\w.=,+-]", "_", ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in run.items()))
+    """The folder of a run, by its values; with a digest of them where the name cannot have all of them as they are."""
+    name = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in run.items())
+    if len(name) <= LONGEST and all(re.fullmatch(r"[\w.+-]*", value, re.ASCII) for value in run.values()):
+        return name
+    digest = hashlib.sha256(json.dumps(run).encode()).hexdigest()[:8]
+    return f"{re.sub('[^a-zA-Z0-9_.=,+-]', '_', name)[:LONGEST]}-{digest}"
 
 
 def row(folder: Path, run: dict[str, str], metric: str, failed: bool) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -15,6 +14,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from tune.lookup import local_path
 from tune.records import Record, number, read
 from tune.records.page import TEMPLATES, changed, samples, seconds, uses
 
@@ -24,7 +24,7 @@ RECENT = 50  # steps whose speed is that of the run
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
+    parser.add_argument("run", metavar="RUN", type=local_path, help="a run folder")
     path = parser.parse_args(arguments).run
     console, run = Console(highlight=False), read(path)
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:

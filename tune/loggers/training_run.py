@@ -30,6 +30,7 @@ from tune.loggers.hardware import disk_note, peak_memory_gib, planned_memory, sc
 from tune.loggers.sinks import WANDB_OFF, Console, Sink, WandbOptions, lines_after, open_sinks, require_installed
 from tune.loggers.store import Store
 from tune.loggers.watchdog import Watchdog
+from tune.lookup import in_shell
 from tune.peft import untrained_tokens
 from tune.rules import Facts, Level, judge
 from tune.secrets import without_secrets
@@ -70,7 +71,7 @@ class Run:
         is_url = "://" in chosen
         self.store = Store(chosen, self.path, world, settings.get("checkpointer") or {}) if is_url else None
         # The command that continues this run, in words.
-        self.again = f"the same command with output_dir={chosen}{'' if resume == 'auto' else ' resume=auto'}"
+        self.again = f"the same command with output_dir={in_shell(chosen)}{'' if resume == 'auto' else ' resume=auto'}"
         self.resume = world.broadcast(run_folder.resumption(self.path, resume))
         mark = self.path / f".{world.broadcast(uuid.uuid4().hex)}"
         known = self.path, self.resume, mark, bool(settings.get("adapter"))

@@ -15,6 +15,7 @@ from tune.distributed import DTYPES
 from tune.distributed.parallelize import allocate, repeated_blocks, units_of
 from tune.distributed.tensor_parallel import share
 from tune.errors import TuneError
+from tune.lookup import in_shell
 from tune.models import HuggingFaceModel
 from tune.models.config_file import ConfigFile, read_json
 from tune.peft.adapters import adapted_modules, add_adapters
@@ -55,7 +56,8 @@ def resolve_model(path: str | Path, adapters: Sequence[str | Path] = ()) -> Reso
         if not named or not base.is_dir():
             raise TuneError(
                 f"{folder} is an adapter of {named or 'a base that it does not name'}, which is no folder here. Name "
-                f"the base and the adapter: BASE --adapter {folder} (`tune download` gets a model from the hub)"
+                f"the base and the adapter: BASE --adapter {in_shell(folder)} (`tune download` gets a model from the "
+                "hub)"
             )
     folders = [each for each in reversed(found) if (each / "tokenizer.json").exists()]
     return Resolved(base, tuple(found), folders[0] if folders else base)
@@ -77,13 +79,15 @@ def exported_folder(path: Path) -> Path:
             return folder
     run = next((each for each in (path, path.parent, path.parent.parent) if (each / "config.yaml").exists()), None)
     if run and run != path and any((run / name).is_dir() for name in ("model", "adapter")):
-        raise TuneError(f"{path} is a checkpoint to continue from. `tune export {run} --step N` makes a model of one")
+        raise TuneError(
+            f"{path} is a checkpoint to continue from. `tune export {in_shell(run)} --step N` makes a model of one"
+        )
     if run:
         steps = ", ".join(each.name for each in sorted(run.glob(f"checkpoints/{CHECKPOINT}"))) or "no checkpoint either"
         raise TuneError(
             f"{path}: this run has exported nothing yet: it has neither model/ nor adapter/, but {steps}. Let it come "
-            f"to its end (the command that began it, with output_dir={run}, continues after its last checkpoint), or "
-            f"make a model of a checkpoint: `tune export {run} --step N --to hf --out FOLDER`"
+            f"to its end (the command that began it, with output_dir={in_shell(run)}, continues after its last "
+            f"checkpoint), or make a model of a checkpoint: `tune export {in_shell(run)} --step N --to hf --out FOLDER`"
         )
     if not path.is_dir():
         ConfigFile(path, "model.path")  # says what it could mean

@@ -17,6 +17,7 @@ import numpy as np
 from tune import config
 from tune.atomic import CHECKPOINT, written_aside
 from tune.errors import TuneError
+from tune.lookup import in_shell
 from tune.secrets import without_secrets
 
 STARTS = 100  # the last ones that are kept beside the first: a run may be started thousands of times
@@ -120,7 +121,9 @@ def read(folder: Path, tail: int | None = None) -> Record:
     """The run in `folder`; with `tail`, of its metrics only those in that many bytes at the end. Raises TuneError."""
     if not any((folder / name).is_file() for name in FILES):
         inside = len(find(folder))
-        advice = f"`tune runs {folder}` lists the {inside} in it" if inside else "Give the output_dir of a run"
+        advice = (
+            f"`tune runs {in_shell(folder)}` lists the {inside} in it" if inside else "Give the output_dir of a run"
+        )
         raise TuneError(f"{folder} is not a run folder: there is none of {', '.join(FILES)} in it. {advice}")
     problems: list[str] = []
     settings: dict[str, Any] = {}
