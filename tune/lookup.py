@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterable
@@ -25,9 +26,10 @@ def absent(path: Path) -> str:
     return "does not exist" if path.is_absolute() else f"does not exist in {Path.cwd()}"
 
 
-def local_path(text: str) -> Path:
-    """The file or folder that a user has named; `~/` is the home folder, also where the shell has left it."""
-    return Path(text).expanduser()
+def local_path(place: str | Path) -> Path:
+    """The file or folder that a user has named; `~/` is the home folder, also where the shell has left it. `./~` is a
+    name: a Path, which has lost that beginning, is as it is."""
+    return Path(os.path.expanduser(place)) if isinstance(place, str) else place
 
 
 def in_shell(path: Path | str) -> str:

@@ -101,10 +101,12 @@ def model_at(source: str | Path, step: int | None = None) -> Iterator[str]:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         first = f"tune export {in_shell(run)} --step {step} --to hf --out FOLDER"
         raise TuneError(f"write the model of the checkpoint first: `{first}`, and name FOLDER")
-    command = ["export", str(run.absolute()), "--step", str(step), "--to", "hf", "--out"]
+    command = ["export", str(run.absolute()), "--step", str(step), "--to", "hf"]
     with TemporaryDirectory(dir=run if run.is_dir() else None, prefix=f".step-{step}-") as folder:
         written = f"{folder}/{run.name}-step-{step}"  # by a process of its own, as this one may use a GPU
-        done = subprocess.run([sys.executable, "-m", "tune.cli", *command, written], stdout=subprocess.DEVNULL)
+        done = subprocess.run(
+            [sys.executable, "-m", "tune.cli", *command, f"--out={written}"], stdout=subprocess.DEVNULL
+        )
         if done.returncode:
             sys.exit(done.returncode)
         yield written

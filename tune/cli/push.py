@@ -31,7 +31,7 @@ def push(source: Path, repo: str, private: bool = False, token_file: Path | None
     wrong = f"'{repo}' is no name for a repository: OWNER/NAME of letters, digits and - _ ."
     with explained(wrong, errors.HFValidationError):
         validate_repo_id(repo)
-    folder = exported_folder(source.expanduser())
+    folder = exported_folder(source)
     if not has_weights(folder):
         raise TuneError(f"{folder} has no weights to upload: no *.safetensors")
     if (folder / CONFIG).exists():

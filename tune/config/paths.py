@@ -59,7 +59,7 @@ def _names(kind: str, suffix: str) -> list[str]:
 
 
 def _find(kind: str, name: str, suffix: str) -> Path:
-    path = Path(name).expanduser()
+    path = local_path(name)
     if path.is_file():
         return path
     known = _names(f"{kind}s", suffix)

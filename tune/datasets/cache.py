@@ -26,6 +26,7 @@ from tune.datasets.accounting import Accounting
 from tune.datasets.samples import Chunk, Samples, write
 from tune.datasets.sources.data_files import File
 from tune.errors import TuneError
+from tune.lookup import local_path
 
 ARRAYS = ("tokens", "labels", "lengths", "supervised", "digests")
 TELL = 10.0  # seconds between lines on how far it is
@@ -37,7 +38,7 @@ CHANGES = re.compile("etag|modif|mtime|created|updated|md5|crc|sha|digest|checks
 
 def cache_folder(given: str | None) -> Path:
     """`given`, else $TUNE_CACHE, else ~/.cache/tune."""
-    return Path(given or os.environ.get("TUNE_CACHE") or "~/.cache/tune").expanduser()
+    return local_path(given or os.environ.get("TUNE_CACHE") or "~/.cache/tune")
 
 
 def hash_of(*contents: Any) -> str:

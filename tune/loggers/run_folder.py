@@ -19,6 +19,7 @@ from tune.distributed import World
 from tune.distributed.restarts import launcher_store
 from tune.errors import TuneError
 from tune.loggers.sinks import require_free
+from tune.lookup import local_path
 
 PATIENCE = 10.0  # seconds after which another node sees what was written to a shared file system
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "TUNE_RESTART_COUNT")  # the last one: under Ray
@@ -140,7 +141,7 @@ def _paths(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 def _state_of(path: str) -> str:
     """A digest of a file, or of the files directly in a folder, without hidden ones and `.md`; "" if there is none."""
-    place = Path(path).expanduser()
+    place = local_path(path)
     among = place.iterdir() if place.is_dir() else map(Path, glob.glob(str(place)))
     files = sorted(file for file in among if file.is_file() and not file.name.startswith(".") and file.suffix != ".md")
     names = [f"{file.name} {file.stat().st_size}" for file in files]

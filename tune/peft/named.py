@@ -15,7 +15,7 @@ from tune.distributed import DTYPES
 from tune.distributed.parallelize import allocate, repeated_blocks, units_of
 from tune.distributed.tensor_parallel import share
 from tune.errors import TuneError
-from tune.lookup import in_shell
+from tune.lookup import in_shell, local_path
 from tune.models import HuggingFaceModel
 from tune.models.config_file import ConfigFile, read_json
 from tune.peft.adapters import adapted_modules, add_adapters
@@ -46,13 +46,13 @@ def resolve_model(path: str | Path, adapters: Sequence[str | Path] = ()) -> Reso
     Raises:
         TuneError: a path is none of these, or the base of an adapter is not where its config says.
     """
-    folder = exported_folder(Path(path).expanduser())
+    folder = exported_folder(local_path(path))
     its_own = [folder] if (folder / CONFIG).exists() else []
     found = [*its_own, *map(adapter_folder, adapters)]
     base = folder
     if its_own:
         named = read_json(folder / CONFIG, "adapter").get("base_model_name_or_path") or ""
-        base = Path(named).expanduser()
+        base = local_path(named)
         if not named or not base.is_dir():
             raise TuneError(
                 f"{folder} is an adapter of {named or 'a base that it does not name'}, which is no folder here. Name "
@@ -65,7 +65,7 @@ def resolve_model(path: str | Path, adapters: Sequence[str | Path] = ()) -> Reso
 
 def adapter_folder(path: str | Path) -> Path:
     """The adapter that `path` is or, if it is a run, has exported. Raises TuneError if there is none."""
-    given = Path(path).expanduser()
+    given = local_path(path)
     folder = exported_folder(given) if given.is_dir() else given
     if not (folder / CONFIG).exists():
         raise TuneError(f"{folder} is no adapter: it has no {CONFIG}. Name a folder in PEFT's layout, or a run of one")

@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from tune.errors import TuneError, explained
+from tune.lookup import local_path
 from tune.tokenizers.chat_template import SHIPPED, ChatTemplate, Message, Span, chosen_template, markers
 from tune.tokenizers.folder import SOURCES, mapping_in, read_vocabulary
 from tune.tokenizers.supervision import end_of_turn, supervised_spans
@@ -34,7 +35,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: str, chat_template: str | None = None, eos_token: str | None = None) -> None:
-        self.path = Path(path).expanduser()
+        self.path = local_path(path)
         self._source, self._tokenizer, self.special_tokens = read_vocabulary(self.path)
         self._added: dict[int, AddedToken] = {}
         configs = (mapping_in(self.path / name) for name in ("generation_config.json", "config.json"))

@@ -17,7 +17,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from tune.errors import TuneError, explained
-from tune.lookup import absent, did_you_mean
+from tune.lookup import absent, did_you_mean, local_path
 
 KINDS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 SEEKABLE = (".parquet", ".arrow")  # they have a compression of their own
@@ -96,7 +96,7 @@ class File:
 
 def is_on_the_hub(path: str) -> bool:
     """Whether a path that is not there can be the name of a dataset on the hub; raises TuneError if it cannot."""
-    local = Path(path).expanduser()
+    local = local_path(path)
     if "://" in path or os.path.lexists(local) or glob.has_magic(path):
         return False
     is_path = local.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
@@ -115,7 +115,7 @@ def place_at(path: str) -> File:
         if "://" in path:
             filesystem, root = fsspec.url_to_fs(path)
         else:
-            filesystem, root = LocalFileSystem(), str(Path(path).expanduser())
+            filesystem, root = LocalFileSystem(), str(local_path(path))
         exists = filesystem.exists(root) or glob.has_magic(root)
     if not exists:
         leads = f" is a link that leads nowhere ({os.readlink(root)})" if os.path.islink(root) else " does not exist"
