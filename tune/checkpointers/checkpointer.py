@@ -66,8 +66,8 @@ class Checkpointer:
     current config. Frozen parameters are not saved: on resuming, `base` checks that they come from the same weights,
     and `adapter` that its settings are the same.
 
-    With `keep_best`, the name of a metric, the checkpoint with its best value is kept too: the lowest of a loss, the
-    highest of others; for a task's metric, `tasks.higher_is_better` says which. After `patience` values in a row that
+    With `keep_best`, the name of a metric, the checkpoint with its best value is kept too: the highest or the lowest,
+    see `more_is_better`; for a task's metric, `tasks.higher_is_better` says which. After `patience` values in a row that
     were no better, the training `is_over`.
 
     `extra` is state of your own, by name: averaged weights, counters. Plain values are saved as JSON. Tensors, also

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tune.errors import TuneError
 from tune.lookup import local_path
-from tune.records import find, number, read
+from tune.records import find, read
 
 TAIL = 1 << 20  # bytes of metrics.jsonl that are read: the last steps
 
@@ -22,7 +22,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     names = ["step", "loss", "validation_loss", *["reward"] * any("reward" in run.columns for run in runs)]
     rows = [("run", "state", "recipe", *(name.replace("_", " ") for name in names), "GiB", "began")]
     for run in runs:
-        metrics = [number(run.last(name)) for name in names]
+        metrics = [run.shown(name) for name in names]
         began = f"{datetime.fromtimestamp(run.started):%Y-%m-%d %H:%M}"
         rows.append((str(run.path), run.state, run.facts.get("recipe", ""), *metrics, gib(run.path), began))
     if len(rows) == 1:

@@ -84,6 +84,12 @@ class Record:
         """The last value of a metric, NaN without one."""
         return float(self.known(metric)[1][-1:].sum()) if len(self.known(metric)[1]) else math.nan
 
+    def shown(self, metric: str) -> str:
+        """The last value of a metric for people to read, with its step if that is not the run's last."""
+        steps, _ = self.known(metric)
+        late = f" (step {number(steps[-1])})" if len(steps) and steps[-1] < self.columns["step"][-1] else ""
+        return number(self.last(metric)) + late
+
     def text(self, file: str, most: int, start: bool = False) -> str:
         """The last `most` bytes of a file, or the first."""
         with suppress(OSError), (self.path / file).open("rb") as content:
