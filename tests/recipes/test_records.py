@@ -90,7 +90,7 @@ def test_a_report_that_fails_is_a_line_in_the_log(inputs, run_recipe, monkeypatc
     monkeypatch.setattr(records, "write_report", fail)
     assert run_recipe(inputs.settings(f"output_dir={inputs.folder / 'new'}")) == 0
     log = (inputs.folder / "new" / "log.txt").read_text()
-    assert log.endswith("the report is not written: ZeroDivisionError('of the template')\n")
+    assert log.endswith("the report is not written: ZeroDivisionError: of the template\n")
     assert (inputs.folder / "new" / "model" / "model.safetensors").exists()
 
 

@@ -67,8 +67,8 @@ class Checkpointer:
     and `adapter` that its settings are the same.
 
     With `keep_best`, the name of a metric, the checkpoint with its best value is kept too: the highest or the lowest,
-    see `more_is_better`; for a task's metric, `tasks.higher_is_better` says which. After `patience` values in a row that
-    were no better, the training `is_over`.
+    as `more_is_better` has it; for a task's metric, `tasks.higher_is_better` says which. After `patience` values in a
+    row that were no better, the training `is_over`.
 
     `extra` is state of your own, by name: averaged weights, counters. Plain values are saved as JSON. Tensors, also
     sharded ones, are loaded in place, so that the object must have them before it is restored.
@@ -129,7 +129,7 @@ class Checkpointer:
             return 0
         if resume != "auto" and (damage := self._damage(path)):
             raise TuneError(f"resume: {path} is damaged: {damage}. Give the checkpoint before it")
-        small = json.loads((path / "state.json").read_text())
+        small = json.loads((path / "state.json").read_text(encoding="utf-8"))
         if (found := small.keys() - {"step", "groups", "best", "metrics"}) != self.small.keys():
             raise TuneError(
                 f"resume: {path} is of another recipe: it has the state of {', '.join(sorted(found))}, this one of "
@@ -191,7 +191,7 @@ class Checkpointer:
         if goes_back:
             reshard(self.model)
             path = self.resumed.get(kept, self.folder / f"step-{kept:08d}")
-            self._restore(path, json.loads((path / "state.json").read_text()), self._states()[1])
+            self._restore(path, json.loads((path / "state.json").read_text(encoding="utf-8")), self._states()[1])
         weights = f"are those after step {kept}" if goes_back else "stay as they are"  # a step may have several updates
         self.tell(f"warning: {found}. The weights {weights}; training goes on")
         return False
@@ -247,7 +247,7 @@ class Checkpointer:
         if step == saved:
             if self.world.is_main and self.best.metric:
                 file = self.folder / f"step-{step:08d}" / "state.json"
-                replace_json(file, json.loads(file.read_text()) | {"best": self.best.state_dict()})
+                replace_json(file, json.loads(file.read_text(encoding="utf-8")) | {"best": self.best.state_dict()})
             self._settled(step, (self.best.value, self.best.step))
             return
         self.failed = False
@@ -267,7 +267,7 @@ class Checkpointer:
                 dcp.save(tensors, checkpoint_id=unfinished, process_group=self.group)
                 digests = gather_digests(unfinished, self.group)
                 if self.world.is_main:  # from here on no process waits for another: this may fail
-                    (unfinished / "state.json").write_text(small)
+                    (unfinished / "state.json").write_text(small, encoding="utf-8")
                     write_digests(unfinished, digests, ".metadata", "state.json")
                 if self.tidies:
                     unfinished.rename(complete)

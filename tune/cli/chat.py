@@ -71,7 +71,7 @@ def others(count: int, arguments: list[str]) -> Iterator[None]:
     try:
         for rank in range(1, count):
             environment = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            errors = TemporaryFile("w+")  # noqa: SIM115 (closed below)
+            errors = TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (closed below)
             process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=errors, **quiet)
             started.append((process, errors))
         os.environ.update(place | {"RANK": "0", "LOCAL_RANK": "0"})

@@ -36,10 +36,10 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         raise TuneError(f"{there[0]} exists already. Name another file, or overwrite it with --force.")
     target.parent.mkdir(parents=True, exist_ok=True)
     for copy, original in copies.items():
-        text = original.read_text()
+        text = original.read_text(encoding="utf-8")
         for old, new in names.items():
             text = text.replace(old, new)
-        copy.write_text(text)
+        copy.write_text(text, encoding="utf-8")
         print(f"copied {original.name} to {copy}")
     if source.suffix == ".py":
         print(f"{target} reads its settings from {settings}: a key that you add there is a setting at once")

@@ -27,7 +27,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         model = huggingface_hub.HfApi().model_info(hub_id, revision=revision)
         for file in wanted(sibling.rfilename for sibling in model.siblings):
             huggingface_hub.hf_hub_download(hub_id, file, revision=model.sha, local_dir=out)  # unless it is there
-        (out / HUB_ID).write_text(model.id)  # for the model cards of what is trained from it
+        (out / HUB_ID).write_text(model.id, encoding="utf-8")  # for the model cards of what is trained from it
     print(f"wrote {out}")
 
 

@@ -61,7 +61,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             commands = [served_by(model, out)]
         elif options.to == "gguf-lora":
             peft.export_gguf_lora(model, out, str(ConfigFile(Path(path)).get("model_type")))
-            recipe.write_text(f"FROM ./BASE.gguf\nADAPTER ./{out.name}\n")
+            recipe.write_text(f"FROM ./BASE.gguf\nADAPTER ./{out.name}\n", encoding="utf-8")
             commands = [f"llama-cli -m BASE.gguf --lora {in_shell(out)}"]
             create = f"ollama create {in_shell(out.stem.lower())} -f {in_shell(recipe)}"
             commands.append(f"{create}  # name your base in its first line")
@@ -70,7 +70,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             family = str(ConfigFile(Path(path)).get("model_type"))
             for note in checkpointers.export_gguf(model, base, tokenizer, out, family, options.type or "f16"):
                 print(f"note: {note}")
-            recipe.write_text(modelfile(tokenizer, out.name))
+            recipe.write_text(modelfile(tokenizer, out.name), encoding="utf-8")
             if tokenizer.chat_template:
                 print(f"note: {OLLAMA}")
             name = in_shell(out.stem.lower())

@@ -42,7 +42,7 @@ def push(source: Path, repo: str, private: bool = False, token_file: Path | None
     if not card.is_file() or not card.read_text(encoding="utf-8").strip():
         raise TuneError(f"{folder} has no model card: write {card}, which says what the model was made of, and how")
     with explained(f"--token-file {token_file} cannot be read", OSError, ValueError):
-        token = token_file.read_text().strip() if token_file else huggingface_hub.get_token()
+        token = token_file.read_text(encoding="utf-8").strip() if token_file else huggingface_hub.get_token()
     if not token:
         raise TuneError("you are not logged in to the hub: run `hf auth login`, set HF_TOKEN, or give --token-file")
     try:

@@ -88,7 +88,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         hint = f"{did_you_mean(options.metric, known)} They have {', '.join(known)}"
         raise TuneError(f"--metric {options.metric}: no run has it.{hint}. tune report {in_shell(out)}/* compares them")
     rows = ranked(rows, mode == "max")
-    (out / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n")
+    (out / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     records.write_report([Path(row["folder"]) for row in rows if row["value"] is not None], out / "report.html")
     print_table(
         [(*values, options.metric, "steps", "state", "run")]
@@ -166,7 +166,7 @@ def train(parameters: dict[str, Any]) -> None:
     settings = [*place["settings"], *(f"{key}={value}" for key, value in run.items()), f"output_dir={folder}"]
     dies_too = functools.partial(end_with_parent, signal.SIGKILL)
     command = [sys.executable, place["recipe"], *settings]
-    with (folder / "output.txt").open("a") as output:
+    with (folder / "output.txt").open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=dies_too)
     try:
         ended = False

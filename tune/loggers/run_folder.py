@@ -75,7 +75,7 @@ def continued(path: Path, resume: str) -> Path | None:
 def _require_same_kind(path: Path, resume: str, adapts: bool) -> None:
     found = continued(path, resume)
     with contextlib.suppress(OSError, ValueError):  # what is damaged is told when it is read
-        if found and ("adapter" in json.loads((found / "state.json").read_text())) != adapts:
+        if found and ("adapter" in json.loads((found / "state.json").read_text(encoding="utf-8"))) != adapts:
             had, has = ("no adapter", "one") if adapts else ("an adapter", "none")
             raise TuneError(
                 f"resume: {found} is of another training: it has {had}, and this one trains {has}. Continue with that "

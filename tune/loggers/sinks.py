@@ -64,7 +64,7 @@ class Files(Sink):
         self.folder = folder
         self.log = (folder / "log.txt").open("a", encoding="utf-8", buffering=1)  # a line at a time
         require_free(self.log)
-        self.lines = (folder / "metrics.jsonl").open("a", buffering=1)
+        self.lines = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def start(self, step: int, total: int) -> None:
         for file in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):

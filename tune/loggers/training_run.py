@@ -119,7 +119,7 @@ class Run:
                 self.info(self.stream.seen.table())
                 if self.world.is_main:
                     data = self.data | self.stream.seen.as_dict() | {"steps_per_epoch": None}
-                    (self.path / "data.json").write_text(json.dumps(data, indent=2) + "\n")
+                    (self.path / "data.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
             self.world.finish()
         if self.has_begun:
             self._conclude(error)
@@ -136,7 +136,8 @@ class Run:
                 records.write_report([self.path], self.path / "report.html")
         except Exception as failure:
             with contextlib.suppress(OSError):  # a full disk
-                self.info(f"the report is not written: {failure if isinstance(failure, TuneError) else repr(failure)}")
+                kind = "" if isinstance(failure, TuneError) else f"{type(failure).__name__}: "
+                self.info(f"the report is not written: {kind}{failure}")
 
     def info(self, message: str) -> None:
         """Send a message to the console and log.txt."""
@@ -281,7 +282,7 @@ class Run:
                 device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             )  # fmt: skip
             self.has_begun = True
-            (self.path / "data.json").write_text(json.dumps(self.data, indent=2) + "\n")
+            (self.path / "data.json").write_text(json.dumps(self.data, indent=2) + "\n", encoding="utf-8")
             (self.path / "first_row.txt").write_text(self.first_row, encoding="utf-8")
         for sink in self.sinks:
             sink.start(start, total)
@@ -319,7 +320,7 @@ class Run:
     def _log_missing(self, step: int) -> None:
         """A run that ends saves, measures, then logs: if it ended in between, the checkpoint knows the last step."""
         state = self.path / "checkpoints" / f"step-{step:08d}" / "state.json"
-        metrics = json.loads(state.read_text()).get("metrics") if state.exists() else None
+        metrics = json.loads(state.read_text(encoding="utf-8")).get("metrics") if state.exists() else None
         if metrics and step not in lines_after(self.path / "metrics.jsonl", step - 1)[1]:
             self.record(step, {name: value for name, value in metrics.items() if value is not None})
             self.info(f"step {step} was saved, and not logged: it is now, without what was to be measured at its end")

@@ -49,15 +49,15 @@ def write_report(folders: Sequence[Path], out: Path) -> int:
     runs = [read(folder) for folder in folders]
     known = [run.path.resolve().name for run in runs]
     names = [name if known.count(name) == 1 else str(run.path) for name, run in zip(known, runs, strict=True)]
-    files = Path(__file__).with_name("assets").iterdir()
+    files = [file for file in Path(__file__).with_name("assets").iterdir() if file.suffix in (".js", ".css")]
     page = TEMPLATES.get_template("report.html").render(
         runs=[*zip(names, runs, strict=True)], mark=Markup(MARK), uses=uses,
-        assets={file.name: Markup(file.read_text()) for file in files if file.suffix in (".js", ".css")},
+        assets={file.name: Markup(file.read_text(encoding="utf-8")) for file in files},
         differences=differences([run.inputs for run in runs]), changed=changed, seconds=seconds, samples=samples,
         curves=Markup(json.dumps({"runs": names, "curves": _curves(runs)}).replace("<", "\\u003c")),
     )  # fmt: skip
     try:
-        if out.exists() and MARK not in out.read_text(errors="replace")[:200]:
+        if out.exists() and MARK not in out.read_text(encoding="utf-8", errors="replace")[:200]:
             raise TuneError(f"--out {out}: there is such a file, and it is no report. Name another")
         with written_aside(out) as unfinished:
             unfinished.write_text(page, encoding="utf-8", errors="replace")

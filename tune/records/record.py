@@ -47,7 +47,7 @@ def end(folder: Path, error: BaseException | None) -> None:
 
 def _note(folder: Path, **facts: Any) -> None:
     with written_aside(folder / "run.json") as unfinished:
-        unfinished.write_text(json.dumps(_json(folder / "run.json") | facts, indent=2) + "\n")
+        unfinished.write_text(json.dumps(_json(folder / "run.json") | facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _state(folder: Path, facts: dict[str, Any]) -> str:
     if facts.get("state", "running") != "running":
         return facts["state"]
     try:
-        with (folder / "log.txt").open() as log:  # a run that goes on holds a lock on it
+        with (folder / "log.txt").open("rb") as log:  # a run that goes on holds a lock on it
             fcntl.lockf(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         pass

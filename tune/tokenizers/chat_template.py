@@ -34,7 +34,7 @@ _FOLDER = Path(__file__).parent / "templates"
 _MARKER = re.compile(r"<\|[^|<>\s]+\|>|<\w+_of_turn>")
 # The templates that come with the library, and the tokens that they need. They write no BOS: the tokenizer says whether
 # one stands before a text. All but Mistral's and the plain one are those of the families they are named for.
-SHIPPED = {file.stem: {*_MARKER.findall(file.read_text())} for file in sorted(_FOLDER.glob("*.jinja"))}
+SHIPPED = {file.stem: {*_MARKER.findall(file.read_text(encoding="utf-8"))} for file in sorted(_FOLDER.glob("*.jinja"))}
 
 
 class ChatTemplate:
