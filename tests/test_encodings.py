@@ -37,5 +37,8 @@ def test_a_locale_without_utf8(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "tune.cli", *map(str, arguments)]
         done = subprocess.run(command, env=os.environ | ASCII, capture_output=True)
         assert done.returncode == 0, (arguments, done.stderr[-2000:])
+    wrong = [sys.executable, "-m", "tune.cli", "run", "full_finetune", "model.path=m", "dataset.path=d", "output_dir=ü"]
+    done = subprocess.run(wrong, env=os.environ | ASCII, capture_output=True)
+    assert done.returncode == 2 and b"output_dir" in done.stderr and b"PYTHONUTF8=1" in done.stderr
     assert "räume.jinja" in (run / "report.html").read_text(encoding="utf-8")
     assert (tmp_path / "mine.yaml").read_text(encoding="utf-8").count("grpo") == 0

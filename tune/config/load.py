@@ -108,6 +108,10 @@ def _overrides(settings: Sequence[str]) -> tuple[text.Layer, list[str]]:
 
 def _take(layer: text.Layer, key: str, given: str) -> list[str]:
     """Add the setting `key=given` to the layer. Returns what is wrong with it."""
+    if any("\ud800" <= letter <= "\udfff" for letter in key + given):
+        return [
+            f"{key!r}={given!r}: the locale does not know these letters. Set the environment variable PYTHONUTF8=1."
+        ]
     layer.forget(key)
     layer.note(key, given)
     value: Any = given

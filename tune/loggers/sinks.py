@@ -62,7 +62,7 @@ class Files(Sink):
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.log = (folder / "log.txt").open("a", encoding="utf-8", buffering=1)  # a line at a time
+        self.log = (folder / "log.txt").open("a", encoding="utf-8", errors="surrogateescape", buffering=1)
         require_free(self.log)
         self.lines = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
 
