@@ -5,6 +5,7 @@ import io
 import json
 import math
 import time
+import uuid
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
@@ -43,6 +44,13 @@ def end(folder: Path, error: BaseException | None) -> None:
     else:
         kind = "" if isinstance(error, TuneError) else f"{type(error).__name__}: "
         _note(folder, state="failed", error=without_secrets(f"{kind}{error}"))
+
+
+def identity(folder: Path) -> str:
+    """The id of the run in a folder, which no other has. It is made once, and kept in run.json."""
+    if "id" not in _json(folder / "run.json"):
+        _note(folder, id=uuid.uuid4().hex)
+    return str(_json(folder / "run.json")["id"])
 
 
 def _note(folder: Path, **facts: Any) -> None:
