@@ -299,7 +299,7 @@ class Run:
                 watchdog.beat(step)
                 if until() or (item := next(items, None)) is None:
                     return
-                PACE.intervals.append((begin, time.perf_counter()))
+                PACE.intervals.append((begin, time.perf_counter(), 1.0))
                 self.data_seconds = time.perf_counter() - begin
                 yield item
                 begin = time.perf_counter()
