@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import os
+import pkgutil
 import re
 import shlex
 from collections.abc import Callable, Iterable
@@ -66,7 +67,8 @@ def locate(path: str) -> Callable[..., Any]:
         if child is None and isinstance(found, ModuleType):
             child = _import(f"{found.__name__}.{name}", path, missing_in=found)
         if child is None:
-            known = [each for each in dir(found) if not each.startswith("_")]
+            modules = [each.name for each in pkgutil.iter_modules(getattr(found, "__path__", None) or [])]
+            known = [each for each in [*modules, *dir(found)] if not each.startswith("_")]
             raise TuneError(f"{found.__name__} has no '{name}'.{did_you_mean(name, known)}")
         found = child
     if not callable(found):
@@ -82,7 +84,8 @@ def _import(name: str, path: str, missing_in: ModuleType | None = None) -> Modul
         if error.name == name and missing_in:
             return None
         torchao = "It comes with: pip install 'tune-recipes[torchao]'"
-        hint = torchao if error.name == "torchao" else "Is it installed, or in the current folder?"
+        near = did_you_mean(str(error.name), ["tune"])
+        hint = torchao if error.name == "torchao" else f"Is it installed, or in the current folder?{near}"
         place = "" if error.name == name else f"{path}: "
         raise TuneError(f"{place}there is no module '{error.name}'. {hint}") from error
     except SyntaxError as error:

@@ -78,6 +78,13 @@ def test_every_figure_is_that_of_the_files(make_run, tmp_path, capsys):
     assert page.count("<td>2.346 (step 8)</td>") == 2 and page.count("<td>0.175</td>") == 2
 
 
+@pytest.mark.parametrize("columns", [1, 2, 3, 10])
+def test_a_narrow_terminal_does_not_end_watch(columns, make_run, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    main(["watch", str(make_run())])
+    assert "d" in capsys.readouterr().out
+
+
 def test_runs(make_run, tmp_path, capsys):
     make_run("second", state="failed", starts=[{"step": 0, "time": 2e9}])
     make_run("sweep/first", steps=4)

@@ -75,7 +75,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         parser.error("give --prompt TEXT, --prompts FILE, or prompts on standard input")
     from tune.datasets.prompts import placed_rows
 
-    if options.out and options.out.suffix in (".csv", ".tsv", ".arrow", ".txt"):
+    if options.out and options.out.suffix.lower() in (".csv", ".tsv", ".arrow", ".txt"):
         parser.error(f"--out {options.out}: answers are written as .jsonl or .parquet, not as {options.out.suffix}")
     if options.out:
         with explained(f"--out {options.out} cannot be written", OSError):  # before the model is loaded
@@ -229,7 +229,7 @@ def records_file(path: Path, rows: list[tuple[str, Any]]) -> Iterator[Callable[[
     file: Any
     mixed = explained(f"--out {path}: write a .jsonl, as what is asked has no common type", pyarrow.ArrowException)
     with mixed, explained(f"--out {path} cannot be written", OSError):
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             names = dict.fromkeys(name for _, row in rows for name in row if name not in OWN and is_given(row[name]))
             given = {name: [row[name] if is_given(row.get(name)) else None for _, row in rows] for name in names}
             asked = {name: pyarrow.array(values).type for name, values in given.items()}
@@ -239,7 +239,7 @@ def records_file(path: Path, rows: list[tuple[str, Any]]) -> Iterator[Callable[[
         else:
             file = path.open("w", encoding="utf-8")
     with file:
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             yield lambda records: file.write_table(pyarrow.Table.from_pylist(records, schema))
         else:
             yield lambda records: file.writelines(

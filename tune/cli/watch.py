@@ -65,7 +65,7 @@ def view(run: Record, width: int) -> Iterator[RenderableType]:
     values = run.known(name)[1]
     if len(values):
         yield Text(f"\n{name}: {run.shown(name)} now, {number(values.min())} to {number(values.max())}")
-        yield Text("\n".join(curve(values, width - 2)), "cyan")
+        yield Text("\n".join(curve(values, max(1, width - 2))), "cyan")
     last = {each: run.shown(each).replace(" ", NO_BREAK) for each in run.columns if each not in ("step", "time", name)}
     yield Text("\n" + "   ".join(f"{each}{NO_BREAK}{value}" for each, value in last.items()))
     yield Text("\n".join(["", *(f"warning: {each}" for each in run.warnings[-3:])]), "yellow")

@@ -106,6 +106,9 @@ class _Combination:
                 self.findings.append(f"{key}: is not a setting.{hint}{origin}")
             elif _is_group(place) and not isinstance(value, dict):
                 keys = f"a group of keys, not the single value {show(value)}. Its keys: {', '.join(place)}."
+                if COMPONENT in place and isinstance(value, str):
+                    keys += f" Its component is named by {key}.{COMPONENT}={value}."
+                    keys += f" {problem}" if (problem := self.signature(value).problem) else ""
                 self.findings.append(f"{key}: is {keys}{origin}")
             else:
                 descend = _is_group(place) and COMPONENT not in place

@@ -105,7 +105,7 @@ def placed_rows(path: str | None, setting: str) -> list[tuple[str, Any]]:
     if path and not Path(path).is_file():
         what = "it is a folder; name a file in it" if Path(path).is_dir() else "there is no such file"
         raise TuneError(f"{setting} {path}: {what}")
-    if path and not path.endswith(".txt"):
+    if path and not path.lower().endswith(".txt"):
         rows = list(open_source(path))
     else:
         with explained(f"{name} cannot be read", ValueError):

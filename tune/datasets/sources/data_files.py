@@ -56,7 +56,7 @@ class File:
     @property
     def suffixes(self) -> str:
         """Of the file type and the compression: the same bytes mean something else in a file of another type."""
-        return self.kind + os.path.splitext(self.path)[1]
+        return self.kind + _suffix(self.path)
 
     @property
     def is_local(self) -> bool:
@@ -65,7 +65,7 @@ class File:
     def open(self) -> IO[bytes]:
         """The bytes in it, decompressed."""
         stream = self.filesystem.open(self.path, "rb")
-        decompress = DECOMPRESS.get(os.path.splitext(self.path)[1])
+        decompress = DECOMPRESS.get(_suffix(self.path))
         return decompress(stream) if decompress else stream
 
     def below(self) -> "list[File]":
@@ -179,11 +179,16 @@ def require_train(path: str, split: str) -> None:
 
 def _kind(name: str) -> str:
     """The suffix below that of the compression; empty if it is none that can be read."""
-    stem, suffix = os.path.splitext(name)
+    suffix = _suffix(name)
     if suffix in DECOMPRESS:
-        suffix = os.path.splitext(stem)[1]
+        suffix = _suffix(os.path.splitext(name)[0])
         return suffix if suffix in KINDS and suffix not in SEEKABLE else ""
     return suffix if suffix in KINDS else ""
+
+
+def _suffix(name: str) -> str:
+    """In lower case, as .JSONL is no other kind of file."""
+    return os.path.splitext(name)[1].lower()
 
 
 def _known() -> str:
