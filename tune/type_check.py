@@ -19,7 +19,8 @@ def mismatch(value: Any, kind: Any) -> str:
     if fits(value, kind):
         return ""
     one = f" Write it as one: [{as_given(value)}]." * (isinstance(value, str | int | float) and fits([value], kind))
-    return f"{show(value)} is not {describe(kind)}.{one}"
+    quotes = " Write it in quotes." if isinstance(value, int | float) and fits("text", kind) else one
+    return f"{show(value)} is not {describe(kind)}.{quotes}"
 
 
 def fits(value: Any, kind: Any) -> bool:

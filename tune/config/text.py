@@ -54,10 +54,10 @@ class Layer:
         return next((text for text in self.texts.get(key, [as_given(value)]) if fits(text, kind)), value)
 
 
-class Written(yaml.SafeLoader):
+class Written(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # the one of OmegaConf
     """YAML whose plain scalars all stay text."""
 
-    yaml_implicit_resolvers = {}  # noqa: RUF012 (of the class there, too)
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (of the class there, too)
 
 
 Written.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile("<<"), ["<"])
