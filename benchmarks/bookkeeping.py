@@ -51,7 +51,7 @@ def main() -> None:
             if saved * 10 // options.steps > told:
                 told = saved * 10 // options.steps
                 tell(run_folder, saved, start_seconds, step_seconds)
-        lines = (run_folder / "metrics.jsonl").read_text().splitlines()
+        lines = (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         assert [json.loads(line)["step"] for line in lines] == [*range(1, options.steps + 1)]
         begin = time.perf_counter()
         records.write_report([run_folder], run_folder / "report.html")

@@ -47,7 +47,7 @@ def main():
         "tune": HarnessModel(model, tokenizer, world, None, None),
         "HFLM": HFLM(args.model, device=str(world.device), dtype=theirs_dtype, batch_size=args.batch_size),
     }
-    ids = tokenizer.encode(" ".join(file.read_text() for file in sorted(Path("docs").glob("*.md"))))
+    ids = tokenizer.encode(" ".join(file.read_text(encoding="utf-8") for file in sorted(Path("docs").glob("*.md"))))
     draw = random.Random(0)
 
     def piece(low, high):

@@ -91,7 +91,7 @@ def main():
     args = parser.parse_args()
 
     model, tokenizer = open_model(args.model, dtype="fp32")
-    ids = tokenizer.encode(" ".join(args.text.read_text().split()))
+    ids = tokenizer.encode(" ".join(args.text.read_text(encoding="utf-8").split()))
     pieces = [ids[start : start + 200] for start in range(0, len(ids) - 199, 200)][: args.pieces]
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS[: args.prompts]]
     texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]

@@ -77,7 +77,7 @@ def compare(options: argparse.Namespace, layout: str, folder: Path) -> None:
     prepared = run("prepare", job)
     if prepared.returncode:
         sys.exit(prepared.stderr)
-    rows = json.loads(job.rows_file.read_text())
+    rows = json.loads(job.rows_file.read_text(encoding="utf-8"))
     results: dict[str, list[dict]] = {name: [] for name in options.variants}
     reasons: dict[str, str] = {}
     if job.packed and results.pop("trl_padding_free", None) is not None:
@@ -89,7 +89,7 @@ def compare(options: argparse.Namespace, layout: str, folder: Path) -> None:
             if finished.returncode:
                 outcome = reasons[name] = (finished.stderr.strip().splitlines() or [f"exit {finished.returncode}"])[-1]
             else:
-                result = json.loads(Path(of_variant.folder, "result.json").read_text())
+                result = json.loads(Path(of_variant.folder, "result.json").read_text(encoding="utf-8"))
                 results[name].append(result)
                 speed = sum(rows["tokens"][1:]) / (result["ends"][-1] - result["ends"][0])
                 outcome = f"{speed:.1f} tokens/s, {result['peak_gib']:.2f} GiB"
@@ -110,7 +110,7 @@ def run(name: str, job: Job, extra_path: str | None = None) -> subprocess.Comple
     shutil.rmtree(job.folder, ignore_errors=True)
     Path(job.folder).mkdir(parents=True)
     path = Path(job.folder, "job.json")
-    path.write_text(json.dumps(asdict(replace(job, started=time.time()))))
+    path.write_text(json.dumps(asdict(replace(job, started=time.time()))), encoding="utf-8")
     places = [str(HERE), *([extra_path] if extra_path else []), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "OMP_NUM_THREADS": str(job.threads),

@@ -45,7 +45,7 @@ class Job:
 
     def rows(self) -> list[list[dict]]:
         """The rows of all steps in order; a row is a list of documents, each with `tokens` and unshifted `labels`."""
-        return [row for step in json.loads(self.rows_file.read_text())["steps"] for row in step]
+        return [row for step in json.loads(self.rows_file.read_text(encoding="utf-8"))["steps"] for row in step]
 
 
 def prepare(job: Job) -> None:
@@ -75,7 +75,7 @@ def prepare(job: Job) -> None:
         "tokens": [batch.num_tokens for batch in batches],
         "supervised_tokens": [batch.num_supervised for batch in batches],
     }
-    job.rows_file.write_text(json.dumps(rows))
+    job.rows_file.write_text(json.dumps(rows), encoding="utf-8")
 
 
 def tune(job: Job) -> list[float]:
@@ -89,7 +89,7 @@ def tune(job: Job) -> list[float]:
         "schedule.warmup=0", "schedule.min_ratio=1", f"max_grad_norm={MAX_GRAD_NORM}", "checkpointer.every=null",
     ]  # fmt: skip
     runpy.run_path(recipe, run_name="__main__")
-    return [json.loads(line)["loss"] for line in open(f"{job.folder}/run/metrics.jsonl")]
+    return [json.loads(line)["loss"] for line in open(f"{job.folder}/run/metrics.jsonl", encoding="utf-8")]
 
 
 def bare(job: Job) -> list[float]:
@@ -158,7 +158,7 @@ def torchtune(job: Job) -> list[float]:
     import torchtune as library
     import yaml
 
-    shape = json.loads(Path(job.model, "config.json").read_text())
+    shape = json.loads(Path(job.model, "config.json").read_text(encoding="utf-8"))
     rope = shape.get("rope_parameters") or {"rope_theta": shape.get("rope_theta"), **(shape.get("rope_scaling") or {})}
     plain_rope = rope.get("rope_type", "default") == "default"
     if shape["model_type"] != "llama" or not shape["tie_word_embeddings"] or not plain_rope:
@@ -218,11 +218,11 @@ def torchtune(job: Job) -> list[float]:
         "resume_from_checkpoint": False,
     }
     config = Path(job.folder, "torchtune.yaml")
-    config.write_text(yaml.safe_dump(settings))
+    config.write_text(yaml.safe_dump(settings), encoding="utf-8")
     sys.argv = [str(recipe), "--config", str(config)]
     with contextlib.suppress(SystemExit):  # its way to end
         runpy.run_path(str(recipe), run_name="__main__")
-    log = Path(job.folder, "torchtune.log").read_text().splitlines()
+    log = Path(job.folder, "torchtune.log").read_text(encoding="utf-8").splitlines()
     return [float(line.split("loss:")[1].split()[0]) for line in log if line.startswith("Step ")]
 
 
@@ -295,12 +295,12 @@ def measure(variant: str, job: Job) -> None:
     register_optimizer_step_post_hook(after_step)
     losses = VARIANTS[variant](job)
     result = {"ends": ends, "peak_gib": peaks[-1], "losses": losses}
-    Path(job.folder, "result.json").write_text(json.dumps(result))
+    Path(job.folder, "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":
     name, path = sys.argv[1:]
-    job = Job(**json.loads(Path(path).read_text()))
+    job = Job(**json.loads(Path(path).read_text(encoding="utf-8")))
     if name == "prepare":
         prepare(job)
     else:

@@ -124,7 +124,7 @@ def make_inputs(folder: Path, recipe: str = "full_finetune") -> list[str]:
     better = "chosen" if is_of_pairs else "completion"
     worse = {"rejected": "nothing"} if is_of_pairs else {}
     rows = ({"prompt": f"count to {n % 9}: ", better: " ".join(map(str, range(n % 9))), **worse} for n in range(1, 41))
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows if row[better]))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows if row[better]), encoding="utf-8")
     return [
         recipe, f"model.path={folder / 'model'}", f"dataset.path={folder / 'rows.jsonl'}", "device=cpu", "dtype=fp32",
         "epochs=9", f"max_steps={STEPS}", "optimizer.lr=1e-2", "checkpointer.every=1",
@@ -135,7 +135,7 @@ def make_inputs(folder: Path, recipe: str = "full_finetune") -> list[str]:
 def make_model(folder: Path, seed: int = 0) -> None:
     """A folder with weights and a tokenizer, whose tokens are bytes."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     model = build(str(folder))
     checkpointers.Random(seed=seed).load(model)
     weights = {model.names.on_disk[name]: parameter.detach() for name, parameter in model.named_parameters()}
@@ -145,7 +145,9 @@ def make_model(folder: Path, seed: int = 0) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": alphabet[0], "pad_token": alphabet[1]}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": alphabet[0], "pad_token": alphabet[1]}), encoding="utf-8"
+    )
 
 
 def share_of_upper_case(row: object, completion: str) -> float:
@@ -270,7 +272,11 @@ def _is_complete(path: Path) -> bool:
 
 def losses(run: Path) -> dict[int, float]:
     """The loss of each step; a step may stand there once."""
-    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    entries = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        if line.endswith("}")
+    ]
     curve = {entry["step"]: entry["loss"] for entry in entries}
     assert len(curve) == len(entries), f"{run}/metrics.jsonl has a step twice"
     return curve

@@ -22,7 +22,6 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # what collectives give, without numbers
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -128,7 +127,7 @@ def main():
     if args.model:
         with tempfile.TemporaryDirectory() as folder:
             if args.model in MODELS:
-                Path(folder, "config.json").write_text(json.dumps(MODELS[args.model]))
+                Path(folder, "config.json").write_text(json.dumps(MODELS[args.model]), encoding="utf-8")
             path = folder if args.model in MODELS else args.model
             try:
                 return print(json.dumps(step(path, args.processes, args.rank, dict(args.axes), args.tokens)))

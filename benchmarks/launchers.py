@@ -25,7 +25,7 @@ FIRST = 10
 
 def metrics(folder: Path) -> list[float]:
     with suppress(FileNotFoundError):
-        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
         return [json.loads(line)["step_seconds"] for line in lines if line.endswith("\n")]
     return []
 
@@ -38,7 +38,7 @@ def cpu_seconds(folder: Path) -> tuple[float, float]:
             if f"BENCHMARK={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
                 name = (process / "cmdline").read_bytes()
                 trains = b"RayTrainWorker" in name or b"full_finetune.py" in name
-                fields = (process / "stat").read_text().rpartition(")")[2].split()
+                fields = (process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
                 found[not trains] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return found[0], found[1]
 

@@ -33,7 +33,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = make_inputs(Path(folder))
         shape = MODEL | SIZE | {"num_hidden_layers": options.layers}
-        (Path(folder) / "model" / "config.json").write_text(json.dumps(shape))
+        (Path(folder) / "model" / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         for processes in options.processes:
             for in_backward in ("false", "true"):
                 run = Path(folder) / f"{processes}-{in_backward}"
@@ -57,7 +57,7 @@ def measure(run: Path, settings: list[str], processes: int, in_backward: str, st
         processes,
     )  # fmt: skip
     launch.wait()
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def main() -> None:
         started = time.process_time()
         with tempfile.TemporaryDirectory() as folder:
             described = {"tie_word_embeddings": False, "dtype": "bfloat16"} | MODELS[name]
-            Path(folder, "config.json").write_text(json.dumps(described))
+            Path(folder, "config.json").write_text(json.dumps(described), encoding="utf-8")
             found, planned, moment = compare(folder, *case)
         errors.append(abs(planned / found - 1))
         processes, rows, length, checkpointing, *axes = case

@@ -115,7 +115,7 @@ def data(recipe: str, others: str, folder: Path) -> Path:
             texts = [json.dumps({"prompt": each[:9], "chosen": each, "rejected": each[::-1]}) for each in texts]
         if kind == "labelled":
             texts = [json.dumps({"prompt": t[:9], "completion": t, "label": not n % 2}) for n, t in enumerate(texts)]
-        file.write_text("\n".join(texts))
+        file.write_text("\n".join(texts), encoding="utf-8")
     return file
 
 
@@ -139,7 +139,7 @@ def measured(case: tuple, folder: Path) -> tuple[str, list[str], list[dict], Pat
     others = others.format(**{each: model(each, folder) for each in SHAPES if each in others})
     command = [*recipe.split(), f"model.path={model(kind, folder)}", *f"{fixed} {sizes} {others} {ends}".split()]
     file = run / "metrics.jsonl"
-    if not file.exists() or len(file.read_text().splitlines()) < STEPS:
+    if not file.exists() or len(file.read_text(encoding="utf-8").splitlines()) < STEPS:
         launcher = [f"--nproc-per-node={processes}", f"--master-port={free_port()}"] if processes > 1 else []
         places = [f"dataset.path={data(recipe, others, folder)}", f"output_dir={run}"]
         environment = os.environ | {
@@ -155,7 +155,12 @@ def measured(case: tuple, folder: Path) -> tuple[str, list[str], list[dict], Pat
             done = subprocess.run(run_, env=environment, capture_output=True, text=True)
         if done.returncode:
             print(name, done.stdout[-500:], done.stderr[-1500:])
-    return name, command, [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [], run
+    return (
+        name,
+        command,
+        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else [],
+        run,
+    )
 
 
 def main() -> None:

@@ -91,7 +91,7 @@ def bare(args, folder):
 
     def share(index):
         tokens = 0
-        with open(args.data) as file:
+        with open(args.data, encoding="utf-8") as file:
             lines = islice(file, index, None, args.workers)
             while batch := list(islice(lines, 64)):
                 texts = [template.render(messages=json.loads(line)["messages"]) for line in batch]
@@ -149,15 +149,15 @@ def main():
     results = {variant: [] for variant in args.only}
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "rows.jsonl")
-        with open(args.data) as rows:
-            data.write_text("".join(islice(rows, args.rows)))
+        with open(args.data, encoding="utf-8") as rows:
+            data.write_text("".join(islice(rows, args.rows)), encoding="utf-8")
         for number in range(args.rounds):
             place = Path(folder, str(number))
             place.mkdir()
             for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
                 if Path(args.model, name).exists():
                     shutil.copyfile(Path(args.model, name), place / name)
-            (place / "chat_template.jinja").write_text(TEMPLATE)
+            (place / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
             for variant, rounds in results.items():
                 command = [sys.executable, *sys.argv, "--variant", variant, "--folder", place, "--data", data]
                 run = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, check=True)

@@ -40,11 +40,14 @@ def main():
     dtype, clock = getattr(torch, args.dtype), time.process_time if args.cpu_time else time.perf_counter
     tokenizer, ends = Tokenizer(args.model), set()
     if args.chats:
-        chats = [json.loads(line)["messages"] for line in Path(args.chats).read_text().splitlines()[: args.prompts]]
+        chats = [
+            json.loads(line)["messages"]
+            for line in Path(args.chats).read_text(encoding="utf-8").splitlines()[: args.prompts]
+        ]
         asked = [tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True) for chat in chats]
         prompts, ends = [tokenizer.encode(each) for each in asked], tokenizer.stop_ids
     else:
-        ids = tokenizer.encode(" ".join(file.read_text() for file in sorted(Path("docs").glob("*.md"))))
+        ids = tokenizer.encode(" ".join(file.read_text(encoding="utf-8") for file in sorted(Path("docs").glob("*.md"))))
         draw = random.Random(0)
         lengths = [draw.randint(16, 192) for _ in range(args.prompts)]
         prompts = [ids[start : start + length] for length in lengths for start in [draw.randrange(len(ids) - length)]]

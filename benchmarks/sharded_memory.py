@@ -35,7 +35,11 @@ MB = 1e6
 
 def anonymous():
     """Bytes of this process that are in no file."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        if line.startswith("RssAnon")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -58,7 +62,7 @@ def peak(found, name):
 
 def write_model(folder, config):
     """With the names of Hugging Face, by blocks: no process needs the whole."""
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with torch.device("meta"):
         model = build(str(folder))
     files: dict[str, dict[str, torch.Size]] = {}
@@ -72,7 +76,7 @@ def write_model(folder, config):
         file = f"model-{number:05d}.safetensors"
         save_file({name: torch.randn(shape) for name, shape in shapes.items()}, folder / file)
         index |= dict.fromkeys(shapes, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}), encoding="utf-8")
 
 
 def main():

@@ -58,7 +58,7 @@ def write_rows(file: Path, size: float) -> tuple[int, int]:
     """Rows of together `size` bytes; how many, and their tokens: one for each byte, and an end."""
     draw, rows, tokens = random.Random(0), 0, 0
     noise = "".join(draw.choices("abcdefghijklmnopqrstuvwxyz     ", k=2 * BALLAST))
-    with file.open("w") as output:
+    with file.open("w", encoding="utf-8") as output:
         while output.tell() < size:
             numbers = range(rows, rows + draw.randint(1, 12))
             prompt, completion = f"count from {rows}: ", " ".join(map(str, numbers))
@@ -92,7 +92,7 @@ def run(settings: list[str], output: Path, steps: int, kill_at: int | None) -> N
 
 def lines(output: Path) -> list[str]:
     file = output / "metrics.jsonl"
-    return file.read_text().splitlines() if file.exists() else []
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
 
 
 def memory() -> float:
@@ -101,7 +101,7 @@ def memory() -> float:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError):  # it has ended, or is another user's
             if process.name != str(os.getpid()) and mark in (process / "environ").read_bytes().split(b"\0"):
-                total += int((process / "smaps_rollup").read_text().split("Pss:")[1].split()[0])
+                total += int((process / "smaps_rollup").read_text(encoding="utf-8").split("Pss:")[1].split()[0])
     return total / 2**20
 
 

@@ -64,7 +64,7 @@ def ours(name: str, student: str, options: argparse.Namespace, run: Path) -> lis
             ],
         )
     )  # fmt: skip
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def theirs(name: str, student: str, options: argparse.Namespace, folder: str) -> list[float]:
@@ -90,7 +90,7 @@ def theirs(name: str, student: str, options: argparse.Namespace, folder: str) ->
     data = load(Tokenizer(student), str(DATA), max_seq_len=2048)
     alone = SimpleNamespace(data_rank=0, data_size=1)
     order = [row for _, batch in DataLoader(data, alone, ROWS, ROWS, max_steps=options.steps) for row in batch.rows]
-    chats = [json.loads(line)["messages"] for line in DATA.read_text().splitlines()]
+    chats = [json.loads(line)["messages"] for line in DATA.read_text(encoding="utf-8").splitlines()]
     assert len(data) == len(chats)  # rows are numbered as in the file
     trainer = GKDTrainer(
         transformers.AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32),

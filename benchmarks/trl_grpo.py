@@ -57,7 +57,7 @@ def main() -> None:
                 write_prompts(options, Path(folder))
                 command = [sys.executable, __file__, *sys.argv[1:], "--one", f"{side}|{folder}"]
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-                runs.append(json.loads((Path(folder) / "measures.json").read_text()))
+                runs.append(json.loads((Path(folder) / "measures.json").read_text(encoding="utf-8")))
     for side, runs in found.items():
         names = "seconds", "cpu_seconds", "peak", "completion_tokens"
         seconds, cpu, peak, tokens = (median(run[name] for run in runs) for name in names)
@@ -65,9 +65,11 @@ def main() -> None:
 
 
 def write_prompts(options: argparse.Namespace, folder: Path) -> None:
-    rows = [json.loads(line)["messages"][:-1] for line in Path(options.data).read_text().splitlines()]
+    rows = [json.loads(line)["messages"][:-1] for line in Path(options.data).read_text(encoding="utf-8").splitlines()]
     used = rows[: options.steps * options.prompts]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in used))
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"messages": row}) + "\n" for row in used), encoding="utf-8"
+    )
 
 
 def ours(options: argparse.Namespace, folder: Path) -> None:
@@ -88,7 +90,7 @@ def ours(options: argparse.Namespace, folder: Path) -> None:
             ],
         )
     )  # fmt: skip
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     keep(folder, [line["completion_tokens"] for line in lines])
 
 
@@ -102,7 +104,9 @@ def theirs(options: argparse.Namespace, folder: Path) -> None:
         return [letters({}, completion[0]["content"]) for completion in completions]
 
     datasets.disable_progress_bars()
-    prompts = [json.loads(line)["messages"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    prompts = [
+        json.loads(line)["messages"] for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     adapter = None
     if options.lora:
         import peft
@@ -137,7 +141,7 @@ def keep(folder: Path, lengths: list[float]) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     tokens = sum(lengths[1:]) / len(lengths[1:])
     found = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak": peak, "completion_tokens": tokens}
-    (folder / "measures.json").write_text(json.dumps(found))
+    (folder / "measures.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

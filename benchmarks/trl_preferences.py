@@ -104,7 +104,7 @@ def write_rows(model: str, folder: Path, steps: int, labelled: bool = False) -> 
     from tune.datasets import DataLoader, load
     from tune.tokenizers import Tokenizer
 
-    chats = [json.loads(line)["messages"] for line in DATA.read_text().splitlines()][: steps * ROWS + 1]
+    chats = [json.loads(line)["messages"] for line in DATA.read_text(encoding="utf-8").splitlines()][: steps * ROWS + 1]
     rows = []
     for number in range(steps * ROWS):
         prompt = f"Request: {chats[number][-2]['content']}\nCommand:"
@@ -114,7 +114,7 @@ def write_rows(model: str, folder: Path, steps: int, labelled: bool = False) -> 
         else:
             rows.append({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
     file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     kind = "labelled" if labelled else "preferences"
     data = load(Tokenizer(model), str(file), max_seq_len=2048, kind=kind)
     alone = SimpleNamespace(data_rank=0, data_size=1)
@@ -143,7 +143,7 @@ def ours(name: str, model: str, folder: Path, steps: int, *settings: str) -> lis
             ],
         )
     )  # fmt: skip
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     measures(folder, sum(line["tokens"] for line in lines[1:]), sum(line["step_seconds"] for line in lines[1:]))
     return [line["loss"] for line in lines]
 
@@ -217,7 +217,9 @@ def theirs(
 def measures(folder: Path, tokens: int | None, seconds: float) -> None:
     """Keeps what a run took without its first step."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    (folder / "measures.json").write_text(json.dumps({"tokens": tokens, "seconds": seconds, "peak": peak}))
+    (folder / "measures.json").write_text(
+        json.dumps({"tokens": tokens, "seconds": seconds, "peak": peak}), encoding="utf-8"
+    )
 
 
 VARIANTS = {
@@ -238,7 +240,7 @@ def run_one(options: argparse.Namespace) -> None:
     else:
         losses = theirs("DPO", options.model, Path(folder), rows, options.steps, True, lora=16, **settings)
     file = Path(folder) / "measures.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "losses": losses}))
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "losses": losses}), encoding="utf-8")
 
 
 def speed(options: argparse.Namespace) -> None:
@@ -251,7 +253,7 @@ def speed(options: argparse.Namespace) -> None:
                     str(options.threads), "--one", f"{name}|{folder}",
                 ]  # fmt: skip
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-                runs.append(json.loads((Path(folder) / "measures.json").read_text()))
+                runs.append(json.loads((Path(folder) / "measures.json").read_text(encoding="utf-8")))
     tokens = next(run["tokens"] for runs in found.values() for run in runs if run["tokens"])  # the same rows for all
     for name, runs in found.items():
         seconds = median(run["seconds"] for run in runs)

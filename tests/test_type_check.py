@@ -66,7 +66,7 @@ def test_what_fits(value: Any, kind: Any, expected: bool) -> None:
         (1, tuple[int, ...], "1 is not a list (each an integer). Write it as one: [1]."),
         ("ab", Collection[str], "'ab' is not a list (each a string). Write it as one: [ab]."),
         (1, dict[str, int], "1 is not a group of keys (each an integer)."),
-        (True, str, "true is not a string. Quote it twice: '\"true\"'."),
+        (True, str, "true is not a string. Write it in quotes."),
     ],
 )
 def test_how_it_is_said(value: Any, kind: Any, sentence: str) -> None:

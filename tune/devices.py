@@ -112,5 +112,5 @@ def device(name: str) -> Device:
         )
     known = ", ".join(each.name for each in fields(Device))
     with explained(f"--device: {name} is not a device, which is a JSON object with {known}", ValueError, TypeError):
-        found = dict(json.loads(file.read_text()))
+        found = dict(json.loads(file.read_text(encoding="utf-8")))
         return Device(**found | {"capability": found.get("capability") and tuple(found["capability"])})

@@ -2,7 +2,10 @@
 
 import difflib
 import importlib
+import os
+import pkgutil
 import re
+import shlex
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,6 +25,23 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def absent(path: Path) -> str:
     """That nothing is at `path`, and from where a relative one was looked for."""
     return "does not exist" if path.is_absolute() else f"does not exist in {Path.cwd()}"
+
+
+def local_path(place: str | Path) -> Path:
+    """The file or folder that a user has named; `~/` is the home folder, also where the shell has left it. `./~` is a
+    name: a Path, which has lost that beginning, is as it is."""
+    return Path(os.path.expanduser(place)) if isinstance(place, str) else place
+
+
+def in_shell(path: Path | str) -> str:
+    """A path as one word of a command line."""
+    text = str(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
+
+
+def assignment(key: str, path: Path | str) -> str:
+    """The argument `key=path` of a recipe; a path that reads like no value is written so that it is one."""
+    return f"{key}={'./' if str(path) in ('', 'null') else ''}{path}"
 
 
 def is_on_the_hub(path: str) -> bool:
@@ -47,7 +67,8 @@ def locate(path: str) -> Callable[..., Any]:
         if child is None and isinstance(found, ModuleType):
             child = _import(f"{found.__name__}.{name}", path, missing_in=found)
         if child is None:
-            known = [each for each in dir(found) if not each.startswith("_")]
+            modules = [each.name for each in pkgutil.iter_modules(getattr(found, "__path__", None) or [])]
+            known = [each for each in [*modules, *dir(found)] if not each.startswith("_")]
             raise TuneError(f"{found.__name__} has no '{name}'.{did_you_mean(name, known)}")
         found = child
     if not callable(found):
@@ -63,7 +84,8 @@ def _import(name: str, path: str, missing_in: ModuleType | None = None) -> Modul
         if error.name == name and missing_in:
             return None
         torchao = "It comes with: pip install 'tune-recipes[torchao]'"
-        hint = torchao if error.name == "torchao" else "Is it installed, or in the current folder?"
+        near = did_you_mean(str(error.name), ["tune"])
+        hint = torchao if error.name == "torchao" else f"Is it installed, or in the current folder?{near}"
         place = "" if error.name == name else f"{path}: "
         raise TuneError(f"{place}there is no module '{error.name}'. {hint}") from error
     except SyntaxError as error:

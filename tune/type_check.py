@@ -18,9 +18,9 @@ def mismatch(value: Any, kind: Any) -> str:
     """What is wrong with `value` as a `kind`, as a sentence; empty if nothing is."""
     if fits(value, kind):
         return ""
-    is_text = isinstance(value, int | float) and fits(show(value), kind)
     one = f" Write it as one: [{as_given(value)}]." * (isinstance(value, str | int | float) and fits([value], kind))
-    return f"{show(value)} is not {describe(kind)}." + (f" Quote it twice: '\"{show(value)}\"'." if is_text else one)
+    quotes = " Write it in quotes." if isinstance(value, int | float) and fits("text", kind) else one
+    return f"{show(value)} is not {describe(kind)}.{quotes}"
 
 
 def fits(value: Any, kind: Any) -> bool:

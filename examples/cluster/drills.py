@@ -98,7 +98,7 @@ class Launch:
         self.launcher, self.folder, self.log = launcher, folder, folder.with_suffix(".txt")
         options = options or [*OPTIONS[launcher], "--max-restarts", "1"]
         command = [*before, sys.executable, "-m", "tune.cli", "run", *options, *settings]
-        with self.log.open("a") as output:
+        with self.log.open("a", encoding="utf-8") as output:
             self.process = subprocess.Popen(
                 [*command, f"output_dir={output_dir or folder}"],
                 stdout=output,
@@ -109,7 +109,9 @@ class Launch:
 
     def wait_for(self, step: int) -> None:
         while step not in losses(self.folder):
-            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.log.read_text()[-2000:]}"
+            assert self.process.poll() is None, (
+                f"ended with {self.process.returncode}:\n{self.log.read_text(encoding='utf-8')[-2000:]}"
+            )
             time.sleep(0.05)
 
     def worker(self) -> int:
@@ -120,13 +122,16 @@ class Launch:
 def losses(folder: Path) -> dict[int, float]:
     if not (folder / "metrics.jsonl").exists():
         return {}
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     return {each["step"]: each["loss"] for each in (json.loads(line) for line in lines if line.endswith("\n"))}
 
 
 def continuations(folder: Path) -> list[int]:
     """The steps after which the run in `folder` was continued."""
-    return [int(step) for step in re.findall(r"^continued after step (\d+)", (folder / "log.txt").read_text(), re.M)]
+    return [
+        int(step)
+        for step in re.findall(r"^continued after step (\d+)", (folder / "log.txt").read_text(encoding="utf-8"), re.M)
+    ]
 
 
 def processes(folder: Path, kind: str = "") -> list[int]:
@@ -136,7 +141,7 @@ def processes(folder: Path, kind: str = "") -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             environment = (process / "environ").read_bytes().split(b"\0")
-            name = (process / "cmdline").read_text(errors="replace")
+            name = (process / "cmdline").read_text(errors="replace", encoding="utf-8")
             if f"DRILL={folder}".encode() in environment and kind in name and not re.match(r"ray::\w+Agent", name):
                 found.append(int(process.name))
     return found
@@ -144,7 +149,12 @@ def processes(folder: Path, kind: str = "") -> list[int]:
 
 def command(process: int) -> str:
     with suppress(OSError):
-        return Path(f"/proc/{process}/cmdline").read_text(errors="replace").replace("\0", " ")[-80:].strip()
+        return (
+            Path(f"/proc/{process}/cmdline")
+            .read_text(encoding="utf-8", errors="replace")
+            .replace("\0", " ")[-80:]
+            .strip()
+        )
     return "(ended)"
 
 
@@ -226,7 +236,9 @@ def elastic(launcher: str, settings: list[str], folder: Path, drained: bool = Fa
         """The last step before the run has been continued so many times, and the seconds until it has a new one."""
         began, reached = time.monotonic(), max(losses(folder))
         while len(continuations(folder)) < times or max(losses(folder)) <= max(reached, continuations(folder)[-1]):
-            assert stays.process.poll() is None, f"the agent that stays has ended:\n{stays.log.read_text()[-2000:]}"
+            assert stays.process.poll() is None, (
+                f"the agent that stays has ended:\n{stays.log.read_text(encoding='utf-8')[-2000:]}"
+            )
             reached = max(reached, *losses(folder)) if len(continuations(folder)) < times else reached
             time.sleep(0.1)
         return reached, time.monotonic() - began
@@ -244,7 +256,7 @@ def elastic(launcher: str, settings: list[str], folder: Path, drained: bool = Fa
     undisturbed.process.wait()
     found, expected = losses(folder), losses(undisturbed.folder)
     difference = max(abs(found[step] / expected[step] - 1) for step in range(1, last + 1))
-    numbers = re.findall(r": (\d+) process\(es\)", (folder / "log.txt").read_text())
+    numbers = re.findall(r": (\d+) process\(es\)", (folder / "log.txt").read_text(encoding="utf-8"))
     left, again = processes(folder), max(0, reached - continuations(folder)[0])  # it may still save one
     good = difference <= 1e-5 and numbers == ["2", "1", "2"] and not left and again <= 2 * EVERY
     print(
@@ -268,7 +280,7 @@ def on_disks(launcher: str, settings: list[str], run: Path, disk: Path, output_d
     start = [*alone, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", "1"]
     ways = (["--head", "--port", port, "--include-dashboard", "false"], ["--address", f"127.0.0.1:{port}"])
     started, environment = [], os.environ | {"DRILL": str(run)}
-    with run.with_suffix(".nodes.txt").open("a") as out:
+    with run.with_suffix(".nodes.txt").open("a", encoding="utf-8") as out:
         for rank, way in enumerate(ways, 1):
             node = [*start, *way, "--node-ip-address", f"127.0.0.{rank}"]  # which tells Ray that they are two
             started.append(subprocess.Popen(node, stdout=out, stderr=out, env=environment))
@@ -288,13 +300,15 @@ def apart(launcher: str, settings: list[str], folder: Path) -> Outcome:
     began = time.monotonic()
     codes = [each.process.wait() for each in nodes(f"{disk}/run")]
     refused = time.monotonic() - began
-    is_refused = 0 not in codes and "is not one folder for all processes" in run.with_suffix(".txt").read_text()
+    is_refused = 0 not in codes and "is not one folder for all processes" in run.with_suffix(".txt").read_text(
+        encoding="utf-8"
+    )
     kill(processes(run))
     undisturbed = Launch("torchrun", settings, folder.with_name("undisturbed-apart"))
     both = nodes(f"file://{run}")
     both[0].wait_for(EVERY * 2 + 3)
     while not list(run.glob("checkpoints/*/digests.json")):
-        assert not both[0].process.poll(), both[0].log.read_text()[-2000:]
+        assert not both[0].process.poll(), both[0].log.read_text(encoding="utf-8")[-2000:]
         time.sleep(0.05)
     kill(processes(run))
     for each in both:
@@ -331,7 +345,7 @@ def drill(name: str, launcher: str, settings: list[str], folder: Path, expected:
         worker = launch.worker()
         os.kill(worker, signal.SIGKILL if name == "worker" else signal.SIGSTOP)
         if name == "hanging":
-            wait_until(lambda: "says nothing" in launch.log.read_text(), 120, "it is not named")
+            wait_until(lambda: "says nothing" in launch.log.read_text(encoding="utf-8"), 120, "it is not named")
             note = f", named after {time.monotonic() - began:.0f} s"
             kill([worker])
     elif name == "node":
@@ -341,7 +355,9 @@ def drill(name: str, launcher: str, settings: list[str], folder: Path, expected:
     elif name == "full":
         fill(folder)
         told = ("could not be written", "the disk is full", "No space left on device")
-        wait_until(lambda: any(each in launch.log.read_text() for each in told), 60, "a full disk is not told")
+        wait_until(
+            lambda: any(each in launch.log.read_text(encoding="utf-8") for each in told), 60, "a full disk is not told"
+        )
         reached = max(losses(folder))
         (folder / "filler").unlink()
         wait_until(lambda: launch.process.poll() is not None or max(losses(folder)) > reached, 60, "it does not go on")
@@ -381,7 +397,7 @@ def drill(name: str, launcher: str, settings: list[str], folder: Path, expected:
     same, left = losses(folder) == expected, processes(folder)
     limit = EVERY * (2 + (name in ("truncated", "full")))  # one interval, and what was being saved
     good = same and not left and code == 0 and reached - after <= limit and (name != "sigterm" or reached == after)
-    note += ", the one before taken" * ("is damaged" in (folder / "log.txt").read_text())
+    note += ", the one before taken" * ("is damaged" in (folder / "log.txt").read_text(encoding="utf-8"))
     print(
         f"| {name} | {launcher} | {max(0, reached - after)} | {seconds:.0f} | {'bitwise' if same else 'DIFFERS'} | "
         f"{len(left) or 'none'} | {'as wanted' if good else 'WRONG'}{note} |",
@@ -447,7 +463,7 @@ def main() -> None:
         folder = Path(name)
         settings = make_inputs(folder)
         undisturbed = Launch(options.launchers[0], settings, folder / "undisturbed")
-        assert undisturbed.process.wait() == 0, undisturbed.log.read_text()[-3000:]
+        assert undisturbed.process.wait() == 0, undisturbed.log.read_text(encoding="utf-8")[-3000:]
         expected = losses(folder / "undisturbed")
         print("| drill | launcher | steps again | seconds | curve | left over | |\n|" + "---|" * 7, flush=True)
         results: dict[tuple[str, str], list[Outcome]] = {}

@@ -46,13 +46,13 @@ def main() -> None:
         data = [f"dataset.path={HOME}/validation.jsonl", "score=tune.evaluation.exact_match"]
         limit = ["--limit", str(options.rows)] if options.rows else []
         tune("eval", str(run), "--out", f"{run}.json", "--max-new-tokens", "32", *limit, *data)
-        print(f"{what}: {json.loads(Path(f'{run}.json').read_text())['results']}")
+        print(f"{what}: {json.loads(Path(f'{run}.json').read_text(encoding='utf-8'))['results']}")
 
 
 def halve(folder: Path, out: Path) -> None:
     """A model of every second block of another; both are folders in Hugging Face layout."""
     Tokenizer(str(folder)).save(out)
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     tensors = {}
     for file in folder.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
@@ -61,7 +61,7 @@ def halve(folder: Path, out: Path) -> None:
                 tensors[LAYER.sub(lambda number: str(int(number[0]) // 2), name)] = tensor
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     config["num_hidden_layers"] = (config["num_hidden_layers"] + 1) // 2
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def tune(*command: str) -> None:

@@ -37,7 +37,9 @@ def main() -> None:
     options = parser.parse_args()
     console = Console(highlight=False, markup=False)  # replies are shown as they are
 
-    conversations = [json.loads(line)["messages"] for line in (FOLDER / "validation.jsonl").open()][: options.rows]
+    conversations = [json.loads(line)["messages"] for line in (FOLDER / "validation.jsonl").open(encoding="utf-8")][
+        : options.rows
+    ]
     system = conversations[0][0]["content"]
     requests = [*REQUESTS, *(messages[1]["content"] for messages in conversations)]
     expected = [messages[2]["content"] for messages in conversations]
@@ -64,7 +66,7 @@ def main() -> None:
     for row in list(zip(requests, before, after, strict=True))[: len(REQUESTS)]:
         table.add_row(*(" ".join(text.split()) for text in row))
     console.print(table)
-    losses = [json.loads(line)["loss"] for line in (options.out / "metrics.jsonl").open()]
+    losses = [json.loads(line)["loss"] for line in (options.out / "metrics.jsonl").open(encoding="utf-8")]
     console.print(f"Training: {len(losses)} steps in {seconds:.0f} s, loss {losses[0]:.2f} -> {losses[-1]:.2f}")
     console.print(
         f"Exactly right on {len(expected)} held-out requests: "

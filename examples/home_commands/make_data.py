@@ -226,7 +226,7 @@ def rows(train: int, validation: int, seed: int) -> tuple[list[Pair], list[Pair]
 
 
 def write(path: Path, pairs: list[Pair]) -> None:
-    with path.open("w") as stream:
+    with path.open("w", encoding="utf-8") as stream:
         for text, command in pairs:
             answer = json.dumps(command, separators=(",", ":"))
             roles = {"system": SYSTEM, "user": text, "assistant": answer}

@@ -28,9 +28,9 @@ def main() -> None:
     options = parser.parse_args()
     draw = random.Random(0)
     for name, most in (("train", 64), ("validation", 24)):
-        chats = [json.loads(line)["messages"] for line in (COMMANDS / f"{name}.jsonl").open()]
+        chats = [json.loads(line)["messages"] for line in (COMMANDS / f"{name}.jsonl").open(encoding="utf-8")]
         rows = [pair(chat[1]["content"], json.loads(chat[2]["content"]), draw) for chat in chats[:most]]
-        (options.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (options.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def pair(request: str, command: dict, draw: random.Random) -> dict[str, str]:

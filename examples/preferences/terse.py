@@ -30,7 +30,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(".demo/preferences"), help="the run folder, made anew")
     options = parser.parse_args()
 
-    requests = [json.loads(line)["instruction"] for line in (FOLDER / "validation.jsonl").open()][: options.rows]
+    requests = [json.loads(line)["instruction"] for line in (FOLDER / "validation.jsonl").open(encoding="utf-8")][
+        : options.rows
+    ]
     before = answers(options.model, requests)
     shutil.rmtree(options.out, ignore_errors=True)
     command = ["run", "preference_finetune", "--config", f"{FOLDER}/terse.yaml", "export.merge=true"]
@@ -47,7 +49,7 @@ def main() -> None:
     after = answers(options.out / "model", requests)
     for request, first, last in list(zip(requests, before, after, strict=True))[:3]:
         print(f"\n{request}\n  before: {' '.join(first.split())}\n  after:  {' '.join(last.split())}")
-    steps = [json.loads(line) for line in (options.out / "metrics.jsonl").open()]
+    steps = [json.loads(line) for line in (options.out / "metrics.jsonl").open(encoding="utf-8")]
     print(f"\nTraining: {steps[-1]['step']} steps in {seconds:.0f} s")
     print(f"Held-out pairs ranked right: {steps[-1].get('validation_rewards/accuracies', float('nan')):.0%}")
     print(f"Terse answers to {len(requests)} held-out requests: {share(before):.0%} before, {share(after):.0%} after")

@@ -44,7 +44,7 @@ def main() -> None:
         f"dataset.path={requests}", f"max_steps={options.steps}", f"seed={options.seed}", f"output_dir={run}",
     )  # fmt: skip
     seconds = time.monotonic() - began
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").open(encoding="utf-8")]
     before, after = (step["validation_reward"] for step in (steps[0], steps[-1]))
     print("reward of the samples of each step:", *(f"{step['reward']:.2f}" for step in steps[1:]))
     print(f"mean reward on the held-out requests: {before:.2f} before, {after:.2f} after {seconds:.0f} s")
@@ -54,7 +54,7 @@ def write_data(folder: Path) -> tuple[Path, Path]:
     """Files of the home commands to train on, drawn so that a kind is as frequent as in the held-out ones: requests
     for `grpo`, and others for the start, of which 90% have the answer of any of them."""
     train, held_out = (
-        [json.loads(line) for line in (HOME / name).read_text().splitlines()]
+        [json.loads(line) for line in (HOME / name).read_text(encoding="utf-8").splitlines()]
         for name in ("train.jsonl", "validation.jsonl")
     )
     have, want = Counter(map(kind, train)), Counter(map(kind, held_out))
@@ -69,7 +69,7 @@ def write_data(folder: Path) -> tuple[Path, Path]:
     ]
     files = folder / "requests.jsonl", folder / "mixed_up.jsonl"
     for file, rows in zip(files, (requests, mixed_up), strict=True):
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return files
 
 

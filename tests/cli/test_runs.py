@@ -49,6 +49,42 @@ def shown(capsys, *arguments: str) -> list[list[str]]:
     return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
+def test_every_figure_is_that_of_the_files(make_run, tmp_path, capsys):
+    """Losses that are NaN from step 9 on, which metrics.jsonl leaves out, are not those of the last step."""
+    folders = [make_run(name) for name in ("one", "two")]
+    for folder, loss in zip(folders, (2.34561, 2.34639), strict=True):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            line["loss"] = loss
+            if line["step"] > 8:
+                del line["loss"]
+            line["grad_norm"] = 0.123456
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    one, two = folders
+    table = shown(capsys, "runs", str(tmp_path))
+    assert [row[3:7] for row in table[1:]] == [["12", "2.346", "(step", "8)"]] * 2
+    difference = {row[0]: row[1:] for row in shown(capsys, "diff", str(one), str(two)) if row}
+    assert difference == {
+        "settings": ["and", "data:", "no", "difference"],
+        "loss": ["2.34561", "2.34639"],
+        "result": [],
+    } | {str(one): [str(two)]}
+    main(["watch", str(one)])
+    text = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
+    for figure in ("loss: 2.346 (step 8) now", "grad_norm 0.1235", "step 12 of 12", "validation_loss 0.175"):
+        assert figure in text, text
+    main(["report", str(one), str(two), "--out", str(tmp_path / "report.html")])
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<td>2.346 (step 8)</td>") == 2 and page.count("<td>0.175</td>") == 2
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 10])
+def test_a_narrow_terminal_does_not_end_watch(columns, make_run, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    main(["watch", str(make_run())])
+    assert "d" in capsys.readouterr().out
+
+
 def test_runs(make_run, tmp_path, capsys):
     make_run("second", state="failed", starts=[{"step": 0, "time": 2e9}])
     make_run("sweep/first", steps=4)

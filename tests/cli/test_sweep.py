@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from evaluation.task_files import write_tasks
 from helpers import HANGS
 
-from tune import cli
-from tune.cli.sweep import row, swept
+from tune import cli, config
+from tune.checkpointers.best import more_is_better
+from tune.cli.sweep import ranked, row, swept, told_by_tasks, value_of
 from tune.errors import TuneError
 
 RECIPE = """\
@@ -64,6 +66,28 @@ def test_a_metric_that_no_run_has(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 2 and "--metric los: no run has it. Did you mean 'loss'? They have " in done.stderr
     assert "tune report " in done.stderr.splitlines()[-1]
+
+
+def test_the_best_of_a_sweep_is_first(checkpoint: Path, tmp_path: Path) -> None:
+    """Tasks say whether more is better, however their metrics are called."""
+    pytest.importorskip("lm_eval")
+    folder = write_tasks(tmp_path)
+    tasks = json.dumps([str(folder / f"{name}.yaml") for name in ("choice", "rolling")])
+    cfg = config.load("full_finetune", [f"model.path={checkpoint}", "dataset.path=d", f"evaluate.tasks={tasks}"])
+    for metric, more in {
+        "choice/acc": True, "choice/acc_norm": True, "rolling/bits_per_byte": False, "loss": False, "reward": True,
+        "kl": False,
+    }.items():  # fmt: skip
+        assert more_is_better(metric, told_by_tasks(metric, cfg)) == more, metric
+    rows = [
+        {"run": name, "state": state, "value": value, "step": 9, "steps": 9}
+        for name, state, value in (
+            ("worst", "done", 0.1), ("none", "done", None), ("best", "done", 0.9), ("bad", "failed", 1.0)
+        )
+    ]  # fmt: skip
+    assert [row["run"] for row in ranked(rows, True)] == ["best", "worst", "none", "bad"]
+    assert [row["run"] for row in ranked(rows, False)] == ["worst", "best", "none", "bad"]
+    assert value_of(rows[0]) == "0.1" and value_of(rows[0] | {"step": 4}) == "0.1 (step 4)"
 
 
 def test_component_arguments_are_checked_before_anything_starts(

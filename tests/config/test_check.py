@@ -73,7 +73,6 @@ def test_an_unknown_key(argument: str, finding: str) -> None:
         ("device=gpu", "device: 'gpu' is not one of auto, cpu, cuda, mps."),
         ("parallel.dp_shard=all", "parallel.dp_shard: 'all' is not a positive integer or auto."),
         ("packed=1", "packed: 1 is not true or false."),
-        ("output_dir=7", "output_dir: 7 is not a string or null. Quote it twice: '\"7\"'."),
         ("dataset.path=null", "dataset.path: null is not a string."),
         ("checkpointer.async=later", "checkpointer.async: 'later' is not true or false."),
         ("checkpointer.keep=0", "checkpointer.keep: 0 is not a positive integer or null."),
@@ -90,6 +89,11 @@ def test_a_wrong_value(argument: str, finding: str) -> None:
     assert found.startswith(finding)
 
 
+def test_a_component_in_place_of_its_group() -> None:
+    (found,) = full_finetune("loss=tune.losses.linearCrossEntropy")
+    assert "loss._component_=tune.losses.linearCrossEntropy" in found and "'LinearCrossEntropy'?" in found
+
+
 def test_a_value_that_comes_from_another_setting_is_checked_too() -> None:
     problems = full_finetune("memory.loss_chunk_tokens=0")
     assert [problem.partition(":")[0] for problem in problems] == ["loss.chunk_tokens", "memory.loss_chunk_tokens"]
@@ -101,6 +105,11 @@ def test_a_value_that_comes_from_another_setting_is_checked_too() -> None:
         ("torch.optim.AdanW", "torch.optim has no 'AdanW'. Did you mean 'AdamW'?"),
         ("torch.optim.adagrad_", "torch.optim has no 'adagrad_'. Did you mean 'Adagrad'?"),
         ("torch.optm.AdamW", "torch has no 'optm'. Did you mean 'optim'?"),
+        (
+            "tunes.losses.DPO",
+            "there is no module 'tunes'. Is it installed, or in the current folder? Did you mean 'tune'?",
+        ),
+        ("tune.optimizer.Muon", "tune has no 'optimizer'. Did you mean 'optimizers'?"),
         ("torhc.optim.AdamW", "there is no module 'torhc'. Is it installed, or in the current folder?"),
         ("AdamW", "'AdamW' is not the dotted path of a function or class. Name its module too: my_module.AdamW"),
         ("my-parts.AdamW", "'my-parts.AdamW' is not the dotted path of a function or class."),

@@ -52,9 +52,8 @@ def test_overrides_win_over_files_and_later_files_over_earlier_ones(folder: Path
         ("--lr=1", "--lr: is not an option. A recipe has --config, --debug, --help."),
         ("--lr=1", "Settings are given without dashes: lr=1"),
         ("--config", "argument --config: expected one argument. The options are --config FILE_OR_NAME, --debug and"),
-        ("name=@me", "name: '@me' is not YAML"),
         ("name=[1", "name: '[1' is not YAML"),
-        ("name=${", "name: '${' is not YAML"),
+        ("name=${", "name: '${' has a ${ that does not name another setting"),
     ],
 )
 def test_an_argument_that_is_none(folder: Path, argument: str, message: str) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -166,8 +167,9 @@ def test_what_could_part_a_group_is_refused(tokenizer, tmp_path, options):
         load(tokenizer, path, max_seq_len=32, extra_columns=["group"], cache_dir=str(tmp_path / "cache"), **options)
 
 
-def test_scores_of_tokens_are_added_up_piece_by_piece(tmp_path, monkeypatch):
-    """Not all at once on the device."""
+def test_scores_of_tokens_are_added_up_piece_by_piece(tmp_path, monkeypatch, capsys):
+    """Not all at once on the device. Progress counts rows."""
+    monkeypatch.setattr("tune.datasets.scores.TELL", -1)
     world, sizes, add_up = distributed.init("cpu"), [], World.sum
     monkeypatch.setattr("tune.datasets.scores.SUMMED", 16)
     monkeypatch.setattr(World, "sum", lambda self, value: sizes.append(len(value)) or add_up(self, value))
@@ -180,3 +182,6 @@ def test_scores_of_tokens_are_added_up_piece_by_piece(tmp_path, monkeypatch):
     expected = np.concatenate([2 * np.where(sample.labels < 0, 0, sample.tokens) for sample in samples])
     assert np.load(file).flatten().tolist() == expected.tolist()
     assert max(sizes) == 16 and sum(sizes) == len(expected) > 64
+    assert re.findall(r"([\d,]+) of ([\d,]+) rows", capsys.readouterr().err) == [
+        (str(done), "10") for done in (2, 4, 6, 8, 10)
+    ]

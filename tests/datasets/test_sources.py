@@ -68,6 +68,8 @@ def put(file, content=LINES):
         ("data.jsonl.gz", gzip.compress(LINES, mtime=0)),
         ("data.jsonl.bz2", bz2.compress(LINES)),
         ("data.jsonl.xz", lzma.compress(LINES)),
+        ("DATA.JSONL", LINES),
+        ("data.Jsonl.GZ", gzip.compress(LINES, mtime=0)),
         ("data.json.gz", gzip.compress(json.dumps(ROWS).encode(), mtime=0)),
         ("data.csv.gz", gzip.compress(b'prompt,completion\nNA,007\n"a\nb\t","1,""5"""', mtime=0)),
     ],

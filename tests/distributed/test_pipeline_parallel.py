@@ -16,6 +16,7 @@ import tune
 from tune import distributed
 from tune.datasets.loader import require_batches
 from tune.distributed import pipeline
+from tune.distributed.pace import Pace
 from tune.distributed.pipeline import stages_of
 from tune.errors import TuneError
 from tune.models import hf
@@ -192,6 +193,31 @@ class Unknown(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+
+
+def test_stages_that_compute_alike_are_not_slow(tmp_path, monkeypatch):
+    """The last stage has the head in place of blocks: the time of blocks is no measure of its process."""
+    took = {}
+    for slow in (None, 1):
+        pace, seconds = Pace(), []
+        for place in range(2):
+            model = model_of(tmp_path, "llama", num_hidden_layers=6, vocab_size=4096)
+            mesh = Mesh(2)
+            mesh.get_local_rank = lambda place=place: place
+            monkeypatch.setattr(pipeline, "PACE", pace)
+            world = SimpleNamespace(mesh={"pp": mesh}, num_stages=2, pp_virtual=1, max_seq_len=8, links=[None] * 4)
+            pipeline.cut(model, world, torch.float32)
+            blocks = len(list(model.blocks.parameters())) / len(list(model.blocks[-1 if place else 0].parameters()))
+            took[place] = blocks
+            for _ in range(round(blocks)):
+                pace.intervals.append((0.0, 1.5 if slow == place else 1.0, pace.scale))
+            pace.own = 0.0
+            pace.collect([])
+            seconds.append(pace.own)
+        pace.collect(seconds)
+        expected = {} if slow is None else {"slowest_rank": 1, "slowest_excess": pytest.approx(0.5)}
+        assert pace.slowest() == expected
+    assert took[0] >= 2 * took[1]  # the head is as much as several blocks
 
 
 def test_what_cannot_be_cut(checkpoint, tmp_path):

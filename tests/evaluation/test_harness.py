@@ -215,6 +215,15 @@ def test_whole_tasks(name, chat, models, folder, world):
     assert found["chat_template"] == (ours.tokenizer.chat_template if chat else None)
 
 
+def test_where_there_is_no_repository_git_is_silent(models, folder, world, tmp_path, monkeypatch, capfd):
+    ours, _ = both(models["llama"], world)
+    tasks = Tasks(["letters"], ours.tokenizer, str(folder), limit=1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert tasks(ours.model, world, bootstrap_iters=0)["git_hash"] is None
+    assert "git" not in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_names_of_tasks(models, folder, world, tmp_path):
     """Of one, of several, of a group, and of a file."""

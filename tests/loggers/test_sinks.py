@@ -2,6 +2,8 @@ import errno
 import fcntl
 import itertools
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -116,11 +118,14 @@ def test_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sink = TensorBoard(tmp_path)
-    sink.metrics(1, VALUES)
-    sink.close()
+    for start in (0, 1):  # the second start continues after step 1, and logs step 2 again
+        sink = NonFatal("TensorBoard", lambda: TensorBoard(tmp_path))
+        sink.start(start, 4)
+        for step in range(start + 1, 4 - start):
+            sink.metrics(step, {"loss": step + start / 3})
+        sink.close()
     events = EventAccumulator(str(tmp_path)).Reload()
-    assert events.Scalars("loss")[0].value == pytest.approx(1 / 3)
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1), (2, pytest.approx(2 + 1 / 3))]
 
 
 def test_weights_and_biases(tmp_path, monkeypatch):
@@ -133,6 +138,18 @@ def test_weights_and_biases(tmp_path, monkeypatch):
     assert sink.run.config["seed"] == 3
     sink.close()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_runs_of_one_name_are_not_one(tmp_path, monkeypatch):
+    """Folders of the same last name have ids of their own, which a continuation keeps."""
+    given = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: given.append(settings)))
+    for parent in ("a", "b", "a"):
+        (folder := tmp_path / parent / "test").mkdir(parents=True, exist_ok=True)
+        WeightsAndBiases(folder, {"project": "tests", "name": None}, OmegaConf.create())
+        records.start(folder, 0)
+    first, second, again = [settings["id"] for settings in given]
+    assert first == again != second and {settings["name"] for settings in given} == {"test"}
 
 
 def test_a_continued_file_keeps_whole_lines_with_any_text(tmp_path):

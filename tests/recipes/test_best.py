@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tune import loggers
 from tune.checkpointers import load_model
-from tune.checkpointers.best import Best
+from tune.checkpointers.best import Best, more_is_better
 from tune.errors import TuneError
 from tune.generation import Sampler
 from tune.peft import open_model
@@ -258,6 +258,19 @@ def test_wrong_settings(name, checkpoint, chats, tmp_path, run_recipe, recipe, t
 
 
 TASKS = {"mine/loss_avoided": True, "mine/brier_score": False, "own/": None}
+
+
+def test_whether_more_is_better():
+    """Of all metrics of docs/runs.md that a choice could be made by."""
+    more = ["reward", "validation_reward", "reward/avoids_loss", "rewards/margins", "validation_rewards/accuracies",
+            "token_accuracy", "validation_token_accuracy", "rewards/chosen", "logps/chosen", "tokens_per_second", "mfu",
+            "all_right_groups", "hellaswag/acc", "mine/f1,strict"]  # fmt: skip
+    less = ["loss", "validation_loss", "validation_loss/chats", "value_loss", "kl", "validation_kl", "mismatch_kl",
+            "rewards/rejected", "validation_logps/rejected", "grad_norm", "dead_groups", "step_seconds",
+            "peak_memory_gib", "truncated_share", "wiki/word_perplexity", "mine/brier_score"]  # fmt: skip
+    assert [name for name in more if not more_is_better(name, TASKS)] == []
+    assert [name for name in less if more_is_better(name, TASKS)] == []
+    assert Best("validation_rewards/margins", None, TASKS).sign == 1  # which is no task's
 
 
 def test_what_is_best():

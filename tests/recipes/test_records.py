@@ -12,7 +12,7 @@ import pytest
 from browser import Browser
 from records.test_report import curves, needs_browser, shown  # noqa: F401
 
-from tune import cli, distributed, records
+from tune import cli, distributed, loggers, records
 
 DEMO = Path(__file__).parents[2] / ".demo" / "run"
 
@@ -28,6 +28,42 @@ def test_a_run_that_is_continued(inputs, run_recipe):
     page = (inputs.folder / "new" / "report.html").read_text()
     for part in ("optimizer.lr", "0.0002", "0.001", "<mark>"):
         assert part in page, part
+
+
+def test_figures_of_a_run_are_those_in_its_files(inputs, run_recipe, capsys):
+    """On the console, and where tools show them."""
+    run = inputs.folder / "new"
+    more = ["max_steps=3", "validate_every=2", f"validation_dataset.path={inputs.rows}", f"output_dir={run}"]
+    assert run_recipe(inputs.settings(*more)) == 0
+    console = capsys.readouterr().out
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in console.splitlines() if line.startswith("step ")]
+    assert len(lines) == len(steps) == 3
+    for line, step in zip(lines, steps, strict=True):
+        parts = dict(part.rsplit(" ", 1) for part in line.split(" | ") if "/" not in part and "GiB" not in part)
+        assert {name: float(value) for name, value in parts.items()} == {
+            name: float(f"{step[name]:{loggers.sinks.SHOWN[name]}}") for name in loggers.sinks.SHOWN if name in step
+        }
+        assert f"step {step['step']}/3 | " in line and f"| {step['tokens_per_second']:,.0f} tokens/s |" in line
+    data = json.loads((run / "data.json").read_text())
+    settings = ["full_finetune", *inputs.settings(*more)]
+    cli.main(["preview", *settings])
+    previewed = capsys.readouterr().out
+    for name in ("rows", "kept", "tokens", "supervised_tokens"):
+        assert re.search(rf"\b{data[name]:,}\b", previewed), name
+    first, last = steps[0], steps[-1]
+    cli.main(["watch", str(run)])
+    watched = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
+    cli.main(["runs", str(inputs.folder)])
+    listed = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(str(run)))
+    page = (run / "report.html").read_text()
+    for name in ("loss", "validation_loss"):
+        figure = records.number(last[name])
+        assert figure in watched and figure in listed and f"<strong>{figure}</strong>" in page, name
+    assert f"at first {records.number(first['loss'])}" in page
+    assert f"<strong>{sum(step['tokens'] for step in steps):,}</strong>" in page
+    speed = sum(step["tokens_per_second"] for step in steps) / 3
+    assert f"<strong>{records.number(speed)}</strong>" in page
 
 
 def test_a_run_that_fails(inputs, run_recipe):
@@ -54,7 +90,7 @@ def test_a_report_that_fails_is_a_line_in_the_log(inputs, run_recipe, monkeypatc
     monkeypatch.setattr(records, "write_report", fail)
     assert run_recipe(inputs.settings(f"output_dir={inputs.folder / 'new'}")) == 0
     log = (inputs.folder / "new" / "log.txt").read_text()
-    assert log.endswith("the report is not written: ZeroDivisionError('of the template')\n")
+    assert log.endswith("the report is not written: ZeroDivisionError: of the template\n")
     assert (inputs.folder / "new" / "model" / "model.safetensors").exists()
 
 

@@ -77,7 +77,7 @@ def test_a_loss_that_takes_the_mean_of_pairs(settings, run_recipe, capsys):
             "loss._component_: tune.losses.BradleyTerry compares scores, unlike this recipe's",
         ),
         (["loss._component_=recipes.test_wrong_preferences.Unrewarded"], "Unrewarded has no method reward(answers)"),
-        (["reference=3"], "reference: 3 is not a string"),
+        (["reference=3"], "reference: 3 is neither precomputed nor"),
         (["model.head=score"], "model.head: 'score' is the head of what other recipes train"),
         (["checkpointer.keep_best=rewards/margins"], "rewards/margins is that of a few rows"),
         (["loss.beta=-1"], "loss.beta: -1 is not a positive number"),

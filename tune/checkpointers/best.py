@@ -1,15 +1,32 @@
 """The best value of a metric in a training."""
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
 
+# Metrics of which less is better, by the parts of their names; docs/runs.md lists all metrics.
+LESS = re.compile(
+    r"loss|perplexity|bits_per_byte|(^|_)kl\b|rejected|seconds|memory|_share\b|dead_groups|all_wrong|without_room|grad_norm"
+    r"|expert_load|slowest"
+)
+
+
+def more_is_better(metric: str, higher_is_better: Mapping[str, bool | None]) -> bool:
+    """Whether the highest value of a metric is the best. For metrics of tasks, `higher_is_better` of `Tasks` says it;
+    others, and those of which their task does not say it, are known by their names."""
+    told = higher_is_better.get(metric)
+    if told is not None:
+        return told
+    is_reward = re.match(r"(validation_)?reward(/|$)", metric) is not None  # whatever a user's function is called
+    return is_reward or not LESS.search(metric)
+
 
 class Best:
     """The best value of a metric so far; `stale` counts the values since. `kept` are value and step of the best whose
-    checkpoint is written. Of a loss the lowest is best; for metrics of tasks, `higher_is_better` of `Tasks` says it.
+    checkpoint is written. `more_is_better` says of a metric whether the highest or the lowest is best.
 
     Raises:
         TuneError: it is the metric of a task, and of none of these.
@@ -19,16 +36,15 @@ class Best:
         self.metric, self.patience = metric, patience
         wanted = metric or ""
         task = f"{wanted.rpartition('/')[0]}/"
-        if higher_is_better and "/" in wanted and not {wanted, task} & higher_is_better.keys():
+        is_of_task = "/" in wanted and not wanted.startswith("validation_")
+        if higher_is_better and is_of_task and not {wanted, task} & higher_is_better.keys():
             there = [name for name in higher_is_better if name.startswith(task)]
             there = there or [*dict.fromkeys(f"{name.rpartition('/')[0]}/..." for name in higher_is_better)]
             hint = did_you_mean(wanted, higher_is_better)
             raise TuneError(
                 f"checkpointer.keep_best: no task measures {wanted}.{hint} There are {', '.join(sorted(there))}"
             )
-        is_loss = any(word in wanted for word in ("loss", "perplexity", "bits_per_byte"))
-        higher = higher_is_better.get(wanted)  # None where the task does not say it
-        self.sign = 1 if (not is_loss if higher is None else higher) else -1
+        self.sign = 1 if more_is_better(wanted, higher_is_better) else -1
         self.value, self.step, self.stale = -float("inf"), 0, 0
         self.kept = self.value, self.step
 

@@ -45,6 +45,7 @@ from tune.checkpointers.reading import (
 from tune.distributed import World, reshard
 from tune.distributed.ray_train import is_ray_worker, report
 from tune.errors import TuneError
+from tune.lookup import in_shell
 from tune.types import PositiveInt
 
 OF_ITSELF = {"step", "groups", "best", "metrics", "optimizer", "updates"}  # in state.json, of the checkpointer
@@ -69,9 +70,9 @@ class Checkpointer:
     our schedules compute anew; other hyperparameters come from the current config. Frozen parameters are not saved: on
     resuming, `base` checks that they come from the same weights, and `adapter` that its settings are the same.
 
-    With `keep_best`, the name of a metric, the checkpoint with its best value is kept too: the lowest of a loss, the
-    highest of others; for a task's metric, `tasks.higher_is_better` says which. After `patience` values in a row that
-    were no better, the training `is_over`.
+    With `keep_best`, the name of a metric, the checkpoint with its best value is kept too: the highest or the lowest,
+    as `more_is_better` has it; for a task's metric, `tasks.higher_is_better` says which. After `patience` values in a
+    row that were no better, the training `is_over`.
 
     `extra` is state of your own, by name: averaged weights, counters. Plain values are saved as JSON. Tensors, also
     sharded ones, are loaded in place, so that the object must have them before it is restored.
@@ -133,7 +134,7 @@ class Checkpointer:
             return 0
         if resume != "auto" and (damage := self._damage(path)):
             raise TuneError(f"resume: {path} is damaged: {damage}. Give the checkpoint before it")
-        small = json.loads((path / "state.json").read_text())
+        small = json.loads((path / "state.json").read_text(encoding="utf-8"))
         if (found := small.keys() - OF_ITSELF) != self.small.keys():
             raise TuneError(
                 f"resume: {path} is of another recipe: it has the state of {', '.join(sorted(found))}, this one of "
@@ -213,7 +214,7 @@ class Checkpointer:
             reshard(self.model)
             path = self.resumed.get(kept, self.folder / f"step-{kept:08d}")
             rates = [group.get("lr") for group in self.optimizer.param_groups]  # the schedule does not go back
-            self._restore(path, json.loads((path / "state.json").read_text()), self._states()[1])
+            self._restore(path, json.loads((path / "state.json").read_text(encoding="utf-8")), self._states()[1])
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 if rate is not None:
                     group["lr"] = rate
@@ -272,7 +273,7 @@ class Checkpointer:
         if step == saved:
             if self.world.is_main and self.best.metric:
                 file = self.folder / f"step-{step:08d}" / "state.json"
-                replace_json(file, json.loads(file.read_text()) | {"best": self.best.state_dict()})
+                replace_json(file, json.loads(file.read_text(encoding="utf-8")) | {"best": self.best.state_dict()})
             self._settled(step, (self.best.value, self.best.step))
             return
         self.failed = False
@@ -297,13 +298,15 @@ class Checkpointer:
                 dcp.save(tensors, checkpoint_id=unfinished, process_group=self.group)
                 digests = gather_digests(unfinished, self.group)
                 if self.world.is_main:  # from here on no process waits for another: this may fail
-                    (unfinished / "state.json").write_text(small)
+                    (unfinished / "state.json").write_text(small, encoding="utf-8")
                     write_digests(unfinished, digests, ".metadata", "state.json")
                 if self.tidies:
                     unfinished.rename(complete)
             except (OSError, CheckpointException) as error:
                 shutil.rmtree(unfinished, ignore_errors=True)
-                again = f"the same command with output_dir={self.folder.parent} continues after step {self.saved}"
+                again = (
+                    f"the same command with output_dir={in_shell(self.folder.parent)} continues after step {self.saved}"
+                )
                 kept = f"Earlier ones are intact: make room; {again}" if self.saved else "There is none yet: make room"
                 raise TuneError(
                     f"the checkpoint of step {step} could not be written: {cause_of(error)}. {kept}."

@@ -115,14 +115,16 @@ def write_digests(folder: Path, digests: Mapping[str, str], *others: str) -> Non
     """Keep the `digest_of` files of `folder`; those of `others` are made here."""
     digests = {**digests} | {name: digest_of(folder / name) for name in others}
     with written_aside(folder / DIGESTS) as unfinished:
-        unfinished.write_text(json.dumps(digests, indent=2, sort_keys=True) + "\n")
+        unfinished.write_text(json.dumps(digests, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def replace_json(file: Path, value: Any) -> None:
     """Replace a file that has a digest. Digests of both contents are kept: a kill in between leaves nothing damaged."""
-    digests = json.loads((file.parent / DIGESTS).read_text()) if (file.parent / DIGESTS).exists() else {}
+    digests = (
+        json.loads((file.parent / DIGESTS).read_text(encoding="utf-8")) if (file.parent / DIGESTS).exists() else {}
+    )
     with written_aside(file) as unfinished:
-        unfinished.write_text(json.dumps(value))
+        unfinished.write_text(json.dumps(value), encoding="utf-8")
         if digests:  # not of an early version
             write_digests(file.parent, digests | {file.name: f"{digest_of(file)} {digest_of(unfinished)}"})
 
@@ -133,7 +135,7 @@ def found_damage(folder: Path, share: int = 0, shares: int = 1) -> str:
     if not (folder / DIGESTS).exists():
         return ""
     try:
-        digests = json.loads((folder / DIGESTS).read_text())
+        digests = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
     except ValueError:
         return f"{DIGESTS} cannot be read"
     for name, digest in sorted(digests.items())[share::shares]:

@@ -80,7 +80,7 @@ def import_meta(folder: Path, out: Path) -> list[str]:
 
     with written_aside(out, folder=True) as unfinished:
         write_tensors(unfinished, tensors(), len(plan))
-        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tokenizer = next((file for file in (folder, folder.parent) if (file / "tokenizer.model").is_file()), None)
         if tokenizer:
             shutil.copyfile(tokenizer / "tokenizer.model", unfinished / "tokenizer.model")

@@ -104,7 +104,7 @@ def cut_short(path: Path) -> str:
     """What of a checkpoint is damaged, as far as the sizes of its files tell; empty if nothing is."""
     file = path / "state.json"
     try:
-        json.loads(file.read_text())
+        json.loads(file.read_text(encoding="utf-8"))
         file = path / ".metadata"
         parts = (Reader(path).read_metadata().storage_data or {}).values()
     except (OSError, ValueError, TuneError):

@@ -20,6 +20,7 @@ from tune.checkpointers.disk import SAFETENSORS_DTYPES, DiskTensor, disk_tensors
 from tune.checkpointers.weights import Pretrained, hf_tensors
 from tune.distributed import DTYPES, World
 from tune.errors import TuneError
+from tune.lookup import in_shell
 from tune.models import build
 from tune.models.build import as_reward_model
 from tune.models.config_file import ConfigFile, read_json
@@ -83,11 +84,11 @@ def export(
                 declared = fields.get("dtype") or fields.get("torch_dtype") or "float32"
                 fields["quantization_config"] = compressor.config(declared)
             if fields and (dtype or scores or compressor):
-                (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+                (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
             for file in [*map(origin.joinpath, CONFIGS), *origin.glob("*.py")]:
                 if file.exists() and not (unfinished / file.name).exists():
                     shutil.copyfile(file, unfinished / file.name)
-            (unfinished / "README.md").write_text(card)
+            (unfinished / "README.md").write_text(card, encoding="utf-8")
             if tokenizer is None:
                 copy_without_weights(origin, unfinished)
             else:
@@ -149,7 +150,7 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], total: in
         weight_map |= dict.fromkeys(each.places, renamed.name)
     size = sum(file.size for file in files)
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 class TensorFile:
@@ -218,11 +219,11 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
         read = ((name, tensor.read()) for name, tensor in tensors.items())
         resize = ((name, _with_rows(weight, rows, known, ids) if name in resized else weight) for name, weight in read)
         write_tensors(unfinished, resize, len(tensors))
-        config = json.loads((source / "config.json").read_text())
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
         for section in (config, config.get("text_config", {})):  # the latter of a model that takes images too
             if "vocab_size" in section:
                 section["vocab_size"] = rows
-        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tokenizer.save(unfinished)
     return ids
 
@@ -243,7 +244,7 @@ def save_tensors(tensors: dict[str, Tensor], file: Path, what: str) -> None:
 
 def _not_written(what: str, run: Path, error: Exception) -> TuneError:
     is_kept = any((run / "checkpoints").glob(CHECKPOINT))
-    again = f"with output_dir={run}, which continues after the last checkpoint" if is_kept else "again"
+    again = f"with output_dir={in_shell(run)}, which continues after the last checkpoint" if is_kept else "again"
     return TuneError(f"the {what} could not be written to {run}: {error}. Make room and run the same command {again}")
 
 
@@ -261,7 +262,7 @@ def name_of(folder: Path) -> str:
     """The name on the Hugging Face hub of a `folder` that `tune download` or huggingface_hub's cache wrote; of another
     one its own name."""
     if (folder / HUB_ID).is_file():
-        return (folder / HUB_ID).read_text().strip()
+        return (folder / HUB_ID).read_text(encoding="utf-8").strip()
     repository = re.fullmatch("models--(.*)", folder.resolve().parent.parent.name)  # of models--org--name/snapshots/sha
     return repository[1].replace("--", "/") if repository else folder.name
 

@@ -2,14 +2,14 @@
 which start as the mean of all others. To train these rows with an adapter: adapter.trainable_tokens=[their ids]."""
 
 from argparse import ArgumentParser
-from pathlib import Path
 
 from tune.cli.convert import new_folder
+from tune.lookup import local_path
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("base", metavar="BASE", help="a model folder")
-    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write: absent or empty")
+    parser.add_argument("out", metavar="OUT", type=local_path, help="the folder to write: absent or empty")
     parser.add_argument("tokens", metavar="TOKEN", nargs="+", help="such as '<|tool_call|>'")
     options = parser.parse_args(arguments)
     with new_folder(options.out):

@@ -10,7 +10,7 @@ from tune.errors import TuneError
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("name", metavar="NAME", help="a recipe (full_finetune) or a config (full_finetune.yaml)")
-    sys.stdout.write(find(parser.parse_args(arguments).name).read_text())
+    sys.stdout.write(find(parser.parse_args(arguments).name).read_text(encoding="utf-8"))
 
 
 def find(name: str) -> Path:

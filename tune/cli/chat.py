@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -30,7 +29,7 @@ from tune.cli.export import model_at
 from tune.cli.generate import MAX_NEW_TOKENS, add_arguments, opened
 from tune.errors import TuneError
 from tune.generation import Continuation, Sampler
-from tune.lookup import did_you_mean
+from tune.lookup import did_you_mean, local_path
 from tune.peft import open_model
 from tune.tokenizers import Message, Tokenizer
 
@@ -72,7 +71,7 @@ def others(count: int, arguments: list[str]) -> Iterator[None]:
     try:
         for rank in range(1, count):
             environment = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            errors = TemporaryFile("w+")  # noqa: SIM115 (closed below)
+            errors = TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (closed below)
             process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=errors, **quiet)
             started.append((process, errors))
         os.environ.update(place | {"RANK": "0", "LOCAL_RANK": "0"})
@@ -331,7 +330,7 @@ class Dialogue:
             self.tell(f"it is in {name} already")
             return
         try:
-            with Path(name).expanduser().open("a+", encoding="utf-8") as file:
+            with local_path(name).open("a+", encoding="utf-8") as file:
                 file.seek(0)
                 before = file.read()
                 if before and not before.startswith("{"):

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from tune.cli.runs import gib, print_table
 from tune.errors import TuneError
+from tune.lookup import local_path
 from tune.records import number, read
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
+    parser.add_argument("run", metavar="RUN", type=local_path, help="a run folder")
     parser.add_argument("--verify", action="store_true", help="read all files, to name what is not as it was written")
     options = parser.parse_args(arguments)
     path = options.run

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tune.errors import TuneError
+from tune.lookup import local_path
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
-    parser.add_argument("source", metavar="SOURCE", type=Path, help="a .gguf file, or a folder with params.json")
-    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write: absent or empty")
+    parser.add_argument("source", metavar="SOURCE", type=local_path, help="a .gguf file, or a folder with params.json")
+    parser.add_argument("out", metavar="OUT", type=local_path, help="the folder to write: absent or empty")
     options = parser.parse_args(arguments)
     with new_folder(options.out):
         print(f"converting {options.source}", flush=True)

@@ -6,12 +6,13 @@ from pathlib import Path
 from tune import config
 from tune.cli.cat import find
 from tune.errors import TuneError
+from tune.lookup import local_path
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("name", metavar="NAME", help="a recipe (full_finetune) or a config (full_finetune.yaml)")
     where = "a file or a folder (default: here)"
-    parser.add_argument("destination", metavar="DEST", nargs="?", type=Path, default=Path(), help=where)
+    parser.add_argument("destination", metavar="DEST", nargs="?", type=local_path, default=Path(), help=where)
     parser.add_argument("--force", action="store_true", help="overwrite DEST")
     options = parser.parse_args(arguments)
 
@@ -35,10 +36,10 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         raise TuneError(f"{there[0]} exists already. Name another file, or overwrite it with --force.")
     target.parent.mkdir(parents=True, exist_ok=True)
     for copy, original in copies.items():
-        text = original.read_text()
+        text = original.read_text(encoding="utf-8")
         for old, new in names.items():
             text = text.replace(old, new)
-        copy.write_text(text)
+        copy.write_text(text, encoding="utf-8")
         print(f"copied {original.name} to {copy}")
     if source.suffix == ".py":
         print(f"{target} reads its settings from {settings}: a key that you add there is a setting at once")

@@ -1,29 +1,41 @@
 """Show in what two runs differ: recipe, settings, data, and the last value of each metric. A dash stands for what a run
 does not have."""
 
+import math
 import sys
 from argparse import ArgumentParser
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from tune.cli.runs import print_table
-from tune.records import differences, number, read
-from tune.type_check import as_given
+from tune.lookup import local_path
+from tune.records import Record, differences, number, read
+from tune.type_check import as_given, show
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs=2, type=Path, help="a run folder")
+    parser.add_argument("runs", metavar="RUN", nargs=2, type=local_path, help="a run folder")
     runs = [read(path) for path in parser.parse_args(arguments).runs]
     for problem in [f"{run.path}: {each}" for run in runs for each in run.problems]:
         print(f"warning: {problem}", file=sys.stderr)
-    results = [{name: number(run.last(name)) for name in run.columns if name != "time"} for run in runs]
+    results = [last_values(run) for run in runs]
     rows = [["", *(str(run.path) for run in runs)]]
     inputs, recipes = [run.inputs for run in runs], [str(run.facts.get("recipe", "")) for run in runs]
     if recipes[0] != recipes[1]:
         rows.append(["recipe", *recipes])
     for title, values in {"settings and data": inputs, "result": results}.items():
-        found = [
-            [f"  {key}", *(as_given(each[key]) if key in each else "-" for each in values)]
-            for key, _ in differences(values)
-        ]
+        written = number if title == "result" else as_given
+        found = [[f"  {key}", *cells(key, values, written)] for key, _ in differences(values)]
         rows += [[title if found else f"{title}: no difference", "", ""], *found]
     print_table(rows)
+
+
+def last_values(run: Record) -> dict[str, float]:
+    values = {name: run.last(name) for name in run.columns if name != "time"}
+    return {name: value for name, value in values.items() if not math.isnan(value)}
+
+
+def cells(key: str, values: Sequence[dict[str, Any]], written: Callable[[Any], str]) -> list[str]:
+    """What each has of `key`; with all digits where fewer would be the same for all."""
+    found = [written(each[key]) if key in each else "-" for each in values]
+    return found if len({*found}) > 1 else [show(each[key]) for each in values]

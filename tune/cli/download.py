@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tune.errors import TuneError
-from tune.lookup import needs
+from tune.lookup import local_path, needs
 
 SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt", ".safetensors"}
 OLD_WEIGHTS = {".bin", ".pt", ".pth"}
@@ -17,7 +17,7 @@ OLD_WEIGHTS = {".bin", ".pt", ".pth"}
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("hub_id", metavar="HUB_ID", help="such as Qwen/Qwen3-0.6B")
     parser.add_argument("--revision", help="a branch, tag or commit (default: the main branch)")
-    parser.add_argument("--out", type=Path, help="the folder to write (default: the last part of HUB_ID)")
+    parser.add_argument("--out", type=local_path, help="the folder to write (default: the last part of HUB_ID)")
     options = parser.parse_args(arguments)
     hub_id, revision = options.hub_id, options.revision
     out = options.out or Path(hub_id.rpartition("/")[2])
@@ -27,7 +27,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         model = huggingface_hub.HfApi().model_info(hub_id, revision=revision)
         for file in wanted(sibling.rfilename for sibling in model.siblings):
             huggingface_hub.hf_hub_download(hub_id, file, revision=model.sha, local_dir=out)  # unless it is there
-        (out / HUB_ID).write_text(model.id)  # for the model cards of what is trained from it
+        (out / HUB_ID).write_text(model.id, encoding="utf-8")  # for the model cards of what is trained from it
     print(f"wrote {out}")
 
 

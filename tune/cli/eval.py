@@ -9,11 +9,14 @@ This is the recipe `evaluate`; options are its settings, which are these (others
 """
 
 import json
+import re
 from argparse import ArgumentParser
+from pathlib import Path
 
 from tune import config
 from tune.cli import run
 from tune.cli.export import add_step, model_at
+from tune.lookup import assignment
 
 NESTED = {
     "data": "dataset.path", "quantization": "quantization.weights", "max_new_tokens": "generation.max_new_tokens",
@@ -24,7 +27,7 @@ NESTED = {
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     defaults = config.find_config("evaluate")
     parser.usage = "tune eval MODEL [--tasks A,B] [--data FILE] [--out FILE.json] [OPTIONS] [key=value ...]"
-    parser.epilog = defaults.read_text()
+    parser.epilog = defaults.read_text(encoding="utf-8")
     parser.add_argument("model", metavar="MODEL")
     add_step(parser)
     parser.add_argument("--nproc-per-node", metavar="N", help="processes that share the work")
@@ -40,9 +43,20 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         if (given := getattr(options, key)) is True:
             settings.append(f"{key}=true")
         elif given and isinstance(values.get(key), list):
-            settings.append(f"{key}={json.dumps([each for text in given for each in text.split(',')])}")
+            names = [name for text in given for name in (names_in(text) if key == "tasks" else [text])]
+            settings.append(f"{key}={json.dumps(names, ensure_ascii=False)}")
         elif given:
-            settings.append(f"{key}={given[-1].replace(':', '.') if key == 'score' else given[-1]}")
+            settings.append(assignment(key, dotted(given[-1]) if key == "score" else given[-1]))
     launch = ["--nproc-per-node", options.nproc_per_node] if options.nproc_per_node else []
     with model_at(options.model, options.step) as model:
-        run.main(parser, [*launch, "evaluate", f"model.path={model}", *settings, *rest])
+        run.main(parser, [*launch, "evaluate", assignment("model.path", model), *settings, *rest])
+
+
+def names_in(text: str) -> list[str]:
+    """The names of tasks in A,B; a file may have a comma in its name."""
+    return [text] if Path(text).exists() else text.split(",")
+
+
+def dotted(score: str) -> str:
+    """`my_scores:is_right` as `my_scores.is_right`; anything else is as it was written."""
+    return score.replace(":", ".") if re.fullmatch(r"[\w.]+:[\w.]+", score) else score

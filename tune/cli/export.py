@@ -14,6 +14,7 @@ from typing import Any
 from tune.atomic import CHECKPOINT
 from tune.cli.convert import new_folder
 from tune.errors import TuneError
+from tune.lookup import in_shell, local_path
 
 # What a run folder may have made. It can come from another person, and a component can be any function.
 COMPONENTS = {
@@ -30,9 +31,9 @@ KINDS, TYPES = ("gguf", "gguf-lora", "hf"), ("f16", "bf16", "q8_0", "q4_0")
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = f"tune export RUN_OR_FOLDER --to {'|'.join(KINDS)} --out PATH [--type {'|'.join(TYPES)}] [--step N]"
-    parser.add_argument("source", metavar="RUN_OR_FOLDER", type=Path, help="a run, a model folder, or an adapter")
+    parser.add_argument("source", metavar="RUN_OR_FOLDER", type=local_path, help="a run, a model folder, or an adapter")
     parser.add_argument("--to", required=True, choices=KINDS)
-    parser.add_argument("--out", required=True, type=Path, help="the file, or for hf the folder, to write: a new one")
+    parser.add_argument("--out", required=True, type=local_path, help="to write, a new one: a file, or for hf a folder")
     parser.add_argument("--type", choices=TYPES, help="of weights in GGUF (default: f16)")
     add_step(parser)
     options = parser.parse_args(arguments)
@@ -60,19 +61,21 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             commands = [served_by(model, out)]
         elif options.to == "gguf-lora":
             peft.export_gguf_lora(model, out, str(ConfigFile(Path(path)).get("model_type")))
-            recipe.write_text(f"FROM ./BASE.gguf\nADAPTER ./{out.name}\n")
-            commands = [f"llama-cli -m BASE.gguf --lora {out}"]
-            commands += [f"ollama create {out.stem.lower()} -f {recipe}  # name your base in its first line"]
+            recipe.write_text(f"FROM ./BASE.gguf\nADAPTER ./{out.name}\n", encoding="utf-8")
+            commands = [f"llama-cli -m BASE.gguf --lora {in_shell(out)}"]
+            create = f"ollama create {in_shell(out.stem.lower())} -f {in_shell(recipe)}"
+            commands.append(f"{create}  # name your base in its first line")
         else:
             tokenizer = tokenizer or Tokenizer(path)
             family = str(ConfigFile(Path(path)).get("model_type"))
             for note in checkpointers.export_gguf(model, base, tokenizer, out, family, options.type or "f16"):
                 print(f"note: {note}")
-            recipe.write_text(modelfile(tokenizer, out.name))
+            recipe.write_text(modelfile(tokenizer, out.name), encoding="utf-8")
             if tokenizer.chat_template:
                 print(f"note: {OLLAMA}")
-            name = out.stem.lower()
-            commands = [f"llama-cli -m {out}", f"ollama create {name} -f {recipe} && ollama run {name}"]
+            name = in_shell(out.stem.lower())
+            create = f"ollama create {name} -f {in_shell(recipe)}"
+            commands = [f"llama-cli -m {in_shell(out)}", f"{create} && ollama run {name}"]
     print("to use it:", *commands, sep="\n  ")
 
 
@@ -95,12 +98,15 @@ def model_at(source: str | Path, step: int | None = None) -> Iterator[str]:
     if step is None:
         yield str(source)
         return
-    command = ["export", str(run), "--step", str(step), "--to", "hf", "--out"]
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise TuneError(f"write the model of the checkpoint first: `tune {' '.join(command)} FOLDER`, and name FOLDER")
+        first = f"tune export {in_shell(run)} --step {step} --to hf --out FOLDER"
+        raise TuneError(f"write the model of the checkpoint first: `{first}`, and name FOLDER")
+    command = ["export", str(run.absolute()), "--step", str(step), "--to", "hf"]
     with TemporaryDirectory(dir=run if run.is_dir() else None, prefix=f".step-{step}-") as folder:
         written = f"{folder}/{run.name}-step-{step}"  # by a process of its own, as this one may use a GPU
-        done = subprocess.run([sys.executable, "-m", "tune.cli", *command, written], stdout=subprocess.DEVNULL)
+        done = subprocess.run(
+            [sys.executable, "-m", "tune.cli", *command, f"--out={written}"], stdout=subprocess.DEVNULL
+        )
         if done.returncode:
             sys.exit(done.returncode)
         yield written
@@ -108,7 +114,7 @@ def model_at(source: str | Path, step: int | None = None) -> Iterator[str]:
 
 def served_by(model: Any, out: Path) -> str:
     """The command that serves the folder; of a reward model `/classify` then, with `"use_activation": false`."""
-    return f"vllm serve {out}" + " --runner pooling" * getattr(model.config, "scores", False)
+    return f"vllm serve {in_shell(out)}" + " --runner pooling" * getattr(model.config, "scores", False)
 
 
 def write(model: Any, tokenizer: Any, out: Path, path: str, what: str, **others: Any) -> None:

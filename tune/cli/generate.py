@@ -23,6 +23,7 @@ from tune.cli.export import add_step, model_at
 from tune.cli.run import parted
 from tune.errors import TuneError, explained
 from tune.launchers import count, ray
+from tune.lookup import local_path
 
 MAX_NEW_TOKENS = 512
 OWN = ("index", "sample", "completion", "finish", "tokens")  # columns of records, beside those of the rows
@@ -60,7 +61,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     prompts.add_argument("--prompts", metavar="FILE", help=file)
     parser.add_argument("--samples", metavar="N", type=count, default=1, help="answers to each prompt (default: 1)")
     parser.add_argument("--raw", action="store_true", help="go on from texts as they are, without a chat template")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="prompts and answers too, as .jsonl or .parquet")
+    parser.add_argument("--out", metavar="FILE", type=local_path, help="prompts and answers too, as .jsonl or .parquet")
     parser.add_argument("--batch-size", metavar="N", type=count, default=16, help="answers at a time (default: 16)")
     parser.add_argument("--launcher", choices=["ray"], help="its options: tune generate --launcher ray --help")
     launcher, others = parted(arguments, "")
@@ -74,7 +75,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         parser.error("give --prompt TEXT, --prompts FILE, or prompts on standard input")
     from tune.datasets.prompts import placed_rows
 
-    if options.out and options.out.suffix in (".csv", ".tsv", ".arrow", ".txt"):
+    if options.out and options.out.suffix.lower() in (".csv", ".tsv", ".arrow", ".txt"):
         parser.error(f"--out {options.out}: answers are written as .jsonl or .parquet, not as {options.out.suffix}")
     if options.out:
         with explained(f"--out {options.out} cannot be written", OSError):  # before the model is loaded
@@ -228,7 +229,7 @@ def records_file(path: Path, rows: list[tuple[str, Any]]) -> Iterator[Callable[[
     file: Any
     mixed = explained(f"--out {path}: write a .jsonl, as what is asked has no common type", pyarrow.ArrowException)
     with mixed, explained(f"--out {path} cannot be written", OSError):
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             names = dict.fromkeys(name for _, row in rows for name in row if name not in OWN and is_given(row[name]))
             given = {name: [row[name] if is_given(row.get(name)) else None for _, row in rows] for name in names}
             asked = {name: pyarrow.array(values).type for name, values in given.items()}
@@ -238,7 +239,7 @@ def records_file(path: Path, rows: list[tuple[str, Any]]) -> Iterator[Callable[[
         else:
             file = path.open("w", encoding="utf-8")
     with file:
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             yield lambda records: file.write_table(pyarrow.Table.from_pylist(records, schema))
         else:
             yield lambda records: file.writelines(

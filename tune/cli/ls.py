@@ -10,10 +10,10 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.parse_args(arguments)
     recipes, configs = {}, {}
     for name in config.list_recipes():
-        docstring = ast.get_docstring(ast.parse(config.find_recipe(name).read_text())) or ""
+        docstring = ast.get_docstring(ast.parse(config.find_recipe(name).read_text(encoding="utf-8"))) or ""
         recipes[name] = docstring.partition("\n")[0]
     for name in config.list_configs():
-        lines = config.find_config(name).read_text().splitlines()
+        lines = config.find_config(name).read_text(encoding="utf-8").splitlines()
         configs[f"{name}.yaml"] = next((line.lstrip("# ") for line in lines if line.startswith("#")), "")
     width = max(map(len, [*recipes, *configs]))
     for title, descriptions in {"Recipes": recipes, "Configs": configs}.items():

@@ -14,6 +14,7 @@ from typing import Any
 from tune.atomic import CHECKPOINT
 from tune.cli.convert import new_folder
 from tune.errors import TuneError
+from tune.lookup import local_path
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
@@ -21,7 +22,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument(
         "adapter", metavar="ADAPTER", nargs="*", help="a folder in PEFT's layout, or the run that made it"
     )
-    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write: absent or empty")
+    parser.add_argument("out", metavar="OUT", type=local_path, help="the folder to write: absent or empty")
     methods = "linear", "ties", "dare_linear", "dare_ties", "average"
     parser.add_argument("--method", choices=methods, help="of several adapters; average: of a run's checkpoints")
     parser.add_argument("--steps", type=int, nargs="+", metavar="N", help="of the averaged checkpoints (default: all)")

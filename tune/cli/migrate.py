@@ -16,14 +16,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from tune import config
 from tune.config.check import combine
+from tune.config.text import Layer, parse
 from tune.errors import TuneError
 from tune.launchers import count
+from tune.lookup import in_shell, local_path
 from tune.preflight.migration import PEERS, STATUSES, Migration, NotConverted, Setting, leaves, migrate, peer_of, show
 from tune.secrets import without_secrets
 
@@ -33,8 +34,8 @@ PROCESSES = re.compile(r"--(?:nproc[-_]per[-_]node|num_processes)[ =](\d+)")
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = "tune migrate FILE [--out FILE.yaml] [--from NAME] [--method NAME] [--world-size N]"
-    parser.add_argument("file", metavar="FILE", type=Path, help="the config of another library")
-    parser.add_argument("--out", metavar="FILE.yaml", type=Path, help="the file to write (default: print it)")
+    parser.add_argument("file", metavar="FILE", type=local_path, help="the config of another library")
+    parser.add_argument("--out", metavar="FILE.yaml", type=local_path, help="the file to write (default: print it)")
     parser.add_argument("--from", dest="peer", choices=PEERS, help="whose config it is (default: by its keys)")
     parser.add_argument("--method", help="sft, dpo, grpo, ...: where the file does not say it (TRL's do not)")
     devices = "devices it ran on (default: what FILE says, or 1)"
@@ -101,7 +102,7 @@ def options_of(words: list[str]) -> dict[str, Any]:
 
 def value_of(word: str) -> Any:
     try:
-        return OmegaConf.to_container(OmegaConf.create(f"x: {word}"))["x"]  # type: ignore[index, call-overload]
+        return {"yes": True, "no": False}.get(word.lower(), parse(word)[0])
     except (YAMLError, OmegaConfBaseException):
         return word
 
@@ -110,7 +111,7 @@ def check(run: Migration) -> list[str]:
     """Take back the settings that the recipe refuses, as `tune run` would; returns the keys that are left to give."""
     default = config.read_file(config.find_config(run.recipe))
     while True:
-        findings = [each.partition(": ") for each in combine([(default, ""), (nested(run.changed()), "")])[1]]
+        findings = [each.partition(": ") for each in combine([Layer(default), Layer(nested(run.changed()))])[1]]
         missing = [key for key, _, problem in findings if problem.startswith("is missing")]
         wrong = {key: problem for key, _, problem in findings if key not in missing}
         for key, problem in wrong.items():
@@ -167,4 +168,4 @@ def report(run: Migration, name: str, missing: list[str], out: str) -> str:
     lines += ["", f"known to go wrong there ({len(faults)})", *(f"  {each}" for each in faults)] if faults else []
     lines += ["", f"left to give: {', '.join(missing)}"] if missing else []
     more = "".join(f" {key}=..." for key in missing)
-    return "\n".join([*lines, "", f"tune run {run.recipe} --config {out}{more}"])
+    return "\n".join([*lines, "", f"tune run {run.recipe} --config {in_shell(out)}{more}"])

@@ -5,14 +5,14 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from tune.errors import TuneError, explained
-from tune.lookup import needs
+from tune.lookup import local_path, needs
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
-    parser.add_argument("source", metavar="RUN_OR_FOLDER", type=Path, help="a run, a model folder, or an adapter")
+    parser.add_argument("source", metavar="RUN_OR_FOLDER", type=local_path, help="a run, a model folder, or an adapter")
     parser.add_argument("repo", metavar="REPO", help="OWNER/NAME; made if it is not there")
     parser.add_argument("--private", action="store_true", help="make it a private one, if it is made")
-    parser.add_argument("--token-file", metavar="FILE", type=Path, help="that holds the token to use")
+    parser.add_argument("--token-file", metavar="FILE", type=local_path, help="that holds the token to use")
     options = parser.parse_args(arguments)
     print(f"it is at {push(options.source, options.repo, options.private, options.token_file)}")
 
@@ -31,7 +31,7 @@ def push(source: Path, repo: str, private: bool = False, token_file: Path | None
     wrong = f"'{repo}' is no name for a repository: OWNER/NAME of letters, digits and - _ ."
     with explained(wrong, errors.HFValidationError):
         validate_repo_id(repo)
-    folder = exported_folder(source.expanduser())
+    folder = exported_folder(source)
     if not has_weights(folder):
         raise TuneError(f"{folder} has no weights to upload: no *.safetensors")
     if (folder / CONFIG).exists():
@@ -42,7 +42,7 @@ def push(source: Path, repo: str, private: bool = False, token_file: Path | None
     if not card.is_file() or not card.read_text(encoding="utf-8").strip():
         raise TuneError(f"{folder} has no model card: write {card}, which says what the model was made of, and how")
     with explained(f"--token-file {token_file} cannot be read", OSError, ValueError):
-        token = token_file.read_text().strip() if token_file else huggingface_hub.get_token()
+        token = token_file.read_text(encoding="utf-8").strip() if token_file else huggingface_hub.get_token()
     if not token:
         raise TuneError("you are not logged in to the hub: run `hf auth login`, set HF_TOKEN, or give --token-file")
     try:

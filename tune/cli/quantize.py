@@ -3,18 +3,18 @@ into its base, a run) with the linear layers of its blocks quantised, by int8 or
 mxfp4 or nf4 with one for each group of weights."""
 
 from argparse import ArgumentParser
-from pathlib import Path
 
 from tune.cli.convert import new_folder
 from tune.cli.export import add_step, model_at, served_by, write
 from tune.errors import TuneError
+from tune.lookup import local_path
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
-    parser.add_argument("model", metavar="MODEL", type=Path, help="a model folder, an adapter or a run")
+    parser.add_argument("model", metavar="MODEL", type=local_path, help="a model folder, an adapter or a run")
     parser.add_argument("--to", required=True, choices=("int8", "int4", "fp8", "mxfp4", "nf4"))
     parser.add_argument("--dynamic", action="store_true", help="int8, fp8: inputs too, when the model runs (W8A8)")
-    parser.add_argument("--out", required=True, metavar="FOLDER", type=Path, help="to write: absent or empty")
+    parser.add_argument("--out", required=True, metavar="FOLDER", type=local_path, help="to write: absent or empty")
     add_step(parser)
     options = parser.parse_args(arguments)
     with new_folder(options.out), model_at(options.model, options.step) as options.model:

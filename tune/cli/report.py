@@ -4,14 +4,15 @@ result. It needs no network. A run writes its own when it ends: report.html in i
 from argparse import ArgumentParser
 from pathlib import Path
 
+from tune.lookup import local_path
 from tune.records import write_report
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = "tune report RUN [RUN ...] [--out FILE]"
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder")
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=local_path, help="a run folder")
     where = "the page to write (default: report.html in the run folder; here, of several runs)"
-    parser.add_argument("--out", metavar="FILE", type=Path, help=where)
+    parser.add_argument("--out", metavar="FILE", type=local_path, help=where)
     options = parser.parse_args(arguments)
     folders = [*dict.fromkeys(options.runs)]
     out: Path = options.out or (folders[0] if len(folders) == 1 else Path()) / "report.html"

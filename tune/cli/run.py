@@ -39,7 +39,11 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     sys.path.insert(0, str(recipe.resolve().parent))  # as `python` does: components beside the recipe can be named
     default = default_config(recipe)
     if default and {"-h", "--help"} & set(settings):
-        print(ast.get_docstring(ast.parse(recipe.read_text())) or "", Path(default).read_text(), sep="\n\n")
+        print(
+            ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8"))) or "",
+            Path(default).read_text(encoding="utf-8"),
+            sep="\n\n",
+        )
         return
     if default:
         check(default, settings)
@@ -109,5 +113,7 @@ def with_folder(default: str | None, recipe: Path, settings: list[str]) -> tuple
 
 def default_config(recipe: Path) -> str | None:
     """The default of the recipe's `@config.entrypoint("default")`, read without running it; None without one."""
-    found = re.search(r"""^@.*\bentrypoint\(\s*["']([^"']+)["']\s*\)""", recipe.read_text(), re.MULTILINE)
+    found = re.search(
+        r"""^@.*\bentrypoint\(\s*["']([^"']+)["']\s*\)""", recipe.read_text(encoding="utf-8"), re.MULTILINE
+    )
     return str(config.find_default(recipe, found[1])) if found else None

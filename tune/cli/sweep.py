@@ -8,6 +8,7 @@ What stands behind RECIPE, other than options of the sweep, goes to the recipe.
 """
 
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -23,14 +24,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from tune import config, records
 from tune.cli.run import default_config, parse_options
 from tune.cli.runs import print_table
 from tune.errors import TuneError
-from tune.lookup import did_you_mean
+from tune.lookup import did_you_mean, in_shell, local_path
 from tune.ray_cluster import connect
 
 POLL = 0.5  # seconds
+LONGEST = 120  # characters of a folder's name
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
@@ -38,9 +42,11 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("recipe", metavar="RECIPE")
     parser.add_argument("--over", nargs="+", required=True, metavar="KEY=A,B", help="every combination is a run")
     parser.add_argument("--schedule", choices=["all", "asha"], default="all", help="asha ends runs that fall behind")
-    parser.add_argument("--metric", default="loss", help="to compare by; the lowest is best, of a reward the highest")
+    parser.add_argument(
+        "--metric", default="loss", help="to compare by (default: loss); tasks say whether more is better"
+    )
     parser.add_argument("--grace", type=int, default=10, help="asha: steps that every run gets (default: 10)")
-    parser.add_argument("--out", type=Path, help="default: runs/sweep-TIME")
+    parser.add_argument("--out", type=local_path, help="default: runs/sweep-TIME")
     parser.add_argument("--address", help="of a Ray cluster; default: RAY_ADDRESS, or a new one on this machine")
     parser.add_argument("--cpus-per-run", type=int, default=1)
     parser.add_argument("--gpus-per-run", type=int, help="default: 1 where the cluster has GPUs")
@@ -49,15 +55,17 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     recipe = config.find_recipe(options.recipe)
     out = (options.out or Path(f"runs/sweep-{datetime.now():%Y%m%d-%H%M%S}")).absolute()
     runs = [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
-    for run in runs:  # wrong keys and values are found before anything starts
-        if default := default_config(recipe):
-            config.load(default, [*settings, *(f"{key}={value}" for key, value in run.items())])
+    default, cfg = default_config(recipe), None
+    for run in runs if default else ():  # wrong keys and values are found before anything starts
+        cfg = config.load(str(default), [*settings, *(f"{key}={value}" for key, value in run.items())])
     ray, resources = connect(options.address, os.cpu_count() or 1)
     gpus = int("GPU" in resources) if options.gpus_per_run is None else options.gpus_per_run
     from ray import tune as ray_tune
     from ray.tune.schedulers import ASHAScheduler
 
-    mode = "max" if re.search("reward|accurac|margin", options.metric) else "min"
+    from tune.checkpointers.best import more_is_better
+
+    mode = "max" if more_is_better(options.metric, told_by_tasks(options.metric, cfg)) else "min"
     place = {"recipe": str(recipe.absolute()), "settings": settings, "out": str(out), "metric": options.metric}
     scheduler = (
         ASHAScheduler("step", options.metric, mode, max_t=10**9, grace_period=options.grace)
@@ -78,19 +86,19 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if not any(row["state"] == "failed" or row["value"] is not None for row in rows):
         known = sorted({name for run in runs for name in records.read(out / name_of(run)).columns})
         hint = f"{did_you_mean(options.metric, known)} They have {', '.join(known)}"
-        raise TuneError(f"--metric {options.metric}: no run has it.{hint}. tune report {out}/* compares them")
-    sign = -1 if mode == "max" else 1
-    rows.sort(key=lambda row: (row["value"] is None, sign * (row["value"] or 0)))
-    (out / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n")
+        raise TuneError(f"--metric {options.metric}: no run has it.{hint}. tune report {in_shell(out)}/* compares them")
+    rows = ranked(rows, mode == "max")
+    (out / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     records.write_report([Path(row["folder"]) for row in rows if row["value"] is not None], out / "report.html")
     print_table(
         [(*values, options.metric, "steps", "state", "run")]
         + [
-            (*each["settings"].values(), str(each["value"]), str(each["steps"]), each["state"], each["folder"])
+            (*each["settings"].values(), value_of(each), str(each["steps"]), each["state"], each["folder"])
             for each in rows
         ]
     )
-    print(f"the curves over each other: {out / 'report.html'}")
+    best = "highest" if mode == "max" else "lowest"
+    print(f"the {best} {options.metric} is the best, and first; the curves over each other: {out / 'report.html'}")
     sys.exit(any(row["state"] == "failed" for row in rows))
 
 
@@ -100,7 +108,7 @@ def swept(over: Sequence[str], settings: Sequence[str]) -> tuple[dict[str, list[
     values: dict[str, list[str]] = {}
     for position, each in enumerate(over):
         key, equals, text = each.partition("=")
-        found = re.findall(r"(?:\[[^]]*\]|[^,\[])+", text)
+        found = [text] if Path(text).exists() else separated(text)
         if not (key and equals):
             raise TuneError(f"--over: '{each}' is not KEY=A,B")
         if len(found) < 2:
@@ -111,6 +119,38 @@ def swept(over: Sequence[str], settings: Sequence[str]) -> tuple[dict[str, list[
             raise TuneError(f"--over: {key} is given twice")
         values[key] = found
     return values, list(settings)
+
+
+def told_by_tasks(metric: str, cfg: Any) -> dict[str, bool | None]:
+    """Whether more is better, by the metrics of the run's tasks, if `metric` can be one of these."""
+    names = cfg and OmegaConf.select(cfg, "evaluate.tasks")
+    if not names or "/" not in metric:
+        return {}
+    from tune.evaluation import Tasks
+
+    return Tasks(names, config.instantiate(cfg.tokenizer), cfg.evaluate.get("include_path")).higher_is_better
+
+
+def ranked(rows: list[dict[str, Any]], more_is_better: bool) -> list[dict[str, Any]]:
+    """The best first; last what has failed, whatever its value was by then, and what has no value."""
+    sign = -1 if more_is_better else 1
+    return sorted(rows, key=lambda row: (row["state"] == "failed", row["value"] is None, sign * (row["value"] or 0)))
+
+
+def value_of(row: dict[str, Any]) -> str:
+    """The last value of the metric, and its step if that is not the last."""
+    late = f" (step {row['step']})" if row["step"] not in (None, row["steps"]) else ""
+    return f"{row['value']}{late}"
+
+
+def separated(text: str) -> list[str]:
+    """The values in A,B. A list or a group is one value, and so is what stands in double quotes: "a,b",c."""
+    values = re.findall(r'(?:"(?:[^"\\]|\\.)*"|\[[^]]*\]|\{[^}]*\}|[^,])+', text)
+    for place, value in enumerate(values):
+        with suppress(ValueError):
+            if value.startswith('"'):
+                values[place] = json.loads(value)
+    return values
 
 
 def train(parameters: dict[str, Any]) -> None:
@@ -126,7 +166,7 @@ def train(parameters: dict[str, Any]) -> None:
     settings = [*place["settings"], *(f"{key}={value}" for key, value in run.items()), f"output_dir={folder}"]
     dies_too = functools.partial(end_with_parent, signal.SIGKILL)
     command = [sys.executable, place["recipe"], *settings]
-    with (folder / "output.txt").open("a") as output:
+    with (folder / "output.txt").open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=dies_too)
     try:
         ended = False
@@ -153,8 +193,12 @@ def measured(folder: Path, metric: str) -> list[tuple[int, float]]:
 
 
 def name_of(run: dict[str, str]) -> str:
-    """The folder of a run, by its values."""
-    return re.sub(r"[^\w.=,+-]", "_", ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in run.items()))
+    """The folder of a run, by its values; with a digest of them where the name cannot have all of them as they are."""
+    name = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in run.items())
+    if len(name) <= LONGEST and all(re.fullmatch(r"[\w.+-]*", value, re.ASCII) for value in run.values()):
+        return name
+    digest = hashlib.sha256(json.dumps(run).encode()).hexdigest()[:8]
+    return f"{re.sub('[^a-zA-Z0-9_.=,+-]', '_', name)[:LONGEST]}-{digest}"
 
 
 def row(folder: Path, run: dict[str, str], metric: str, failed: bool) -> dict[str, Any]:
@@ -162,6 +206,7 @@ def row(folder: Path, run: dict[str, str], metric: str, failed: bool) -> dict[st
     steps, values = [0, *(step for step, _ in measured(folder, "step"))], measured(folder, metric)
     is_done = (folder / "run.json").exists() and records.read(folder).state == "done"
     return {
-        "settings": run, "value": values[-1][1] if values else None, "steps": steps[-1],
+        "settings": run, "value": values[-1][1] if values else None, "step": values[-1][0] if values else None,
+        "steps": steps[-1],
         "state": "failed" if failed else "done" if is_done else "ended early", "folder": str(folder),
     }  # fmt: skip

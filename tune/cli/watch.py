@@ -7,7 +7,6 @@ from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -15,16 +14,18 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from tune.lookup import local_path
 from tune.records import Record, number, read
 from tune.records.page import TEMPLATES, changed, samples, seconds, uses
 
 LINES, BLOCKS = 8, " ▁▂▃▄▅▆▇█"  # of the curve
 CURVES = ("validation_loss", "validation_reward", "grad_norm", "lr")  # that have a line of their own, first
+NO_BREAK = "\N{NO-BREAK SPACE}"
 RECENT = 50  # steps whose speed is that of the run
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
+    parser.add_argument("run", metavar="RUN", type=local_path, help="a run folder")
     path = parser.parse_args(arguments).run
     console, run = Console(highlight=False), read(path)
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
@@ -63,10 +64,10 @@ def view(run: Record, width: int) -> Iterator[RenderableType]:
     name = main_curve(run)
     values = run.known(name)[1]
     if len(values):
-        yield Text(f"\n{name}: {number(values[-1])} now, {number(values.min())} to {number(values.max())}")
-        yield Text("\n".join(curve(values, width - 2)), "cyan")
-    last = {each: run.last(each) for each in run.columns if each not in ("step", "time", name)}
-    yield Text("\n" + "   ".join(f"{each}\N{NO-BREAK SPACE}{number(value)}" for each, value in last.items()))
+        yield Text(f"\n{name}: {run.shown(name)} now, {number(values.min())} to {number(values.max())}")
+        yield Text("\n".join(curve(values, max(1, width - 2))), "cyan")
+    last = {each: run.shown(each).replace(" ", NO_BREAK) for each in run.columns if each not in ("step", "time", name)}
+    yield Text("\n" + "   ".join(f"{each}{NO_BREAK}{value}" for each, value in last.items()))
     yield Text("\n".join(["", *(f"warning: {each}" for each in run.warnings[-3:])]), "yellow")
 
 
@@ -109,7 +110,7 @@ def curves(run: Record, names: Iterable[str], width: int) -> Iterator[Text]:
     for name in names:
         values = run.known(name)[1]
         if np.isfinite(values).all() and len(values) > 1:
-            yield Text(f"{name:<17} {curve(values, max(1, min(60, width - 32)), 1)[0]} {number(values[-1])}")
+            yield Text(f"{name:<17} {curve(values, max(1, min(60, width - 32)), 1)[0]} {run.shown(name)}")
 
 
 def curve(values: np.ndarray, width: int, lines: int = LINES) -> list[str]:

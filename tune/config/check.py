@@ -14,11 +14,10 @@ from tune.config.conflicts import conflicts
 from tune.config.instantiate import COMPONENT
 from tune.config.options import OFF_BY_DEFAULT, OPTIONS
 from tune.config.paths import find_config, list_recipes
+from tune.config.text import Layer, Values
 from tune.errors import TuneError
-from tune.lookup import did_you_mean, locate
+from tune.lookup import did_you_mean, local_path, locate
 from tune.type_check import fits, mismatch, show
-
-Values = dict[str, Any]
 
 # Arguments that choose the kernels of an optimizer: others lack them for sharded parameters, or have a better default.
 KERNELS = ("fused", "foreach")
@@ -36,27 +35,28 @@ class Signature:
 ANYTHING = Signature(accepts_any=True)
 
 
-def combine(layers: Sequence[tuple[Values, str]], imports: bool = True) -> tuple[DictConfig, list[str]]:
+def combine(layers: Sequence[Layer], imports: bool = True) -> tuple[DictConfig, list[str]]:
     """Merge settings onto the first ones, the defaults; returns the resolved settings and their problems.
 
-    Later settings win. The text beside them ends each message about them: ` (mine.yaml)`. Without `imports`, which
-    take seconds, arguments of components are not checked, but keys and plain values are.
+    Later settings win. Without `imports`, which take seconds, arguments of components are not checked, but keys and
+    plain values are.
     """
-    default = layers[0][0]
+    default = layers[0].values
     run = _Combination(default, imports, functools.cache(signature_of) if imports else lambda _: ANYTHING)
     values: Values = {}
-    for layer, origin in layers:
-        before, known = dict(walk(values)), run.known_keys(layer, default, origin)
+    for layer in layers:
+        before, known = dict(walk(values)), run.known_keys(layer.values, default, layer.origin)
         for key, value in walk(known):
             if not (key.endswith(COMPONENT) and before.get(key) == value):  # the same component again changes nothing
-                run.given_in[key] = len(run.origins)
-        run.origins.append(origin)
+                run.given_in[key] = len(run.layers)
+        run.layers.append(layer)
         values = merge(values, known)
     for name, component in OFF_BY_DEFAULT.items():
         if isinstance(values.get(name), dict) and COMPONENT not in values[name]:
             values[name] = {COMPONENT: component, **values[name]}
             run.given_in[f"{name}.{COMPONENT}"] = 0
     run.drop_inherited(values)
+    run.take_texts(values, default)
     cfg = OmegaConf.create(values)
     run.check(cfg, default)
     sound = cfg.copy()
@@ -92,7 +92,7 @@ class _Combination:
     imports: bool
     signature: Callable[[str], Signature]  # of a component
     findings: list[str] = field(default_factory=list)
-    origins: list[str] = field(default_factory=list)  # of each layer
+    layers: list[Layer] = field(default_factory=list)
     given_in: dict[str, int] = field(default_factory=dict)  # dotted key -> index of the last layer that has it
     wrong: list[str] = field(default_factory=list)  # keys of settings that were reported
 
@@ -106,6 +106,9 @@ class _Combination:
                 self.findings.append(f"{key}: is not a setting.{hint}{origin}")
             elif _is_group(place) and not isinstance(value, dict):
                 keys = f"a group of keys, not the single value {show(value)}. Its keys: {', '.join(place)}."
+                if COMPONENT in place and isinstance(value, str):
+                    keys += f" Its component is named by {key}.{COMPONENT}={value}."
+                    keys += f" {problem}" if (problem := self.signature(value).problem) else ""
                 self.findings.append(f"{key}: is {keys}{origin}")
             else:
                 descend = _is_group(place) and COMPONENT not in place
@@ -123,6 +126,33 @@ class _Combination:
                 is_taken = _is_open(value) or fits(value, known.annotation) if known else signature.accepts_any
                 if name in KERNELS or not is_taken:
                     del group[name]
+
+    def take_texts(self, node: Values, default: Values, prefix: str = "") -> None:
+        """Settings that take text get what was written for them; report a list or group that is not YAML."""
+        for name, value in node.items():
+            key, place = f"{prefix}{name}", cast(Any, default.get(name))
+            layer = self.layers[self.given_in[key]]
+            if isinstance(value, dict) and (COMPONENT in value or _is_group(place)) and COMPONENT not in node:
+                self.take_texts(value, place if isinstance(place, dict) else {}, f"{key}.")
+                continue
+            kind = self._kind(node, str(name), key, place)
+            node[name] = given = layer.as_kind(key, value, kind)
+            if isinstance(given, str) and given.startswith("~/"):
+                node[name] = str(local_path(given))
+            is_unknown = fits(object(), kind) and self.imports
+            if key in layer.unreadable and (is_unknown or not fits(node[name], kind)):
+                problem = f"'{value}' is not YAML ({layer.unreadable[key]}). A string is quoted so: {key}='\"...\"'"
+                self.report(key, problem)
+                node[name] = None
+
+    def _kind(self, node: Values, name: str, key: str, place: Any) -> Any:
+        """What type the setting has, Any if that is not known."""
+        if name == COMPONENT or key == "environment":
+            return OPTIONS.get(key, str)
+        if COMPONENT in node:
+            parameter = self.signature(str(node[COMPONENT])).parameters.get(name)
+            return parameter.annotation if parameter else OPTIONS.get(key, Any)
+        return OPTIONS.get(key, Any if place is None or _is_open(place) else type(place))
 
     def check(self, node: DictConfig, default: Values, prefix: str = "") -> None:
         """Report every missing value, unknown argument, wrong type and interpolation that leads nowhere."""
@@ -146,7 +176,7 @@ class _Combination:
 
     def report(self, key: str, problem: str) -> None:
         self.wrong.append(key)
-        self.findings.append(f"{key}: {problem}{self.origins[self.given_in[key]]}")
+        self.findings.append(f"{key}: {problem}{self.layers[self.given_in[key]].origin}")
 
     def _problem(self, node: DictConfig, name: Any, default: Values, prefix: str) -> str:
         key, value, place = f"{prefix}{name}", node[name], default.get(name)

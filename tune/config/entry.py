@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from tune.config.load import load, parse
 from tune.config.paths import find_default
 from tune.errors import TuneError
+from tune.lookup import in_shell
 
 PATIENCE = 10.0  # seconds
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -137,7 +138,7 @@ def _explanation(error: Exception, cfg: DictConfig) -> str | None:
     if isinstance(error, TuneError):
         return text
     if isinstance(error, OSError) and error.errno in NO_ROOM:
-        folder = cfg.get("output_dir") or "<the folder of this run>"
+        folder = in_shell(cfg.get("output_dir") or "THE_FOLDER_OF_THIS_RUN")
         full = f"the disk is full ({error.strerror})"
         return f"{full}: make room and run the same command with output_dir={folder}, it continues where it can"
     if name in ("DistBackendError", "DistNetworkError", "DistStoreError") or "gloo/transport" in text:

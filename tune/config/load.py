@@ -9,11 +9,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import MarkedYAMLError, YAMLError
+from yaml import YAMLError
 
-from tune.config.check import Values, combine, merge, walk
+from tune.config import text
+from tune.config.check import combine, merge, walk
 from tune.config.instantiate import COMPONENT
 from tune.config.paths import find_config
+from tune.config.text import Values
 from tune.errors import TuneError
 from tune.secrets import without_secrets
 from tune.type_check import as_given, show
@@ -51,8 +53,8 @@ def read(recipe_default: str, arguments: Sequence[str], imports: bool = True) ->
     options = parse(arguments)
     files = [find_config(name) for name in options.config]
     overrides, unreadable = _overrides(options.settings)
-    default = read_file(find_config(recipe_default))
-    layers = [(default, ""), *((read_file(file), f" ({file.name})") for file in files), (overrides, "")]
+    default = text.read(find_config(recipe_default))
+    layers = [default, *(text.read(file, f" ({file.name})") for file in files), overrides]
     cfg, findings = combine(layers, imports)
     return cfg, unreadable + findings
 
@@ -85,49 +87,52 @@ def flat(values: Values) -> Values:
 
 def read_file(file: Path) -> Values:
     """The values in a YAML, interpolations as they stand there. Raises TuneError."""
-    try:
-        values = OmegaConf.load(file)
-    except MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise TuneError(f"{file}{line}: this is not YAML: {error.problem}.") from error
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise TuneError(f"{file}: cannot be read: {str(error).splitlines()[0]}.") from error
-    if not isinstance(values, DictConfig):
-        raise TuneError(f"{file}: must have `key: value` lines at its top level, not a list.")
-    if not values:
-        raise TuneError(f"{file}: is empty.")
-    return _spelt_out(OmegaConf.to_container(values))
+    return text.read(file).values
 
 
-def _spelt_out(values: Any) -> Values:
-    """With `parallel=auto` as the setting that it stands for."""
-    return values | {"parallel": {"auto": True}} if values.get("parallel") == "auto" else values
-
-
-def _overrides(settings: Sequence[str]) -> tuple[Values, list[str]]:
+def _overrides(settings: Sequence[str]) -> tuple[text.Layer, list[str]]:
     """The settings of `key=value` arguments, and the problems of all others."""
-    values: Values = {}
+    layer = text.Layer({})
     findings = []
     for setting in settings:
-        key, equals, text = setting.partition("=")
+        key, equals, given = setting.partition("=")
         if key.startswith("-"):
-            hint = f" Settings are given without dashes: {key.lstrip('-')}={text or '...'}"
+            hint = f" Settings are given without dashes: {key.lstrip('-')}={given or '...'}"
             findings.append(f"{key}: is not an option. A recipe has --config, --debug, --help.{hint}")
         elif not (key and equals):
             findings.append(f"'{setting}': is not key=value.")
         else:
-            try:
-                given = _spelt_out(OmegaConf.to_container(OmegaConf.from_dotlist([setting])))
-            except (YAMLError, OmegaConfBaseException) as error:
-                reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-                findings.append(f"{key}: '{text}' is not YAML ({reason}). A string is quoted so: {key}='\"...\"'")
-                continue
-            before = dict(walk(values))
-            for name, value in walk(given):
-                groups = [each for each in (before.get(name), value) if isinstance(each, dict)]
-                others = [each for each in (before.get(name), value) if not isinstance(each, dict | None)]
-                if others and groups and COMPONENT not in groups[0]:  # one would replace the other
-                    both = f"is given as {show(others[0])} and by its keys ({', '.join(groups[0])})"
-                    findings.append(f"{name}: {both}. Give one of both; a component with keys as {name}.{COMPONENT}.")
-            values = merge(values, given)
-    return values, findings
+            findings += _take(layer, key, given)
+    return layer, findings
+
+
+def _take(layer: text.Layer, key: str, given: str) -> list[str]:
+    """Add the setting `key=given` to the layer. Returns what is wrong with it."""
+    if any("\ud800" <= letter <= "\udfff" for letter in key + given):
+        return [
+            f"{key!r}={given!r}: the locale does not know these letters. Set the environment variable PYTHONUTF8=1."
+        ]
+    layer.forget(key)
+    layer.note(key, given)
+    value: Any = given
+    try:
+        value, written = text.parse(given)
+        layer.note(key, written)
+        OmegaConf.create({"value": value})
+    except YAMLError as error:
+        layer.unreadable[key] = getattr(error, "problem", None) or str(error).splitlines()[0]
+    except OmegaConfBaseException as error:
+        return [f"{key}: '{given}' has a ${{ that does not name another setting: {str(error).splitlines()[0]}."]
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    value = text.spelled_out(value)
+    findings = []
+    before = dict(walk(layer.values))
+    for name, each in walk(value):
+        groups = [other for other in (before.get(name), each) if isinstance(other, dict)]
+        others = [other for other in (before.get(name), each) if not isinstance(other, dict | None)]
+        if others and groups and COMPONENT not in groups[0]:  # one would replace the other
+            both = f"is given as {show(others[0])} and by its keys ({', '.join(groups[0])})"
+            findings.append(f"{name}: {both}. Give one of both; a component with keys as {name}.{COMPONENT}.")
+    layer.values = merge(layer.values, value)
+    return findings

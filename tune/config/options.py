@@ -31,7 +31,8 @@ TYPES: list[tuple[Any, str]] = [
         "output_dir include_path evaluate.include_path chat_template out evaluate.prompts environment "
         "logger.wandb.project logger.wandb.name",
     ),
-    (str, "reference teacher.path"),
+    (str, "reference model.path teacher.path"),
+    (list[str], "tasks evaluate.tasks adapters"),
     (str | list | dict, "score"),
     (str | list | dict | None, "reward"),
     (dict | None, "adapter"),

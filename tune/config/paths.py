@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tune
 from tune.errors import TuneError
-from tune.lookup import did_you_mean
+from tune.lookup import did_you_mean, local_path
 
 
 def list_recipes() -> list[str]:
@@ -39,7 +39,7 @@ def local_folder(output_dir: str) -> Path:
     """The run folder on this machine; of a URL such as s3://bucket/run that is $TUNE_LOCAL/bucket/run, or
     runs/bucket/run. Raises TuneError for a URL that names none, or nothing that lasts."""
     if "://" not in output_dir:
-        return Path(output_dir)
+        return local_path(output_dir)
     if output_dir.startswith("memory://"):
         raise TuneError(f"output_dir: {output_dir} is gone when the process ends. Give a folder, or a store that stays")
     place = re.sub(r"^\w+://([^/]*@)?", "", output_dir).split("?")[0]
@@ -59,7 +59,7 @@ def _names(kind: str, suffix: str) -> list[str]:
 
 
 def _find(kind: str, name: str, suffix: str) -> Path:
-    path = Path(name).expanduser()
+    path = local_path(name)
     if path.is_file():
         return path
     known = _names(f"{kind}s", suffix)

@@ -26,6 +26,7 @@ from tune.datasets.accounting import Accounting
 from tune.datasets.samples import Chunk, Samples, write
 from tune.datasets.sources.data_files import File
 from tune.errors import TuneError
+from tune.lookup import local_path
 
 ARRAYS = ("tokens", "labels", "lengths", "supervised", "digests")
 OF_THIS_RUN = ("source", "ignored_files", "prepared", "prepared_in")  # not read from the files
@@ -38,7 +39,7 @@ CHANGES = re.compile("etag|modif|mtime|created|updated|md5|crc|sha|digest|checks
 
 def cache_folder(given: str | None) -> Path:
     """`given`, else $TUNE_CACHE, else ~/.cache/tune."""
-    return Path(given or os.environ.get("TUNE_CACHE") or "~/.cache/tune").expanduser()
+    return local_path(given or os.environ.get("TUNE_CACHE") or "~/.cache/tune")
 
 
 def hash_of(*contents: Any) -> str:
@@ -100,7 +101,7 @@ def _write(chunks: Iterable[Chunk], folder: Path, accounting: Accounting) -> Non
         with _array(folder, name, values.dtype.str) as file:
             file.write(values.data)
     about |= {"columns": list(columns), "accounting": vars(accounting)}
-    (folder / "about.json").write_text(json.dumps(about))
+    (folder / "about.json").write_text(json.dumps(about), encoding="utf-8")
 
 
 @contextmanager
@@ -122,7 +123,7 @@ def _array(folder: Path, name: str, dtype: str) -> Iterator[BinaryIO]:
 def _read(folder: Path, accounting: Accounting) -> Samples | None:
     """None if the folder is not there, or damaged."""
     try:
-        about = json.loads((folder / "about.json").read_text())
+        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
         names = [*ARRAYS, *(f"column-{name}" for name in about["columns"])]
         arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="c")) for name in names}
     except (FileNotFoundError, ValueError, EOFError, KeyError):
@@ -142,7 +143,7 @@ def _locked(file: Path, source: str) -> Iterator[None]:
     its holder finds wrong is raised here too, where that was waited for."""
     line = f"waiting for another process to prepare {source}"
     telling = Timer(TELL, print, [line], {"file": sys.stderr, "flush": True})
-    with file.open("a+") as lock:
+    with file.open("a+", encoding="utf-8") as lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -191,11 +192,11 @@ def _digest(file: Path, memory: Path) -> str:
     state = [str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
     known = memory / hash_of(state)
     if known.exists():
-        return known.read_text()
+        return known.read_text(encoding="utf-8")
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "blake2b").hexdigest()
     # A file that is being written can change twice in one tick of the clock.
     if status.st_size >= LARGE and time.time() - status.st_ctime > 2:
         with suppress(OSError), written_aside(known) as unfinished:
-            unfinished.write_text(digest)
+            unfinished.write_text(digest, encoding="utf-8")
     return digest

@@ -1,5 +1,6 @@
 """Prompts to sample answers to, and their order."""
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -100,10 +101,11 @@ def placed_rows(path: str | None, setting: str) -> list[tuple[str, Any]]:
     """The rows of a file with prompts, and their places: a `.txt` has a prompt in each line. None: of standard input,
     where these lines may be JSON. `setting` is what names the file."""
     name = path or "standard input"
+    path = path and os.path.expanduser(path)
     if path and not Path(path).is_file():
         what = "it is a folder; name a file in it" if Path(path).is_dir() else "there is no such file"
         raise TuneError(f"{setting} {path}: {what}")
-    if path and not path.endswith(".txt"):
+    if path and not path.lower().endswith(".txt"):
         rows = list(open_source(path))
     else:
         with explained(f"{name} cannot be read", ValueError):

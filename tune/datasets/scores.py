@@ -64,7 +64,7 @@ def add_scores(
             if not values.ndim:
                 values = torch.zeros(count, *scores.shape[1:])
             values.index_add_(0, places.cpu(), scores.cpu())  # 0 for padding
-            done += world.data_size * batch.tokens.shape[0]
+            done += world.data_size * micro_batch_size
             if world.is_main and time.monotonic() - last > TELL:
                 last = time.monotonic()
                 print(f"computing {name}: {min(done, len(part)):,} of {len(part):,} rows", file=sys.stderr, flush=True)

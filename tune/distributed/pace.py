@@ -1,9 +1,10 @@
 """How long each process computes in a step, without its waits for other processes: this tells which is the slowest.
 
-The forwards and backwards of blocks count, and the waits for data. FSDP communicates before and after them, outside of
-the measured time; what processes exchange inside a block is taken out by `waiting`. On a GPU, time is measured between
-events on its stream. They are read once a step, when the host waits for the GPU anyway; `World.any` of the next step
-sends the result, which is therefore that of the step before.
+The forwards and backwards of blocks count, and the waits for data. FSDP communicates before and after them,
+outside of the measured time; what processes exchange inside a block is taken out by `waiting`. Stages of a
+pipeline have other numbers of blocks, as one has the head too: their times are scaled to those of the same
+work. On a GPU, time is measured between events on its stream. They are read once a step, when the host waits
+for the GPU anyway; `World.any` of the next step sends the result, which is therefore that of the step before.
 """
 
 import contextlib
@@ -25,8 +26,10 @@ class Pace:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.own, self.of_ranks = 0.0, list[float]()
+        self.scale = 1.0  # of the time of this process's blocks: a mean stage's work over the work that it has
         self.since: Any = None
-        self.intervals: deque[tuple[Any, Any]] = deque(maxlen=10_000)  # a script of one's own may never collect them
+        # Start, end and scale of each; a script of one's own may never collect them.
+        self.intervals: deque[tuple[Any, Any, float]] = deque(maxlen=10_000)
         self.sent: Iterable[Tensor] = ()
 
     def start(self) -> None:
@@ -34,7 +37,7 @@ class Pace:
 
     def stop(self) -> None:
         if self.since is not None:
-            self.intervals.append((self.since, self._now()))
+            self.intervals.append((self.since, self._now(), self.scale))
         self.since = None
 
     @contextlib.contextmanager
@@ -55,8 +58,9 @@ class Pace:
 
     def collect(self, of_ranks: list[float]) -> None:
         """Add up the measured intervals, which the device must have finished, and keep what all ranks have sent."""
-        for start, end in self.intervals:
-            self.own += start.elapsed_time(end) / 1e3 if isinstance(start, torch.cuda.Event) else end - start
+        for start, end, scale in self.intervals:
+            seconds = start.elapsed_time(end) / 1e3 if isinstance(start, torch.cuda.Event) else end - start
+            self.own += scale * seconds
         self.intervals.clear()
         self.sent = ()
         self.of_ranks = of_ranks if any(of_ranks) else self.of_ranks

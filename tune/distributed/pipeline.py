@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from tune.distributed.pace import PACE
 from tune.distributed.shards import local_shard
 from tune.distributed.world import World
 from tune.errors import TuneError
@@ -71,6 +72,7 @@ def cut(model: Any, world: World, dtype: torch.dtype) -> None:
     stages = split_blocks(model, world.num_stages, world.pp_virtual, world.max_seq_len)
     mine = stages[place :: world.num_stages]
     count = len(model.blocks)
+    PACE.scale = work_scale(model.costs(world.max_seq_len)[:-1], mine, world.num_stages)
     model.uncut = (copy.deepcopy(model),)  # in a tuple, so that it is no part of the model
     model.stages = world.mesh["pp"]
     model.keep_blocks(mine)
@@ -138,6 +140,12 @@ def stages_of(blocks: list[float], head: float, size: int) -> list[range]:
 
     starts = best(0, size)[1]
     return [range(*pair) for pair in itertools.pairwise((*starts, len(blocks)))]
+
+
+def work_scale(blocks: list[float], mine: list[range], processes: int) -> float:
+    """What the blocks of a process would cost, if all had as much to do, over what they cost (`blocks`)."""
+    own = sum(blocks[index] for stage in mine for index in stage)
+    return sum(blocks) / processes / own
 
 
 class Pipeline:

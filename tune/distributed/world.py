@@ -282,7 +282,7 @@ def init(
             group.set_timeout(duration)
     if replicas.size() > 1:
         sharding = DeviceMesh._concatenate([replicas, sharding])
-    PACE.device = here
+    PACE.device, PACE.scale = here, 1.0
     every = reduce_every_micro_batch and zero_stage != 1
     ways = tuple(links), virtual if pp > 1 else 1, pp_schedule, zero_stage, every, plan, loss_parallel, max_seq_len
     world = World(mesh, here, data, peers, sharding, duration, experts, *ways)

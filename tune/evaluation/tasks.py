@@ -3,20 +3,23 @@
 import logging
 import os
 import random
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from torch import nn
 
 from tune.checkpointers.gguf import without_bars
+from tune.datasets.formats.messages import checked_messages, conversation
 from tune.distributed import World
 from tune.errors import TuneError
 from tune.lookup import did_you_mean, needs
-from tune.tokenizers import Tokenizer
+from tune.tokenizers import Message, Tokenizer
 
 
 @contextmanager
@@ -123,12 +126,13 @@ class Tasks:
 
         tokenizer, tracker = self.tokenizer, EvaluationTracker()
         harness = HarnessModel(model, tokenizer, world, *self.sizes)
-        results = simple_evaluate(
-            harness, model_args={"pretrained": source}, tasks=[*self.tasks], task_manager=self.manager,
-            evaluation_tracker=tracker, batch_size=harness.batch_size, device=str(world.device),
-            log_samples=log_samples, bootstrap_iters=bootstrap_iters if world.is_main else 0,
-            torch_random_seed=None, **self.settings,
-        )  # fmt: skip
+        with mock.patch("lm_eval.evaluator.get_git_commit_hash", _commit):
+            results = simple_evaluate(
+                harness, model_args={"pretrained": source}, tasks=[*self.tasks], task_manager=self.manager,
+                evaluation_tracker=tracker, batch_size=harness.batch_size, device=str(world.device),
+                log_samples=log_samples, bootstrap_iters=bootstrap_iters if world.is_main else 0,
+                torch_random_seed=None, **self.settings,
+            )  # fmt: skip
         if not world.is_main:
             return {}
         tracker.general_config_tracker.log_end_time()
@@ -165,6 +169,15 @@ class Tasks:
         return [loaded["groups"][name]] if name in loaded.get("groups", ()) else [*loaded["tasks"].values()]
 
 
+def _commit() -> str | None:
+    """That of the current folder, as lm-evaluation-harness notes it, but silent where there is no repository."""
+    try:
+        done = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, errors="replace")
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
 def metrics(results: dict[str, Any], world: World) -> dict[str, float]:
     """Of `results`, on all processes, the values by `task/metric`. All processes call it."""
     found = {
@@ -178,10 +191,25 @@ def metrics(results: dict[str, Any], world: World) -> dict[str, float]:
 
 def exact_match(row: dict[str, Any], completion: str) -> float:
     """1 if the `completion` is the answer in the row, apart from blanks around it, else 0. The answer is its `answer`,
-    `completion` or `output`, or the last one of its conversation."""
-    answer = next((row[name] for name in ("answer", "completion", "output") if row.get(name)), row.get("messages"))
-    if isinstance(answer, list) and answer:
-        answer = answer[-1]["content"]
-    if not isinstance(answer, str):
+    `completion` or `output` (a text, a number or messages), or the last message of its conversation."""
+    return float(_answer(row).strip() == completion.strip())
+
+
+def _answer(row: dict[str, Any]) -> str:
+    """As the formats of datasets have it. Raises TuneError if there is none."""
+    for name in ("answer", "completion", "output"):
+        value = row.get(name)
+        if isinstance(value, str | int | float) and value != "":
+            return str(value)
+        if value:
+            return _last_answer(checked_messages(value, name))
+    for name in ("messages", "conversations", "prompt"):
+        if row.get(name) and not (name == "prompt" and isinstance(row[name], str)):
+            return _last_answer(conversation(row, name))
+    return _last_answer([])
+
+
+def _last_answer(messages: list[Message]) -> str:
+    if not messages or messages[-1]["role"] != "assistant" or not isinstance(messages[-1].get("content"), str):
         raise TuneError("exact_match: the row has no answer, completion or output, nor messages that end with one")
-    return float(answer.strip() == completion.strip())
+    return messages[-1]["content"]

@@ -87,8 +87,10 @@ class Sampler:
         for each in fields(self):
             if problem := mismatch(getattr(self, each.name), each.type):
                 raise TuneError(f"{each.name}: {problem}")
-        if self.stop_strings and ("" in self.stop_strings or self.decode is None):
-            raise TuneError("stop_strings: none may be empty, and they need decode=tokenizer.decode")
+        if "" in self.stop_strings:
+            raise TuneError(f"stop_strings: none may be empty; found {list(self.stop_strings)}")
+        if self.stop_strings and self.decode is None:
+            raise TuneError("stop_strings: they need decode=tokenizer.decode")
 
     def __call__(
         self, model: nn.Module, prompts: Sequence[Sequence[int]], *,

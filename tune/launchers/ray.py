@@ -17,6 +17,7 @@ from typing import Any
 from tune.atomic import CHECKPOINT
 from tune.errors import TuneError
 from tune.launchers import count
+from tune.lookup import in_shell
 from tune.ray_cluster import LIMIT, connect, quiet, require_answer
 
 PASSED_ON = ("TUNE_", "HF_", "PYTHONPATH", "OMP_NUM_THREADS")  # variables that workers on other nodes need too
@@ -72,8 +73,8 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
         which = ", ".join(f"worker {rank}: {str(each).splitlines()[0]}" for rank, each in failures.items())
         which = which or " ".join(str(error).split())  # Ray's own, as on a full disk
         raise TuneError(
-            f"--launcher ray: {which}. The same command with output_dir={folder} continues after the last checkpoint; "
-            "--max-restarts N does so by itself"
+            f"--launcher ray: {which}. The same command with output_dir={in_shell(folder)} continues after the last "
+            "checkpoint; --max-restarts N does so by itself"
         ) from error
     finally:
         stop.unlink(missing_ok=True)
@@ -195,7 +196,7 @@ def _wait(trainer: Any, stop: Path, tables: str) -> int:
             try:
                 require_answer(tables, int(os.environ.get(LIMIT, "60")) - 10)
             except OSError as error:
-                again = f"The same command with output_dir={stop.parent} continues after the last checkpoint"
+                again = f"The same command with output_dir={in_shell(stop.parent)} continues after the last checkpoint"
                 print(f"error: --launcher ray: its tables (gcs_server) are gone: {error}. {again}", file=sys.stderr)
                 os._exit(2)
         return int(result.result().return_value or 0)

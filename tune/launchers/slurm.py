@@ -64,7 +64,7 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
             "--launcher slurm: there is no sbatch on this machine. --dry-run prints the script, to submit elsewhere"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "slurm.sh").write_text(text)
+    (folder / "slurm.sh").write_text(text, encoding="utf-8")
     done = subprocess.run(["sbatch", str(folder / "slurm.sh")], capture_output=True, text=True)
     if done.returncode:
         raise TuneError(f"--launcher slurm: {done.stderr.strip().removeprefix('sbatch: error: ')}")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tune.errors import TuneError
+from tune.lookup import in_shell
 
 # After SIGTERM, until processes that have not ended are killed: a step and a checkpoint take longer than torchrun's 30.
 SHUTDOWN_SECONDS = "600"
@@ -44,5 +45,6 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
             sys.exit(failure.exitcode)
         raise TuneError(
             f"process {rank} was ended by signal {-failure.exitcode}, not by itself; if nobody did that, the machine "
-            f"ran out of memory. The same command with output_dir={folder} continues after the last checkpoint."
+            f"ran out of memory. The same command with output_dir={in_shell(folder)} continues after the last "
+            "checkpoint."
         ) from error

@@ -18,7 +18,7 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     status = Path("/proc/self/status")  # Linux: getrusage begins with the peak of the process that started this
-    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text(encoding="utf-8"))):
         return int(found[1]) / 2**20
     unit = 1 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -81,7 +81,7 @@ def _clock(world: World) -> Clock:
 def _kernel() -> str:
     """What processes of one running kernel have in common."""
     with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
     return socket.gethostname()
 
 
@@ -89,9 +89,9 @@ def merge(parts: list[Path], clocks: list[Clock], file: Path) -> None:
     """Put the traces of all ranks, in `parts`, which are removed, into one file in Chrome's format: a process is a
     rank, its threads are those of the rank's host and the streams of its GPU. Times are by rank 0's clock."""
     base: Any = None
-    with file.open("w") as merged:
+    with file.open("w", encoding="utf-8") as merged:
         for rank, (part, clock) in enumerate(zip(parts, clocks, strict=True)):
-            trace = json.loads(part.read_text())
+            trace = json.loads(part.read_text(encoding="utf-8"))
             begin = trace.get("baseTimeNanoseconds", 0)
             base = begin if base is None else base
             shift = (begin - base) / 1e3 + clock.behind

@@ -19,6 +19,7 @@ from tune.distributed import World
 from tune.distributed.restarts import launcher_store
 from tune.errors import TuneError
 from tune.loggers.sinks import require_free
+from tune.lookup import local_path
 
 PATIENCE = 10.0  # seconds after which another node sees what was written to a shared file system
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "TUNE_RESTART_COUNT")  # the last one: under Ray
@@ -74,7 +75,7 @@ def continued(path: Path, resume: str) -> Path | None:
 def _require_same_kind(path: Path, resume: str, adapts: bool) -> None:
     found = continued(path, resume)
     with contextlib.suppress(OSError, ValueError):  # what is damaged is told when it is read
-        if found and ("adapter" in json.loads((found / "state.json").read_text())) != adapts:
+        if found and ("adapter" in json.loads((found / "state.json").read_text(encoding="utf-8"))) != adapts:
             had, has = ("no adapter", "one") if adapts else ("an adapter", "none")
             raise TuneError(
                 f"resume: {found} is of another training: it has {had}, and this one trains {has}. Continue with that "
@@ -140,7 +141,7 @@ def _paths(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 def _state_of(path: str) -> str:
     """A digest of a file, or of the files directly in a folder, without hidden ones and `.md`; "" if there is none."""
-    place = Path(path).expanduser()
+    place = local_path(path)
     among = place.iterdir() if place.is_dir() else map(Path, glob.glob(str(place)))
     files = sorted(file for file in among if file.is_file() and not file.name.startswith(".") and file.suffix != ".md")
     names = [f"{file.name} {file.stat().st_size}" for file in files]

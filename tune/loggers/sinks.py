@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import io
 import json
 import mmap
@@ -12,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 from unittest import mock
 
 from omegaconf import DictConfig, OmegaConf
@@ -62,9 +63,9 @@ class Files(Sink):
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.log = (folder / "log.txt").open("a", encoding="utf-8", buffering=1)  # a line at a time
+        self.log = (folder / "log.txt").open("a", encoding="utf-8", errors="surrogateescape", buffering=1)
         require_free(self.log)
-        self.lines = (folder / "metrics.jsonl").open("a", buffering=1)
+        self.lines = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def start(self, step: int, total: int) -> None:
         for file in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
@@ -191,17 +192,24 @@ class Console(Sink):
 
 
 class TensorBoard(Sink):
+    """Events in a folder. Those after the step that a run continues from are taken back: they are logged again."""
+
     def __init__(self, folder: Path):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder))
+        self.open = functools.partial(SummaryWriter, str(folder))
+        self.writer: Any = None
+
+    def start(self, step: int, total: int) -> None:
+        self.writer = self.open(purge_step=step + 1 if step else 0)
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self.writer.close()
+        if self.writer:
+            self.writer.close()
 
 
 class WeightsAndBiases(Sink):
@@ -214,7 +222,7 @@ class WeightsAndBiases(Sink):
             self.run = wandb.init(
                 project=options["project"],
                 name=options["name"] or folder.name,
-                id=folder.name,
+                id=records.identity(folder),
                 resume="allow",
                 dir=str(folder),
                 config=without_secrets(OmegaConf.to_container(settings, resolve=True)),
@@ -235,6 +243,10 @@ class NonFatal(Sink):
         self.name, self.sink = name, Sink()
         with self._off_on_failure():
             self.sink = make()
+
+    def start(self, step: int, total: int) -> None:
+        with self._off_on_failure():
+            self.sink.start(step, total)
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         with self._off_on_failure():

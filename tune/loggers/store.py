@@ -62,9 +62,13 @@ class Store:
         mark, mine = folder / STORED, self.owner.hex()
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            mark.write_text(mine)
+            mark.write_text(mine, encoding="utf-8")
         world.barrier()
-        if any(world.all_gather(world.rank in self.nodes[1:] and mark.exists() and mark.read_text() == mine)):
+        if any(
+            world.all_gather(
+                world.rank in self.nodes[1:] and mark.exists() and mark.read_text(encoding="utf-8") == mine
+            )
+        ):
             raise TuneError(  # else each node would remove what the other writes
                 f"output_dir: with a URL each node writes to a disk of its own, and {folder} is shared. Set "
                 "TUNE_LOCAL to a folder on a disk of each node, or give a shared folder as output_dir itself"
@@ -100,7 +104,7 @@ class Store:
                     with written_aside(self.folder / name) as unfinished:
                         self.files.get_file(name, str(unfinished))
         if newest and (here <= newest or several):
-            state = json.loads((self._fetch_checkpoint(newest) / "state.json").read_text())
+            state = json.loads((self._fetch_checkpoint(newest) / "state.json").read_text(encoding="utf-8"))
             if (best := f"step-{state.get('best', {}).get('step', 0):08d}") in stored:
                 self._fetch_checkpoint(best)
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,7 @@ from tune.loggers.hardware import disk_note, peak_memory_gib, planned_memory, sc
 from tune.loggers.sinks import WANDB_OFF, Console, Sink, WandbOptions, lines_after, open_sinks, require_installed
 from tune.loggers.store import Store
 from tune.loggers.watchdog import Watchdog
+from tune.lookup import in_shell
 from tune.peft import untrained_tokens
 from tune.rules import Facts, Level, judge
 from tune.secrets import without_secrets
@@ -70,7 +71,7 @@ class Run:
         is_url = "://" in chosen
         self.store = Store(chosen, self.path, world, settings.get("checkpointer") or {}) if is_url else None
         # The command that continues this run, in words.
-        self.again = f"the same command with output_dir={chosen}{'' if resume == 'auto' else ' resume=auto'}"
+        self.again = f"the same command with output_dir={in_shell(chosen)}{'' if resume == 'auto' else ' resume=auto'}"
         self.resume = world.broadcast(run_folder.resumption(self.path, resume))
         mark = self.path / f".{world.broadcast(uuid.uuid4().hex)}"
         known = self.path, self.resume, mark, bool(settings.get("adapter"))
@@ -118,7 +119,7 @@ class Run:
                 self.info(self.stream.seen.table())
                 if self.world.is_main:
                     data = self.data | self.stream.seen.as_dict() | {"steps_per_epoch": None}
-                    (self.path / "data.json").write_text(json.dumps(data, indent=2) + "\n")
+                    (self.path / "data.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
             self.world.finish()
         if self.has_begun:
             self._conclude(error)
@@ -135,7 +136,8 @@ class Run:
                 records.write_report([self.path], self.path / "report.html")
         except Exception as failure:
             with contextlib.suppress(OSError):  # a full disk
-                self.info(f"the report is not written: {failure if isinstance(failure, TuneError) else repr(failure)}")
+                kind = "" if isinstance(failure, TuneError) else f"{type(failure).__name__}: "
+                self.info(f"the report is not written: {kind}{failure}")
 
     def info(self, message: str) -> None:
         """Send a message to the console and log.txt."""
@@ -280,7 +282,7 @@ class Run:
                 device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             )  # fmt: skip
             self.has_begun = True
-            (self.path / "data.json").write_text(json.dumps(self.data, indent=2) + "\n")
+            (self.path / "data.json").write_text(json.dumps(self.data, indent=2) + "\n", encoding="utf-8")
             (self.path / "first_row.txt").write_text(self.first_row, encoding="utf-8")
         for sink in self.sinks:
             sink.start(start, total)
@@ -297,7 +299,7 @@ class Run:
                 watchdog.beat(step)
                 if until() or (item := next(items, None)) is None:
                     return
-                PACE.intervals.append((begin, time.perf_counter()))
+                PACE.intervals.append((begin, time.perf_counter(), 1.0))
                 self.data_seconds = time.perf_counter() - begin
                 yield item
                 begin = time.perf_counter()
@@ -318,7 +320,7 @@ class Run:
     def _log_missing(self, step: int) -> None:
         """A run that ends saves, measures, then logs: if it ended in between, the checkpoint knows the last step."""
         state = self.path / "checkpoints" / f"step-{step:08d}" / "state.json"
-        metrics = json.loads(state.read_text()).get("metrics") if state.exists() else None
+        metrics = json.loads(state.read_text(encoding="utf-8")).get("metrics") if state.exists() else None
         if metrics and step not in lines_after(self.path / "metrics.jsonl", step - 1)[1]:
             self.record(step, {name: value for name, value in metrics.items() if value is not None})
             self.info(f"step {step} was saved, and not logged: it is now, without what was to be measured at its end")

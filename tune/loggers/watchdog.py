@@ -85,7 +85,7 @@ class Watchdog:
             saved = max((path.name for path in run.glob(f"checkpoints/{CHECKPOINT}")), default=None)
             beat = {"step": self.step, "began": self.began, "checkpoint": saved, "time": time.time()}
             with contextlib.suppress(OSError), written_aside(run / "heartbeat.json") as unfinished:
-                unfinished.write_text(json.dumps(beat) + "\n")
+                unfinished.write_text(json.dumps(beat) + "\n", encoding="utf-8")
 
     def _write(self) -> None:
         frames = sys._current_frames()
@@ -94,7 +94,7 @@ class Watchdog:
         stacks = {names.get(ident, str(ident)): traceback.format_stack(frame) for ident, frame in frames.items()}
         self.folder.mkdir(parents=True, exist_ok=True)
         text = "\n".join(f"{name}:\n{''.join(lines)}" for name, lines in stacks.items())
-        (self.folder / f"rank-{self.rank:05d}.txt").write_text(f"{json.dumps(head)}\n\n{text}")
+        (self.folder / f"rank-{self.rank:05d}.txt").write_text(f"{json.dumps(head)}\n\n{text}", encoding="utf-8")
 
 
 def where(frame: FrameType) -> dict[str, object]:
@@ -106,7 +106,7 @@ def where(frame: FrameType) -> dict[str, object]:
 
 def read(folder: Path) -> dict[int, dict[str, object]]:
     """By rank what processes have written of themselves."""
-    heads = (json.loads(file.read_text().partition("\n")[0]) for file in folder.glob("rank-*.txt"))
+    heads = (json.loads(file.read_text(encoding="utf-8").partition("\n")[0]) for file in folder.glob("rank-*.txt"))
     return {head["rank"]: head for head in heads}
 
 

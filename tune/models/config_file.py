@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tune.errors import TuneError
-from tune.lookup import absent, did_you_mean, is_on_the_hub
+from tune.lookup import absent, did_you_mean, in_shell, is_on_the_hub
 from tune.tokenizers.folder import mapping_in
 
 T = TypeVar("T")
@@ -25,19 +25,20 @@ HARMLESS = {
 def read_json(file: Path, setting: str = "path") -> dict[str, Any]:
     """The mapping in a file of the folder that `setting` names. Raises TuneError if there is none."""
     if not file.exists():
-        folder = file.parent
+        folder, place = file.parent, in_shell(file.parent)
         if (folder / "config.yaml").exists() and not file.name.startswith("adapter"):
-            both = f"adapter.path={folder}/adapter on its base, or as one: tune export {folder} --to hf --out FOLDER"
+            adapter = in_shell(folder / "adapter")
+            both = f"adapter.path={adapter} on its base, or as one: tune export {place} --to hf --out FOLDER"
             ways = {"model": f"{folder}/model", "adapter": both}
             made = next((f"Use what it made: {ways[each]}. " for each in ways if (folder / each).is_dir()), "")
             raise TuneError(
                 f"{setting}: {folder} is the folder of a run. {made}To continue the run itself, give the command that "
-                f"began it with output_dir={folder}"
+                f"began it with output_dir={place}"
             )
         if (folder / "adapter_config.json").exists():
             raise TuneError(
                 f"{setting}: {folder} is an adapter. Give the model that it was trained on, with "
-                f"adapter.path={folder} to train it on; or make one model of both: tune merge BASE {folder} OUT"
+                f"adapter.path={place} to train it on; or make one model of both: tune merge BASE {place} OUT"
             )
         found = ", ".join(sorted(child.name for child in file.parent.glob("*"))[:8]) or "nothing"
         raise TuneError(f"{setting}: {file.parent} has no {file.name}; found {found}")

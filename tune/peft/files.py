@@ -169,10 +169,12 @@ def export_adapter(
     if world.is_main:
         with written_aside(Path(folder), folder=True) as unfinished:
             save_tensors(tensors, unfinished / WEIGHTS, "adapter")
-            (unfinished / CONFIG).write_text(json.dumps(_config(model, lora, base), indent=2) + "\n")
-            (unfinished / "README.md").write_text(card)
+            (unfinished / CONFIG).write_text(json.dumps(_config(model, lora, base), indent=2) + "\n", encoding="utf-8")
+            (unfinished / "README.md").write_text(card, encoding="utf-8")
             generation = Path(base) / GENERATION  # into which the tokenizer writes where to stop
-            (unfinished / GENERATION).write_text(generation.read_text() if generation.exists() else "{}\n")
+            (unfinished / GENERATION).write_text(
+                generation.read_text(encoding="utf-8") if generation.exists() else "{}\n", encoding="utf-8"
+            )
             tokenizer.save(unfinished)
     world.barrier()
 

@@ -15,6 +15,7 @@ from tune.distributed import DTYPES
 from tune.distributed.parallelize import allocate, repeated_blocks, units_of
 from tune.distributed.tensor_parallel import share
 from tune.errors import TuneError
+from tune.lookup import in_shell, local_path
 from tune.models import HuggingFaceModel
 from tune.models.config_file import ConfigFile, read_json
 from tune.peft.adapters import adapted_modules, add_adapters
@@ -45,17 +46,18 @@ def resolve_model(path: str | Path, adapters: Sequence[str | Path] = ()) -> Reso
     Raises:
         TuneError: a path is none of these, or the base of an adapter is not where its config says.
     """
-    folder = exported_folder(Path(path).expanduser())
+    folder = exported_folder(local_path(path))
     its_own = [folder] if (folder / CONFIG).exists() else []
     found = [*its_own, *map(adapter_folder, adapters)]
     base = folder
     if its_own:
         named = read_json(folder / CONFIG, "adapter").get("base_model_name_or_path") or ""
-        base = Path(named).expanduser()
+        base = local_path(named)
         if not named or not base.is_dir():
             raise TuneError(
                 f"{folder} is an adapter of {named or 'a base that it does not name'}, which is no folder here. Name "
-                f"the base and the adapter: BASE --adapter {folder} (`tune download` gets a model from the hub)"
+                f"the base and the adapter: BASE --adapter {in_shell(folder)} (`tune download` gets a model from the "
+                "hub)"
             )
     folders = [each for each in reversed(found) if (each / "tokenizer.json").exists()]
     return Resolved(base, tuple(found), folders[0] if folders else base)
@@ -63,7 +65,7 @@ def resolve_model(path: str | Path, adapters: Sequence[str | Path] = ()) -> Reso
 
 def adapter_folder(path: str | Path) -> Path:
     """The adapter that `path` is or, if it is a run, has exported. Raises TuneError if there is none."""
-    given = Path(path).expanduser()
+    given = local_path(path)
     folder = exported_folder(given) if given.is_dir() else given
     if not (folder / CONFIG).exists():
         raise TuneError(f"{folder} is no adapter: it has no {CONFIG}. Name a folder in PEFT's layout, or a run of one")
@@ -77,13 +79,15 @@ def exported_folder(path: Path) -> Path:
             return folder
     run = next((each for each in (path, path.parent, path.parent.parent) if (each / "config.yaml").exists()), None)
     if run and run != path and any((run / name).is_dir() for name in ("model", "adapter")):
-        raise TuneError(f"{path} is a checkpoint to continue from. `tune export {run} --step N` makes a model of one")
+        raise TuneError(
+            f"{path} is a checkpoint to continue from. `tune export {in_shell(run)} --step N` makes a model of one"
+        )
     if run:
         steps = ", ".join(each.name for each in sorted(run.glob(f"checkpoints/{CHECKPOINT}"))) or "no checkpoint either"
         raise TuneError(
             f"{path}: this run has exported nothing yet: it has neither model/ nor adapter/, but {steps}. Let it come "
-            f"to its end (the command that began it, with output_dir={run}, continues after its last checkpoint), or "
-            f"make a model of a checkpoint: `tune export {run} --step N --to hf --out FOLDER`"
+            f"to its end (the command that began it, with output_dir={in_shell(run)}, continues after its last "
+            f"checkpoint), or make a model of a checkpoint: `tune export {in_shell(run)} --step N --to hf --out FOLDER`"
         )
     if not path.is_dir():
         ConfigFile(path, "model.path")  # says what it could mean

@@ -400,7 +400,7 @@ def _require_continuable(told: Told, made: Made, data: Any, optimizer: Optimizer
     else:
         return
     adapter = told("adapter", lambda: instantiate(cfg.adapter)) if told.value("adapter") else None
-    state = json.loads((found / "state.json").read_text())
+    state = json.loads((found / "state.json").read_text(encoding="utf-8"))
     told("resume", require_none_later, state["step"], None if is_auto else run_folder.continued(folder, "auto"))
     for name, part in {"data": data, "base": made.base, "adapter": adapter}.items():
         if part is not None and name in state:

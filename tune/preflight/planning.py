@@ -354,7 +354,7 @@ def calibrate(run: Path, device: Device) -> Device:
     files = {name: run / name for name in ("run.json", "config.yaml", "metrics.jsonl")}
     if missing := [name for name, file in files.items() if not file.is_file()]:
         raise TuneError(f"--calibrate: {run} has no {' and no '.join(missing)}: it is not the folder of a run")
-    lines = [json.loads(line) for line in files["metrics.jsonl"].read_text().splitlines()]
+    lines = [json.loads(line) for line in files["metrics.jsonl"].read_text(encoding="utf-8").splitlines()]
     steps = [each for each in lines if "step_seconds" in each][1:]  # the first one warms up
     if not steps:
         raise TuneError(f"--calibrate: {run} has not two steps to measure")
@@ -363,7 +363,7 @@ def calibrate(run: Path, device: Device) -> Device:
         raise TuneError("--calibrate: what a run samples is of any length. Take a run of full_finetune")
     cfg.max_seq_len = round(median(each["tokens"] for each in steps) / cfg.global_batch_size)
     device = replace(device, cores=os.cpu_count() or 1) if device.is_host else device
-    job = Job(cfg, device, json.loads(files["run.json"].read_text())["processes"])
+    job = Job(cfg, device, json.loads(files["run.json"].read_text(encoding="utf-8"))["processes"])
     plan = job.plan(job.layout())
     measured = median(each["step_seconds"] - each["data_seconds"] for each in steps)
     waits = sum(plan.seconds[name] for name in ("tensor", "sharding", "offload"))
@@ -371,5 +371,5 @@ def calibrate(run: Path, device: Device) -> Device:
     tensors = (plan.peak - plan.memory["reserve"]) / GIB
     reserve = max(0.0, max(each["peak_memory_gib"] for each in steps) - (1 + device.reserve_share) * tensors)
     found = replace(device.at_speed(speed), reserve=reserve)
-    (run / "device.json").write_text(json.dumps(asdict(found), indent=2) + "\n")
+    (run / "device.json").write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
     return found

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ from markupsafe import Markup
 from tune import config
 from tune.atomic import written_aside
 from tune.errors import TuneError
+from tune.lookup import in_shell
 from tune.records.record import Record, differences, json_object, number, read
 from tune.secrets import without_secrets
 
@@ -21,8 +23,8 @@ POINTS = 100_000  # of all curves of a page together
 SAMPLES = 4  # prompts shown of the first step and of the last one
 MARK = "<!-- written by tune report -->"
 IN_TRANSFORMERS = """from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained("{0}")
-tokenizer = AutoTokenizer.from_pretrained("{0}")"""
+model = AutoModelForCausalLM.from_pretrained({0})
+tokenizer = AutoTokenizer.from_pretrained({0})"""
 TEMPLATES = Environment(
     loader=PackageLoader("tune.records", "assets"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
     finalize=lambda value: without_secrets(value) if type(value) is str else value,
@@ -32,6 +34,7 @@ TEMPLATES.filters |= {
     "date": lambda at: f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M}",
     "duration": lambda seconds: str(timedelta(seconds=round(seconds))),
     "setting": lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False),
+    "command": lambda words: shlex.join(map(str, words)),
     "ending": lambda path: "/".join(Path(path).parts[-2:]),
     "mean": lambda values: values.mean() if len(values) else math.nan,
 }
@@ -46,15 +49,15 @@ def write_report(folders: Sequence[Path], out: Path) -> int:
     runs = [read(folder) for folder in folders]
     known = [run.path.resolve().name for run in runs]
     names = [name if known.count(name) == 1 else str(run.path) for name, run in zip(known, runs, strict=True)]
-    files = Path(__file__).with_name("assets").iterdir()
+    files = [file for file in Path(__file__).with_name("assets").iterdir() if file.suffix in (".js", ".css")]
     page = TEMPLATES.get_template("report.html").render(
         runs=[*zip(names, runs, strict=True)], mark=Markup(MARK), uses=uses,
-        assets={file.name: Markup(file.read_text()) for file in files if file.suffix in (".js", ".css")},
+        assets={file.name: Markup(file.read_text(encoding="utf-8")) for file in files},
         differences=differences([run.inputs for run in runs]), changed=changed, seconds=seconds, samples=samples,
         curves=Markup(json.dumps({"runs": names, "curves": _curves(runs)}).replace("<", "\\u003c")),
     )  # fmt: skip
     try:
-        if out.exists() and MARK not in out.read_text(errors="replace")[:200]:
+        if out.exists() and MARK not in out.read_text(encoding="utf-8", errors="replace")[:200]:
             raise TuneError(f"--out {out}: there is such a file, and it is no report. Name another")
         with written_aside(out) as unfinished:
             unfinished.write_text(page, encoding="utf-8", errors="replace")
@@ -108,18 +111,22 @@ def uses(run: Record) -> Iterator[tuple[str, list[str]]]:
     """What the run has made, of which step, and how that is used: a sentence on each, with commands."""
     folders = [run.path / kind for kind in ("model", "adapter") if (run.path / kind).is_dir()]
     if not folders:
-        again = f"To continue the run: the same command with output_dir={run.path} resume=auto"
+        again = f"To continue the run: the same command with output_dir={in_shell(run.path)} resume=auto"
         advice = f". {again}. Without checkpoints it begins anew. If you do not need it, delete {run.path}."
         yield f"There is no model{': the end of the run writes it.' if run.state == 'running' else advice}", []
     step = run.best or run.last("step")
     best = f"that with the best {run.settings.get('checkpointer.keep_best')}" if run.best else "the last one"
     of_step = f", with the weights of step {number(step)}, {best}" if run.state == "done" and step > 0 else ""
     for folder in folders:
-        merge = f"tune merge {run.settings.get('model.path')} {folder} {run.path / 'merged'}"
-        commands = [merge if folder.name == "adapter" else IN_TRANSFORMERS.format(folder)]
+        base, place = in_shell(str(run.settings.get("model.path"))), in_shell(folder)
+        merge = f"tune merge {base} {place} {in_shell(run.path / 'merged')}"
+        commands = [
+            merge if folder.name == "adapter" else IN_TRANSFORMERS.format(json.dumps(str(folder), ensure_ascii=False))
+        ]
         if run.facts.get("recipe") != "reward_finetune":
-            commands += [f"tune generate {folder} --prompt TEXT", f"tune eval {folder} --data FILE"]
-            commands.append(f"tune export {run.path} --to gguf --out {run.path / 'model.gguf'}")
+            commands += [f"tune generate {place} --prompt TEXT", f"tune eval {place} --data FILE"]
+            gguf = in_shell(run.path / "model.gguf")
+            commands.append(f"tune export {in_shell(run.path)} --to gguf --out {gguf}")
         yield f"The {folder.name} is in {folder}{of_step}.", commands
 
 

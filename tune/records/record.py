@@ -5,6 +5,7 @@ import io
 import json
 import math
 import time
+import uuid
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ import numpy as np
 from tune import config
 from tune.atomic import CHECKPOINT, written_aside
 from tune.errors import TuneError
+from tune.lookup import in_shell
 from tune.secrets import without_secrets
 
 STARTS = 100  # the last ones that are kept beside the first: a run may be started thousands of times
@@ -44,9 +46,16 @@ def end(folder: Path, error: BaseException | None) -> None:
         _note(folder, state="failed", error=without_secrets(f"{kind}{error}"))
 
 
+def identity(folder: Path) -> str:
+    """The id of the run in a folder, which no other has. It is made once, and kept in run.json."""
+    if "id" not in _json(folder / "run.json"):
+        _note(folder, id=uuid.uuid4().hex)
+    return str(_json(folder / "run.json")["id"])
+
+
 def _note(folder: Path, **facts: Any) -> None:
     with written_aside(folder / "run.json") as unfinished:
-        unfinished.write_text(json.dumps(_json(folder / "run.json") | facts, indent=2) + "\n")
+        unfinished.write_text(json.dumps(_json(folder / "run.json") | facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -82,6 +91,12 @@ class Record:
     def last(self, metric: str) -> float:
         """The last value of a metric, NaN without one."""
         return float(self.known(metric)[1][-1:].sum()) if len(self.known(metric)[1]) else math.nan
+
+    def shown(self, metric: str) -> str:
+        """The last value of a metric for people to read, with its step if that is not the run's last."""
+        steps, _ = self.known(metric)
+        late = f" (step {number(steps[-1])})" if len(steps) and steps[-1] < self.columns["step"][-1] else ""
+        return number(self.last(metric)) + late
 
     def text(self, file: str, most: int, start: bool = False) -> str:
         """The last `most` bytes of a file, or the first."""
@@ -120,7 +135,9 @@ def read(folder: Path, tail: int | None = None) -> Record:
     """The run in `folder`; with `tail`, of its metrics only those in that many bytes at the end. Raises TuneError."""
     if not any((folder / name).is_file() for name in FILES):
         inside = len(find(folder))
-        advice = f"`tune runs {folder}` lists the {inside} in it" if inside else "Give the output_dir of a run"
+        advice = (
+            f"`tune runs {in_shell(folder)}` lists the {inside} in it" if inside else "Give the output_dir of a run"
+        )
         raise TuneError(f"{folder} is not a run folder: there is none of {', '.join(FILES)} in it. {advice}")
     problems: list[str] = []
     settings: dict[str, Any] = {}
@@ -159,7 +176,7 @@ def _state(folder: Path, facts: dict[str, Any]) -> str:
     if facts.get("state", "running") != "running":
         return facts["state"]
     try:
-        with (folder / "log.txt").open() as log:  # a run that goes on holds a lock on it
+        with (folder / "log.txt").open("rb") as log:  # a run that goes on holds a lock on it
             fcntl.lockf(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         pass

@@ -71,7 +71,7 @@ class Facts:
 
 def _text(folder: Any, name: str) -> str:
     try:
-        return (Path(str(folder)) / name).read_text()
+        return (Path(str(folder)) / name).read_text(encoding="utf-8")
     except (OSError, ValueError):  # told where it is read
         return ""
 

@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 
 from tune.errors import TuneError, explained
-from tune.lookup import did_you_mean
+from tune.lookup import did_you_mean, local_path
 
 Message = dict[str, Any]
 """`role`, `content` and more, as OpenAI and Hugging Face have it."""
@@ -34,7 +34,7 @@ _FOLDER = Path(__file__).parent / "templates"
 _MARKER = re.compile(r"<\|[^|<>\s]+\|>|<\w+_of_turn>")
 # The templates that come with the library, and the tokens that they need. They write no BOS: the tokenizer says whether
 # one stands before a text. All but Mistral's and the plain one are those of the families they are named for.
-SHIPPED = {file.stem: {*_MARKER.findall(file.read_text())} for file in sorted(_FOLDER.glob("*.jinja"))}
+SHIPPED = {file.stem: {*_MARKER.findall(file.read_text(encoding="utf-8"))} for file in sorted(_FOLDER.glob("*.jinja"))}
 
 
 class ChatTemplate:
@@ -92,7 +92,7 @@ class ChatTemplate:
 
 def chosen_template(name: str) -> str:
     """The source of a template of the library, or of a file. Raises TuneError if there is no such thing."""
-    file = _FOLDER / f"{name}.jinja" if name in SHIPPED else Path(name).expanduser()
+    file = _FOLDER / f"{name}.jinja" if name in SHIPPED else local_path(name)
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from tune.errors import TuneError, explained
+from tune.lookup import local_path
 from tune.tokenizers.chat_template import SHIPPED, ChatTemplate, Message, Span, chosen_template, markers
 from tune.tokenizers.folder import SOURCES, mapping_in, read_vocabulary
 from tune.tokenizers.supervision import end_of_turn, supervised_spans
@@ -42,7 +43,7 @@ class Tokenizer:
         eos_token: str | None = None,
         date: str | None = "2024-07-26",  # transformers' templates print it where they are given no clock
     ) -> None:
-        self.path = Path(path).expanduser()
+        self.path = local_path(path)
         with explained(f"tokenizer.date={date} is not a date such as 2024-07-26", ValueError):
             self._date = datetime.fromisoformat(date) if date else None
         self._source, self._tokenizer, self.special_tokens = read_vocabulary(self.path)

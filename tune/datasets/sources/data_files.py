@@ -17,7 +17,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from tune.errors import TuneError, explained
-from tune.lookup import absent, did_you_mean
+from tune.lookup import absent, did_you_mean, local_path
 
 KINDS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 SEEKABLE = (".parquet", ".arrow")  # they have a compression of their own
@@ -57,7 +57,7 @@ class File:
     @property
     def suffixes(self) -> str:
         """Of the file type and the compression: the same bytes mean something else in a file of another type."""
-        return self.kind + os.path.splitext(self.path)[1]
+        return self.kind + _suffix(self.path)
 
     @property
     def is_local(self) -> bool:
@@ -66,7 +66,7 @@ class File:
     def open(self) -> IO[bytes]:
         """The bytes in it, decompressed."""
         stream = self.filesystem.open(self.path, "rb")
-        decompress = DECOMPRESS.get(os.path.splitext(self.path)[1])
+        decompress = DECOMPRESS.get(_suffix(self.path))
         return decompress(stream) if decompress else stream
 
     def below(self) -> "list[File]":
@@ -98,7 +98,7 @@ class File:
 
 def is_on_the_hub(path: str) -> bool:
     """Whether a path that is not there can be the name of a dataset on the hub; raises TuneError if it cannot."""
-    local = Path(path).expanduser()
+    local = local_path(path)
     if "://" in path or os.path.lexists(local) or glob.has_magic(path):
         return False
     is_path = local.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
@@ -117,7 +117,7 @@ def place_at(path: str) -> File:
         if "://" in path:
             filesystem, root = fsspec.url_to_fs(path)
         else:
-            filesystem, root = LocalFileSystem(), str(Path(path).expanduser())
+            filesystem, root = LocalFileSystem(), str(local_path(path))
         exists = filesystem.exists(root) or glob.has_magic(root)
     if not exists:
         leads = f" is a link that leads nowhere ({os.readlink(root)})" if os.path.islink(root) else " does not exist"
@@ -181,11 +181,16 @@ def require_train(path: str, split: str) -> None:
 
 def _kind(name: str) -> str:
     """The suffix below that of the compression; empty if it is none that can be read."""
-    stem, suffix = os.path.splitext(name)
+    suffix = _suffix(name)
     if suffix in DECOMPRESS:
-        suffix = os.path.splitext(stem)[1]
+        suffix = _suffix(os.path.splitext(name)[0])
         return suffix if suffix in KINDS and suffix not in SEEKABLE else ""
     return suffix if suffix in KINDS else ""
+
+
+def _suffix(name: str) -> str:
+    """In lower case, as .JSONL is no other kind of file."""
+    return os.path.splitext(name)[1].lower()
 
 
 def _known() -> str:

@@ -1,0 +1,93 @@
+"""A name is text, whatever YAML would make of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tune import config
+from tune.config.check import signature_of, walk
+from tune.config.instantiate import COMPONENT
+from tune.config.options import OPTIONS
+from tune.errors import TuneError
+from tune.type_check import fits
+
+NAMES = [
+    "run #2", " run ", "a,b", "a=b", "12:30", "a: b", "C:", "~x", "x~", "{a", "{a}", "{a: 1}", "[a]", "[a", "007",
+    "2024", "1_000", "0x10", "1e5", "1.5", "-1", "-x", "--out", "true", "no", "on", "null.", "ünï-日本", "!x", "&x",
+    "*x", "@x", "%x", "`x`", "|", ">", "?", "- x", "'x'", '"x"', "it's", "x'", '"a" and "b"', "a\\b", "a\tb", "$x", "~",
+]  # fmt: skip
+NO_NAMES = ("environment", "reward", "score", "adapter.target_modules")  # of functions and of modules, or lists
+GIVEN = {"model.path": "m", "dataset.path": "d", "teacher.path": "t", "reward": "len"}
+
+
+def kind_of(values: dict[str, Any], key: str) -> Any:
+    """The type of a setting, by what a recipe's YAML and its components say."""
+    group, _, name = key.rpartition(".")
+    node = OmegaConf.select(OmegaConf.create(values), group) if group else values
+    if COMPONENT in node and name != COMPONENT:
+        parameter = signature_of(node[COMPONENT]).parameters.get(name)
+        return parameter.annotation if parameter else OPTIONS.get(key, Any)
+    return OPTIONS.get(key, type(node._get_node(name)._value()) if group else type(node[name]))
+
+
+def text_settings(recipe: str) -> list[str]:
+    values = config.read_file(config.find_config(recipe))
+    keys = [key for key, value in walk(values) if not isinstance(value, dict) and not key.endswith(COMPONENT)]
+    kinds = {key: kind_of(values, key) for key in keys}
+    return [key for key, kind in kinds.items() if fits("any text", kind) and not fits(object(), kind)]
+
+
+@pytest.mark.parametrize("recipe", config.list_recipes())
+def test_every_setting_that_takes_text_takes_any_name(recipe: str, tmp_path: Path) -> None:
+    keys = [key for key in text_settings(recipe) if key not in NO_NAMES]
+    assert {"model.path", "out" if recipe == "evaluate" else "output_dir"} <= {*keys}
+    required = config.read_file(config.find_config(recipe))
+    given = {key: text for key, text in GIVEN.items() if "???" in str(dict(walk(required)).get(key))}
+    for start in range(0, len(NAMES), len(keys)):
+        names = {key: NAMES[(start + place) % len(NAMES)] for place, key in enumerate(keys)}
+        cfg, findings = config.read(recipe, [f"{key}={text}" for key, text in (given | names).items()])
+        assert {key: OmegaConf.select(cfg, key) for key in keys} == names, findings
+        OmegaConf.save(cfg, tmp_path / "config.yaml")  # what a run folder has reproduces it
+        again, _ = config.read(recipe, ["--config", str(tmp_path / "config.yaml")])
+        assert {key: OmegaConf.select(again, key) for key in keys} == names
+
+
+@pytest.mark.parametrize("written", ["2024", "007", "12:30", "1e5", "0x10", "yes", "1_000"])
+def test_a_name_in_a_file_needs_no_quotes(folder: Path, written: str) -> None:
+    (folder / "mine.yaml").write_text(f"name: run\npart: {{name: {written}}}\n")
+    cfg = config.load("default.yaml", ["--config", "mine.yaml"])
+    assert cfg.part.name == written
+    assert config.load("default.yaml", ["name=run", f"part.name={written}"]).part.name == written
+
+
+def test_names_in_lists(tmp_path: Path) -> None:
+    common = ["model.path=m", "dataset.path=d"]
+    (tmp_path / "mine.yaml").write_text("evaluate: {tasks: [2024, 007, 12:30, no]}\n")
+    for arguments in (["evaluate.tasks=[2024, 007, 12:30, no]"], ["--config", str(tmp_path / "mine.yaml")]):
+        cfg, _ = config.read("full_finetune", [*common, *arguments])
+        assert cfg.evaluate.tasks == ["2024", "007", "12:30", "no"]
+
+
+def test_numbers_and_words_stay_what_they_are(folder: Path) -> None:
+    for text, value in {
+        "7": 7, "-7": -7, "1_000": 1000, "1e-5": 1e-5, "2.5": 2.5, "true": True, "False": False, "null": None,
+        "007": "007", "12:30": "12:30", "010": "010", "x": "x", "run #2": "run #2", '"7"': "7",
+    }.items():  # fmt: skip
+        found = config.load("default.yaml", ["name=run", f"note={text}"]).note
+        assert (found, type(found)) == (value, type(value))
+
+
+def test_a_list_without_an_end(folder: Path) -> None:
+    for text in ("[1", "{a", "[1] #2"):
+        with pytest.raises(TuneError, match="note: "):
+            config.load("default.yaml", ["name=run", f"note={text}"])
+
+
+def test_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    (folder / "mine.yaml").write_text("output_dir: ~/runs/a\nmodel: {path: ~/m}\ndataset: {path: ~/d}\n")
+    cfg = config.load("full_finetune", ["--config", "mine.yaml"])
+    assert [cfg.output_dir, cfg.model.path, cfg.tokenizer.path] == [f"{folder}/{x}" for x in ("runs/a", "m", "m")]
+    assert config.local_folder("~") == folder

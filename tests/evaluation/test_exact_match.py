@@ -1,0 +1,36 @@
+"""`exact_match` finds the answer of every row that `tune eval --data` reads."""
+
+import pytest
+
+from tune.errors import TuneError
+from tune.evaluation import exact_match
+
+ASKED, ANSWERED = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
+ROWS = {
+    "a text": {"prompt": "2 + 2 =", "answer": " 4\n"},
+    "a number": {"prompt": "2 + 2 =", "answer": 4},
+    "a completion": {"prompt": "2 + 2 =", "completion": "4"},
+    "messages in a completion": {"prompt": [ASKED], "completion": [ANSWERED]},
+    "an output": {"instruction": "2 + 2?", "output": "4"},
+    "messages": {"messages": [ASKED, ANSWERED]},
+    "messages of CSV": {"messages": '[{"role": "user", "content": "?"}, {"role": "assistant", "content": "4"}]'},
+    "parts": {"messages": [ASKED, {"role": "assistant", "content": [{"type": "text", "text": "4"}]}]},
+    "ShareGPT": {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]},
+    "a prompt with its answer": {"prompt": [ASKED, ANSWERED]},
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_answer_is_read(name: str) -> None:
+    assert exact_match(ROWS[name], "4 ") == 1
+    assert exact_match(ROWS[name], "5") == 0
+
+
+def test_zero_is_an_answer() -> None:
+    assert exact_match({"prompt": "2 - 2 =", "answer": 0, "completion": "4"}, "0") == 1
+
+
+@pytest.mark.parametrize("row", [{"prompt": "2 + 2 ="}, {"messages": [ANSWERED, ASKED]}, {"messages": [ASKED]}])
+def test_a_row_without_an_answer(row: dict) -> None:
+    with pytest.raises(TuneError, match="exact_match"):
+        exact_match(row, "2 + 2?")

@@ -1,0 +1,119 @@
+"""Values from text. A name is text: what was written is kept next to what YAML makes of it, and a setting that takes
+text gets the former (`2024`, `run #2` and `12:30` are names of folders, too)."""
+
+import contextlib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tune.errors import TuneError
+from tune.type_check import as_given, fits
+
+Values = dict[str, Any]
+
+INTEGER = re.compile(r"[-+]?(0|[1-9][\d_]*)")
+FLOAT = re.compile(r"[-+]?(\d[\d_]*\.\d*|\.\d+|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?")
+WORDS = {
+    "": None, "null": None, "true": True, "false": False,
+    ".inf": float("inf"), "-.inf": -float("inf"), ".nan": float("nan"),
+}  # fmt: skip
+
+
+@dataclass
+class Layer:
+    """Settings from one place. `origin` ends each message about them: ` (mine.yaml)`."""
+
+    values: Values
+    origin: str = ""
+    texts: dict[str, list[Any]] = field(default_factory=dict)  # dotted key -> what was written there
+    unreadable: dict[str, str] = field(default_factory=dict)  # dotted key -> why the text is not YAML
+
+    def note(self, key: str, written: Any) -> None:
+        """Keep what was `written` as the value of `key`, and of the keys in it."""
+        self.texts.setdefault(key, []).append(written)
+        if isinstance(written, dict):
+            for name, each in written.items():
+                self.note(f"{key}.{name}", each)
+
+    def forget(self, key: str) -> None:
+        """Leave out what was written as the value of `key`: a later one replaces it."""
+        for notes in (self.texts, self.unreadable):
+            for known in [each for each in notes if each == key or each.startswith(f"{key}.")]:
+                del notes[known]
+
+    def as_kind(self, key: str, value: Any, kind: Any) -> Any:
+        """The value of `key`, or what was written in its place if only that is of a `kind` that takes text."""
+        is_any = fits(object(), kind)
+        if value is None or is_any or (fits(value, kind) and not isinstance(value, str)):
+            return value
+        return next((text for text in self.texts.get(key, [as_given(value)]) if fits(text, kind)), value)
+
+
+class Written(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # the one of OmegaConf
+    """YAML whose plain scalars all stay text."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (of the class there, too)
+
+
+Written.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile("<<"), ["<"])
+
+
+def scalar(text: str) -> Any:
+    """The number, true, false or null that `text` is, else the text. Only what looks like nothing else is a number:
+    007 and 12:30 are text."""
+    word = text.strip()
+    if word.lower() in WORDS:
+        return WORDS[word.lower()]
+    if INTEGER.fullmatch(word):
+        return int(word)
+    return float(word) if FLOAT.fullmatch(word) else text
+
+
+def parse(text: str) -> tuple[Any, Any]:
+    """The value of `text` on a command line: a YAML list or group, a quoted string, or a `scalar`; and the same with
+    all scalars as they were written. Raises yaml.YAMLError if a list or group is not YAML."""
+    word = text.strip()
+    if word[:1] in ("[", "{"):
+        if word[-1] != {"[": "]", "{": "}"}[word[0]]:
+            raise yaml.YAMLError(f"{word[0]} has no end")
+        value: Any = OmegaConf.to_container(OmegaConf.create(f"value: {word}"))
+        return value["value"], _written(f"value: {word}")["value"]
+    if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'":
+        with contextlib.suppress(yaml.YAMLError):  # as a text that only begins and ends with quotes
+            return _written(f"value: {word}")["value"], text
+    return scalar(text), text
+
+
+def read(file: Path, origin: str = "") -> Layer:
+    """The settings in a YAML file, interpolations as they stand there. Raises TuneError."""
+    try:
+        values = OmegaConf.load(file)
+        text = file.read_text(encoding="utf-8")
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise TuneError(f"{file}{line}: this is not YAML: {error.problem}.") from error
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        raise TuneError(f"{file}: cannot be read: {str(error).splitlines()[0]}.") from error
+    if not isinstance(values, DictConfig):
+        raise TuneError(f"{file}: must have `key: value` lines at its top level, not a list.")
+    if not values:
+        raise TuneError(f"{file}: is empty.")
+    layer = Layer(spelled_out(OmegaConf.to_container(values)), origin)
+    written = _written(text)
+    for key, each in written.items() if isinstance(written, dict) else ():  # a lone text is a key without a value
+        layer.note(key, each)
+    return layer
+
+
+def spelled_out(values: Any) -> Values:
+    """With `parallel=auto` as the setting that it stands for."""
+    return values | {"parallel": {"auto": True}} if values.get("parallel") == "auto" else values
+
+
+def _written(text: str) -> Any:
+    return yaml.load(text, Written)
