@@ -69,6 +69,20 @@ def test_nothing_supervised_is_zero_and_not_nan():
     assert loss.item() == 0 and weight.grad.abs().max() == 0 and hidden.grad.abs().max() == 0
 
 
+@pytest.mark.parametrize("chunk_tokens", [7, None])
+def test_accuracy_counts_the_supervised_tokens_of_all_calls(chunk_tokens):
+    hidden, weight, labels = make()
+    is_supervised = labels != -100
+    predicted = (hidden @ weight.T).argmax(dim=-1)
+    labels[:, ::3] = predicted[:, ::3].where(is_supervised[:, ::3], -100)
+    right, supervised = (predicted == labels).sum().item(), is_supervised.sum().item()
+    assert 0 < right < supervised < labels.numel()
+    loss_fn = LinearCrossEntropy(chunk_tokens, accuracy=True)
+    for calls in (1, 2):
+        loss_fn(hidden, weight, Batch.of(labels, labels))
+        assert loss_fn.counts.tolist() == [calls * right, calls * supervised]
+
+
 def test_a_chunk_has_logits_of_half_a_gib_on_a_gpu():
     sizes = {vocabulary: default_chunk_tokens(vocabulary, "cuda") for vocabulary in (32_000, 10**6)}
     assert sizes == {32_000: 2**29 // (32_000 * 4), 10**6: 512}

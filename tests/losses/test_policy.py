@@ -9,18 +9,18 @@ from torch.testing import assert_close
 from tune.collators import Batch
 from tune.losses import GSPO, ClippedPolicy, PolicyGradient, kl_estimate, of_tokens
 
-LENGTHS = [5, 2, 4]  # supervised tokens of three documents; the last two share a row with padding behind them
+LENGTHS = [5, 2, 4, 1]  # supervised tokens of four documents; the last three share a row with padding behind them
 
 
 @pytest.fixture
 def batch():
-    labels = torch.tensor([[-100, 1, 2, 3, 4, 5, -100, -100, -100], [-100, 1, 2, -100, 1, 2, 3, 4, -100]])
-    ids = torch.tensor([[0] * 7 + [1] * 2, [2] * 3 + [3] * 5 + [4]])
+    labels = torch.tensor([[-100, 1, 2, 3, 4, 5] + [-100] * 5, [-100, 1, 2, -100, 1, 2, 3, 4, 5, -100, -100]])
+    ids = torch.tensor([[0] * 7 + [1] * 4, [2] * 3 + [3] * 5 + [4] + [5] * 2])
     columns = {
-        "advantage": torch.tensor([1.5, 0.0, -0.7, 0.4, 0.0]),
-        "sampled": torch.arange(18.0).reshape(2, 9),
+        "advantage": torch.tensor([1.5, 0.0, -0.7, 0.4, -1.1, 0.0]),
+        "sampled": torch.arange(22.0).reshape(2, 11),
     }
-    return Batch.of(torch.zeros(2, 9), labels, ids, columns=columns)
+    return Batch.of(torch.zeros(2, 11), labels, ids, columns=columns)
 
 
 def values():
@@ -54,7 +54,7 @@ def clipped(low, high):
 )
 def test_formulas(loss, of_token, of_sequences, batch):
     log_probs, sampled = values()
-    advantages = torch.tensor([1.5, -0.7, 0.4], dtype=torch.float64).repeat_interleave(torch.tensor(LENGTHS))
+    advantages = torch.tensor([1.5, -0.7, 0.4, -1.1], dtype=torch.float64).repeat_interleave(torch.tensor(LENGTHS))
     expected = []
     for document, length in enumerate(LENGTHS):
         tokens = range(sum(LENGTHS[:document]), sum(LENGTHS[: document + 1]))
@@ -98,6 +98,6 @@ def test_kl_estimate_is_that_of_two_distributions_in_the_mean():
 
 
 def test_columns_of_tokens(batch):
-    assert of_tokens("sampled", batch).tolist() == [1, 2, 3, 4, 5, 10, 11, 13, 14, 15, 16]
-    of_documents = torch.tensor([1.5, -0.7, 0.4]).repeat_interleave(torch.tensor(LENGTHS))
+    assert of_tokens("sampled", batch).tolist() == [1, 2, 3, 4, 5, 12, 13, 15, 16, 17, 18, 19]
+    of_documents = torch.tensor([1.5, -0.7, 0.4, -1.1]).repeat_interleave(torch.tensor(LENGTHS))
     assert_close(of_tokens("advantage", batch), of_documents)

@@ -91,6 +91,9 @@ CASES = {
     "updates-without-a-clip": (GRPO, ["updates=2"], ["updates=2", "loss._component_=tune.losses.ClippedPolicy"]),
     "another-distribution": (GRPO, ["sampling.top_p=0.9"], ["sampling.temperature=0.9"]),
     "reference-of-nothing": (GRPO, ["reference={model}/."], ["reference={model}/.", "kl=0.1"]),
+    "teacher-that-is-the-student": (
+        "distill", ["teacher.path={model}/../model"], ["teacher.path={model}", "loss.cross_entropy=0.5"]
+    ),
     "a-beta-that-holds": (PAIRS, ["loss.beta=5"], ["loss.beta=5", "loss._component_=tune.losses.SimPO"]),
     "answers-exchanged": (PAIRS, ["loss.label_smoothing=0.5"], ["loss.label_smoothing=0.4"]),
     "epochs-of-rewards": ("reward_finetune", ["epochs=2"], ["epochs=1"]),

@@ -1,5 +1,7 @@
 """All rules: what follows from the settings, the machine that they are for, and the model's files."""
 
+from pathlib import Path
+
 from torch import cpu
 
 from tune.rules.rule import GREAT, Facts, Level, Rule
@@ -67,7 +69,7 @@ RULES = [
     Rule("warm-up-of-the-whole-run", ERROR, "schedule.warmup", "PrimeIntellect-ai/prime-rl#968", "always",
          "{} steps of warm-up do not fit into max_steps. Lower it, or give a share below 1",
          "the learning rate would never be what optimizer.lr says",
-         lambda run: run.number("schedule.warmup") > max(1, run.number("max_steps", GREAT) * run.number("updates", 1))),
+         lambda run: run.number("schedule.warmup") > max(1, run.number("max_steps", GREAT))),
     # In which numbers
     Rule("updates-lost-in-bf16", WARN, "master_dtype", "pytorch/ao#1124", "always",
          "{} has three digits, and steps of less than 2e-5 are mostly rounded away. Set master_dtype=fp32, or, in "
@@ -212,6 +214,12 @@ RULES = [
          "{} is not used, as kl is 0. Raise kl, or leave the reference out",
          "who names a reference expects the policy to stay near it",
          lambda run: "kl" in run.cfg and not run("kl") and run("reference") not in (None, run("model.path"))),
+    Rule("teacher-that-is-the-student", WARN, "teacher.path", "huggingface/trl#2217", "trl 0.11",
+         "{} is the student itself: the loss is 0. Give another model",
+         "the run ends as any other, with the model that it began with",
+         lambda run: run("teacher.path") and not run("loss.cross_entropy") and not run("from_scratch")
+         and Path(str(run("teacher.path"))).resolve() == Path(str(run("model.path"))).resolve()
+         and not any(map(run, ("quantization.weights", "quantization.qat", "teacher.quantization", "adapter.path")))),
     Rule("a-beta-that-holds", WARN, "loss.beta", "huggingface/trl#2382", "trl 0.5",
          "{} is outside of what DPO takes, 0.01 to 1: the usual ones are 0.1 to 0.5",
          "above, the policy stays at the reference; below, nothing keeps it from degenerating",
