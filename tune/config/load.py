@@ -92,6 +92,8 @@ def read_file(file: Path) -> Values:
         raise TuneError(f"{file}{line}: this is not YAML: {error.problem}.") from error
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
         raise TuneError(f"{file}: cannot be read: {str(error).splitlines()[0]}.") from error
+    except RecursionError as error:
+        raise TuneError(f"{file}: values are nested too deep to be read.") from error
     if not isinstance(values, DictConfig):
         raise TuneError(f"{file}: must have `key: value` lines at its top level, not a list.")
     if not values:
@@ -121,6 +123,9 @@ def _overrides(settings: Sequence[str]) -> tuple[Values, list[str]]:
             except (YAMLError, OmegaConfBaseException) as error:
                 reason = getattr(error, "problem", None) or str(error).splitlines()[0]
                 findings.append(f"{key}: '{text}' is not YAML ({reason}). A string is quoted so: {key}='\"...\"'")
+                continue
+            except RecursionError:
+                findings.append(f"{key}: its value is nested too deep to be read.")
                 continue
             before = dict(walk(values))
             for name, value in walk(given):
