@@ -15,39 +15,23 @@ configs/evaluate.yaml. Copy this file (`tune cp evaluate my.py`) and change it.
 
 import json
 import math
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from tune import checkpointers, config, datasets, distributed, evaluation, generation, loggers, losses, peft
 from tune.atomic import written_aside
 from tune.config import instantiate, instantiate_weighted
-from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
 
 @config.entrypoint("evaluate")
 def main(cfg):
-    if cfg.score and not cfg.dataset.path:
-        raise TuneError("score: it needs prompts to answer: give a data file (--data FILE, or dataset.path)")
-    if not cfg.tasks and not cfg.dataset.path:
-        raise TuneError("there is nothing to evaluate on: give tasks, or a data file (--data FILE, or dataset.path)")
-    if cfg.limit and cfg.dataset.path:
-        if cfg.limit % 1:
-            raise TuneError(f"limit: {cfg.limit} is a share, which tasks have; of a data file give a number of rows")
+    path = cfg.dataset.get("path", "data")  # a component of several files has no path
+    evaluation.require_work(cfg.tasks, path, cfg.score, cfg.limit, cfg.log_samples, cfg.out)
+    if cfg.limit and path:
         cfg.dataset.take = min(int(cfg.limit), cfg.dataset.get("take") or int(cfg.limit))
     if cfg.score and cfg.dataset._component_ == "tune.datasets.load":
         cfg.dataset._component_ = "tune.datasets.load_prompts"  # of the same rows
-    if cfg.log_samples and not cfg.out:
-        raise TuneError("log_samples: samples are written beside the results: say where, out=results.json")
-    if cfg.out:
-        try:
-            Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=Path(cfg.out).parent):
-                if Path(cfg.out).is_dir():
-                    raise IsADirectoryError("it is a folder")
-        except OSError as error:
-            raise TuneError(f"out: {cfg.out} cannot be written: {error}. Name a JSON file") from error
     world = distributed.init(cfg.device, tp=cfg.parallel.tp)
 
     def tell(text):
@@ -73,7 +57,7 @@ def main(cfg):
         room = longest - sampler.max_new_tokens
         questions = instantiate(cfg.dataset, tokenizer, max_prompt_len=room)
         tell(questions.table())
-    elif cfg.dataset.path:
+    elif path:
         data = instantiate(cfg.dataset, tokenizer, max_seq_len=longest)
         data.require_vocabulary(shape.config.vocab_size)
         tell(data.accounting.table())
@@ -103,10 +87,10 @@ def main(cfg):
     if tasks:
         results = tasks(model, world, cfg.model.path, cfg.log_samples)
         samples = results.pop("samples", {})
-    if cfg.dataset.path:
+    if path:
         values, answers = measure_answers() if scores else measure_loss()
         if world.is_main:
-            name = Path(cfg.dataset.path).stem
+            name = Path(path).stem
             results["results"][name] = {"alias": name, **{f"{metric},none": value for metric, value in values.items()}}
             samples[name] = answers
 

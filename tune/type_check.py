@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -18,9 +19,39 @@ def mismatch(value: Any, kind: Any) -> str:
     """What is wrong with `value` as a `kind`, as a sentence; empty if nothing is."""
     if fits(value, kind):
         return ""
+    if wrong := _wrong_element(value, kind):
+        return f"in {show(value)}, {wrong}"
     one = f" Write it as one: [{as_given(value)}]." * (isinstance(value, str | int | float) and fits([value], kind))
     quotes = " Write it in quotes." if isinstance(value, int | float) and fits("text", kind) else one
     return f"{show(value)} is not {describe(kind)}.{quotes}"
+
+
+def _wrong_element(value: Any, kind: Any) -> str:
+    """What is wrong with the first wrong element of a list or a group that is right in all else."""
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if origin in (Union, UnionType):
+        return next(filter(None, (_wrong_element(value, each) for each in arguments)), "")
+    if origin is Annotated:
+        return _wrong_element(value, arguments[0])
+    if origin in LISTS and isinstance(value, list) and (origin is not tuple or arguments[1:] == (Ellipsis,)):
+        return next(filter(None, (mismatch(each, kind) for kind in arguments[:1] for each in value)), "")
+    if origin in GROUPS and isinstance(value, dict):
+        return next(filter(None, (mismatch(each, kind) for kind in arguments[1:] for each in value.values())), "")
+    return ""
+
+
+def unusable(value: Any) -> str:
+    """Name the first number in `value` that is no finite number of 64 bits, which no setting takes; "" without one."""
+    if isinstance(value, Mapping | list):
+        parts = value.values() if isinstance(value, Mapping) else value
+        return next(filter(None, map(unusable, parts)), "")
+    if not isinstance(value, int | float) or abs(value) < 2**63:
+        return ""
+    return (
+        f"{show(value)} is not a finite number."
+        if abs(value) == inf or value != value
+        else f"{show(value)} is beyond 64 bits."
+    )
 
 
 def fits(value: Any, kind: Any) -> bool:

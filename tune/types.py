@@ -19,4 +19,5 @@ NonNegativeFloat = Annotated[float, Range("a non-negative number", lambda x: 0 <
 Fraction = Annotated[float, Range("a number from 0 to below 1", lambda x: 0 <= x < 1)]
 StepsOrFraction = NonNegativeInt | Fraction
 UnitInterval = Annotated[float, Range("a number from 0 to 1", lambda x: 0 <= x <= 1)]
+Epochs = Annotated[float, Range("a number above 0 and up to a million", lambda x: 0 < x <= 1e6)]
 Share = Annotated[float, Range("a number above 0 and up to 1", lambda x: 0 < x <= 1)]

@@ -56,11 +56,24 @@ def test_an_unknown_key(argument: str, finding: str) -> None:
         ("seed=-1", "seed: -1 is not a non-negative integer."),
         ("max_grad_norm=0", "max_grad_norm: 0 is not a positive number or null."),
         ("max_grad_norm=.inf", "max_grad_norm: inf is not a positive number or null."),
-        ("optimizer.lr=-1", "optimizer.lr: -1 is not a non-negative number."),
+        ("optimizer.lr=-1", "optimizer.lr: -1 is not a number from 0 to 100."),
         ("optimizer.lr=fast", "optimizer.lr: 'fast' is not a number."),
-        ("optimizer.lr=.nan", "optimizer.lr: nan is not a non-negative number."),
+        ("optimizer.lr=.nan", "optimizer.lr: nan is not a number from 0 to 100."),
         ("optimizer.betas=[0.9]", "optimizer.betas: [0.9] is not a list of 2 (a number, a number)."),
-        ("optimizer.betas=[0.9,1]", "optimizer.betas: [0.9, 1] is not a list (each a number from 0 to below 1)."),
+        ("optimizer.betas=[0.9,1]", "optimizer.betas: in [0.9, 1], 1 is not a number from 0 to below 1."),
+        ("optimizer.betas=0.9", "optimizer.betas: 0.9 is not a list of 2 (a number, a number)."),
+        ("optimizer.betas=[0.9,1.5]", "optimizer.betas: in [0.9, 1.5], 1.5 is not a number from 0 to below 1."),
+        ("parameter_groups.lr_ratios={a: -1}", "parameter_groups.lr_ratios: in {'a': -1}, -1 is not a number above 0"),
+        ("optimizer.lr=1e38", "optimizer.lr: 1e+38 is not a number from 0 to 100."),
+        ("optimizer.lr=1e400", "optimizer.lr: inf is not a number from 0 to 100."),
+        ("optimizer.eps=0", "optimizer.eps: 0 is not a number from 1e-30 to 1"),
+        ("optimizer.eps=1e-300", "optimizer.eps: 1e-300 is not a number from 1e-30 to 1"),
+        ("optimizer.weight_decay=1e9", "optimizer.weight_decay: 1000000000.0 is not a number from 0 to 100."),
+        ("epochs=.nan", "epochs: nan is not a number above 0"),
+        ("epochs=-0.5", "epochs: -0.5 is not a number above 0"),
+        ("epochs=1e18", "epochs: 1e+18 is not a number above 0"),
+        ("seed=99999999999999999999", "seed: 99999999999999999999 is beyond 64 bits."),
+        ("schedule.min_ratio=.inf", "schedule.min_ratio: inf is not a number from 0 to 1."),
         ("optimizer.betas.0=0.9", "optimizer.betas: {'0': 0.9} is not a list of 2 (a number, a number)."),
         (
             "optimizer={1: 2}",
@@ -154,7 +167,7 @@ def test_the_file_of_a_mistake_is_named(folder: Path) -> None:
     assert findings("--config", "mine.yaml") == [
         "epoch: is not a setting. Did you mean 'epochs'? (mine.yaml)",
         "memory.cpu_offload: is not a setting. In a file, nest it: memory: {cpu_offload: ...} (mine.yaml)",
-        "epochs: 0 is not a positive integer. (mine.yaml)",
+        "epochs: 0 is not a number above 0 and up to a million. (mine.yaml)",
         "part.lrr: Steady has no argument 'lrr'. Did you mean 'lr'? (mine.yaml)",
     ]
 
@@ -207,6 +220,7 @@ def test_optimizers_can_be_exchanged_by_name(recipe: str, component: str, inheri
             ["loss._component_=torch.nn.CrossEntropyLoss"],
             "loss._component_: torch.nn.CrossEntropyLoss takes logits, which never exist as a whole. Use tune.losses.L",
         ),
+        (["optimizer.lr=20", "optimizer.weight_decay=0.1"], "optimizer.weight_decay: optimizer.lr=20 times 0.1 is"),
         (["validate_every=10"], "validate_every: there is nothing to validate on."),
         (
             ["optimizer_in_backward=true", "max_grad_norm=null", "checkpointer.on_nan=skip"],
@@ -377,7 +391,7 @@ def test_without_imports_keys_and_plain_values_are_told_and_components_are_not_l
     assert read("full_finetune", arguments, imports=False)[1] == [
         "lr: is not a setting. Did you mean 'optimizer.lr'?",
         "model.path: is missing. Give it on the command line: model.path=...",
-        "optimizer.lr: -1 is not a non-negative number.",
+        "optimizer.lr: -1 is not a number from 0 to 100.",
         "dtype: 'fp8' is not one of bf16, fp16, fp32.",
     ]
 
@@ -393,3 +407,50 @@ def test_without_imports_nothing_is_wrong_that_is_right_with_them(recipe: str) -
     for arguments in (["dataset.path=d"], mixes[:2], [*mixes[3:], "dataset.path=d", "validate_first=true"]):
         assert not read(recipe, ["model.path=m", *arguments])[1]
         assert not read(recipe, ["model.path=m", *arguments], imports=False)[1]
+
+
+def test_no_setting_takes_a_number_that_is_not_finite(folder: Path) -> None:
+    for value in (".nan", ".inf", "-.inf", "1e400"):
+        for key in ("threshold", "part.lr", "note", "tags", "writer.every"):
+            given = f"{key}=[{value}]" if key in ("note", "tags") else f"{key}={value}"
+            (found,) = findings("name=run", given)
+            assert found.startswith(f"{key}: ")
+
+
+@pytest.mark.parametrize("component", ["torchao.optim.AdamW8bit", "tune.optimizers.Muon", "torch.optim.AdamW"])
+def test_advice_for_one_beta_is_right_itself(component: str) -> None:
+    (found,) = full_finetune(f"optimizer._component_={component}", "optimizer.betas=0.9")
+    assert found.startswith("optimizer.betas: 0.9 ") and "[0.9]" not in found
+
+
+@pytest.mark.parametrize("value", ["0.5", "1.5", "3.0", "2", "1e-3"])
+def test_epochs_may_be_fractions(value: str) -> None:
+    assert load("full_finetune", ["model.path=m", "dataset.path=d", f"epochs={value}"]).epochs == float(value)
+    assert load("grpo", ["model.path=m", "dataset.path=d", "reward=builtins.len", f"epochs={value}"])
+
+
+def test_wrong_settings_are_returned_as_their_defaults() -> None:
+    wrong = ["max_steps=-1", "optimizer._component_=no.no", "optimizer.lr=1", "parallel.cp=${nope}", "compile={a: 1}"]
+    cfg, problems = read("full_finetune", ["model.path=null", "dataset.path=d", *wrong])
+    assert {each.partition(":")[0] for each in problems} == {
+        "max_steps", "optimizer._component_", "parallel.cp", "compile", "model.path",
+    }  # fmt: skip
+    default = load("full_finetune", ["model.path=m", "dataset.path=d"])
+    for key in ("max_steps", "optimizer", "parallel", "compile"):
+        assert cfg[key] == default[key]
+    assert cfg.model.path is None and cfg.dataset.path == "d"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"a: " + b"[" * 3000 + b"]" * 3000, b"seed: \x00", b"\xff\xfe", b"- 1", b"seed:\n\t1", b"null: 1", b"a: &a [*a]"],
+)
+def test_a_file_that_cannot_be_read_is_named(text: bytes, folder: Path) -> None:
+    (folder / "mine.yaml").write_bytes(text)
+    with pytest.raises(TuneError, match=r"mine\.yaml"):
+        load("default.yaml", ["--config", "mine.yaml", "name=run"])
+
+
+def test_a_config_whose_name_no_file_can_have(folder: Path) -> None:
+    with pytest.raises(TuneError, match="there is no config"):
+        load("default.yaml", ["--config", "x" * 300])

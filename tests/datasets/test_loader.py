@@ -143,3 +143,27 @@ def test_more_processes_than_rows(make):
         DataLoader(make.dataset([4, 4]), make.world(0, 4), 4, 1)
     with pytest.raises(TuneError, match=r"has 1 rows .* or packed=false \(2 rows\)"):
         DataLoader(make.dataset([4, 4], packed=True), make.world(0, 4), 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps"), [(0.5, 5), (1.5, 15), (1.1, 11), (1.11, 12), (0.001, 1), (3.0, 30), (3, 30), (0.3, 3)]
+)
+def test_epochs_that_are_fractions(epochs, steps, make):
+    """As many steps as the next whole number above epochs x 10; 1.1 is not 1.1000000000000001."""
+    data = make.dataset([9] * 40)
+    loader = DataLoader(data, make.world(), 4, 2, epochs=epochs, seed=3)
+    whole = [batch.rows for _, batch in DataLoader(data, make.world(), 4, 2, epochs=3, seed=3)]
+    assert len(loader) == steps and [batch.rows for _, batch in loader] == whole[:steps]
+    assert len(DataLoader(data, make.world(), 4, 2, epochs=epochs, max_steps=2)) == min(2, steps)
+
+
+def test_a_fraction_of_an_epoch_is_continued(make):
+    data = make.dataset([9] * 40)
+    whole = [batch.rows for _, batch in DataLoader(data, make.world(), 4, 2, epochs=1.5)]
+    stopped = DataLoader(data, make.world(), 4, 2, epochs=0.5)
+    assert [batch.rows for _, batch in stopped] == whole[:5]
+    resumed = DataLoader(data, make.world(), 4, 2, epochs=1.5)
+    resumed.load_state_dict(stopped.state_dict())
+    assert [(step, batch.rows) for step, batch in resumed] == list(enumerate(whole[5:], 6))
+    with pytest.raises(TuneError, match="step 5"):
+        DataLoader(data, make.world(), 4, 2, epochs=0.3).load_state_dict(stopped.state_dict())

@@ -108,3 +108,15 @@ def test_columns_that_are_not_there(columns, message, read):
 def test_a_column_of_usual_name_is_suggested(read):
     with pytest.raises(TuneError, match=r"it has question, answer. .* 'dataset.columns={instruction: question}'"):
         read({"question": "1+1?", "answer": "2"})
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0.5, 3), (1.5, 8), (1.2, 6), (2.0, 10)])
+def test_epochs_of_prompts_that_are_fractions(epochs, steps):
+    prompts = Prompts("ten", [Prompt(index, [1], {}) for index in range(10)], {})
+
+    def read(loader):
+        return [[prompt.index for prompt in drawn] for _, drawn in loader]
+
+    loader = PromptLoader(prompts, 2, epochs, seed=3)
+    assert len(loader) == steps
+    assert read(loader) == read(PromptLoader(prompts, 2, 2, seed=3))[:steps]

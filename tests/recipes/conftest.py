@@ -52,6 +52,10 @@ class Inputs:
         change(tensors)
         save_file(tensors, self.model / "model.safetensors")
 
+    def make_overflow(self) -> None:
+        """Finite weights with which a step's numbers are not finite."""
+        self.change_tensors(lambda tensors: tensors["lm_head.weight"].mul_(1e37))
+
     def write_rows(self, *rows: object, name: str = "rows.jsonl") -> list[str]:
         file = self.folder / name
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -234,13 +234,17 @@ def test_one_of_two_processes_is_killed(inputs, run_recipe):
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("optimizer.lr=1e30", "loss is nan at step"),
+        ("max_grad_norm=null", " at step 1"),
         ("{one_row}", "has 1 rows for 2 data-parallel processes: use at most 1"),
     ],
 )
 def test_two_processes_say_it_once(override, says, inputs, contents):
     one_row = inputs.write_rows({"prompt": "the cat", "completion": " sat"})[0]
-    settings = inputs.settings(f"output_dir={inputs.folder / 'new'}", "max_steps=9", override.format(one_row=one_row))
+    settings = inputs.settings(
+        f"output_dir={inputs.folder / 'new'}", "max_steps=9", *override.format(one_row=one_row).split()
+    )
+    if override == "max_grad_norm=null":
+        inputs.make_overflow()
     before = contents(inputs.folder)
     command = [sys.executable, "-m", "tune.cli", "run", "--nproc-per-node", "2", "full_finetune", *settings]
     done = subprocess.run(

@@ -17,7 +17,7 @@ from tune.config.paths import find_config, list_recipes
 from tune.config.text import Layer, Values
 from tune.errors import TuneError
 from tune.lookup import did_you_mean, local_path, locate
-from tune.type_check import fits, mismatch, show
+from tune.type_check import fits, mismatch, show, unusable
 
 # Arguments that choose the kernels of an optimizer: others lack them for sharded parameters, or have a better default.
 KERNELS = ("fused", "foreach")
@@ -38,8 +38,9 @@ ANYTHING = Signature(accepts_any=True)
 def combine(layers: Sequence[Layer], imports: bool = True) -> tuple[DictConfig, list[str]]:
     """Merge settings onto the first ones, the defaults; returns the resolved settings and their problems.
 
-    Later settings win. Without `imports`, which take seconds, arguments of components are not checked, but keys and
-    plain values are.
+    Later settings win. Without `imports`, which
+    take seconds, arguments of components are not checked, but keys and plain values are. A setting that is wrong is
+    returned as its default, so that all other checks find values of the right type.
     """
     default = layers[0].values
     run = _Combination(default, imports, functools.cache(signature_of) if imports else lambda _: ANYTHING)
@@ -59,16 +60,31 @@ def combine(layers: Sequence[Layer], imports: bool = True) -> tuple[DictConfig, 
     run.take_texts(values, default)
     cfg = OmegaConf.create(values)
     run.check(cfg, default)
-    sound = cfg.copy()
-    for key in run.wrong:  # has no say in what else is wrong
-        OmegaConf.update(sound, key, None)
     wrong = {*run.wrong}
-    for key, problem in conflicts(sound, run.given_in) if imports else ():
+    for key in wrong:
+        _restore(cfg, key, default)
+    for key, problem in conflicts(cfg, run.given_in) if imports else ():
         if key not in wrong:
             run.report(key, problem)
     if not run.findings:
         OmegaConf.resolve(cfg)
     return cfg, run.findings
+
+
+def _restore(node: DictConfig, key: str, default: Values) -> None:
+    """Give the setting with this dotted key the value of the default, null if that is missing; remove one that the
+    default does not have. A component that is wrong is restored with its arguments."""
+    for name in list[Any](node):
+        if key != str(name) and not key.startswith(f"{name}."):
+            continue
+        rest, group = key.removeprefix(str(name)).removeprefix("."), node._get_node(name)
+        if rest not in ("", COMPONENT) and isinstance(group, DictConfig) and not group._is_interpolation():
+            usual = default.get(name)
+            _restore(group, rest, usual if isinstance(usual, dict) else {})
+        elif name in default:
+            node[name] = None if default[name] == "???" else default[name]
+        else:
+            del node[name]
 
 
 def merge(below: Any, above: Any) -> Any:
@@ -197,8 +213,9 @@ class _Combination:
             is_head = key == "model.head" and node[COMPONENT] == "tune.models.build"
             if not problem and is_head and value != default.get("head", "tokens"):
                 return f"{show(value)} is the head of what other recipes train: leave it out."
-            return problem or mismatch(value, OPTIONS.get(key, Any))
-        return mismatch(value, OPTIONS.get(key, Any if place is None or _is_open(place) else type(place)))
+            return problem or mismatch(value, OPTIONS.get(key, Any)) or unusable(value)
+        kind = OPTIONS.get(key, Any if place is None or _is_open(place) else type(place))
+        return mismatch(value, kind) or unusable(value)
 
     def _rows_problem(self, component: str, default: Values) -> str:
         """A loss of preferences where the recipe has one of tokens, scores where it has log-probs, or the reverse."""

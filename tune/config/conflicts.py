@@ -34,6 +34,10 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
     ):
         if value("optimizer_in_backward") and value(key) not in (None, False, right):
             yield key, f"{problem} when optimizer_in_backward=true. Set {key}={right}, or optimizer_in_backward=false."
+    rate, decay = value("optimizer.lr"), value("optimizer.weight_decay")
+    if isinstance(rate, int | float) and isinstance(decay, int | float) and rate * decay > 1:
+        problem = f"optimizer.lr={rate} times {decay} is more than 1: a step would take off more than a whole weight"
+        yield "optimizer.weight_decay", f"{problem}. Lower one of them."
     if value("dtype") == "fp16" and "optimizer" in cfg:
         yield "dtype", "fp16 overflows at 65,504, and nothing here scales the loss. Take bf16 or fp32."
     is_selective = value("memory.activation_checkpointing") == "selective"

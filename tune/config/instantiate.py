@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from tune.errors import TuneError, explained
 from tune.lookup import locate
-from tune.type_check import mismatch
+from tune.type_check import mismatch, show
 
 COMPONENT = "_component_"
 READING = ("format", "columns", "extra_columns", "ignore")  # settings of data that say how columns are read
@@ -35,7 +35,7 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
     except TypeError as error:
         raise TuneError(f"{key and f'{key}: '}{path} cannot be called so: {error}") from error
     try:
-        return component(*args, **given, **kwargs)
+        made = component(*args, **given, **kwargs)
     except TuneError as error:
         told = f"{key}.{error}" if key and str(error).partition(":")[0] in given else str(error)
         raise TuneError(told if told.startswith(key) else f"{key}: {told}") from error
@@ -43,6 +43,10 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
         if not component.__module__.startswith("torch"):
             raise  # in our code or the user's it may be a bug
         raise TuneError(f"{path} does not take these arguments: {error}") from error
+    if made is None or isinstance(made, str | int | float):
+        where = f"{key}.{COMPONENT}: " if key else ""
+        raise TuneError(f"{where}{path} returns {show(made)}, which is a plain value. Name what makes the component")
+    return made
 
 
 def instantiate_data(cfg: DictConfig, tokenizer: Any, vocab_size: int | None = None) -> tuple[Any, Any]:

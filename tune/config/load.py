@@ -121,6 +121,8 @@ def _take(layer: text.Layer, key: str, given: str) -> list[str]:
         OmegaConf.create({"value": value})
     except YAMLError as error:
         layer.unreadable[key] = getattr(error, "problem", None) or str(error).splitlines()[0]
+    except RecursionError:
+        return [f"{key}: its value is nested too deep to be read."]
     except OmegaConfBaseException as error:
         return [f"{key}: '{given}' has a ${{ that does not name another setting: {str(error).splitlines()[0]}."]
     for name in reversed(key.split(".")):

@@ -5,12 +5,30 @@ Arguments of components are checked by their annotations; torch's components, wh
 
 from typing import Annotated, Any, Literal
 
-from tune.types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range, UnitInterval
+from tune.types import (
+    Epochs,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    UnitInterval,
+)
+
+# Ranges of what torch's optimizers take without a word. An `eps` of 0 divides by zero where a gradient is zero.
+Rate = Annotated[float, Range("a number from 0 to 100", lambda x: 0 <= x <= 100)]
+Ratio = Annotated[float, Range("a number above 0 and up to a million", lambda x: 0 < x <= 1e6)]
+Epsilon = Annotated[float, Range("a number from 1e-30 to 1", lambda x: 1e-30 <= x <= 1)]
+Decays = Annotated[
+    list[Fraction],
+    Range("a list of two or more numbers from 0 to below 1, such as [0.9, 0.95]", lambda x: len(x) > 1),
+]
 
 TYPES: list[tuple[Any, str]] = [
     (
         PositiveInt,
-        "max_seq_len epochs global_batch_size micro_batch_size max_prompt_len prompts_per_step updates max_turns "
+        "max_seq_len global_batch_size micro_batch_size max_prompt_len prompts_per_step updates max_turns "
         "samples_per_prompt evaluate.max_new_tokens on_policy.max_new_tokens parallel.dp_replicate parallel.cp "
         "parallel.tp parallel.ep parallel.pp logger.console_every profiler.steps",
     ),
@@ -19,12 +37,15 @@ TYPES: list[tuple[Any, str]] = [
         "max_steps validate_every evaluate.every batch_size max_length teacher.top_k parallel.pp_virtual "
         "memory.loss_chunk_tokens profiler.start",
     ),
+    (Epochs, "epochs"),
     (NonNegativeInt, "seed dynamic_sampling"),
     (NonNegativeInt | None, "num_fewshot evaluate.num_fewshot"),
     (Annotated[int, Range("an integer from 2: completions of a prompt are compared", lambda x: x > 1)], "group_size"),
     (PositiveFloat, "sampling.temperature value_clip parallel.timeout"),
     (PositiveFloat | None, "limit evaluate.limit max_grad_norm"),
-    (NonNegativeFloat, "evaluate.temperature kl value_weight optimizer.lr optimizer.weight_decay optimizer.momentum"),
+    (NonNegativeFloat, "evaluate.temperature kl value_weight"),
+    (Rate, "optimizer.lr optimizer.weight_decay"),
+    (Fraction, "optimizer.momentum"),
     (UnitInterval, "gae_lambda on_policy.share"),
     (
         str | None,
@@ -38,9 +59,9 @@ TYPES: list[tuple[Any, str]] = [
     (dict | None, "adapter"),
     (bool | list[str], "compile"),
     (dict[str, str] | None, "parallel.plan"),
-    (dict[str, PositiveFloat], "parameter_groups.lr_ratios"),
-    (list[Fraction], "optimizer.betas"),
-    (NonNegativeFloat | list, "optimizer.eps"),
+    (dict[str, Ratio], "parameter_groups.lr_ratios"),
+    (Decays, "optimizer.betas"),
+    (Epsilon | list[Epsilon | None], "optimizer.eps"),
     (PositiveInt | Literal["auto"], "parallel.dp_shard"),
     (Literal[0, 1, 2, 3] | None, "parallel.zero_stage"),
     (Literal["gpipe", "1f1b", "interleaved", "zero_bubble"], "parallel.pp_schedule"),

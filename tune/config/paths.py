@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import tune
@@ -60,8 +61,9 @@ def _names(kind: str, suffix: str) -> list[str]:
 
 def _find(kind: str, name: str, suffix: str) -> Path:
     path = local_path(name)
-    if path.is_file():
-        return path
+    with suppress(OSError):  # a name too long for a file
+        if path.is_file():
+            return path
     known = _names(f"{kind}s", suffix)
     stem = name.removesuffix(suffix)
     if stem in known:

@@ -94,17 +94,19 @@ def read(file: Path, origin: str = "") -> Layer:
     try:
         values = OmegaConf.load(file)
         text = file.read_text(encoding="utf-8")
+        written = _written(text)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise TuneError(f"{file}{line}: this is not YAML: {error.problem}.") from error
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
         raise TuneError(f"{file}: cannot be read: {str(error).splitlines()[0]}.") from error
+    except RecursionError as error:
+        raise TuneError(f"{file}: values are nested too deep to be read.") from error
     if not isinstance(values, DictConfig):
         raise TuneError(f"{file}: must have `key: value` lines at its top level, not a list.")
     if not values:
         raise TuneError(f"{file}: is empty.")
     layer = Layer(spelled_out(OmegaConf.to_container(values)), origin)
-    written = _written(text)
     for key, each in written.items() if isinstance(written, dict) else ():  # a lone text is a key without a value
         layer.note(key, each)
     return layer

@@ -1,7 +1,9 @@
 """The order of the rows in training, and each rank's part of an optimizer step."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from itertools import islice
 from typing import Any
 
@@ -34,13 +36,13 @@ class DataLoader:
     The rows of a step are a function of (seed, epoch) alone; ranks and micro-batches only divide them. The rows of one
     step are sorted by length so that those of a micro-batch are alike; the last step of an epoch may have fewer rows,
     but every rank gets the same number of micro-batches: one, or a TuneError, unless `accumulate`. A stream has no
-    epochs: it needs `max_steps`. `pad_to` is that of `collate`. A batch is made while the one before it is used. Of
-    `world` only `data_rank` and `data_size` are read.
+    epochs: it needs `max_steps`. A fraction of an epoch is its first steps. `pad_to` is that of `collate`. A batch is
+    made while the one before it is used. Of `world` only `data_rank` and `data_size` are read.
     """
 
     def __init__(
         self, dataset: Dataset | Mixture | Stream, world: World, global_batch_size: int, micro_batch_size: int, *,
-        epochs: int = 1, max_steps: int | None = None, seed: int = 0, accumulate: bool = True,
+        epochs: float = 1, max_steps: int | None = None, seed: int = 0, accumulate: bool = True,
         pad_to: int | None = None,
     ) -> None:  # fmt: skip
         self.dataset, self.world, self.seed, self.pad_to = dataset, world, seed, pad_to
@@ -61,7 +63,7 @@ class DataLoader:
                     f"use at most {len(dataset)}{instead}"
                 )
             self.steps_per_epoch = -(-len(dataset) // global_batch_size)
-            whole = epochs * self.steps_per_epoch
+            whole = steps_of(epochs, self.steps_per_epoch)
             self._steps = whole if max_steps is None else min(whole, max_steps)
         require_batches(world.data_size, global_batch_size, micro_batch_size, accumulate)
         self._step, self._position = 0, Position()
@@ -110,6 +112,12 @@ class DataLoader:
 
     def _identity(self) -> dict[str, Any]:
         return {"fingerprint": self.dataset.fingerprint, "seed": self.seed, "global_batch_size": self.global_batch_size}
+
+
+def steps_of(epochs: float, steps_per_epoch: int) -> int:
+    """The optimizer steps of a number of epochs, which may be a fraction: rounded up, as in other libraries, from the
+    decimal that was written (1.1 epochs of 10 steps are 11, though 1.1 * 10 is above 11 in floating point)."""
+    return math.ceil(Fraction(str(epochs)) * steps_per_epoch)
 
 
 def require_continuable(state: Mapping[str, Any], now: Mapping[str, Any], steps: int, length: str) -> None:

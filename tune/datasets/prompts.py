@@ -13,7 +13,7 @@ from tune.datasets.dataset import drawn_places
 from tune.datasets.formats.columns import QUESTIONS, require_columns, require_meaning
 from tune.datasets.formats.content import Chat, Plain, Row, shown
 from tune.datasets.formats.messages import checked_tools, conversation, question_of
-from tune.datasets.loader import require_continuable
+from tune.datasets.loader import require_continuable, steps_of
 from tune.datasets.rows import LEFT_OUT, TOO_LONG
 from tune.datasets.sources.opening import open_source
 from tune.datasets.sources.readers import json_row
@@ -192,7 +192,7 @@ class PromptLoader:
     """
 
     def __init__(
-        self, dataset: Prompts, prompts_per_step: int, epochs: int = 1, *, max_steps: int | None = None, seed: int = 0
+        self, dataset: Prompts, prompts_per_step: int, epochs: float = 1, *, max_steps: int | None = None, seed: int = 0
     ) -> None:
         self.dataset, self.prompts_per_step, self.seed = dataset, prompts_per_step, seed
         self.epochs, self.max_steps, self.steps_per_epoch = epochs, max_steps, len(dataset) // prompts_per_step
@@ -200,7 +200,7 @@ class PromptLoader:
             raise TuneError(
                 f"prompts_per_step={prompts_per_step} is more than the {len(dataset)} of {dataset.name}: lower it"
             )
-        whole = epochs * self.steps_per_epoch
+        whole = steps_of(epochs, self.steps_per_epoch)
         self.steps = whole if max_steps is None else min(whole, max_steps)
         self.step = self.position = 0
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tune.distributed import uncut
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 
 
 def parameter_groups(
@@ -22,9 +22,17 @@ def parameter_groups(
     matrices, or stacks of them, in repeated blocks are marked `in_blocks`, for Muon.
 
     Raises:
-        TuneError: a pattern matches no name.
+        TuneError: a pattern is none or matches no name, or a rate is above 100.
     """
-    ratios = dict(lr_ratios or {})
+    ratios = {str(pattern): ratio for pattern, ratio in (lr_ratios or {}).items()}
+    for pattern, ratio in ratios.items():
+        with explained(f"parameter_groups.lr_ratios: '{pattern}' is not a regular expression", re.error):
+            re.compile(pattern)
+        if lr * ratio > 100:
+            raise TuneError(
+                f"parameter_groups.lr_ratios: optimizer.lr={lr} times {ratio} ('{pattern}') is a learning rate above "
+                "100. Lower one of them"
+            )
     here, model = dict(model.named_parameters()), uncut(model)  # so that all stages have the same groups
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for pattern in ratios:

@@ -43,14 +43,15 @@ def constant(optimizer: Optimizer, total_steps: int, warmup: StepsOrFraction = 0
 def linear(
     optimizer: Optimizer, total_steps: int, warmup: StepsOrFraction = 0, min_ratio: UnitInterval = 0.0
 ) -> Schedule:
-    """A straight line down to `min_ratio`."""
+    """A straight line down to `min_ratio`, which the step after the last would have."""
     return _schedule(optimizer, total_steps, warmup, lambda progress: 1 - (1 - min_ratio) * progress)
 
 
 def cosine(
     optimizer: Optimizer, total_steps: int, warmup: StepsOrFraction = 0, min_ratio: UnitInterval = 0.0
 ) -> Schedule:
-    """Half a cosine down to `min_ratio` (Loshchilov and Hutter, 2017, without restarts)."""
+    """Half a cosine down to `min_ratio`, which the step after the last would have (Loshchilov and Hutter, 2017, without
+    restarts)."""
 
     def shape(progress: float) -> float:
         return min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2
@@ -65,7 +66,8 @@ def warmup_stable_decay(
     decay: UnitInterval = 0.2,
     min_ratio: UnitInterval = 0.0,
 ) -> Schedule:
-    """Constant, then a line down over the last fraction `decay` of the steps (Hu et al., MiniCPM, 2024)."""
+    """Constant, then a line down over the last fraction `decay` of the steps to `min_ratio`, which the step after the
+    last would have (Hu et al., MiniCPM, 2024)."""
 
     def shape(progress: float) -> float:
         return 1 - (1 - min_ratio) * max(0.0, progress - (1 - decay)) / max(decay, 1e-12)

@@ -159,6 +159,8 @@ def _check(told: Told, world: World | None, rows: int | None) -> None:
     if "logger" in cfg:
         told("logger", lambda: require_installed(cfg.logger.tensorboard, cfg.logger.wandb))
     told("output_dir", _require_folder, cfg)
+    if cfg.model.get("_component_") is None:  # of `evaluate`: whatever is to be evaluated
+        return _evaluation(told, rows)
     model = (made := _model(told, world)).model
     tokenizer = data = None
     if "tokenizer" in cfg and (model or Path(str(told.value("model.path"))).is_dir()):  # else it is told once
@@ -166,7 +168,8 @@ def _check(told: Told, world: World | None, rows: int | None) -> None:
     rewards = _others(told, tokenizer)
     if world and model and told.value("parallel.auto"):
         told("parallel.auto", _require_planned, cfg, world.size)
-    if world and "global_batch_size" in cfg:
+    sizes_are_right = not any(each.startswith(("global_batch_size:", "micro_batch_size:")) for each in told.settings)
+    if world and "global_batch_size" in cfg and sizes_are_right:
         sizes = cfg.global_batch_size, cfg.micro_batch_size, not cfg.get("optimizer_in_backward")
         told("global_batch_size", require_batches, world.data_size, *sizes, world.num_stages)
     if tokenizer:
@@ -244,10 +247,6 @@ def _require_folder(cfg: DictConfig) -> None:
 
 def _model(told: Told, world: World | None) -> Made:
     cfg = told.cfg
-    if cfg.model.get("_component_") is None:  # of `evaluate`: whatever is to be evaluated
-        found = told("model.path", lambda: peft.resolve_model(cfg.model.path, cfg.adapters))
-        opened = found and told("model.path", open_checkpoint, found.base)
-        return Made(opened and opened[0])
     with NONE:
         model = told("model", lambda: instantiate(cfg.model))
     if model is None:
@@ -275,6 +274,54 @@ def _model(told: Told, world: World | None) -> Made:
         settings = cfg.get("parameter_groups", {})
         groups = told("parameter_groups", lambda: optimizers.parameter_groups(whole, cfg.optimizer.lr, **settings))
     return Made(model, whole, groups, base)
+
+
+def _evaluation(told: Told, rows: int | None) -> None:
+    """Check the model, the tasks and the data of an evaluation, as the recipe does before it reads weights."""
+    cfg, given = told.cfg, told.cfg.copy()
+    path = cfg.dataset.get("path", "data")
+    with _folder_restored(cfg.out):
+        told("", evaluation.require_work, cfg.tasks, path, cfg.score, cfg.limit, cfg.log_samples, cfg.out)
+    rewards = _others(told, None)
+    found = told("model.path", lambda: peft.resolve_model(cfg.model.path, cfg.adapters))
+    opened = found and told("model.path", open_checkpoint, found.base)
+    tokenizer = found and told("tokenizer", lambda: Tokenizer(str(found.tokenizer), cfg.chat_template))
+    if not (opened and tokenizer):
+        return
+    shape = opened[0]
+    told("tasks", lambda: evaluation.Tasks(
+        cfg.tasks, tokenizer, cfg.include_path, limit=cfg.limit, num_fewshot=cfg.num_fewshot,
+        apply_chat_template=cfg.apply_chat_template, batch_size=cfg.batch_size, max_length=cfg.max_length, model=shape,
+    ))  # fmt: skip
+    if given.dataset._component_ in LOADED:
+        most = min(each for each in (rows, cfg.limit, given.dataset.get("take"), 10**18) if each)
+        given.dataset.take = max(1, int(most))
+    longest = cfg.max_length or getattr(shape, "max_positions", None) or 2048
+    if path and rewards:
+        if given.dataset._component_ == "tune.datasets.load":
+            given.dataset._component_ = "tune.datasets.load_prompts"
+        ends = {"stop_ids": tokenizer.stop_ids, "decode": tokenizer.decode}
+        sampler = told("generation", lambda: instantiate(cfg.generation, **ends, max_rows=cfg.batch_size or 16))
+        if sampler:
+            told("generation", sampler.check, shape, [], [])
+            room = longest - sampler.max_new_tokens
+            told("dataset", lambda: instantiate(given.dataset, tokenizer, max_prompt_len=room))
+    elif path:
+        data = told("dataset", lambda: instantiate(given.dataset, tokenizer, max_seq_len=longest))
+        if data is not None:
+            told("dataset", data.require_vocabulary, shape.config.vocab_size)
+
+
+@contextmanager
+def _folder_restored(file: str | None) -> Iterator[None]:
+    """Remove the folders that are made for `file`."""
+    made = [each for each in Path(file).parents if not each.exists()] if file else []
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            for each in made:
+                each.rmdir()
 
 
 def alter(cfg: DictConfig, model: Any, device: torch.device, change: Callable[[str, Callable[[], Any]], Any]) -> None:

@@ -1,0 +1,182 @@
+"""One or two wrong values at a time, in any setting of any recipe: they are accepted, or reported by key, never a
+traceback. What `tune run` says of the settings, `tune validate` says too."""
+
+import json
+import os
+import random
+import secrets
+import time
+
+import pytest
+from helpers import WORDS, save_checkpoint
+from omegaconf import OmegaConf
+
+from tune import config
+from tune.cli.prepare import recipe_of
+from tune.errors import TuneError
+from tune.preflight.checks import validate
+
+VALUES = [
+    "3.5", "3.0", "abc", "-1", "[]", "[a,1]", "{a: 1}", "true", "null", "0", "1e400", ".nan", "-.inf", "1e38",
+    "${nope}", "${oc.env:NOT_SET}", "${.}", "20241126", "''", "[[1]]", "{}", "[null]", "99999999999999999999", "1e-300",
+    "???", "{_component_: os.getcwd}", "{_component_: no.such}", "builtins.len", "os.path", "[0.9,1.5]", "{a: {b: x}}",
+    "{b: ${nope}}", "é #x", "x" * 300,
+]  # fmt: skip
+RECIPES = {
+    "full_finetune": ["dataset.path=chats.jsonl"],
+    "lora_finetune": ["dataset.path=chats.jsonl"],
+    "distill": ["dataset.path=chats.jsonl", "teacher.path=model"],
+    "preference_finetune": ["dataset.path=pairs.jsonl"],
+    "reward_finetune": ["dataset.path=pairs.jsonl"],
+    "grpo": ["dataset.path=prompts.jsonl", "reward=rewarding.length", "prompts_per_step=4"],
+    "ppo_finetune": ["dataset.path=prompts.jsonl", "reward=rewarding.length", "prompts_per_step=4", "value.path=model"],
+    "evaluate": ["dataset.path=chats.jsonl"],
+}
+# Settings whose fault was found by hand: each of another kind.
+KNOWN = [
+    ("full_finetune", "max_steps=-1"),
+    ("full_finetune", "output_dir={a: 1}"),
+    ("full_finetune", "parallel.cp=${nope}"),
+    ("full_finetune", "parallel.dp_shard=???"),
+    ("full_finetune", "parameter_groups.lr_ratios=x"),
+    ("full_finetune", "parameter_groups.lr_ratios={'[': 2}"),
+    ("full_finetune", "optimizer._component_=1e-300"),
+    ("full_finetune", "optimizer._component_=builtins.len"),
+    ("full_finetune", "tokenizer={_component_: os.getcwd}"),
+    ("full_finetune", "seed=99999999999999999999"),
+    ("full_finetune", f"seed={'[' * 3000}{']' * 3000}"),
+    ("lora_finetune", "evaluate.tasks=[null]"),
+    ("ppo_finetune", "reward=${oc.env:NOT_SET}"),
+    ("evaluate", "model.path=0.0"),
+    ("evaluate", "model.path=null"),
+    ("evaluate", "tasks=[null]"),
+    ("evaluate", "dataset.path=null"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model, and rows for every recipe."""
+    folder = tmp_path_factory.mktemp("wrong-values")
+    save_checkpoint(folder / "model", hidden_size=16, intermediate_size=32, num_hidden_layers=2)
+    rows = {
+        "chats": lambda word: {"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": word}]},
+        "pairs": lambda word: {"instruction": word, "chosen": f"{word} sat", "rejected": "no"},
+        "prompts": lambda word: {"prompt": word},
+    }
+    for name, row in rows.items():
+        text = "".join(json.dumps(row(word)) + "\n" for word in WORDS[:8])
+        (folder / f"{name}.jsonl").write_text(text)
+    (folder / "rewarding.py").write_text("def length(row, completion):\n    return float(len(completion))\n")
+    return folder
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+def settings(recipe: str, *given: str) -> list[str]:
+    usual = ["dtype=fp32", "device=cpu", "output_dir=run", "max_steps=2", "max_seq_len=64", "micro_batch_size=1"]
+    if recipe in ("grpo", "ppo_finetune"):
+        usual = [*usual[:4]]
+    return ["model.path=model", *RECIPES[recipe], *(usual if recipe != "evaluate" else []), *given]
+
+
+def keys(recipe: str) -> list[str]:
+    found = []
+
+    def collect(values: dict, prefix: str) -> None:
+        for name, value in values.items():
+            found.append(f"{prefix}{name}")
+            if isinstance(value, dict):
+                collect(value, f"{prefix}{name}.")
+
+    collect(OmegaConf.to_container(config.read(recipe, settings(recipe))[0]), "")
+    return found
+
+
+def found_by_both(recipe: str, *wrong: str) -> tuple[list[str], list[str]]:
+    """The problems that `tune run` finds in the settings, and the errors of `tune validate`."""
+    given = settings(recipe, *wrong)
+    cfg, problems = config.read(*recipe_of(recipe, given))
+    errors = [str(each) for each in validate(cfg, problems, rows=8) if each.level == "error"]
+    if problems:
+        with pytest.raises(TuneError) as refused:
+            config.load(recipe, given)
+        assert all(each in str(refused.value) for each in problems)
+    return problems, errors
+
+
+def require_agreement(recipe: str, *wrong: str) -> None:
+    problems, errors = found_by_both(recipe, *wrong)
+    found = {each.partition(":")[0] for each in errors}  # of several about one setting, validate says the first
+    assert {each.partition(":")[0] for each in problems} <= found
+    assert not problems or any(each.startswith(key.partition("=")[0]) for each in problems for key in wrong)
+    assert os.path.exists("run") is False
+
+
+def draw_and_check(seconds: float, most: int) -> int:
+    seed = int(os.environ.get("FUZZ_SEED", secrets.randbelow(10**6)))
+    draw, count, end = random.Random(seed), 0, time.monotonic() + seconds
+    known = {recipe: keys(recipe) for recipe in RECIPES}
+    while count < most and time.monotonic() < end:
+        recipe = draw.choice([*RECIPES])
+        wrong = [f"{key}={draw.choice(VALUES)}" for key in draw.sample(known[recipe], draw.choice([1, 1, 2]))]
+        try:
+            require_agreement(recipe, *wrong)
+        except Exception as error:
+            raise AssertionError(f"FUZZ_SEED={seed}: {recipe} {' '.join(wrong)}") from error
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize(("recipe", "wrong"), KNOWN, ids=[f"{recipe}-{wrong[:40]}" for recipe, wrong in KNOWN])
+def test_a_wrong_value_is_reported_by_its_key(recipe, wrong, here):
+    _, errors = found_by_both(recipe, wrong)
+    key = wrong.partition("=")[0].removesuffix("._component_")
+    nothing_to_do = recipe == "evaluate" and wrong == "dataset.path=null"
+    assert errors and (nothing_to_do or all(each.startswith(key) for each in errors)), errors
+
+
+@pytest.mark.parametrize("others", [[], ["parallel.pp=2"], ["micro_batch_size=4"], ["micro_batch_size=0"]])
+def test_a_wrong_batch_size_has_no_consequences(others, here):
+    _, errors = found_by_both("full_finetune", "global_batch_size=0", *others)
+    wrong = {"global_batch_size", *(each.partition("=")[0] for each in others if each.endswith("=0"))}
+    of_sizes = {each.partition(":")[0] for each in errors if "batch" in each}
+    assert of_sizes == wrong, errors
+
+
+def test_a_learning_rate_that_a_ratio_makes_absurd(here):
+    given = ["optimizer.lr=1", "parameter_groups.lr_ratios={norm: 1000}"]
+    _, (error,) = found_by_both("full_finetune", *given)
+    assert error.startswith("parameter_groups.lr_ratios: ") and "1000" in error
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        (["tasks=[no_such_task]"], "tasks"),
+        (["limit=0.5"], "limit"),
+        (["log_samples=true"], "log_samples"),
+        (["dataset.path=null", "score=rewarding.length"], "score"),
+        (["out=model"], "out"),
+        (["out=new/folder/results.json"], ""),
+        (["dataset.path=prompts.jsonl", "score=rewarding.length"], ""),
+    ],
+)
+def test_what_an_evaluation_refuses(given, key, here):
+    _, errors = found_by_both("evaluate", *given)
+    assert [each.partition(":")[0] for each in errors] == [key] * bool(key)
+    assert not (here / "new").exists()
+
+
+def test_random_wrong_values(here):
+    assert draw_and_check(seconds=6, most=40) > 0
+
+
+@pytest.mark.slow
+def test_many_random_wrong_values(here):
+    assert draw_and_check(seconds=60, most=2000) > 0
