@@ -150,7 +150,7 @@ def test_a_pointer_of_git_lfs_in_place_of_weights(broken):
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{64 * 'a'}\nsize 1234\n"
     (broken / "model.safetensors").write_text(pointer)
     with pytest.raises(TuneError, match=r"model\.safetensors is a pointer.*git -C .* lfs pull"):
-        on_meta(broken)
+        open_checkpoint(broken)
 
 
 def test_an_index_names_no_files_of_other_folders(checkpoint, broken):
@@ -159,4 +159,4 @@ def test_an_index_names_no_files_of_other_folders(checkpoint, broken):
     index = {"weight_map": dict.fromkeys(names, "../outside.safetensors")}
     (broken / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(TuneError, match=r"\.\./outside\.safetensors"):
-        on_meta(broken)
+        open_checkpoint(broken)
