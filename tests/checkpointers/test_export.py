@@ -4,6 +4,7 @@ import functools
 import io
 import itertools
 import json
+import shutil
 import sys
 import time
 import weakref
@@ -200,3 +201,30 @@ def test_progress_is_for_terminals(monkeypatch, tmp_path):
         assert ("1/2" in stream.getvalue()) == is_shown
         assert load_file(tmp_path / "model.safetensors").keys() == {"weight 0", "weight 1"}
     assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_replace_nothing(checkpoint, tmp_path, value):
+    before = exported(checkpoint, tmp_path / "out")
+    with pytest.raises(TuneError, match=r"model\.norm\.weight"):
+        exported(checkpoint, tmp_path / "out", lambda model: model.norm.weight[3].fill_(value))
+    assert_close(tensors_of(tmp_path / "out"), before)
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_number_that_the_type_of_the_export_cannot_hold_is_not_finite(checkpoint, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint, source)
+    tensors = {name: tensor.half() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TuneError, match=r"model\.norm\.weight"):
+        exported(source, tmp_path / "out", lambda model: model.norm.weight[3].fill_(70000.0))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_source_is_not_written_over(checkpoint, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint, source)
+    with pytest.raises(TuneError, match=str(source)):
+        exported(source, source)
+    assert_close(tensors_of(source), tensors_of(checkpoint))

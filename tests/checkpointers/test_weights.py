@@ -8,7 +8,7 @@ from helpers import run_processes, save_checkpoint
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from tune.checkpointers import Pretrained, Random, load_model
+from tune.checkpointers import Pretrained, Random, load_model, open_checkpoint
 from tune.errors import TuneError
 from tune.models import build
 
@@ -124,3 +124,39 @@ def test_a_rank_loads_its_own_part_only(tmp_path):
     )
     assert held > 200
     assert grown < held + 160
+
+
+def test_one_changed_row_and_another_config_are_another_model(checkpoint, broken):
+    _, whole = open_checkpoint(broken)
+    before = whole.digest()
+    assert open_checkpoint(checkpoint)[1].digest() == before
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"rope_theta": 123456.0}))
+    assert whole.digest() != before
+    (broken / "config.json").write_text(json.dumps(config))
+    assert whole.digest() == before
+    seen = set()
+    for row in range(0, 300, 7):
+
+        def change(tensors, row=row):
+            tensors["model.embed_tokens.weight"][row % len(tensors["model.embed_tokens.weight"]), 0] += row + 1
+
+        rewrite(broken, change)
+        seen.add(whole.digest()["xxh3"])
+    assert len(seen) == len(range(0, 300, 7))
+
+
+def test_a_pointer_of_git_lfs_in_place_of_weights(broken):
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{64 * 'a'}\nsize 1234\n"
+    (broken / "model.safetensors").write_text(pointer)
+    with pytest.raises(TuneError, match=r"model\.safetensors is a pointer.*git -C .* lfs pull"):
+        open_checkpoint(broken)
+
+
+def test_an_index_names_no_files_of_other_folders(checkpoint, broken):
+    names = [tensor for tensor in load_file(checkpoint / "model.safetensors")]
+    (broken / "model.safetensors").rename(broken.parent / "outside.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "../outside.safetensors")}
+    (broken / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(TuneError, match=r"\.\./outside\.safetensors"):
+        open_checkpoint(broken)

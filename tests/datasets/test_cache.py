@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers import HANGS
 
+from tune import contents
 from tune.datasets import cache as cache_module
 from tune.datasets import load
 from tune.datasets.accounting import Accounting
@@ -105,15 +106,15 @@ def test_edited_library_prepares_anew(monkeypatch, tmp_path):
 
 
 def test_hash_of_a_large_file_is_remembered_until_it_changes(tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(cache_module, "LARGE", 1)
+    monkeypatch.setattr(contents, "LARGE", 1)
     file = tmp_path / "data.jsonl"
     file.write_text("first")
     files = open_source(str(file)).files
     before = content_of(files, cache)
     assert not cache.exists()  # as new as that it could still be written to
-    monkeypatch.setattr(cache_module.time, "time", lambda: file.stat().st_ctime + 5)
+    monkeypatch.setattr(contents.time, "time", lambda: file.stat().st_ctime + 5)
     assert content_of(files, cache) == before
-    monkeypatch.delattr(cache_module.hashlib, "file_digest")
+    monkeypatch.delattr(contents.hashlib, "file_digest")
     assert content_of(files, cache) == before
     monkeypatch.undo()
     times = file.stat()

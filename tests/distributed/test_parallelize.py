@@ -202,7 +202,7 @@ def test_the_magnitude_of_dora_is_used_in_fp32(checkpoint, master_dtype, cpu_off
 def test_magnitudes_beside_what_fsdp_casts_are_refused(checkpoint):
     with pytest.raises(TuneError, match=r"adapter\.dora trains in fp32, and adapter\.modules_to_save"):
         adapted_model(checkpoint, LoRA(dora=True, rank=4, modules_to_save=["input_layernorm"]), dtype="bf16")
-    adapted_model(checkpoint, LoRA(dora=True, rank=4, modules_to_save=["lm_head", "norm"]), dtype="bf16")
+    adapted_model(checkpoint, LoRA(dora=True, rank=4, modules_to_save=["lm_head", "model.norm"]), dtype="bf16")
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])

@@ -397,3 +397,27 @@ def test_the_head_of_a_model_of_transformers(checkpoint, tied_checkpoint):
             add_adapters(hf(str(checkpoint)), replace(lora, dropout=0.1))
         with pytest.raises(TuneError, match="is both embedding and output head"):
             add_adapters(hf(str(tied_checkpoint)), lora)
+
+
+def test_modules_to_save_are_those_of_peft(checkpoint):
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"])
+    theirs = peft.get_peft_model(base, config)
+    wanted = sum(p.numel() for name, p in theirs.named_parameters() if p.requires_grad and "lora_" not in name)
+    model = load_model(str(checkpoint))
+    adapted = add_adapters(model, LoRA(rank=4, target_modules=["q_proj"], modules_to_save=["norm"]))
+    assert len(adapted.whole) == 7
+    assert sum(p.numel() for module in adapted.whole.values() for p in module.parameters()) == wanted == 448
+
+
+def test_adapters_of_peft_that_leave_modules_out(checkpoint, tmp_path):
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], exclude_modules=["model.layers.1.self_attn.q_proj"], init_lora_weights=False
+    )
+    theirs = peft.get_peft_model(base, config).eval()
+    theirs.save_pretrained(tmp_path)
+    model, lora = load_model(str(checkpoint)), read_adapter(str(tmp_path))
+    assert len(add_adapters(model, lora).layers) == 2
+    load_adapter(model, str(tmp_path))
+    assert_close(model(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)

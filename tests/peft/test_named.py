@@ -46,6 +46,16 @@ def test_several_adapters_add_up_as_in_peft(checkpoint, adapters):
     assert tokenizer.path == adapters[1] and not both.training
 
 
+@torch.no_grad()
+def test_two_of_dora_add_up_as_in_peft(checkpoint, adapters, tmp_path):
+    folders = [make_adapter(checkpoint, tmp_path / str(seed), seed, dora=True) for seed in (3, 4)]
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    theirs = peft.PeftModel.from_pretrained(base, folders[0], adapter_name="first").eval()
+    theirs.load_adapter(folders[1], adapter_name="second")
+    theirs.base_model.set_adapter(["first", "second"])
+    assert_close(open_model(folders[0], adapters=folders[1:])[0](TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)
+
+
 def test_dora_under_another_adapter(checkpoint, adapters, tmp_path):
     dora = make_adapter(checkpoint, tmp_path / "dora", 3, dora=True)
     both = open_model(dora, adapters=[adapters[0]])[0](TOKENS)

@@ -19,10 +19,13 @@ from safetensors.torch import _TYPES
 from torch import Tensor
 
 from tune.atomic import written_aside
+from tune.contents import content_digest
 from tune.errors import TuneError
 from tune.models.config_file import read_json
 
 DIGESTS = "digests.json"
+POINTER = b"version https://git-lfs.github.com/spec/"
+ABOUT_THE_WRITER = ("_name_or_path", "transformers_version")
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,15 @@ def sampled_digest(names: Iterable[str], files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
+def model_digest(folder: Path, files: Iterable[Path]) -> str:
+    """What the model of a folder is: a digest of its config.json, but for what only says who wrote it, and of all bytes
+    of the `files` of its weights."""
+    config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+    about = {name: value for name, value in config.items() if name not in ABOUT_THE_WRITER}
+    contents = [about, *sorted((file.name, content_digest(file)) for file in files)]
+    return xxhash.xxh3_128_hexdigest(json.dumps(contents, sort_keys=True).encode())
+
+
 def digest_of(file: Path) -> str:
     """A digest of all bytes of a file."""
     with file.open("rb") as content:
@@ -155,6 +167,8 @@ def _indexed(index: Path) -> dict[str, DiskTensor]:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise TuneError(f"{index} is not a valid index of tensors: it has no weight_map from names to files")
     names = sorted(set(weight_map.values()))
+    if outside := [file for file in names if Path(file).name != file]:
+        raise TuneError(f"{index} names files of other folders: {', '.join(outside)}. Shards lie beside their index")
     if missing := [file for file in names if not (folder / file).is_file()]:
         raise TuneError(f"{index} names files that are not there: {', '.join(missing)}. Download them")
     found = _disjoint([folder / file for file in names])
@@ -189,7 +203,12 @@ def _require_all_shards(files: list[Path]) -> None:
 
 
 def headers(file: Path) -> Iterator[DiskTensor]:
-    """The tensors of one file."""
+    """The tensors of one file. Raises TuneError if it is damaged, or the pointer of git-lfs in its place."""
+    with file.open("rb") as content:
+        if content.read(len(POINTER)) == POINTER:
+            raise TuneError(
+                f"{file} is a pointer of git-lfs, and not the file itself. Fetch that: git -C {file.parent} lfs pull"
+            )
     if file.suffix != ".safetensors":
         for name, tensor in load_torch_file(file).items():
             yield DiskTensor(name, file, list(tensor.shape), tensor.dtype)

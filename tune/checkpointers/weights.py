@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tune.checkpointers.disk import DiskTensor, disk_tensors, sampled_digest, shape_differences
+from tune.checkpointers.disk import DiskTensor, disk_tensors, model_digest, shape_differences
 from tune.distributed import World, check_plan, from_its_stage, full_tensor, local_shard, parallelize
 from tune.errors import TuneError, explained
 from tune.models import Decoder, HuggingFaceModel, build, hf
@@ -60,15 +60,13 @@ class Pretrained:
             )
 
     def digest(self) -> dict[str, Any]:
-        """A digest of the weights (names, shapes, sizes of the files and samples of their bytes), and how the model
-        quantises them."""
-        names = [f"{tensor.name} {tensor.shape} {tensor.dtype}" for tensor in self.tensors.values()]
-        digest = sampled_digest(names, {tensor.file for tensor in self.tensors.values()})
+        """What the model is: a digest of its config.json and of all bytes of its weights, and how it quantises them."""
+        digest = model_digest(Path(self.path), {tensor.file for tensor in self.tensors.values()})
         settings = "quantization.weights=null"
         if quantized := next((module for module in self.model.modules() if isinstance(module, NF4Weight)), None):
             double = str(quantized.ranges is not None).lower()
             settings = f"quantization.weights=nf4 quantization.double={double}"
-        return {"sha256": digest, "quantization": settings}
+        return {"xxh3": digest, "quantization": settings}
 
     def state_dict(self) -> dict[str, Any]:
         """The digest, and where the weights are."""
@@ -79,7 +77,8 @@ class Pretrained:
         if state | (now := self.digest()) != state:
             raise TuneError(
                 f"resume: the checkpoint has only what was trained, on {state.get('path', 'a base')} with "
-                f"{state['quantization']}; {self.path} with {now['quantization']} has other weights. Restore "
+                f"{state['quantization']}; {self.path} with {now['quantization']} has other weights "
+                "or another config.json. Restore "
                 "model.path and quantization, or start anew with resume=never and another output_dir"
             )
 

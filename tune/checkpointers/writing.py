@@ -56,11 +56,17 @@ def export(
     there, the type in its config), or `dtype`. A model that scores is written as transformers'
     `...ForSequenceClassification`. All processes take part: tensors are gathered one by one, and rank 0 holds at most
     one tensor. A `compressor` quantises weights. The folder appears when it is complete.
+
+    Raises:
+        TuneError: the folder is `source` itself, or a weight is not finite. What was in the folder stays as it is.
     """
     origin, folder = Path(source), Path(folder)
     scores = getattr(getattr(model, "config", None), "scores", False)
     fields, there, type_of = _described(origin, dtype)
     gathered = hf_tensors(model, there, base)
+    if folder.resolve() == origin.resolve():
+        raise TuneError(f"{folder} is the model that would be read: it would be written over. Give another folder")
+    broken: list[str] = []  # names of tensors that are not finite; all processes must see all tensors first
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         others = {name: tensor for name, tensor in there.items() if not Names.of(model).is_replaced(name)}
@@ -68,6 +74,8 @@ def export(
             others.pop(name, None)
             if tensor.is_floating_point():
                 tensor = tensor.to(type_of(name))
+                if not is_finite(tensor):
+                    broken.append(name)
             yield from compressor.tensors(name, tensor.to("cpu")) if compressor else [(name, tensor.to("cpu"))]
             del tensor  # before the next one is gathered: here, and in all loops through which it goes
         yield from ((name, others[name].read()) for name in sorted(others))
@@ -75,6 +83,7 @@ def export(
     if world.is_main:
         with written_aside(folder, folder=True) as unfinished:
             write_tensors(unfinished, tensors(), None if compressor else len(there) or None)
+            _require_finite(world, broken, folder)
             if dtype and fields:
                 key = "torch_dtype" if "torch_dtype" in fields else "dtype"
                 fields[key] = str(DTYPES[dtype]).removeprefix("torch.")
@@ -95,7 +104,25 @@ def export(
                 tokenizer.save(unfinished)
     else:
         deque(gathered, maxlen=0)  # each tensor is gathered by all processes
+        _require_finite(world, broken, folder)
     world.barrier()
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all its values are numbers, of any type of floats."""
+    if tensor.itemsize == 1:  # for which torch has no isfinite; 8 bits have NaN, and some no infinity
+        tensor = tensor.to(torch.float32)
+    return bool(tensor.isfinite().all())
+
+
+def _require_finite(world: World, broken: list[str], folder: Path) -> None:
+    """Raises TuneError on all processes if rank 0 has found tensors that are `broken`."""
+    if found := world.all_gather(broken)[0]:
+        raise TuneError(
+            f"the model is not written to {folder}: {found[0]} has values that are not finite (so have {len(found)} "
+            "tensors in all). Its training failed, or they do not fit the type that is written. Lower the learning "
+            "rate, or export an earlier checkpoint. What was in the folder is left as it is"
+        )
 
 
 def exported_types(model: nn.Module, source: str, dtype: str | None = None) -> dict[str, torch.dtype]:

@@ -18,7 +18,7 @@ Where a new one goes:
 - a way to mix: `mix.py`
 """
 
-from tune.datasets.cache import cache_folder
+from tune.contents import cache_folder
 from tune.datasets.dataset import Dataset, pack
 from tune.datasets.from_path import load, ray
 from tune.datasets.loader import DataLoader, GlobalBatch, validation_batches

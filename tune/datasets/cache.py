@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
 from typing import Any, BinaryIO
@@ -22,24 +22,18 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from tune.atomic import written_aside
+from tune.contents import content_digest
 from tune.datasets.accounting import Accounting
 from tune.datasets.samples import Chunk, Samples, write
 from tune.datasets.sources.data_files import File
 from tune.errors import TuneError
-from tune.lookup import local_path
 
 ARRAYS = ("tokens", "labels", "lengths", "supervised", "digests")
 OF_THIS_RUN = ("source", "ignored_files", "prepared", "prepared_in")  # not read from the files
 TELL = 10.0  # seconds between lines on how far it is
-LARGE = 2**24  # bytes of a file whose hash is remembered
 
 # Names of the fields in a remote file's info that change with its content (ETag, Last-Modified, CRC).
 CHANGES = re.compile("etag|modif|mtime|created|updated|md5|crc|sha|digest|checksum|hex|blob_id|generation", re.I)
-
-
-def cache_folder(given: str | None) -> Path:
-    """`given`, else $TUNE_CACHE, else ~/.cache/tune."""
-    return local_path(given or os.environ.get("TUNE_CACHE") or "~/.cache/tune")
 
 
 def hash_of(*contents: Any) -> str:
@@ -61,7 +55,7 @@ def content_of(files: Iterable[File], folder: Path) -> list[str]:
     changes. For a remote file it is a hash of the path, the size and the fields of `CHANGES`, if its file system has
     any."""
     return [
-        f"{file.suffixes} {_digest(Path(file.path), folder / 'files') if file.is_local else _elsewhere(file)}"
+        f"{file.suffixes} {content_digest(Path(file.path), folder / 'files') if file.is_local else _elsewhere(file)}"
         for file in files
     ]
 
@@ -184,19 +178,3 @@ def _elsewhere(file: File) -> str:
         return hash_of(file.path, about.get("size"), told)
     with file.filesystem.open(file.path, "rb") as stream:
         return hashlib.file_digest(stream, "blake2b").hexdigest()
-
-
-def _digest(file: Path, memory: Path) -> str:
-    status = file.stat()
-    # Whoever writes to a file changes its ctime, which nobody can set back.
-    state = [str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
-    known = memory / hash_of(state)
-    if known.exists():
-        return known.read_text(encoding="utf-8")
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "blake2b").hexdigest()
-    # A file that is being written can change twice in one tick of the clock.
-    if status.st_size >= LARGE and time.time() - status.st_ctime > 2:
-        with suppress(OSError), written_aside(known) as unfinished:
-            unfinished.write_text(digest, encoding="utf-8")
-    return digest

@@ -9,8 +9,9 @@ from inspect import signature
 from itertools import chain, islice
 from typing import Any, Literal
 
+from tune.contents import cache_folder
 from tune.datasets.accounting import NAMES_SHOWN, Accounting
-from tune.datasets.cache import cache_folder, content_of, hash_of, key_of, prepared
+from tune.datasets.cache import content_of, hash_of, key_of, prepared
 from tune.datasets.dataset import Dataset, with_mismatched
 from tune.datasets.formats.columns import recognise
 from tune.datasets.formats.formats import FORMATS, Format, Kind

@@ -231,7 +231,7 @@ def modules_to_save(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Modul
     }
     scores = getattr(getattr(model, "config", None), "scores", False)
     wanted = [*lora.modules_to_save, *["score"] * scores]
-    chosen = _named(model, "modules_to_save", wanted, candidates)
+    chosen = _named(model, "modules_to_save", wanted, candidates, any_end=True)
     for names, reason in (
         (chosen.keys() & targets.keys(), "has an adapter too (target_modules); choose one"),
         (chosen.keys() & quantised, "is quantised and cannot be trained; leave it out"),
@@ -279,13 +279,20 @@ def is_tied(model: nn.Module, layer: nn.Module) -> bool:
 
 
 def _named(
-    model: nn.Module, setting: str, wanted: Iterable[str], candidates: Mapping[str, nn.Module]
+    model: nn.Module, setting: str, wanted: Iterable[str], candidates: Mapping[str, nn.Module], any_end: bool = False
 ) -> dict[str, nn.Module]:
-    """The `candidates` whose name in any spelling is one of the `wanted`, or ends with `.wanted`."""
-    spellings = {name: Names.of(model).spellings(name) for name in candidates}
+    """The `candidates` whose name in any spelling is one of the `wanted`, or ends with `.wanted`. With `any_end` also
+    those whose name in transformers ends with it anywhere, as PEFT has it for modules_to_save."""
+    names = Names.of(model)
+    spellings = {name: names.spellings(name) for name in candidates}
     found: dict[str, nn.Module] = {}
     for each in wanted:
-        matching = [name for name in candidates if any(f".{known}".endswith(f".{each}") for known in spellings[name])]
+        matching = [
+            name
+            for name in candidates
+            if any(f".{known}".endswith(f".{each}") for known in spellings[name])
+            or (any_end and names.module(name).endswith(each))
+        ]
         if not matching:
             raise _no_match(model, setting, each, candidates)
         found |= {name: candidates[name] for name in matching}

@@ -14,9 +14,10 @@ from torch import nn
 
 from tune.atomic import written_aside
 from tune.checkpointers import Pretrained, export
-from tune.checkpointers.disk import DiskTensor, headers, sampled_digest, shape_differences
+from tune.checkpointers.disk import DiskTensor, headers, shape_differences
 from tune.checkpointers.weights import load_shard
 from tune.checkpointers.writing import save_tensors
+from tune.contents import content_digest
 from tune.distributed import World, from_its_stage, full_tensor, local_shard, uncut
 from tune.errors import TuneError
 from tune.models.config_file import read_json
@@ -92,10 +93,20 @@ def read_adapter(path: str) -> LoRA:
         target_modules: Any = "|".join([f"({modules})", *(rf"(.*\.)?{re.escape(name)}" for name in parameters)])
     else:
         target_modules = [*modules, *parameters]
+    if settings.get("exclude_modules"):  # what is left of the targets has tensors
+        target_modules = _adapted_on_disk(Path(path) / WEIGHTS)
     if settings.get("task_type") == SCORES:  # PEFT's names of heads that score, of which models here have one
         settings["modules_to_save"] = [*({*(settings.get("modules_to_save") or ()), "score"} - {"classifier"})]
     fields = {ours: settings[theirs] for ours, theirs in FIELDS.items() if settings.get(theirs)}
     return LoRA(path=path, target_modules=target_modules, trainable_tokens=by_module[0], **fields)
+
+
+def _adapted_on_disk(file: Path) -> list[str]:
+    """The names of the modules that have low-rank matrices in an adapter's file."""
+    if not file.exists():
+        raise TuneError(f"adapter.path: {file.parent} has no {WEIGHTS}")
+    names = [tensor.name.removeprefix(PREFIX) for tensor in headers(file)]
+    return sorted({name.partition(".lora_")[0] for name in names if ".lora_" in name})
 
 
 def load_adapter(model: nn.Module, path: str) -> None:
@@ -161,6 +172,11 @@ def export_adapter(
     for part in _parts(model):
         is_here = not part.parameter.is_meta
         full = from_its_stage(model, full_tensor(part.value().detach()) if is_here else None).to("cpu", torch.float32)
+        if not full.isfinite().all():
+            raise TuneError(
+                f"the adapter is not written to {folder}: {part.kind} of {type(part.module).__name__} has values that "
+                "are not finite, so its training failed. What was there is left as it is"
+            )
         if world.is_main:
             for name, tensor in part.stored(full).items():
                 tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
@@ -189,7 +205,7 @@ def start(model: nn.Module, lora: LoRA | None, seed: int) -> None:
 
 def digest(lora: LoRA | None) -> str:
     """Of the adapter's files; empty for a new one, which changes nothing before it is trained."""
-    return sampled_digest([], [Path(lora.path) / WEIGHTS, Path(lora.path) / CONFIG]) if lora and lora.path else ""
+    return " ".join(content_digest(Path(lora.path) / name) for name in (WEIGHTS, CONFIG)) if lora and lora.path else ""
 
 
 def export_trained(

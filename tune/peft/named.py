@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tune.atomic import CHECKPOINT
@@ -110,7 +110,7 @@ def open_model(
     processes of `peers` (`world.mesh["tp"]`) share its layers, if they are several: each has a part on its device.
 
     The models of other families are those of transformers. Without a `dtype` it is fp32 on a CPU, elsewhere that of the
-    file. What several adapters change adds up, as in PEFT: all but the last are merged into the weights.
+    file. What several adapters change of the base adds up, as in PEFT: it is merged into the weights.
 
     Raises:
         TuneError: also if the model is a reward model, does not fit its files, cannot be shared by so many, or several
@@ -140,21 +140,33 @@ def open_model(
         share(model, blocks, units_of(model, blocks), peers)
     allocate(model, torch.device(device), torch.device(device))
     weights.load(model)
+    changes: dict[str, Tensor] | None = {} if len(loras) > 1 else None
     for folder, lora in zip(found.adapters, loras, strict=True):
         if not is_shared:
-            _merge_in_place(model)
             add_adapters(model, lora)
         load_adapter(model, str(folder))
+        if changes is not None:
+            _take_off(model, changes)
+    with torch.no_grad():
+        for name, change in (changes or {}).items():
+            weight = model.get_submodule(name).weight
+            weight.copy_(weight.float() + change)
     check(model)
     return (model if is_shared else model.to(device)).eval(), Tokenizer(str(found.tokenizer), date=None)
 
 
 @torch.no_grad()
-def _merge_in_place(model: nn.Module) -> None:
-    """Merge the adapters of `model` into its weights; its layers are plain ones then."""
+def _take_off(model: nn.Module, changes: dict[str, Tensor]) -> None:
+    """Make the layers of `model` plain ones again, and add to `changes`, by layer, what its adapters made of their
+    weights. Each is made of the base's weights, as in PEFT: DoRA's norms depend on them."""
     layer: Any
-    for layer in adapted_modules(model).values():
-        layer.weight.copy_(layer.merged(layer.weight))
+    for name, layer in adapted_modules(model).items():
+        change = layer.merged(layer.weight).float() - layer.weight.float()
+        if name in changes:  # DoRA scales the rows of all that came before it
+            magnitude = getattr(layer, "magnitude", None)
+            before = changes[name] if magnitude is None else changes[name] * layer._ratio(magnitude)[:, None]
+            change = change + before
+        changes[name] = change
         for part in layer.PARTS:
             delattr(layer, part)
         layer.__class__ = type(layer).__bases__[-1]

@@ -97,8 +97,9 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all that decides its ids and the text of conversations."""
-        contents = [tokenizers.__version__, self._tokenizer.to_str(), self.special_tokens, self._templates]
+        """A hash of all that decides its ids, the text of conversations and where an answer ends."""
+        ends = sorted(self._generation_eos)
+        contents = [tokenizers.__version__, self._tokenizer.to_str(), self.special_tokens, self._templates, ends]
         if any("strftime_now" in template for template in self._templates.values()):
             contents.append(str(self._date))
         return hashlib.blake2b(json.dumps(contents, sort_keys=True).encode(), digest_size=16).hexdigest()
