@@ -1,6 +1,8 @@
 """Parts of batches: what they attend to, how even they are, and what cannot be split."""
 
 import json
+import os
+import random
 import re
 from pathlib import Path
 
@@ -158,3 +160,12 @@ def test_a_model_whose_batches_are_split_needs_batches(tmp_path):
     with pytest.raises(TuneError, match=r"parallel\.cp: the model needs a Batch"):
         model(torch.zeros(1, 8, dtype=torch.int64))
     assert isinstance(Batch.of([[1, 2]]), Batch)
+
+
+def test_every_head_gives_what_it_gives_on_one_process(checkpoint):
+    """Heads x rows x padding, of which the lengths are drawn."""
+    seed = int(os.environ.get("TUNE_TEST_SEED", random.SystemRandom().randrange(10**6)))
+    print(f"TUNE_TEST_SEED={seed}")
+    script = Path(__file__).with_name("heads_in_parts.py")
+    found = json.loads(run_processes(script, 2, str(checkpoint), str(seed)).splitlines()[-1])
+    assert found["agreed"] == found["of"] > 40
