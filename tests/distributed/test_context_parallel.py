@@ -1,15 +1,13 @@
 """Parts of batches: what they attend to, how even they are, and what cannot be split."""
 
 import json
-import os
-import random
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from distributed.test_tensor_parallel import model_of
-from helpers import run_processes
+from helpers import run_processes, seed_of_run
 from models.test_attention import SCORINGS, make
 from torch import nn
 from torch.testing import assert_close
@@ -164,8 +162,7 @@ def test_a_model_whose_batches_are_split_needs_batches(tmp_path):
 
 def test_every_head_gives_what_it_gives_on_one_process(checkpoint):
     """Heads x rows x padding, of which the lengths are drawn."""
-    seed = int(os.environ.get("TUNE_TEST_SEED", random.SystemRandom().randrange(10**6)))
-    print(f"TUNE_TEST_SEED={seed}")
+    seed = seed_of_run()
     script = Path(__file__).with_name("heads_in_parts.py")
     found = json.loads(run_processes(script, 2, str(checkpoint), str(seed)).splitlines()[-1])
     assert found["agreed"] == found["of"] > 40
