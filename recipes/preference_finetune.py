@@ -85,7 +85,7 @@ def main(cfg):
     # Before the first forward, which leaves some parameters gathered.
     groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
     optimizer = instantiate(cfg.optimizer, groups)
-    in_backward = optimizers.InBackward(optimizer, world) if cfg.optimizer_in_backward else None
+    in_backward = optimizers.InBackward(optimizer) if cfg.optimizer_in_backward else None
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
 
     if loss_fn.needs_reference and cfg.reference != "adapter_off":

@@ -63,6 +63,14 @@ def curve_steps(usual: int = 3) -> int:
     return int(os.environ.get("CURVE_STEPS", usual))
 
 
+def seed_of_run() -> int:
+    """A seed for what a test draws: another in each run, or TUNE_TEST_SEED of the environment. pytest shows it where
+    the test fails."""
+    seed = int(os.environ.get("TUNE_TEST_SEED") or random.SystemRandom().randrange(10**6))
+    print(f"TUNE_TEST_SEED={seed}")
+    return seed
+
+
 def of_training(metrics: Mapping[str, float]) -> set[str]:
     """The names of a step's `metrics`, without what depends on the speed of the processes."""
     return {name for name in metrics if not name.startswith("slowest_")}

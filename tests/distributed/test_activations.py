@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tune import peft
 from tune.checkpointers import load_model
 from tune.collators import Batch
-from tune.distributed import activations
+from tune.distributed import activations, init, local_shard, share, units_of
 from tune.distributed.activations import wrap_forward
 from tune.models import attention, build
 from tune.models.context import Context
@@ -96,6 +96,7 @@ def test_offloaded_activations_come_back(checkpoint, checkpointing, compile, uni
     assert_close(gradients, expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize(
     ("checkpointing", "compile"),
     [
@@ -103,8 +104,9 @@ def test_offloaded_activations_come_back(checkpoint, checkpointing, compile, uni
         pytest.param("none", True, marks=pytest.mark.slow), pytest.param("full", True, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_all_but_weights_is_offloaded(checkpoint, checkpointing, compile, uninduced, monkeypatch):
-    """What autograd keeps goes to the host, less the weights, which stay on the device anyway."""
+def test_all_but_weights_is_offloaded(checkpoint, checkpointing, compile, is_shared, uninduced, monkeypatch):
+    """What autograd keeps goes to the host, less the weights, which stay on the device anyway; also where processes
+    share them (here one process has all)."""
     kept, moved = [], []
 
     def record(pack, unpack):
@@ -117,13 +119,19 @@ def test_all_but_weights_is_offloaded(checkpoint, checkpointing, compile, unindu
 
     def run(offload):
         model = load_model(str(checkpoint))
+        if is_shared:
+            share(model, [*model.blocks], units_of(model, [*model.blocks]), init("cpu").mesh["tp"])
+            model.to_empty(device="cpu")
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    torch.nn.init.normal_(local_shard(parameter)[0], std=0.05)
         rotation = model.ropes[model.config.layers[0].attention.rope](POSITIONS, None, torch.float32)
         wrap_forward(model.blocks[0], checkpointing, compile, offload)
         with record(lambda tensor: (tensor,), lambda packed: packed[0]):
             model.blocks[0](torch.randn(1, 40, 64, requires_grad=True), Context(rotation, None, POSITIONS, None))
         saved = [kept.copy(), moved.copy()]
         kept.clear(), moved.clear()
-        return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}, saved
+        return {local_shard(each)[0].untyped_storage().data_ptr() for each in model.parameters()}, saved
 
     def sizes(tensors, weights, of_weights):
         held = [tensor for tensor in tensors if (tensor.untyped_storage().data_ptr() in weights) == of_weights]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed.test_tensor_parallel import model_of
-from helpers import run_processes
+from helpers import run_processes, seed_of_run
 from models.test_attention import SCORINGS, make
 from torch import nn
 from torch.testing import assert_close
@@ -158,3 +158,11 @@ def test_a_model_whose_batches_are_split_needs_batches(tmp_path):
     with pytest.raises(TuneError, match=r"parallel\.cp: the model needs a Batch"):
         model(torch.zeros(1, 8, dtype=torch.int64))
     assert isinstance(Batch.of([[1, 2]]), Batch)
+
+
+def test_every_head_gives_what_it_gives_on_one_process(checkpoint):
+    """Heads x rows x padding, of which the lengths are drawn."""
+    seed = seed_of_run()
+    script = Path(__file__).with_name("heads_in_parts.py")
+    found = json.loads(run_processes(script, 2, str(checkpoint), str(seed)).splitlines()[-1])
+    assert found["agreed"] == found["of"] > 40

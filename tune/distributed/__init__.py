@@ -18,7 +18,7 @@ from tune.distributed.parallelize import (
 )
 from tune.distributed.pipeline import Pipeline, from_its_stage, uncut
 from tune.distributed.plans import check_plan
-from tune.distributed.shards import full_tensor, local_shard, sum_of_squares
+from tune.distributed.shards import full_tensor, layout_of, local_shard, norm_of_squares, sum_of_squares
 from tune.distributed.tensor_parallel import share, undivided
 from tune.distributed.traffic import bytes_sent
 from tune.distributed.world import World, init, join

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 ATTENTION = {
@@ -127,4 +128,6 @@ def _offloaded(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., A
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    """What tells memory apart; of a DTensor, which has none itself, that of the process's shard."""
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.untyped_storage()._cdata

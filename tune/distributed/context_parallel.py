@@ -102,7 +102,7 @@ def _of_whole(head: Any, batch: Batch, part: Any, size: int) -> Callable[..., An
             found = head(hidden, weight, mine, **options)
             count = batch.num_supervised
             return type(found)(*(part.of_all(each.float(), part.supervised, count).to(each.dtype) for each in found))
-        hidden = part.of_all(hidden[0], part.places, part.whole.ids.shape[1])[: batch.tokens.numel()]
+        hidden = part.of_all(hidden[0], part.places, part.whole.ids.numel())[: batch.tokens.numel()]
         weight = weight.view_as(weight)
         if weight.requires_grad:  # each process computes the gradient as a whole
             weight.register_hook(lambda gradient: gradient * (1 / size))

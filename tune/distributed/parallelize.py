@@ -22,7 +22,7 @@ from tune.distributed.context_parallel import split
 from tune.distributed.expert_parallel import share_experts, shared_experts, whole_experts
 from tune.distributed.pace import count_time
 from tune.distributed.pipeline import Pipeline, cut
-from tune.distributed.shards import full_tensor, sum_of_squares
+from tune.distributed.shards import layout_of, norm_of_squares, sum_of_squares
 from tune.distributed.tensor_parallel import share
 from tune.distributed.world import World
 from tune.errors import TuneError
@@ -271,8 +271,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None, pipeli
     for parameter in parameters:
         by_mesh[getattr(parameter, "device_mesh", None)].append(parameter)
         if (grad := parameter.grad) is not None and parameter not in elsewhere:
-            by_layout[(grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None].append(grad)
-    norm = torch.stack([full_tensor(sum_of_squares(group)) for group in by_layout.values()]).sum().sqrt()
+            by_layout[layout_of(grad)].append(grad)
+    norm = norm_of_squares([sum_of_squares(group) for group in by_layout.values()])
     norm = pipeline.norm(norm) if pipeline and pipeline.size > 1 else norm
     if max_norm is not None:
         for group in by_mesh.values():

@@ -50,6 +50,11 @@ def _by_pieces(parameter: DTensor) -> torch.Tensor:
     return full
 
 
+def layout_of(tensor: torch.Tensor) -> object:
+    """How processes share a tensor: equal for tensors that they share alike, None for a plain one."""
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of the squares of all numbers in `tensors`, which have one layout, in fp32; of shards, a DTensor whose
     parts must still be summed. Rows are summed first: on a CPU torch adds up numbers one after the other, and the
@@ -62,3 +67,11 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return square
     placements = [each if each.is_replicate() else Partial() for each in first.placements]
     return DTensor.from_local(square, first.device_mesh, placements, run_check=False)
+
+
+def norm_of_squares(squares: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm of all numbers of which `squares` are the sums that `sum_of_squares` gives, one of each layout. A
+    collective: all must call it."""
+    if not squares:
+        return torch.zeros(())
+    return torch.stack([full_tensor(each) for each in squares]).sum().sqrt()

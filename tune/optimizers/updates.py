@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from tune.distributed import World, full_tensor, local_shard, sum_of_squares
+from tune.distributed import full_tensor, layout_of, local_shard, norm_of_squares, sum_of_squares
 from tune.errors import TuneError
 from tune.types import PositiveInt
 
@@ -119,27 +118,24 @@ class InBackward:
     There must be one backward per optimizer step. Gradients cannot be clipped: the norm is known after the updates.
     """
 
-    def __init__(self, optimizer: Optimizer, world: World):
-        self.optimizer, self.world = optimizer, world
-        self.squares = torch.zeros((), device=world.device)
+    def __init__(self, optimizer: Optimizer):
+        self.optimizer = optimizer
+        self.squares: dict[object, Tensor] = {}  # of gradients, by how processes share these
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._update, index))
 
     def norm(self) -> Tensor:
-        """The norm of all gradients since the last call."""
-        squares = self.world.sum_of_parts(self.squares)
-        squares /= self.world.mesh["dp_replicate"].size()  # they hold the same
-        if self.world.mesh["tp"].size() > 1:
-            dist.all_reduce(squares, group=self.world.mesh["tp"].get_group())
-        self.squares.zero_()
-        return squares.sqrt()
+        """The norm of all gradients since the last call. A collective: all processes must call it."""
+        squares = list(self.squares.values())
+        self.squares.clear()
+        return norm_of_squares(squares)
 
     def _update(self, index: int, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        square = sum_of_squares([local_shard(parameter.grad)[0]])
-        has_copies = isinstance(parameter, DTensor) and parameter.placements[-1].is_replicate()  # over tp
-        self.squares += square / self.world.mesh["tp"].size() if has_copies else square
+        layout = layout_of(parameter.grad)
+        square = sum_of_squares([parameter.grad])
+        self.squares[layout] = self.squares[layout] + square if layout in self.squares else square
         groups = self.optimizer.param_groups
         self.optimizer.param_groups = [groups[index] | {"params": [parameter]}]
         self.optimizer.step()

@@ -1,0 +1,274 @@
+"""Random combinations of a model, a method, settings and a layout: two processes give what one does.
+
+Each run draws others, as long as TUNE_TEST_SECONDS (120) says. TUNE_TEST_SEED draws those of an earlier run again,
+TUNE_TEST_FIRST begins with the combination of that number. A failure prints these, and the commands of both runs.
+"""
+
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import run_processes, save_checkpoint, seed_of_run
+from models.test_families import SMALL, VARIANTS
+from recipes.test_grpo import requests  # noqa: F401
+from safetensors.torch import load_file
+
+SCRIPT = Path(__file__).with_name("run_combinations.py")
+SHAPE = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 128, "initializer_range": 0.05}
+DENSE = (
+    "llama", "llama-tied", "llama-biases", "llama-multi-query", "qwen2-windows", "qwen3-tied", "gemma2", "gemma3_text",
+    "olmo2", "cohere2", "granite", "glm4", "phi3", "starcoder2", "qwen3_5_text",
+)  # fmt: skip
+EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3", "granitemoe")
+TOGETHER = 5
+HF = "llama of transformers"
+TEACHER = "llama-multi-head"
+ADAPTED = {
+    "lora": ["adapter.rank=4"],
+    "dora": ["adapter.rank=4", "adapter.dora=true"],
+    "pissa": ["adapter.rank=4", "adapter.init=pissa"],
+    "head": ["adapter.rank=4", "adapter.target_modules=[q_proj,lm_head,embed_tokens]"],
+    "tokens": ["adapter.rank=4", "adapter.trainable_tokens=[2,30,7]", "adapter.modules_to_save=[norm]"],
+}
+BOTH = {"all": [], **ADAPTED}
+OFF = "reference=adapter_off"
+
+
+def loss(name, *settings):
+    return [f"loss._component_=tune.losses.{name}", *settings]
+
+
+ROWS = 8  # of a step
+OF_A_STEP = ["max_steps=2", f"global_batch_size={ROWS}"]
+CHATS = ["dataset.path={chats}", *OF_A_STEP]
+PAIRS = ["dataset.path={pairs}", *OF_A_STEP]
+SAMPLED = [
+    "dataset.path={requests}", "max_prompt_len=64", "reward=recipes.test_grpo.share_of_a", "sampling.max_new_tokens=6",
+    "max_steps=2",
+]  # fmt: skip
+METHODS = {  # by recipe: its settings, what it trains, and how
+    "full_finetune": (CHATS, {"all": []}, [[], ["loss.accuracy=true"]]),
+    "lora_finetune": (CHATS, ADAPTED, [[], ["loss.accuracy=true"]]),
+    "preference_finetune": (
+        PAIRS, BOTH, [*map(loss, ("DPO", "IPO", "SimPO", "CPO", "ORPO", "KTO")), [OFF], loss("DPO", "loss.beta=1")],
+    ),
+    "reward_finetune": (PAIRS, BOTH, [[], ["loss.center=0.01"]]),
+    "distill": (
+        [*CHATS, "teacher.path={teacher}", "teacher.dtype=fp32"], BOTH,
+        [
+            [], loss("ReverseKL"), loss("JensenShannon"), ["teacher.top_k=20"],
+            ["loss.cross_entropy=0.5", "loss.temperature=3"], ["on_policy.share=0.6", "on_policy.max_new_tokens=6"],
+        ],
+    ),
+    "grpo": (
+        [*SAMPLED, "prompts_per_step=4", "group_size=4"], {"all": [], "lora": ADAPTED["lora"]},
+        [[], ["kl=0.1", OFF], ["kl=0.1"], loss("GSPO", "updates=2"), loss("ClippedPolicy", "updates=2")],
+    ),
+    "ppo_finetune": (
+        [*SAMPLED, "prompts_per_step=8"], {"all": [], "lora": ADAPTED["lora"]},
+        [["updates=1"], ["updates=2", "samples_per_prompt=2"]],
+    ),
+}  # fmt: skip
+SAMPLING = ("grpo", "ppo_finetune")
+STAGED = ("full_finetune", "lora_finetune")  # these can have stages
+LAYOUTS = {
+    "dp": [],
+    "HSDP": ["parallel.dp_replicate=2"],
+    "ep": ["parallel.ep=2"],
+    "cp": ["parallel.cp=2"],
+    "tp": ["parallel.tp=2"],
+    "tp, whole head": ["parallel.tp=2", "parallel.loss_parallel=false"],
+    "pp": ["parallel.pp=2"],
+}
+SCHEDULES = [[f"parallel.pp_schedule={each}"] for each in ("gpipe", "1f1b", "interleaved", "zero_bubble")]
+# Of each of these the first half of the time, else any.
+OF_LAYOUTS = [
+    [[], *([f"parallel.zero_stage={stage}"] for stage in range(4))],
+    [[], ["parallel.reduce_every_micro_batch=false"]],
+]
+SETTINGS = [
+    [
+        ["optimizer.eps=1e-6"], ["optimizer._component_=torch.optim.SGD"],
+        ["optimizer._component_=tune.optimizers.Adafactor"], ["optimizer._component_=tune.optimizers.Muon"],
+    ],
+    [[], *([f"memory.activation_checkpointing={each}"] for each in ("selective", "full"))],
+    [[], ["memory.cpu_offload=true"]],
+    [[], ["memory.loss_chunk_tokens=16"]],
+    [[], ["parameter_groups.decay_vectors=true", "optimizer.weight_decay=0.1"]],
+    [["checkpointer.every=null"], ["checkpointer.every=1"]],
+]  # fmt: skip
+OF_ADAPTERS = [
+    [[], ["adapter.dropout=0.2"]],
+    [[], ["quantization.weights=nf4"], ["quantization.weights=nf4", "quantization.double=false"]],
+    [[], ["export.merge=true"]],
+]
+OF_ROWS = [
+    [["max_seq_len=128"], ["max_seq_len=93", "dataset.too_long=truncate"]],
+    [[], ["packed=true"]],
+    [["max_grad_norm=null"], ["max_grad_norm=0.3"], ["max_grad_norm=null", "optimizer_in_backward=true"]],
+    [[], ["validation_dataset.path={validated}", "validate_every=1"]],
+]
+# What is refused always, and would take half of the draws.
+NOT_TOGETHER = [
+    ("optimizer_in_backward=true", "memory.cpu_offload=true"),
+    ("optimizer_in_backward=true", "parallel.pp=2"),
+    ("parallel.pp=2", "parallel.zero_stage=3"),
+    ("parallel.pp_schedule=zero_bubble", "memory.activation_checkpointing=selective"),
+    ("parallel.pp_schedule=zero_bubble", "memory.activation_checkpointing=full"),
+    ("parallel.tp=2", "optimizer._component_=tune.optimizers.Muon"),
+]
+# What two processes may refuse, and one does not: a layout, by its setting, or what is documented of it.
+REFUSALS = re.compile(r"parallel\.\w+|Muon needs whole matrices")
+# What a step logs of its speed, and not of its numbers.
+OF_SPEED = re.compile("time|second|per_s|flops|mfu|memory|gib|slowest|wait", re.IGNORECASE)
+
+
+def drawn(seed, number):
+    """A recipe, the name of its model, its settings, and those of one process and of two."""
+    draw = random.Random(f"{seed}, {number}")
+    while True:
+        found = drawn_by(draw)
+        if not any({*pair} <= {*found[2], *found[4]} for pair in NOT_TOGETHER):
+            return found
+
+
+def drawn_by(draw):
+    def one_of_each(factors):
+        chosen = (values[0] if draw.random() < 0.5 else draw.choice(values) for values in factors)
+        return [setting for each in chosen for setting in each]
+
+    layout = draw.choice([*LAYOUTS])
+    recipe = draw.choice(STAGED if layout == "pp" else [*METHODS])
+    common, kinds, ways = METHODS[recipe]
+    trained = draw.choice([*kinds])
+    name = draw.choice(EXPERTS if layout == "ep" or draw.random() < 0.3 else (*DENSE, HF))
+    settings = [*common, *kinds[trained], *draw.choice(ways), *one_of_each(SETTINGS)]
+    settings += one_of_each([] if trained == "all" else OF_ADAPTERS)
+    settings += one_of_each([] if recipe in SAMPLING else OF_ROWS)
+    if trained == "all" and OFF in settings:
+        settings.remove(OFF)
+    rows = ROWS if layout.startswith(("cp", "tp")) else ROWS // 2  # at most, of a process
+    if "optimizer_in_backward=true" not in settings:
+        rows = draw.choice([each for each in (1, 2, 4, 8) if each <= rows])
+    shared = [*LAYOUTS[layout], *(draw.choice(SCHEDULES) if layout == "pp" else []), *one_of_each(OF_LAYOUTS)]
+    shared += [f"micro_batch_size={rows}", "parallel.timeout=5"]
+    return recipe, name, settings, [f"micro_batch_size={ROWS}"], shared
+
+
+def command(recipe, settings, processes):
+    start = f"--nproc-per-node {processes} " if processes > 1 else ""
+    return f"PYTHONPATH=tests tune run {start}{recipe} {shlex.join(settings)}"
+
+
+def logged(folder):
+    """The numbers of each step."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not OF_SPEED.search(name)} for line in lines]
+
+
+def exported(folder):
+    """The tensors, by file and name."""
+    files = [each for each in folder.rglob("*.safetensors") if "checkpoints" not in each.parts]
+    return {(str(each.relative_to(folder)), name): tensor for each in files for name, tensor in load_file(each).items()}
+
+
+def difference(alone, two, start, is_rough):
+    """What differs in two runs, or "". `start` has the tensors of the model before the first step."""
+    tolerance = 2e-3 if is_rough else 1e-4
+    one, other = logged(alone), logged(two)
+    if [line.keys() for line in one] != [line.keys() for line in other] or not one:
+        return f"logged: {[sorted(line) for line in one]}, on two processes {[sorted(line) for line in other]}"
+    for before, after in zip(one, other, strict=True):
+        for name, value in before.items():
+            if after[name] != pytest.approx(value, rel=tolerance, abs=tolerance * (name != "grad_norm") / 20):
+                return f"step {before['step']}: {name} is {value}, on two processes {after[name]}"
+    ours, theirs = exported(alone), exported(two)
+    if not ours or ours.keys() != theirs.keys():
+        return f"exported: {sorted(ours.keys() ^ theirs.keys())}"
+    learned = apart = 0.0
+    for (file, name), tensor in ours.items():
+        learned += (tensor.float() - start.get(name, torch.zeros(()))).square().sum().item()
+        apart += (tensor.float() - theirs[file, name].float()).square().sum().item()
+    if not apart**0.5 <= 10 * tolerance * learned**0.5:
+        return f"exported: {apart**0.5:.3g} apart, of {learned**0.5:.3g} learned"
+    return ""
+
+
+class Combination:
+    def __init__(self, seed, number, data, folder):
+        self.recipe, name, settings, alone, shared = drawn(seed, number)
+        self.model = model_of(name, folder)
+        data = data | {"teacher": model_of(TEACHER, folder)}
+        data["validated"] = data["pairs"] if "{pairs}" in str(settings) else data["chats"]
+        given = [f"model.path={self.model}", *["model._component_=tune.models.hf"] * (name == HF)]
+        given += ["device=cpu", "dtype=fp32", "optimizer.lr=1e-3", "schedule.warmup=0"]
+        given += [each.format(**data) if "{" in each else each for each in settings]
+        self.folders = [folder / f"{number}-{processes}" for processes in (1, 2)]
+        self.runs = [[*given, *alone], [*given, *shared]]
+
+    def outcome(self):
+        """ "equal", "refused", "refused on two", or what is wrong."""
+        files = [folder.with_suffix(".refused") for folder in self.folders]
+        alone, two = (file.read_text() if file.exists() else "" for file in files)
+        if alone and two:
+            return "refused"
+        if alone or two:
+            return "refused on two" if REFUSALS.search(two) else f"refused: {alone}, on two processes: {two}"
+        start = load_file(self.model / "model.safetensors")
+        return difference(*self.folders, start, is_rough="Muon" in str(self.runs)) or "equal"
+
+    def commands(self):
+        runs = enumerate(zip(self.runs, self.folders, strict=True), 1)
+        return "\n".join(command(self.recipe, [*each, f"output_dir={folder}"], count) for count, (each, folder) in runs)
+
+
+def model_of(name, folder):
+    path = folder / "models" / name.replace(" ", "_")
+    if not path.exists():
+        kind, changes = VARIANTS[name.partition(" ")[0]]
+        layers = {"num_hidden_layers": 3 if "layer_types" in changes else 4}  # interleaved stages want 4
+        save_checkpoint(path, kind, **SMALL | SHAPE | layers | changes)
+    return path
+
+
+def outcomes(combinations):
+    """Those of several, which run in one group of processes: to start one takes most of the time of a run. Where a run
+    fails, each has its own."""
+    try:
+        for processes in (1, 2):
+            runs = [(each.recipe, str(each.folders[processes - 1]), each.runs[processes - 1]) for each in combinations]
+            run_processes(SCRIPT, processes, json.dumps(runs))
+    except AssertionError as error:
+        if len(combinations) == 1:
+            return [str(error)]
+        for folder in (folder for each in combinations for folder in each.folders):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.with_suffix(".refused").unlink(missing_ok=True)
+        return [outcome for each in combinations for outcome in outcomes([each])]
+    return [each.outcome() for each in combinations]
+
+
+@pytest.mark.slow
+def test_two_processes_give_what_one_gives(chats, pairs, requests, tmp_path):  # noqa: F811
+    data = {"chats": chats, "pairs": pairs, "requests": requests}
+    seed, number = seed_of_run(), int(os.environ.get("TUNE_TEST_FIRST", 0))
+    ends = time.monotonic() + float(os.environ.get("TUNE_TEST_SECONDS", 120))
+    counts, wrong = {"equal": 0, "refused": 0, "refused on two": 0}, []
+    while time.monotonic() < ends or not (wrong or counts["equal"]):
+        combinations = [Combination(seed, number + each, data, tmp_path) for each in range(TOGETHER)]
+        for combination, outcome in zip(combinations, outcomes(combinations), strict=True):
+            if outcome in counts:
+                counts[outcome] += 1
+            else:
+                wrong.append(f"TUNE_TEST_SEED={seed} TUNE_TEST_FIRST={number}: {outcome}\n{combination.commands()}")
+                print(wrong[-1], flush=True)
+            number += 1
+    print(f"TUNE_TEST_SEED={seed}: {counts}")
+    assert not wrong, "\n\n".join(wrong)
