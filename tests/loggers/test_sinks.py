@@ -1,14 +1,9 @@
-import errno
-import fcntl
-import itertools
 import json
 
 import pytest
 from omegaconf import OmegaConf
 
 from tune import records
-from tune.errors import TuneError
-from tune.loggers import sinks
 from tune.loggers.sinks import Console, Files, NonFatal, Sink, TensorBoard, WeightsAndBiases, lines_after
 
 VALUES = {"loss": 1 / 3, "lr": 1e-5, "grad_norm": 2.0, "tokens_per_second": 1234.5, "peak_memory_gib": 0.5}
@@ -41,27 +36,6 @@ def test_files_are_closed_before_the_first_step_too(tmp_path):
     sink.message("opened")
     sink.close()
     assert (tmp_path / "log.txt").read_text() == "opened\n"
-
-
-def test_two_writers_where_the_file_system_has_no_locks(tmp_path, monkeypatch):
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    ticks = itertools.count()
-    monkeypatch.setattr(fcntl, "lockf", no_locks)
-    monkeypatch.setattr(sinks.time, "monotonic", lambda: next(ticks))
-    monkeypatch.setattr(sinks.time, "sleep", lambda seconds: None)
-    Files(tmp_path).close()  # nobody was here
-    beat = tmp_path / "heartbeat.json"
-    beat.write_text("1")
-    records.start(tmp_path, 0)
-    Files(tmp_path).close()  # it was killed
-    monkeypatch.setattr(sinks.time, "sleep", lambda seconds: beat.write_text("2"))  # as another process does
-    with pytest.raises(TuneError, match="another run is writing into"):
-        Files(tmp_path)
-    records.end(tmp_path, None)
-    monkeypatch.setattr(sinks.time, "sleep", lambda seconds: pytest.fail("a run that has ended is not waited for"))
-    Files(tmp_path).close()
 
 
 def test_console_in_plain_lines(capsys):

@@ -17,7 +17,7 @@ import fsspec
 import pytest
 from helpers import HANGS
 
-from tune import distributed
+from tune import distributed, lock
 from tune.checkpointers.disk import digest_of, write_digests
 from tune.cli import main
 from tune.config import local_folder
@@ -100,6 +100,20 @@ def test_what_is_uploaded_comes_back_on_an_empty_machine(url: str, tmp_path: Pat
     wait_until(lambda: first._try())
     assert "another run has begun to write there" in first._try()
     second.finish(None)
+
+
+def test_a_folder_stays_locked_while_it_is_uploaded(url: str, tmp_path: Path, world) -> None:
+    lock.hold(tmp_path, make=True)
+    (tmp_path / "log.txt").write_text("begun\n")
+    found = Store(url, tmp_path, world, {"keep": 1})
+    found.start(print)
+    found.finish(None)
+    files, root = fsspec.url_to_fs(url)
+    assert [path.rpartition("/")[2] for path in files.find(root) if "/." not in path] == ["log.txt"]
+    script = "import sys; from pathlib import Path; from tune import lock; lock.hold(Path(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    lock.release(tmp_path)
+    assert f"TuneError: output_dir: another run is writing into {tmp_path}" in " ".join(done.stderr.split())
 
 
 def test_a_failure_is_told_once_and_tried_again(url: str, tmp_path: Path, world, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import HANGS
 
-from tune import config
+from tune import checkpointers, config
 
 LIMITS = {"file": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS}
 CONSTANT = "schedule._component_=tune.optimizers.constant"  # does not depend on how long the run is
@@ -105,16 +106,53 @@ LOCKED = (
 )
 
 
-def test_a_folder_that_another_run_is_writing_into(inputs, run_recipe, contents, capfd):
-    before = contents(inputs.run)
-    command = [sys.executable, "-c", LOCKED, str(inputs.run / "log.txt")]
+@pytest.mark.parametrize("place", ["folder", "URL"])
+def test_a_folder_that_another_run_is_writing_into(place, inputs, run_recipe, contents, capfd, monkeypatch):
+    """The second run is refused before it has tidied: the first one is writing a checkpoint."""
+    folder, settings = inputs.run, inputs.settings("max_steps=3")
+    if place == "URL":
+        url = f"file://{inputs.folder}/store/mine"
+        monkeypatch.setenv("TUNE_LOCAL", str(inputs.folder / "local"))
+        folder = config.local_folder(url)
+        shutil.copytree(inputs.run, folder)
+        settings = inputs.settings("max_steps=3", f"output_dir={url}")
+    at_work = folder / "checkpoints" / ".step-00000003.abcdef01"
+    at_work.mkdir()
+    (at_work / "__0_0.distcp").write_bytes(b"a part")
+    damaged = max(folder.glob("checkpoints/step-*/__0_0.distcp"))
+    whole = damaged.read_bytes()
+    damaged.write_bytes(b"not what it was")
+    before = contents(inputs.folder)
+    command = [sys.executable, "-c", LOCKED, str(folder / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
-        assert run_recipe(inputs.settings("max_steps=3")) == 2
-        assert f"error: output_dir: another run is writing into {inputs.run}" in capfd.readouterr().err
-        assert contents(inputs.run) == before
+        assert run_recipe(settings) == 2
+        assert f"error: output_dir: another run is writing into {folder}" in capfd.readouterr().err
+        assert contents(inputs.folder) == before
         other.kill()
-    assert run_recipe(inputs.settings("max_steps=3")) == 0
+    damaged.write_bytes(whole)
+    assert run_recipe(settings) == 0
+    assert not at_work.exists()
+
+
+def test_a_run_that_begins_while_another_one_prepares(inputs, run_recipe, capfd, monkeypatch):
+    """Both have started in a new folder. The one that comes later to its first step is refused, and touches nothing."""
+    folder, resume = inputs.folder / "new", checkpointers.Checkpointer.resume
+
+    def late(checkpointer, how):
+        (folder / "checkpoints" / ".step-00000001.abcdef01").mkdir(parents=True)
+        command = [sys.executable, "-c", LOCKED, str(folder / ".lock")]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout.readline() == "held\n"
+            try:
+                return resume(checkpointer, how)
+            finally:
+                other.kill()
+
+    monkeypatch.setattr(checkpointers.Checkpointer, "resume", late)
+    assert run_recipe(inputs.settings(f"output_dir={folder}")) == 2
+    assert f"another run is writing into {folder}" in capfd.readouterr().err
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [".step-00000001.abcdef01"]
 
 
 @pytest.mark.slow

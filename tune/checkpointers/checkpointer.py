@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tune import lock
 from tune.atomic import CHECKPOINT
 from tune.checkpointers.best import Best
 from tune.checkpointers.disk import found_damage, gather_digests, replace_json, write_digests
@@ -117,7 +118,9 @@ class Checkpointer:
 
     def resume(self, resume: str) -> int:
         """Restore the newest complete checkpoint (`auto`), the one at a path, or none (`never`); return its step.
-        Raises TuneError if there is none at the path, it is of another training, or it would replace later ones."""
+        Raises TuneError if there is none at the path, it is of another training, or it would replace later ones; or if
+        another run has begun in this folder."""
+        self.world.of_main(lambda: lock.hold(self.folder.parent))  # before anything there is changed
         if self.tidies and resume == "auto":
             for unfinished in self.folder.glob(".step-*"):
                 shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,7 +1,6 @@
 """Where metrics and messages go. Only rank 0 has sinks."""
 
 import contextlib
-import fcntl
 import io
 import json
 import mmap
@@ -12,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TextIO
 from unittest import mock
 
 from omegaconf import DictConfig, OmegaConf
@@ -22,7 +20,6 @@ from tune import records
 from tune.errors import TuneError
 from tune.secrets import without_secrets
 
-BEATS = 25.0  # seconds in which a run that goes on writes its heartbeat twice
 WandbOptions = Mapping[str, str | None]  # project (None: off) and name (None: that of the run folder)
 WANDB_OFF: WandbOptions = {"project": None, "name": None}
 
@@ -57,13 +54,12 @@ def require_installed(tensorboard: bool, wandb: WandbOptions) -> None:
 
 
 class Files(Sink):
-    """log.txt: every message, with a lock by which others see that the run goes on. metrics.jsonl: one object an
-    optimizer step; a resumed run continues it, and samples.jsonl, after the step it resumes from."""
+    """log.txt: every message. metrics.jsonl: one object an optimizer step. A resumed run continues metrics.jsonl and
+    samples.jsonl after the step it resumes from."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.log = (folder / "log.txt").open("a", encoding="utf-8", buffering=1)  # a line at a time
-        require_free(self.log)
         self.lines = (folder / "metrics.jsonl").open("a", buffering=1)
 
     def start(self, step: int, total: int) -> None:
@@ -100,40 +96,6 @@ def lines_after(file: Path, step: int) -> tuple[int, list[int]]:
                     steps.append(logged)
                 end = begin
     return end, steps[::-1]
-
-
-def require_free(log: TextIO) -> None:
-    """Lock a run's open log.txt; where the file system has no locks, look whether its heartbeat goes on, which takes
-    `BEATS` seconds where a run there has not ended. Raises TuneError if another process is writing there."""
-    folder = Path(log.name).parent
-    try:
-        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        is_free = False
-    except OSError:
-        is_free = not _beats(folder)
-    else:
-        return
-    if not is_free:
-        raise TuneError(
-            f"output_dir: another run is writing into {folder}. Wait for its end, or give another output_dir"
-        )
-
-
-def _beats(folder: Path) -> bool:
-    """Whether somebody writes heartbeat.json now. Clocks of two machines are not compared."""
-    beat, began = _content(folder / "heartbeat.json"), time.monotonic()
-    if not beat or records.json_object(_content(folder / "run.json")).get("state") != "running":
-        return False
-    while (same := _content(folder / "heartbeat.json") == beat) and time.monotonic() - began < BEATS:
-        time.sleep(0.5)
-    return not same
-
-
-def _content(file: Path) -> bytes:
-    with contextlib.suppress(OSError):
-        return file.read_bytes()
-    return b""
 
 
 # The metrics on the console, as far as a run has them.

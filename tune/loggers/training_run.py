@@ -16,7 +16,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from tune import config, records
+from tune import config, lock, records
 from tune.datasets import DataLoader, Dataset, Mixture, PromptLoader, Stream
 from tune.datasets.display import MARKS, first_rows, marked, parts_of
 from tune.datasets.loader import require_batches
@@ -67,6 +67,7 @@ class Run:
         self.tensorboard, self.wandb = tensorboard, wandb
         chosen = run_folder.choose(output_dir, recipe, world)
         self.path = config.local_folder(chosen)
+        world.of_main(lambda: lock.hold(self.path))  # before anything in it is changed
         is_url = "://" in chosen
         self.store = Store(chosen, self.path, world, settings.get("checkpointer") or {}) if is_url else None
         # The command that continues this run, in words.
@@ -124,8 +125,11 @@ class Run:
             self._conclude(error)
         for sink in self.sinks:
             sink.close()
-        if self.store:
-            self.store.finish(error)
+        try:
+            if self.store:
+                self.store.finish(error)
+        finally:
+            lock.release(self.path)
 
     def _conclude(self, error: BaseException | None) -> None:
         """Note how the run has ended and write its report, whatever happens: nothing may hide `error`."""
@@ -268,7 +272,9 @@ class Run:
         each waits for data."""
         if self.world.is_main:
             self.path.mkdir(parents=True, exist_ok=True)
-            sinks = open_sinks(self.path, self.tensorboard, self.wandb, self.settings)  # locks the folder
+        self.world.of_main(lambda: lock.hold(self.path, make=True))
+        if self.world.is_main:
+            sinks = open_sinks(self.path, self.tensorboard, self.wandb, self.settings)
             for sink, message in itertools.product(sinks, self.messages):
                 sink.message(message)
             self.sinks += sinks
