@@ -126,7 +126,7 @@ def replace_json(file: Path, value: Any) -> None:
         unfinished.write_text(json.dumps(value))
         if digests:  # not of an early version
             before = digests[file.name] if digests[file.name].startswith("xxh3:") else digest_of(file)
-            digests[file.name] = " ".join(dict.fromkeys([*before.split(), digest_of(unfinished)]))
+            digests[file.name] = f"{before} {digest_of(unfinished)}"
             write_digests(file.parent, digests)
 
 
