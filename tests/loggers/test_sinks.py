@@ -1,4 +1,5 @@
 import json
+import resource
 
 import pytest
 from omegaconf import OmegaConf
@@ -36,6 +37,27 @@ def test_files_are_closed_before_the_first_step_too(tmp_path):
     sink.message("opened")
     sink.close()
     assert (tmp_path / "log.txt").read_text() == "opened\n"
+
+
+def test_lines_that_a_full_disk_does_not_take_are_written_later(tmp_path):
+    sink, (_, hard) = Files(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    sink.message("one")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6, hard))  # bytes in a file
+    try:
+        sink.message("two")
+        sink.metrics(1, VALUES)
+        sink.append("samples.jsonl", "a", "b" * 9)
+        assert (tmp_path / "log.txt").read_text() == "one\ntw"
+        for said in ("1 lines of log.txt", "1 lines of metrics.jsonl", "lines of samples.jsonl", "File too large"):
+            assert said in sink.unwritten()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    sink.message("three")
+    assert sink.unwritten() == ""
+    assert (tmp_path / "log.txt").read_text() == "one\ntwo\nthree\n"
+    assert [line["step"] for line in written(tmp_path / "metrics.jsonl")] == [1]
+    assert (tmp_path / "samples.jsonl").read_text() == "a\nbbbbbbbbb\n"
+    sink.close()
 
 
 def test_console_in_plain_lines(capsys):

@@ -114,6 +114,7 @@ class Checkpointer:
         self.pending: Future[None] | None = None
         self.told = ""  # why the last checkpoint was not written
         self.unwritten = ""  # what could not be written at last
+        self.ends = False  # whether this is the last step
         self.metrics: dict[int, dict[str, float]] = {}  # of steps that are not yet reported to Ray
 
     def resume(self, resume: str) -> int:
@@ -272,6 +273,7 @@ class Checkpointer:
         is_due = self.every and (
             step % self.every == 0 or (step == soon and bool(self.world.broadcast(self.unwritten)))
         )
+        self.ends = now
         if now or is_best or self.is_over() or is_due:
             self.metrics[step] = metrics
             self.save(step)
@@ -286,6 +288,7 @@ class Checkpointer:
         later: should the run end before, they are not lost (`Run.track`)."""
         saved = self._written()
         self._report(saved)
+        self.ends = self.ends or wait
         if self.world.is_main:  # of others there is no checkpoint
             self.best.values = {each: value for each, value in self.best.values.items() if self._has(each, step)}
         if step == saved:
@@ -417,7 +420,8 @@ class Checkpointer:
             self.unwritten = f"the checkpoint of step {self.writing}"
             self.best.forget(self.writing)
             if str(error) != self.told:  # at the end a step is saved before what is measured then, and after it
-                self.tell(f"{error} The run goes on, and tries again at the next checkpoint at the latest.")
+                again = "" if self.ends else ", and tries again at the next checkpoint at the latest"
+                self.tell(f"{error} The run goes on{again}.")
             self.told = str(error)
 
     def _has(self, step: int, saving: int) -> bool:

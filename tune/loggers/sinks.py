@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -59,8 +60,10 @@ class Files(Sink):
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.log = (folder / "log.txt").open("a", encoding="utf-8", buffering=1)  # a line at a time
-        self.lines = (folder / "metrics.jsonl").open("a", buffering=1)
+        self.files = {name: Lines(folder / name) for name in ("log.txt", "metrics.jsonl")}
+        for file in self.files.values():
+            file.open()
+        self.one = threading.Lock()  # threads send messages too
 
     def start(self, step: int, total: int) -> None:
         for file in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
@@ -68,14 +71,57 @@ class Files(Sink):
                 os.truncate(file, lines_after(file, step)[0])
 
     def message(self, text: str) -> None:
-        self.log.write(text + "\n")
+        self.append("log.txt", text)
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        self.lines.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
+        self.append("metrics.jsonl", json.dumps({"step": step, "time": round(time.time(), 3), **values}))
+
+    def append(self, name: str, *lines: str) -> None:
+        """Add lines to a file in the folder. On a full disk they wait, those of all files."""
+        with self.one:
+            if name not in self.files:
+                self.files[name] = Lines(self.folder / name)
+            self.files[name].waiting += "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
+            for file in self.files.values():
+                file.write()
+
+    def unwritten(self) -> str:
+        """What waits, and why; "" if nothing does."""
+        waiting = [file for file in self.files.values() if file.waiting]
+        return ", ".join(f"{file.count:,} lines of {file.path.name} ({file.error})" for file in waiting)
 
     def close(self) -> None:
-        self.log.close()
-        self.lines.close()
+        for file in self.files.values():
+            file.close()
+
+
+class Lines:
+    """A text file, to whose end lines are added. What a full disk does not take waits, and is written later."""
+
+    def __init__(self, path: Path):
+        self.path, self.waiting, self.error = path, b"", ""
+        self.file: io.FileIO | None = None
+
+    def open(self) -> io.FileIO:
+        self.file = self.file or self.path.open("ab", buffering=0)
+        return self.file
+
+    @property
+    def count(self) -> int:
+        return self.waiting.count(b"\n")
+
+    def write(self) -> None:
+        try:
+            while self.waiting:
+                self.waiting = self.waiting[self.open().write(self.waiting) :]
+        except OSError as error:
+            self.error = error.strerror or str(error)
+
+    def close(self) -> None:
+        self.write()
+        with contextlib.suppress(OSError):
+            if self.file:
+                self.file.close()
 
 
 def lines_after(file: Path, step: int) -> tuple[int, list[int]]:
