@@ -213,6 +213,12 @@ def test_a_url_that_cannot_be_used(wrong: str, tmp_path: Path, world) -> None:
         Store(wrong, tmp_path, world, {})
 
 
+def test_a_local_folder_that_cannot_be_made(url: str, tmp_path: Path, world) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TuneError, match=re.escape(f"{tmp_path}/file/run")):
+        Store(url, tmp_path / "file" / "run", world, {})
+
+
 class SecondNode:
     """The process of a second node, which sees what the first one has written."""
 

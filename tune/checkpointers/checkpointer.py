@@ -106,7 +106,7 @@ class Checkpointer:
         self.tell = tell if world.is_main else lambda message: None
         self.best = Best(keep_best, patience, tasks.higher_is_better if tasks else {})
         self.saved, self.reported, self.writing = 0, 0, 0
-        self.resumed: dict[int, Path] = {}  # the step that training continues after, and its checkpoint, of any folder
+        self.resumed: dict[int, Path] = {}  # by step the checkpoints of the folder that training continues from
         is_first_here = os.environ.get("LOCAL_RANK") == "0" and (folder.parent / STORED).exists()
         self.tidies = world.is_main or is_first_here  # the one process of a folder that renames and removes in it
         self.group = _background_group(dist.group.WORLD, world.timeout)
@@ -127,7 +127,10 @@ class Checkpointer:
                 shutil.rmtree(unfinished, ignore_errors=True)
         if resume == "never":
             return 0
-        path = self._newest_intact() if resume == "auto" else checkpoint_at(Path(resume))
+        if resume == "auto":
+            path = self._newest_intact()
+        else:  # other processes may see a shared folder a little later
+            path = self.world.of_main(lambda: checkpoint_at(Path(resume)))
         if path is None:
             return 0
         if resume != "auto" and (damage := self._damage(path)):

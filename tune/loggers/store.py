@@ -62,10 +62,13 @@ class Store:
                 "node has only its part with a URL. Give a folder that all nodes share, or leave both out"
             )
         mark, mine = folder / STORED, self.owner.hex()
-        if world.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-            mark.write_text(mine)
-        world.barrier()
+
+        def write_mark() -> None:
+            if world.is_main:
+                folder.mkdir(parents=True, exist_ok=True)
+                mark.write_text(mine)
+
+        self._on_each_node(write_mark)
         if any(world.all_gather(world.rank in self.nodes[1:] and mark.exists() and mark.read_text() == mine)):
             raise TuneError(  # else each node would remove what the other writes
                 f"output_dir: with a URL each node writes to a disk of its own, and {folder} is shared. Set "
