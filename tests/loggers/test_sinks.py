@@ -1,3 +1,5 @@
+import errno
+import io
 import json
 import resource
 
@@ -70,6 +72,31 @@ def test_console_in_plain_lines(capsys):
     assert [line.split(" | ")[0] for line in lines] == ["step 2/4", "step 4/4"]
     assert "loss 0.3333" in lines[0] and "1,234 tokens/s" in lines[0] and "0.50 GiB" in lines[0]
     assert "rank" not in lines[0] and lines[1].endswith("0.50 GiB | rank 3 takes 24% longer")
+
+
+class Disk(io.RawIOBase):
+    """A file on a disk that may be full."""
+
+    taken, is_full = b"", True
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.taken += bytes(data)
+        return len(data)
+
+
+def test_console_into_a_file_on_a_full_disk(monkeypatch):
+    disk = Disk()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(disk), encoding="utf-8"))
+    console = Console(every=1)
+    console.message("one")
+    disk.is_full = False
+    console.message("two")
+    assert disk.taken == b"one\ntwo\n"
 
 
 def test_console_on_a_terminal_has_a_bar(monkeypatch, capsys):

@@ -180,6 +180,8 @@ class Console(Sink):
             print(text, flush=True)
         except BrokenPipeError:  # who reads it has left, as Ctrl-C makes `| tee` do: the run goes on, and saves
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError:  # it goes to a file on a full disk, and stays in the buffer, which the next message writes
+            pass
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         shown = [f"{name} {values[name]:{form}}" for name, form in SHOWN.items() if name in values]

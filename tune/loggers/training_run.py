@@ -141,8 +141,7 @@ class Run:
             if self.stream and error is None:
                 data = self.data | self.stream.seen.as_dict() | {"steps_per_epoch": None}
                 (self.path / "data.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-            failure = self._failure()
-            records.end(self.path, error or failure)
+            records.end(self.path, error or self._failure())
             if not isinstance(error, KeyboardInterrupt):  # by which a user ends it at once
                 records.write_report([self.path], self.path / "report.html")
         except Exception as problem:
@@ -150,14 +149,18 @@ class Run:
             self.info(f"the report is not written: {why}")
             if isinstance(problem, TuneError | OSError):
                 self.unwritten.append(f"the report ({why})")
-        return None if error else self._failure()
+        failure = self._failure()
+        if error and failure:
+            self.info(f"warning: {failure}")
+        return None if error else failure
 
     def _failure(self) -> TuneError | None:
+        """The error of a run that ends without having written everything."""
         unwritten = [*self.unwritten, *filter(None, [self.files.unwritten() if self.files else ""])]
         if not unwritten:
             return None
         what = "; ".join(unwritten)
-        return TuneError(f"the training is done, and this is not written to {self.path}: {what}. {self._way_back()}")
+        return TuneError(f"output_dir: {self.path} is not complete, without {what}. {self._way_back()}")
 
     def _way_back(self) -> str:
         """What a user with a full disk can do, and where a rerun begins."""
