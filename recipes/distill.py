@@ -204,7 +204,7 @@ def main(cfg):
                 run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
                 sys.exit(130)
 
-        checkpointer.finish()
+        run.finish(checkpointer, interrupt)
         card = checkpointers.model_card("distill", cfg.model.path, dataset.accounting.source)
         where = peft.export_trained(
             model, lora, run.path, world, base=weights, tokenizer=tokenizer, card=card, merge=cfg.export.merge

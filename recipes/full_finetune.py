@@ -122,7 +122,7 @@ def main(cfg):
                 run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
                 sys.exit(130)
 
-        checkpointer.finish()
+        run.finish(checkpointer, interrupt)
         card = checkpointers.model_card("full_finetune", cfg.model.path, dataset.accounting.source)
         checkpointers.export(
             model, tokenizer, run.path / "model", world, source=cfg.model.path, dtype=cfg.export.dtype, card=card

@@ -219,7 +219,7 @@ def main(cfg):
                 f"reward: no completion of {len(data)} steps could be learned from: the rewards of a group were equal"
                 f"{left_out}. The model has not changed and is not exported. Use other prompts or a finer reward"
             )
-        checkpointer.finish()
+        run.finish(checkpointer, interrupt)
         card = checkpointers.model_card("grpo", cfg.model.path, dataset.name)
         where = peft.export_trained(
             model, lora, run.path, world, base=weights, tokenizer=tokenizer, card=card, merge=cfg.export.merge

@@ -132,7 +132,7 @@ def main(cfg):
                 run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
                 sys.exit(130)
 
-        checkpointer.finish()
+        run.finish(checkpointer, interrupt)
         card = checkpointers.model_card("lora_finetune", cfg.model.path, dataset.accounting.source)
         peft.export_adapter(
             model, lora, run.path / "adapter", world, base=cfg.model.path, tokenizer=tokenizer, card=card

@@ -213,7 +213,7 @@ def main(cfg):
                 run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
                 sys.exit(130)
 
-        checkpointer.finish()
+        run.finish(checkpointer, interrupt)
         card = checkpointers.model_card("ppo_finetune", cfg.model.path, dataset.name)
         where = peft.export_trained(
             model, lora, run.path, world, base=weights, tokenizer=tokenizer, card=card, merge=cfg.export.merge

@@ -288,14 +288,16 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from tune import distributed
 from tune.checkpointers import Checkpointer
+from tune.errors import TuneError
 
 world = distributed.init("cpu")
 folder = Path(sys.argv[1])
-def make():
+def make(**options):
     model = fully_shard(torch.nn.Linear(400, 400), mesh=world.shards)
     optimizer = torch.optim.SGD(model.parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    return Checkpointer(folder, world, model=model, optimizer=optimizer, schedule=schedule, data=schedule, every=1)
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "data": schedule}
+    return Checkpointer(folder, world, **parts, **{"every": 1, **options})
 for step in (1, 2):
     make().save(step, wait=True)
 if world.is_main:
@@ -319,6 +321,26 @@ again.save(3, wait=True)
 Path.write_text = write
 again.save(4, wait=True)
 assert make().resume("auto") == 4
+
+told = []
+last = make(keep_best="accuracy", tell=told.append)
+last.step(5, accuracy=0.5)
+last.wait()
+with torch.no_grad():
+    saved = [parameter.to_local().clone() for parameter in last.model.parameters()]
+    for parameter in last.model.parameters():
+        parameter += 1
+Path.write_text = full
+last.step(6, accuracy=0.9, now=True)  # the best, and its checkpoint fails on rank 0 alone
+last.finish()
+assert all(map(torch.equal, saved, (parameter.to_local() for parameter in last.model.parameters())))
+assert last.unwritten == "the checkpoint of step 6" and (last.best.step, last.saved) == (5, 5)
+stops = make(on_error="stop")
+try:
+    stops.save(7, wait=True)
+    raise AssertionError("it goes on")
+except TuneError as error:  # on all of them
+    assert "the checkpoint of step 7 could not be written" in str(error)
 """
 
 
@@ -329,6 +351,99 @@ def test_two_processes_share_the_digests_and_their_comparison(tmp_path):
     told = run_processes(tmp_path / "script.py", 2, str(tmp_path / "checkpoints"))
     assert "step-00000002 is damaged: __1_0.distcp is not as it was written" in told
     assert told.count("the checkpoint of step 3 could not be written: No space left on device") == 1
+
+
+VALUES = [0.5, 0.9, 0.7, 0.1]
+
+
+def with_a_damaged_best(folder, harm):
+    """A training whose second step is the best and whose third is the next best; gives their weights."""
+    first, weights = make(folder, every=1, keep=4, keep_best="accuracy", async_=False), {}
+    for step, value in enumerate(VALUES, 1):
+        train(first, step)
+        weights[step] = first.model.weight.detach().clone()
+        first.step(step, accuracy=value)
+    file = next((folder / "step-00000002").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 64
+    file.write_bytes(content[:-2000] if harm == "cut short" else content)
+    return weights
+
+
+@pytest.mark.parametrize("harm", ["a bit", "cut short", "gone"])
+def test_a_damaged_best_checkpoint_gives_way_to_the_next_best(tmp_path, harm):
+    weights, told = with_a_damaged_best(tmp_path, harm), []
+    if harm == "gone":
+        shutil.rmtree(tmp_path / "step-00000002")
+    for attempt in (1, 2):
+        again = make(tmp_path, every=1, keep=4, keep_best="accuracy", tell=told.append)
+        assert again.resume("auto") == 4
+        again.finish()
+        assert torch.equal(again.model.weight, weights[3]) and "0.7 at step 3" in told[-1]
+        if attempt == 1:
+            assert [("step-00000002" in each or "step 2" in each) for each in told] == [True, False]
+    assert json.loads((tmp_path / "step-00000004" / "state.json").read_text())["best"]["step"] == 3
+
+
+def test_back_to_the_checkpoint_before_a_damaged_one(tmp_path):
+    told = []
+    first = make(tmp_path, every=1, keep=4, on_nan="rollback", async_=False, tell=told.append)
+    for step in (1, 2, 3):
+        train(first, step)
+        first.step(step)
+        if step == 2:
+            weights = first.model.weight.detach().clone()
+    file = next((tmp_path / "step-00000003").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert not first.accepts(4, [0], loss=math.nan)
+    assert torch.equal(first.model.weight, weights)
+    assert "step-00000003 is damaged" in told[0] and "those after step 2" in told[-1]
+    for step in (1, 2):
+        file = next((tmp_path / f"step-{step:08d}").glob("*.distcp"))
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(TuneError, match="no intact checkpoint to go back to"):
+        first.accepts(5, [0], loss=math.nan)
+
+
+def test_back_to_the_folder_that_training_has_continued_from(tmp_path):
+    first = make(tmp_path / "first", every=1, keep=4, async_=False)
+    for step in (1, 2):
+        train(first, step)
+        first.step(step)
+    again = make(tmp_path / "again", on_nan="rollback")
+    assert again.resume(str(tmp_path / "first")) == 2
+    train(again, 3)
+    assert not again.accepts(4, [0], loss=math.nan)
+    assert torch.equal(again.model.weight, first.model.weight)
+
+
+@pytest.mark.parametrize("kept", ["there", "gone"])
+def test_the_best_of_another_folder_is_taken_over_or_looked_for_anew(tmp_path, kept):
+    options = {"every": 1, "keep": 1, "keep_best": "accuracy"}
+    first, weights, told = make(tmp_path / "first", **options), {}, []
+    for step, value in enumerate([0.9, 0.1], 1):
+        train(first, step)
+        weights[step] = first.model.weight.detach().clone()
+        first.step(step, accuracy=value)
+    first.wait()
+    if kept == "gone":
+        shutil.rmtree(tmp_path / "first" / "step-00000001")
+    again = make(tmp_path / "again", **options, tell=told.append)
+    assert again.resume(str(tmp_path / "first")) == 2
+    for step, value in enumerate([0.5, 0.3], 3):
+        train(again, step)
+        weights[step] = again.model.weight.detach().clone()
+        again.step(step, accuracy=value)
+    again.wait()
+    best = 1 if kept == "there" else 3
+    there = sorted(path.name for path in (tmp_path / "again").iterdir())
+    assert there == [f"step-{best:08d}", "step-00000004"]
+    assert ["step 1" in each and "gone" in each for each in told] == ([] if kept == "there" else [True])
+    shutil.rmtree(tmp_path / "first")
+    last = make(tmp_path / "again", **options)
+    assert last.resume("auto") == 4
+    last.finish()
+    assert torch.equal(last.model.weight, weights[best])
 
 
 def test_digests_of_earlier_versions_are_compared_too(tmp_path):

@@ -36,7 +36,7 @@ def going_on(make_run):
     (folder / "run.json").write_text((folder / "run.json").read_text().replace('"steps": 6', '"steps": 20'))
     hold = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
     process = subprocess.Popen(
-        [sys.executable, "-c", hold, folder / "log.txt"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", hold, folder / ".lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     process.stdout.readline()
     yield folder, process

@@ -174,10 +174,15 @@ def test_scores_of_tokens_are_added_up_piece_by_piece(tmp_path, monkeypatch, cap
     monkeypatch.setattr("tune.datasets.scores.SUMMED", 16)
     monkeypatch.setattr(World, "sum", lambda self, value: sizes.append(len(value)) or add_up(self, value))
     samples = pairs(10)
-    add_scores(
-        Dataset.from_samples(samples, 40), "twice", lambda batch: 2 * batch.tokens.flatten()[batch.supervised][:, None],
-        world, micro_batch_size=2, pad_to=None, folder=tmp_path, made_of=[],
-    )  # fmt: skip
+
+    def add():
+        add_scores(
+            Dataset.from_samples(samples, 40), "twice",
+            lambda batch: 2 * batch.tokens.flatten()[batch.supervised][:, None],
+            world, micro_batch_size=2, pad_to=None, folder=tmp_path, made_of=[],
+        )  # fmt: skip
+
+    add()
     (file,) = tmp_path.glob("twice-*.npy")
     expected = np.concatenate([2 * np.where(sample.labels < 0, 0, sample.tokens) for sample in samples])
     assert np.load(file).flatten().tolist() == expected.tolist()
@@ -185,3 +190,8 @@ def test_scores_of_tokens_are_added_up_piece_by_piece(tmp_path, monkeypatch, cap
     assert re.findall(r"([\d,]+) of ([\d,]+) rows", capsys.readouterr().err) == [
         (str(done), "10") for done in (2, 4, 6, 8, 10)
     ]
+    whole = file.read_bytes()
+    for damaged in (whole[:-9], whole[:20], b""):  # is computed again
+        file.write_bytes(damaged)
+        add()
+        assert file.read_bytes() == whole

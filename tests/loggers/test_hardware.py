@@ -1,13 +1,26 @@
 """What a run says of its device, held to the device's facts and to the memory that is used."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import save_checkpoint
 
 from tune.checkpointers import load_model
-from tune.loggers.hardware import score_bytes
+from tune.loggers import hardware
+from tune.loggers.hardware import disk_note, score_bytes
 
 SHAPE = (1, 64)
+
+
+def test_a_small_disk_and_a_small_adapter_have_figures_that_are_not_zero(tmp_path, monkeypatch):
+    """10,000 trained numbers of 4 bytes: three in each of two checkpoints and one being written, and the export."""
+    monkeypatch.setattr(hardware.shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * 1024))
+    model = torch.nn.Linear(100, 100, bias=False)
+    note = disk_note(tmp_path, model, "fp32", keep=2)
+    assert "100 KiB" in note and f"{10_000 * 4 * 10 / 1024:.4g} KiB" in note
+    monkeypatch.setattr(hardware.shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000 * 4 * 10))
+    assert disk_note(tmp_path, model, "fp32", keep=2) == ""
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -1,7 +1,7 @@
 import errno
-import fcntl
-import itertools
+import io
 import json
+import resource
 import sys
 from types import SimpleNamespace
 
@@ -9,8 +9,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from tune import records
-from tune.errors import TuneError
-from tune.loggers import sinks
 from tune.loggers.sinks import Console, Files, NonFatal, Sink, TensorBoard, WeightsAndBiases, lines_after
 
 VALUES = {"loss": 1 / 3, "lr": 1e-5, "grad_norm": 2.0, "tokens_per_second": 1234.5, "peak_memory_gib": 0.5}
@@ -45,25 +43,25 @@ def test_files_are_closed_before_the_first_step_too(tmp_path):
     assert (tmp_path / "log.txt").read_text() == "opened\n"
 
 
-def test_two_writers_where_the_file_system_has_no_locks(tmp_path, monkeypatch):
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    ticks = itertools.count()
-    monkeypatch.setattr(fcntl, "lockf", no_locks)
-    monkeypatch.setattr(sinks.time, "monotonic", lambda: next(ticks))
-    monkeypatch.setattr(sinks.time, "sleep", lambda seconds: None)
-    Files(tmp_path).close()  # nobody was here
-    beat = tmp_path / "heartbeat.json"
-    beat.write_text("1")
-    records.start(tmp_path, 0)
-    Files(tmp_path).close()  # it was killed
-    monkeypatch.setattr(sinks.time, "sleep", lambda seconds: beat.write_text("2"))  # as another process does
-    with pytest.raises(TuneError, match="another run is writing into"):
-        Files(tmp_path)
-    records.end(tmp_path, None)
-    monkeypatch.setattr(sinks.time, "sleep", lambda seconds: pytest.fail("a run that has ended is not waited for"))
-    Files(tmp_path).close()
+def test_lines_that_a_full_disk_does_not_take_are_written_later(tmp_path):
+    sink, (_, hard) = Files(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    sink.message("one")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6, hard))  # bytes in a file
+    try:
+        sink.message("two")
+        sink.metrics(1, VALUES)
+        sink.append("samples.jsonl", "a", "b" * 9)
+        assert (tmp_path / "log.txt").read_text() == "one\ntw"
+        for said in ("1 lines of log.txt", "1 lines of metrics.jsonl", "lines of samples.jsonl", "File too large"):
+            assert said in sink.unwritten()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    sink.message("three")
+    assert sink.unwritten() == ""
+    assert (tmp_path / "log.txt").read_text() == "one\ntwo\nthree\n"
+    assert [line["step"] for line in written(tmp_path / "metrics.jsonl")] == [1]
+    assert (tmp_path / "samples.jsonl").read_text() == "a\nbbbbbbbbb\n"
+    sink.close()
 
 
 def test_console_in_plain_lines(capsys):
@@ -76,6 +74,31 @@ def test_console_in_plain_lines(capsys):
     assert [line.split(" | ")[0] for line in lines] == ["step 2/4", "step 4/4"]
     assert "loss 0.3333" in lines[0] and "1,234 tokens/s" in lines[0] and "0.50 GiB" in lines[0]
     assert "rank" not in lines[0] and lines[1].endswith("0.50 GiB | rank 3 takes 24% longer")
+
+
+class Disk(io.RawIOBase):
+    """A file on a disk that may be full."""
+
+    taken, is_full = b"", True
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.taken += bytes(data)
+        return len(data)
+
+
+def test_console_into_a_file_on_a_full_disk(monkeypatch):
+    disk = Disk()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(disk), encoding="utf-8"))
+    console = Console(every=1)
+    console.message("one")
+    disk.is_full = False
+    console.message("two")
+    assert disk.taken == b"one\ntwo\n"
 
 
 def test_console_on_a_terminal_has_a_bar(monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,10 +16,11 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.implementations.dirfs import DirFileSystem
 from helpers import HANGS
 
-from tune import distributed
-from tune.checkpointers.disk import digest_of, write_digests
+from tune import distributed, lock
+from tune.checkpointers.disk import digest_of, found_damage, replace_json, write_digests
 from tune.cli import main
 from tune.config import local_folder
 from tune.errors import TuneError
@@ -102,6 +104,80 @@ def test_what_is_uploaded_comes_back_on_an_empty_machine(url: str, tmp_path: Pat
     second.finish(None)
 
 
+def test_a_folder_stays_locked_while_it_is_uploaded(url: str, tmp_path: Path, world) -> None:
+    lock.hold(tmp_path, make=True)
+    (tmp_path / "log.txt").write_text("begun\n")
+    found = Store(url, tmp_path, world, {"keep": 1})
+    found.start(print)
+    found.finish(None)
+    files, root = fsspec.url_to_fs(url)
+    assert [path.rpartition("/")[2] for path in files.find(root) if "/." not in path] == ["log.txt"]
+    script = "import sys; from pathlib import Path; from tune import lock; lock.hold(Path(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    lock.release(tmp_path)
+    assert f"TuneError: output_dir: another run is writing into {tmp_path}" in " ".join(done.stderr.split())
+
+
+def state(folder: Path, step: int) -> dict:
+    assert not found_damage(folder / "checkpoints" / f"step-{step:08d}")
+    return json.loads((folder / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())
+
+
+def test_what_a_checkpoint_says_of_the_best_one_is_renewed(url: str, tmp_path: Path, world) -> None:
+    """At the end a step is saved, then measured. Whoever continues, also where there is an older copy, knows it."""
+    first = Store(url, tmp_path / "a", world, {"keep": 2})
+    first.start(print)
+    write_checkpoint(tmp_path / "a", 1, best=1)
+    path = write_checkpoint(tmp_path / "a", 2, best=1)
+    wait_until(lambda: len(names(url)) == 2)
+    Store(url, tmp_path / "older", world, {"keep": 2})
+    assert state(tmp_path / "older", 2)["best"]["step"] == 1
+    for note in (1, 2):  # twice between two looks
+        replace_json(path / "state.json", {"step": 2, "best": {"step": 2}, "note": note})
+    first.finish(None)
+    for machine in ("older", "new", "a"):
+        Store(url, tmp_path / machine, world, {"keep": 2})
+        assert state(tmp_path / machine, 2) == {"step": 2, "best": {"step": 2}, "note": 2}
+
+    replace_json(path / "state.json", {"step": 2, "best": {"step": 1}})  # and the machine is lost before it is uploaded
+    again = Store(url, tmp_path / "a", world, {"keep": 2})
+    assert state(tmp_path / "a", 2)["best"]["step"] == 1
+    again.start(print)
+    again.finish(None)
+    Store(url, tmp_path / "new", world, {"keep": 2})
+    assert state(tmp_path / "new", 2)["best"]["step"] == 1
+
+
+def test_a_checkpoint_of_another_attempt_with_the_same_step(url: str, tmp_path: Path, world) -> None:
+    write_checkpoint(tmp_path / "a", 1)
+    found = Store(url, tmp_path / "a", world, {"keep": 2})
+    found.start(print)
+    found.finish(None)
+    path = write_checkpoint(tmp_path / "b", 1)
+    (path / "__0_0.distcp").write_bytes(b"of another attempt")
+    write_digests(path, {}, "state.json", "__0_0.distcp")
+    Store(url, tmp_path / "b", world, {"keep": 2})
+    assert (path / "__0_0.distcp").read_bytes() == bytes([1]) * 1000
+
+
+@pytest.mark.parametrize("name", ["model/../../outside.txt", "checkpoints/../digests.json"])
+def test_a_store_names_no_file_outside_of_the_folder(name: str, url: str, tmp_path: Path, world, monkeypatch) -> None:
+    write_checkpoint(tmp_path / "a", 1)
+    found = Store(url, tmp_path / "a", world, {"keep": 2})
+    found.start(print)
+    found.finish(None)
+    find, get_file = DirFileSystem.find, DirFileSystem.get_file
+
+    def gets_all(files, path, local):
+        return Path(local).write_text("it came") if path == name else get_file(files, path, local)
+
+    monkeypatch.setattr(DirFileSystem, "get_file", gets_all)
+    monkeypatch.setattr(DirFileSystem, "find", lambda files, below="": [*find(files, below), name])
+    with pytest.raises(TuneError, match=re.escape(name)):
+        Store(url, tmp_path / "b", world, {"keep": 2})
+    assert not (tmp_path / "outside.txt").exists()
+
+
 def test_a_failure_is_told_once_and_tried_again(url: str, tmp_path: Path, world, monkeypatch) -> None:
     found = Store(url, tmp_path / "a", world, {"keep": 2})
     told: list[str] = []
@@ -140,6 +216,12 @@ def test_what_was_not_uploaded_is_uploaded_by_the_next_start(url: str, tmp_path:
 def test_a_url_that_cannot_be_used(wrong: str, tmp_path: Path, world) -> None:
     with pytest.raises(TuneError, match=r"output_dir: .* cannot be used: .*\. Is the address right"):
         Store(wrong, tmp_path, world, {})
+
+
+def test_a_local_folder_that_cannot_be_made(url: str, tmp_path: Path, world) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TuneError, match=re.escape(f"{tmp_path}/file/run")):
+        Store(url, tmp_path / "file" / "run", world, {})
 
 
 class SecondNode:

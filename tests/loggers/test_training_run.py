@@ -42,6 +42,7 @@ def run(clock, monkeypatch, tmp_path):
         device=torch.device("cpu"),
         timeout=timedelta(hours=1),
         broadcast=lambda value: value,
+        of_main=lambda make: make(),
     )
     run = Run("test", world, str(tmp_path), settings=OmegaConf.create())
     run.sinks, run.flops_per_token = [Kept()], 50.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers import HANGS, run_processes
 
-from tune.loggers.watchdog import waited_for
+from tune.loggers.watchdog import read, waited_for
 
 SCRIPT = """\
 import sys, time
@@ -56,6 +56,15 @@ def test_who_is_waited_for() -> None:
     assert waited_for(waiting, range(4), 4) == silent
     busy = waiting | {1: head(1, False)}
     assert waited_for(busy, range(3), 3) == "The others wait for process 1 on node (data.py:3 in read, step 7)."
+
+
+def test_files_that_are_not_whole_are_left_out(tmp_path: Path) -> None:
+    head = json.dumps({"rank": 1, "step": 7, "host": "node", "waits": True, "place": "a.py:3 in read"})
+    (tmp_path / "rank-00001.txt").write_text(f"{head}\n\nMainThread:\n")
+    for number, text in enumerate(["", head[:9], "null\n", head[:-1] + "\n", "[]\n"], 2):
+        (tmp_path / f"rank-{number:05d}.txt").write_text(text)
+    (tmp_path / "rank-00009.txt").write_bytes(b"\xff\xfe\n")
+    assert read(tmp_path) == {1: json.loads(head)}
 
 
 def test_what_other_nodes_write_to_their_own_disks_is_not_missed() -> None:

@@ -1,7 +1,10 @@
 """What ends a run from outside: a person, a scheduler, a full disk. The run says so, and nothing is lost."""
 
+import errno
+import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +13,8 @@ from pathlib import Path
 import pytest
 from helpers import HANGS
 
-from tune import config
+from tune import checkpointers, config, loggers
+from tune.checkpointers import checkpointer
 
 LIMITS = {"file": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS}
 CONSTANT = "schedule._component_=tune.optimizers.constant"  # does not depend on how long the run is
@@ -79,12 +83,77 @@ def test_disk_full_while_the_model_is_written(short, contents):
 
 
 @pytest.mark.slow
-def test_disk_full_while_logging(short):
+def test_disk_full_while_logging(short, run_recipe):
+    """It ends no training. The exit status and the message are those of a run that has not written everything."""
     run, settings = short
     (run / "log.txt").unlink()
     (run / "log.txt").symlink_to("/dev/full")
-    message = explained(limited(settings))
-    assert "No space left on device" in message and "make room" in message
+    done = limited(settings)
+    message = explained(done)
+    assert "lines of log.txt (No space left on device)" in message and "continues after step 3" in message
+    assert done.stdout.count("lines of log.txt (No space left on device)") == 1
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3 and (run / "model" / "config.json").exists()
+    assert json.loads((run / "run.json").read_text())["state"] == "failed"
+
+
+def test_a_disk_that_is_full_for_a_moment(inputs, run_recipe, monkeypatch, capsys):
+    log, run, (_, hard) = loggers.Run.log, inputs.folder / "new", resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def logged(*arguments, **metrics):
+        if arguments[1] == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+        log(*arguments, **metrics)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+    monkeypatch.setattr(loggers.Run, "log", logged)
+    settings = inputs.settings(f"output_dir={run}", "max_steps=4", "checkpointer.async=false")
+    assert run_recipe(settings) == 0
+    told = capsys.readouterr().out
+    assert told.count("1 lines of metrics.jsonl (File too large)") == 1 and "continues after step 1" in told
+    assert told.index("metrics.jsonl (File too large)") < told.index(f"{run} takes lines again")
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+    assert [line for line in told.splitlines() if line.startswith("warning: ")] == [
+        line for line in (run / "log.txt").read_text().splitlines() if line.startswith("warning: ")
+    ]
+
+
+def test_a_last_checkpoint_that_fails_is_in_the_exit_status(inputs, run_recipe, monkeypatch, capsys):
+    """The result is written: nothing of the training is lost."""
+    save, run = checkpointer.dcp.save, inputs.folder / "new"
+
+    def full(state, checkpoint_id, **options):
+        if ".step-00000002" in str(checkpoint_id):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(state, checkpoint_id=checkpoint_id, **options)
+
+    monkeypatch.setattr(checkpointer.dcp, "save", full)
+    assert run_recipe(inputs.settings(f"output_dir={run}")) == 2
+    told = capsys.readouterr()
+    assert told.out.count("the checkpoint of step 2 could not be written") == 1 and "tries again" not in told.out
+    assert "the checkpoint of step 2" in told.err and "continues after step 1" in told.err
+    assert (run / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("moment", ["the last step is logged", "the model is written"])
+def test_a_signal_after_the_last_look_at_it(moment, inputs, run_recipe, monkeypatch, capfd):
+    run = inputs.folder / "new"
+    settings = inputs.settings(f"output_dir={run}")
+    place, name = (checkpointers, "export") if moment == "the model is written" else (loggers.Run, "log")
+    wrapped = getattr(place, name)
+
+    def signalled(*arguments, **options):
+        if name == "export" or arguments[1] == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return wrapped(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, signalled)
+        assert run_recipe(settings) == 130
+    assert ("saves a checkpoint" in capfd.readouterr().err) == (name == "log")
+    assert json.loads((run / "run.json").read_text())["state"] == "interrupted"
+    assert (run / "checkpoints" / "step-00000002").exists() and not (run / "model").exists()
+    assert run_recipe(settings) == 0
+    assert (run / "model" / "model.safetensors").exists()
 
 
 def test_ctrl_c_saves_although_nobody_reads_the_output(inputs):
@@ -105,16 +174,53 @@ LOCKED = (
 )
 
 
-def test_a_folder_that_another_run_is_writing_into(inputs, run_recipe, contents, capfd):
-    before = contents(inputs.run)
-    command = [sys.executable, "-c", LOCKED, str(inputs.run / "log.txt")]
+@pytest.mark.parametrize("place", ["folder", "URL"])
+def test_a_folder_that_another_run_is_writing_into(place, inputs, run_recipe, contents, capfd, monkeypatch):
+    """The second run is refused before it has tidied: the first one is writing a checkpoint."""
+    folder, settings = inputs.run, inputs.settings("max_steps=3")
+    if place == "URL":
+        url = f"file://{inputs.folder}/store/mine"
+        monkeypatch.setenv("TUNE_LOCAL", str(inputs.folder / "local"))
+        folder = config.local_folder(url)
+        shutil.copytree(inputs.run, folder)
+        settings = inputs.settings("max_steps=3", f"output_dir={url}")
+    at_work = folder / "checkpoints" / ".step-00000003.abcdef01"
+    at_work.mkdir()
+    (at_work / "__0_0.distcp").write_bytes(b"a part")
+    damaged = max(folder.glob("checkpoints/step-*/__0_0.distcp"))
+    whole = damaged.read_bytes()
+    damaged.write_bytes(b"not what it was")
+    before = contents(inputs.folder)
+    command = [sys.executable, "-c", LOCKED, str(folder / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
-        assert run_recipe(inputs.settings("max_steps=3")) == 2
-        assert f"error: output_dir: another run is writing into {inputs.run}" in capfd.readouterr().err
-        assert contents(inputs.run) == before
+        assert run_recipe(settings) == 2
+        assert f"error: output_dir: another run is writing into {folder}" in capfd.readouterr().err
+        assert contents(inputs.folder) == before
         other.kill()
-    assert run_recipe(inputs.settings("max_steps=3")) == 0
+    damaged.write_bytes(whole)
+    assert run_recipe(settings) == 0
+    assert not at_work.exists()
+
+
+def test_a_run_that_begins_while_another_one_prepares(inputs, run_recipe, capfd, monkeypatch):
+    """Both have started in a new folder. The one that comes later to its first step is refused, and touches nothing."""
+    folder, resume = inputs.folder / "new", checkpointers.Checkpointer.resume
+
+    def late(checkpointer, how):
+        (folder / "checkpoints" / ".step-00000001.abcdef01").mkdir(parents=True)
+        command = [sys.executable, "-c", LOCKED, str(folder / ".lock")]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout.readline() == "held\n"
+            try:
+                return resume(checkpointer, how)
+            finally:
+                other.kill()
+
+    monkeypatch.setattr(checkpointers.Checkpointer, "resume", late)
+    assert run_recipe(inputs.settings(f"output_dir={folder}")) == 2
+    assert f"another run is writing into {folder}" in capfd.readouterr().err
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [".step-00000001.abcdef01"]
 
 
 @pytest.mark.slow

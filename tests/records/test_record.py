@@ -53,7 +53,7 @@ def test_how_a_run_has_ended(error, state, told, tmp_path):
 def test_a_run_goes_on_while_its_log_is_locked(make_run):
     folder = make_run(state="running")
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, folder / "log.txt"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, folder / ".lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert holder.stdout.readline() == "locked\n"
@@ -61,7 +61,7 @@ def test_a_run_goes_on_while_its_log_is_locked(make_run):
     finally:
         holder.communicate("")
     assert records.read(folder).state == "killed"
-    with (folder / "log.txt").open("a") as log:  # reading it has kept nobody from continuing the run
+    with (folder / ".lock").open("a") as log:  # reading it has kept nobody from continuing the run
         fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

@@ -1,7 +1,8 @@
 """The best value of a metric in a training."""
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from tune.errors import TuneError
@@ -26,7 +27,8 @@ def more_is_better(metric: str, higher_is_better: Mapping[str, bool | None]) -> 
 
 class Best:
     """The best value of a metric so far; `stale` counts the values since. `kept` are value and step of the best whose
-    checkpoint is written. `more_is_better` says of a metric whether the highest or the lowest is best.
+    checkpoint is written; `values` has those of all steps whose checkpoints may be there. `more_is_better` says of a
+    metric whether the highest or the lowest is best.
 
     Raises:
         TuneError: it is the metric of a task, and of none of these.
@@ -47,6 +49,7 @@ class Best:
         self.sign = 1 if more_is_better(wanted, higher_is_better) else -1
         self.value, self.step, self.stale = -float("inf"), 0, 0
         self.kept = self.value, self.step
+        self.values: dict[int, float] = {}
 
     def __str__(self) -> str:
         return f"{self.metric}, {self.value * self.sign:.4g} at step {self.step}"
@@ -64,6 +67,8 @@ class Best:
 
     def take(self, step: int, value: float) -> bool:
         """Whether the metric of a step is the best so far. NaN is not."""
+        if not math.isnan(value):
+            self.values[step] = value * self.sign
         if value * self.sign > self.value:
             self.value, self.step, self.stale = value * self.sign, step, 0
         else:
@@ -72,18 +77,31 @@ class Best:
 
     def forget(self, step: int) -> None:
         """The checkpoint of a step could not be written: if it was the best, the one before it is again."""
+        self.values.pop(step, None)
         if self.step == step:
             self.value, self.step = self.kept
+
+    def choose(self, there: Collection[int]) -> None:
+        """Forget the values of steps that are not `there`; the best of the others is the best."""
+        self.values = {step: value for step, value in self.values.items() if step in there}
+        if self.step not in there:
+            self.step = min(self.values, key=lambda step: (-self.values[step], step), default=0)
+            self.value = self.values.get(self.step, -float("inf"))
+            self.kept = self.value, self.step
 
     @property
     def is_over(self) -> bool:
         return self.patience is not None and self.stale >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("metric", "value", "step", "stale")} if self.step else {}
+        if not self.step:
+            return {}
+        state = {name: getattr(self, name) for name in ("metric", "value", "step", "stale")}
+        return state | {"values": [list(each) for each in sorted(self.values.items())]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores nothing from the state of another metric."""
-        if state.get("metric") == self.metric:
-            vars(self).update(state)
+        if self.metric and state.get("metric") == self.metric:
+            self.value, self.step, self.stale = state["value"], state["step"], state["stale"]
+            self.values = {self.step: self.value} | dict(state.get("values", ()))
             self.kept = self.value, self.step

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tune.atomic import CHECKPOINT
+from tune import lock
+from tune.atomic import CHECKPOINT, written_aside
 from tune.checkpointers.best import Best
 from tune.checkpointers.disk import found_damage, gather_digests, replace_json, write_digests
 from tune.checkpointers.finite import CAUSES, STOPPED, not_finite, require_finite
@@ -111,25 +112,31 @@ class Checkpointer:
         self.tell = tell if world.is_main else lambda message: None
         self.best = Best(keep_best, patience, tasks.higher_is_better if tasks else {})
         self.saved, self.reported, self.writing = 0, 0, 0
-        self.resumed: dict[int, Path] = {}  # the step that training continues after, and its checkpoint, of any folder
+        self.resumed: dict[int, Path] = {}  # by step the checkpoints of the folder that training continues from
         is_first_here = os.environ.get("LOCAL_RANK") == "0" and (folder.parent / STORED).exists()
         self.tidies = world.is_main or is_first_here  # the one process of a folder that renames and removes in it
         self.group = _background_group(dist.group.WORLD, world.timeout)
         self.background = ThreadPoolExecutor(max_workers=1)
         self.pending: Future[None] | None = None
         self.told = ""  # why the last checkpoint was not written
-        self.failed = False  # the last one
+        self.unwritten = ""  # what could not be written at last
+        self.ends = False  # whether this is the last step
         self.metrics: dict[int, dict[str, float]] = {}  # of steps that are not yet reported to Ray
 
     def resume(self, resume: str) -> int:
         """Restore the newest complete checkpoint (`auto`), the one at a path, or none (`never`); return its step.
-        Raises TuneError if there is none at the path, it is of another training, or it would replace later ones."""
+        Raises TuneError if there is none at the path, it is of another training, or it would replace later ones; or if
+        another run has begun in this folder."""
+        self.world.of_main(lambda: lock.hold(self.folder.parent))  # before anything there is changed
         if self.tidies and resume == "auto":
             for unfinished in self.folder.glob(".step-*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
+        if resume == "never":
+            return 0
         if resume == "auto":
-            self._set_damaged_aside()
-        path = self.newest() if resume == "auto" else None if resume == "never" else checkpoint_at(Path(resume))
+            path = self._newest_intact()
+        else:  # other processes may see a shared folder a little later
+            path = self.world.of_main(lambda: checkpoint_at(Path(resume)))
         if path is None:
             return 0
         if resume != "auto" and (damage := self._damage(path)):
@@ -151,7 +158,27 @@ class Checkpointer:
         self.best.load_state_dict(small.get("best", {}))
         self.saved = self.reported = small["step"]
         self.resumed[self.saved] = path
+        self._find_best(path.parent)
         return self.saved
+
+    def _find_best(self, before: Path) -> None:
+        """Look for the checkpoints with the best values: they may be in the folder `before`, from which training
+        continues. Those that are nowhere are forgotten."""
+        best = self.best.step
+        for step in self.world.broadcast([*self.best.values]):
+            if self.world.broadcast((before / f"step-{step:08d}").exists()):
+                self.resumed.setdefault(step, before / f"step-{step:08d}")
+        self.best.choose([step for step in self.best.values if step in self.resumed])
+        if best != self.best.step:
+            now = f"It is {self.best} now" if self.best.step else "It is looked for anew"
+            self.tell(f"warning: the checkpoint of step {best}, with the best {self.best.metric}, is gone. {now}")
+            if before == self.folder:
+                self._note_best(self.saved)
+
+    def _place(self, step: int) -> Path | None:
+        """Where the checkpoint of a step is: in this folder, or in the one that training has continued from."""
+        places = [self.folder / f"step-{step:08d}", *filter(None, [self.resumed.get(step)])]
+        return self.world.broadcast(next((path for path in places if path.exists()), None))
 
     def _restore(self, path: Path, small: dict[str, Any], extra: dict[str, Any]) -> None:
         """The tensors of a checkpoint, and what training changed in the optimizer's groups."""
@@ -212,7 +239,10 @@ class Checkpointer:
             raise TuneError(f"{found}: {STOPPED}, as {why}. {CAUSES}")
         if goes_back:
             reshard(self.model)
-            path = self.resumed.get(kept, self.folder / f"step-{kept:08d}")
+            path = self._last_intact()
+            kept = self.saved
+            if path is None:
+                raise TuneError(f"{found}: stopped, as there is no intact checkpoint to go back to. {CAUSES}")
             rates = [group.get("lr") for group in self.optimizer.param_groups]  # the schedule does not go back
             self._restore(path, json.loads((path / "state.json").read_text(encoding="utf-8")), self._states()[1])
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -222,12 +252,27 @@ class Checkpointer:
         self.tell(f"warning: {found}. The weights {weights}; training goes on")
         return False
 
-    def _set_damaged_aside(self) -> None:
-        """Rename what is newer than the newest intact checkpoint: it can be looked at, and is not taken."""
+    def _last_intact(self) -> Path | None:
+        """The newest intact checkpoint of this training."""
+        newest = self._newest_intact()
+        self.saved = int(newest.name.removeprefix("step-")) if newest else 0
+        for step in sorted(self.resumed, reverse=True):
+            if step > self.saved and (path := self._place(step)):
+                if not (damage := self._damage(path)):
+                    self.saved = step
+                    return path
+                self.tell(f"warning: {path} is damaged: {damage}. The one before it is taken")
+        return newest
+
+    def _newest_intact(self) -> Path | None:
+        """The newest intact checkpoint in the folder. Newer ones are renamed: to be looked at, and not to be taken."""
         while (path := self.newest()) and (damage := self._damage(path)):
-            if self.world.is_main:
-                aside = path.rename(self.folder / f"damaged-{path.name}.{uuid.uuid4().hex[:8]}")
-                self.tell(f"warning: {path} is damaged: {damage}. It is now {aside.name}, the one before it is taken")
+            aside = self.world.broadcast(f"damaged-{path.name}.{uuid.uuid4().hex[:8]}")
+            if self.tidies:
+                path.rename(self.folder / aside)
+            self.tell(f"warning: {path} is damaged: {damage}. It is now {aside}, the one before it is taken")
+            self.best.choose(self.best.values.keys() - {int(path.name.removeprefix("step-"))})
+        return path
 
     def _damage(self, checkpoint: Path) -> str:
         """What of a checkpoint is not as it was written: the processes share its files, to read each once."""
@@ -255,7 +300,10 @@ class Checkpointer:
         if measured and self.is_over():
             self.tell(f"stopped: {self.best} was the best, and the last {self.best.patience} were no better")
         soon = self.writing + max(1, (self.every or 0) // 10)  # then it is tried again, if rank 0 knows that it failed
-        is_due = self.every and (step % self.every == 0 or (step == soon and self.world.broadcast(self.failed)))
+        is_due = self.every and (
+            step % self.every == 0 or (step == soon and bool(self.world.broadcast(self.unwritten)))
+        )
+        self.ends = now
         if now or is_best or self.is_over() or is_due:
             self.metrics[step] = metrics
             self.save(step)
@@ -270,13 +318,14 @@ class Checkpointer:
         later: should the run end before, they are not lost (`Run.track`)."""
         saved = self._written()
         self._report(saved)
+        self.ends = self.ends or wait
+        if self.world.is_main:  # of others there is no checkpoint
+            self.best.values = {each: value for each, value in self.best.values.items() if self._has(each, step)}
         if step == saved:
-            if self.world.is_main and self.best.metric:
-                file = self.folder / f"step-{step:08d}" / "state.json"
-                replace_json(file, json.loads(file.read_text(encoding="utf-8")) | {"best": self.best.state_dict()})
+            self._note_best(step)
             self._settled(step, (self.best.value, self.best.step))
             return
-        self.failed = False
+        self.unwritten = ""
         self.writing, best = step, (self.best.value, self.best.step)
         complete = self.folder / f"step-{step:08d}"
         unfinished = self.folder / f".step-{step:08d}.{self.world.broadcast(uuid.uuid4().hex[:8])}"
@@ -301,6 +350,7 @@ class Checkpointer:
                     (unfinished / "state.json").write_text(small, encoding="utf-8")
                     write_digests(unfinished, digests, ".metadata", "state.json")
                 if self.tidies:
+                    self._take_over(best[1])
                     unfinished.rename(complete)
             except (OSError, CheckpointException) as error:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -320,6 +370,16 @@ class Checkpointer:
         if wait:
             self._written()
 
+    def _note_best(self, step: int) -> None:
+        """Renew the note of the best one in the checkpoint of a step."""
+        if self.world.is_main and self.best.metric:
+            file = self.folder / f"step-{step:08d}" / "state.json"
+            try:
+                replace_json(file, json.loads(file.read_text(encoding="utf-8")) | {"best": self.best.state_dict()})
+            except OSError as error:  # the other processes go on
+                self.unwritten = f"which step was the best, in {file}"
+                self.tell(f"warning: {file} could not be written, to note the best {self.best}: {error.strerror}")
+
     def wait(self) -> int:
         """Wait for the checkpoint that is being written, on all processes; return the step of the last complete one,
         or 0. Under Ray Train it is reported, unless it lies on a disk that its other nodes do not see."""
@@ -328,8 +388,19 @@ class Checkpointer:
         return saved
 
     def _written(self) -> int:
-        self._collect()
-        return self.world.broadcast(self.saved)  # also: no process ends before rank 0 has renamed the folder
+        """As `wait`. A checkpoint may fail on one process alone: what it knows of it, all know from here on. Also, no
+        process ends before rank 0 has renamed the folder."""
+        failure = ""
+        try:
+            self._collect()
+        except TuneError as error:
+            failure = str(error)
+        known = self.world.all_gather((failure, self.saved, self.unwritten, vars(self.best)))
+        if failure := next((each[0] for each in known if each[0]), ""):
+            raise TuneError(failure)
+        _, self.saved, self.unwritten, best = known[0]
+        vars(self.best).update(best)
+        return self.saved
 
     def _report(self, saved: int) -> None:
         if saved > self.reported and is_ray_worker() and not (self.folder.parent / STORED).exists():
@@ -349,16 +420,32 @@ class Checkpointer:
         reshard(self.model)  # what was measured last may have gathered some
         if self.best.metric is None:
             return
-        path = self.folder / f"step-{self.best.step:08d}"
-        if not self.world.broadcast(path.exists()):
+        if (path := self._best_intact()) is None:
             self.tell(
                 f"checkpointer.keep_best: there is no checkpoint with a {self.best.metric}: the last weights are taken"
             )
             return
         model = get_model_state_dict(self.model, options=TRAINED)
-        dcp.load({"model": model}, storage_reader=Reader(path), planner=Planner())
+        try:
+            dcp.load({"model": model}, storage_reader=Reader(path), planner=Planner())
+        except CheckpointException as error:
+            raise TuneError(f"{path} cannot be read into this model: {cause_of(error)}. Remove that folder") from error
         set_model_state_dict(self.model, model, options=TRAINED)
         self.tell(f"the weights are those with the best {self.best}")
+
+    def _best_intact(self) -> Path | None:
+        """The best checkpoint. If it is damaged, the next best one of those that are there."""
+        while self.best.step:
+            path = self._place(self.best.step)
+            damage = self._damage(path) if path else ""
+            if path and not damage:
+                return path
+            what = f"{path} is damaged: {damage}" if path else f"the checkpoint of step {self.best.step} is gone"
+            self.tell(f"warning: {what}. It has the best {self.best.metric}: the next best is taken")
+            self.best.choose(self.best.values.keys() - {self.best.step})
+            if self.saved:
+                self._note_best(self.saved)
+        return None
 
     def _collect(self) -> None:
         if self.pending is not None:
@@ -372,11 +459,25 @@ class Checkpointer:
         except TuneError as error:
             if self.on_error == "stop":
                 raise
-            self.failed = True
+            self.unwritten = f"the checkpoint of step {self.writing}"
             self.best.forget(self.writing)
             if str(error) != self.told:  # at the end a step is saved before what is measured then, and after it
-                self.tell(f"{error} The run goes on, and tries again at the next checkpoint at the latest.")
+                again = "" if self.ends else ", and tries again at the next checkpoint at the latest"
+                self.tell(f"{error} The run goes on{again}.")
             self.told = str(error)
+
+    def _has(self, step: int, saving: int) -> bool:
+        """Whether there is a checkpoint of a step, or will be when `saving` is written."""
+        before = self.resumed.get(step)
+        here = (self.folder / f"step-{step:08d}").exists()
+        return step == saving or here or (before is not None and before.exists())
+
+    def _take_over(self, step: int) -> None:
+        """Bring the best checkpoint, if it is in the folder that training has continued from, into this one."""
+        before, complete = self.resumed.get(step), self.folder / f"step-{step:08d}"
+        if before and before.exists() and not complete.exists():
+            with written_aside(complete, folder=True) as unfinished:
+                shutil.copytree(before, unfinished, copy_function=_link, dirs_exist_ok=True)
 
     def _settled(self, step: int, best: tuple[float, int]) -> None:
         """The checkpoint of a step is complete: remove those that are not to be kept."""
@@ -447,6 +548,14 @@ def _from_json(state: Any) -> Any:
             return {key: _from_json(value) for key, value in state[PAIRS]}
         return {key: _from_json(value) for key, value in state.items()}
     return [_from_json(each) for each in state] if isinstance(state, list) else state
+
+
+def _link(source: str, target: str) -> None:
+    """Files of a checkpoint are replaced and never changed: a second name is a copy, if one file system has both."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -131,14 +131,17 @@ def write_digests(folder: Path, digests: Mapping[str, str], *others: str) -> Non
 
 
 def replace_json(file: Path, value: Any) -> None:
-    """Replace a file that has a digest. Digests of both contents are kept: a kill in between leaves nothing damaged."""
+    """Replace a file that has a digest. Those of all its contents are kept, the newest last: whatever ends this, and of
+    whichever time a copy of the file is, nothing looks damaged."""
     digests = (
         json.loads((file.parent / DIGESTS).read_text(encoding="utf-8")) if (file.parent / DIGESTS).exists() else {}
     )
     with written_aside(file) as unfinished:
         unfinished.write_text(json.dumps(value), encoding="utf-8")
         if digests:  # not of an early version
-            write_digests(file.parent, digests | {file.name: f"{digest_of(file)} {digest_of(unfinished)}"})
+            before = digests[file.name] if digests[file.name].startswith("xxh3:") else digest_of(file)
+            digests[file.name] = f"{before} {digest_of(unfinished)}"
+            write_digests(file.parent, digests)
 
 
 def found_damage(folder: Path, share: int = 0, shares: int = 1) -> str:
@@ -147,13 +150,18 @@ def found_damage(folder: Path, share: int = 0, shares: int = 1) -> str:
     if not (folder / DIGESTS).exists():
         return ""
     try:
-        digests = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
-    except ValueError:
+        digests = sorted(json.loads((folder / DIGESTS).read_text(encoding="utf-8")).items())
+    except (OSError, ValueError, AttributeError):
         return f"{DIGESTS} cannot be read"
-    for name, digest in sorted(digests.items())[share::shares]:
-        if not (file := folder / name).exists():
+    for name, digest in digests[share::shares]:
+        file = folder / name
+        try:
+            found = digest_of(file) if digest.startswith("xxh3:") else sampled_digest([], [file])
+        except FileNotFoundError:
             return f"{name} is missing"
-        if (digest_of(file) if digest.startswith("xxh3:") else sampled_digest([], [file])) not in digest.split():
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if found not in digest.split():
             return f"{name} is not as it was written"
     return ""
 

@@ -72,7 +72,7 @@ def add_scores(
 
     for part in dataset.parts.values():
         file = folder / f"{name}-{hash_of(part.fingerprint, made_of)}.npy"
-        values = world.broadcast(np.load(file) if world.is_main and file.exists() else None)
+        values = world.broadcast(_kept(file) if world.is_main else None)
         if values is None:
             values = values_of(part)
             if world.is_main:
@@ -80,3 +80,14 @@ def add_scores(
                 with written_aside(file) as unfinished, unfinished.open("wb") as stream:
                     np.save(stream, values)
         part.add_column(name, values)
+
+
+def _kept(file: Path) -> np.ndarray | None:
+    """What is kept in a file. What cannot be read is computed again, on all processes."""
+    try:
+        return np.load(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError) as error:
+        print(f"warning: {file} is damaged ({error}): what it kept is computed again", file=sys.stderr, flush=True)
+        return None

@@ -138,19 +138,11 @@ class World:
         """The result of `make` on the first of the processes that read the same data, for all of them: of functions
         that may give another result each time. Only the first one calls it. If it raises, the others raise a TuneError
         with the same message."""
-        if self.peers.size() == 1:
-            return make()
-        box: list[Any] = [None, None]
-        failure: Exception | None = None
-        if self.peers.get_local_rank() == 0:
-            try:
-                box[0] = make()
-            except Exception as error:  # raised below, when the others have it
-                failure, box[1] = error, str(error)
-        dist.broadcast_object_list(box, group=self.peers.get_group(), group_src=0)
-        if box[1] is not None:
-            raise failure or TuneError(box[1])
-        return box[0]
+        return make() if self.peers.size() == 1 else _of_first(make, self.peers.get_group())
+
+    def of_main(self, make: Callable[[], T]) -> T:
+        """The result of `make` on rank 0, for all. If it raises, the others raise a TuneError with the same message."""
+        return _of_first(make, None)
 
     def barrier(self) -> None:
         dist.barrier()
@@ -163,6 +155,21 @@ class World:
         """
         atexit.unregister(_abort)
         atexit.register(_leave)
+
+
+def _of_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """The result of `make` on the first process of a group, for all of it; see `World.of_peers`."""
+    box: list[Any] = [None, None]
+    failure: Exception | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            box[0] = make()
+        except Exception as error:  # raised below, when the others have it
+            failure, box[1] = error, str(error)
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    if box[1] is not None:
+        raise failure or TuneError(box[1])
+    return box[0]
 
 
 def join(device: Literal["auto", "cpu", "cuda", "mps"] = "auto", timeout: float = 60) -> torch.device:

@@ -55,9 +55,18 @@ def disk_note(folder: Path, model: nn.Module, master_dtype: str, keep: int | Non
     if needed <= (free := shutil.disk_usage(there).free):
         return ""
     return (
-        f"output_dir: {there} has {free / 2**30:.2f} GiB left, and the checkpoints and the export take about "
-        f"{needed / 2**30:.2f}: give another folder, or lower checkpointer.keep"
+        f"output_dir: {there} has {size_in_words(free)} left, and the checkpoints and the export take about "
+        f"{size_in_words(needed)}: give another folder, or lower checkpointer.keep"
     )
+
+
+def size_in_words(size: float) -> str:
+    """Bytes in the unit in which they are a figure that says something."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1000:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:,.2f} GiB"
 
 
 def score_bytes(

@@ -18,7 +18,6 @@ from tune.checkpointers.disk import sampled_digest
 from tune.distributed import World
 from tune.distributed.restarts import launcher_store
 from tune.errors import TuneError
-from tune.loggers.sinks import require_free
 from tune.lookup import local_path
 
 PATIENCE = 10.0  # seconds after which another node sees what was written to a shared file system
@@ -53,8 +52,6 @@ def refusal(path: Path, resume: str, mark: Path, adapts: bool) -> str:
         return f"output_dir: {path} holds a run already, and resume=never. Give another output_dir, or resume=auto"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError), (path / "log.txt").open("r+", encoding="utf-8") as log:
-            require_free(log)
         _require_same_kind(path, resume, adapts)
         mark.touch()
     except OSError as error:

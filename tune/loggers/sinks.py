@@ -1,19 +1,19 @@
 """Where metrics and messages go. Only rank 0 has sinks."""
 
 import contextlib
-import fcntl
 import functools
 import io
 import json
 import mmap
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 from unittest import mock
 
 from omegaconf import DictConfig, OmegaConf
@@ -23,7 +23,6 @@ from tune import records
 from tune.errors import TuneError
 from tune.secrets import without_secrets
 
-BEATS = 25.0  # seconds in which a run that goes on writes its heartbeat twice
 WandbOptions = Mapping[str, str | None]  # project (None: off) and name (None: that of the run folder)
 WANDB_OFF: WandbOptions = {"project": None, "name": None}
 
@@ -58,14 +57,15 @@ def require_installed(tensorboard: bool, wandb: WandbOptions) -> None:
 
 
 class Files(Sink):
-    """log.txt: every message, with a lock by which others see that the run goes on. metrics.jsonl: one object an
-    optimizer step; a resumed run continues it, and samples.jsonl, after the step it resumes from."""
+    """log.txt: every message. metrics.jsonl: one object an optimizer step. A resumed run continues metrics.jsonl and
+    samples.jsonl after the step it resumes from."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.log = (folder / "log.txt").open("a", encoding="utf-8", errors="surrogateescape", buffering=1)
-        require_free(self.log)
-        self.lines = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self.files = {name: Lines(folder / name) for name in ("log.txt", "metrics.jsonl")}
+        for file in self.files.values():
+            file.open()
+        self.one = threading.Lock()  # threads send messages too
 
     def start(self, step: int, total: int) -> None:
         for file in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
@@ -73,14 +73,57 @@ class Files(Sink):
                 os.truncate(file, lines_after(file, step)[0])
 
     def message(self, text: str) -> None:
-        self.log.write(text + "\n")
+        self.append("log.txt", text)
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        self.lines.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
+        self.append("metrics.jsonl", json.dumps({"step": step, "time": round(time.time(), 3), **values}))
+
+    def append(self, name: str, *lines: str) -> None:
+        """Add lines to a file in the folder. On a full disk they wait, those of all files."""
+        with self.one:
+            if name not in self.files:
+                self.files[name] = Lines(self.folder / name)
+            self.files[name].waiting += "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
+            for file in self.files.values():
+                file.write()
+
+    def unwritten(self) -> str:
+        """What waits, and why; "" if nothing does."""
+        waiting = [file for file in self.files.values() if file.waiting]
+        return ", ".join(f"{file.count:,} lines of {file.path.name} ({file.error})" for file in waiting)
 
     def close(self) -> None:
-        self.log.close()
-        self.lines.close()
+        for file in self.files.values():
+            file.close()
+
+
+class Lines:
+    """A text file, to whose end lines are added. What a full disk does not take waits, and is written later."""
+
+    def __init__(self, path: Path):
+        self.path, self.waiting, self.error = path, b"", ""
+        self.file: io.FileIO | None = None
+
+    def open(self) -> io.FileIO:
+        self.file = self.file or self.path.open("ab", buffering=0)
+        return self.file
+
+    @property
+    def count(self) -> int:
+        return self.waiting.count(b"\n")
+
+    def write(self) -> None:
+        try:
+            while self.waiting:
+                self.waiting = self.waiting[self.open().write(self.waiting) :]
+        except OSError as error:
+            self.error = error.strerror or str(error)
+
+    def close(self) -> None:
+        self.write()
+        with contextlib.suppress(OSError):
+            if self.file:
+                self.file.close()
 
 
 def lines_after(file: Path, step: int) -> tuple[int, list[int]]:
@@ -101,40 +144,6 @@ def lines_after(file: Path, step: int) -> tuple[int, list[int]]:
                     steps.append(logged)
                 end = begin
     return end, steps[::-1]
-
-
-def require_free(log: TextIO) -> None:
-    """Lock a run's open log.txt; where the file system has no locks, look whether its heartbeat goes on, which takes
-    `BEATS` seconds where a run there has not ended. Raises TuneError if another process is writing there."""
-    folder = Path(log.name).parent
-    try:
-        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        is_free = False
-    except OSError:
-        is_free = not _beats(folder)
-    else:
-        return
-    if not is_free:
-        raise TuneError(
-            f"output_dir: another run is writing into {folder}. Wait for its end, or give another output_dir"
-        )
-
-
-def _beats(folder: Path) -> bool:
-    """Whether somebody writes heartbeat.json now. Clocks of two machines are not compared."""
-    beat, began = _content(folder / "heartbeat.json"), time.monotonic()
-    if not beat or records.json_object(_content(folder / "run.json")).get("state") != "running":
-        return False
-    while (same := _content(folder / "heartbeat.json") == beat) and time.monotonic() - began < BEATS:
-        time.sleep(0.5)
-    return not same
-
-
-def _content(file: Path) -> bytes:
-    with contextlib.suppress(OSError):
-        return file.read_bytes()
-    return b""
 
 
 # The metrics on the console, as far as a run has them.
@@ -173,6 +182,8 @@ class Console(Sink):
             print(text, flush=True)
         except BrokenPipeError:  # who reads it has left, as Ctrl-C makes `| tee` do: the run goes on, and saves
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError:  # it goes to a file on a full disk, and stays in the buffer, which the next message writes
+            pass
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         shown = [f"{name} {values[name]:{form}}" for name, form in SHOWN.items() if name in values]

@@ -1,7 +1,8 @@
 """A run folder in an object store: written on this machine, and uploaded in the background.
 
 At the URL lies what is in a run folder. A checkpoint there is complete when it has `digests.json`, which is uploaded
-last and removed first.
+last and removed first. In a complete one only `state.json` changes, as the run notes there which step is the best:
+`digests.json`, which has the digests of all its contents, is then uploaded before it.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ WITHOUT_FOLDERS = ("s3", "gs", "gcs", "az", "abfs", "abfss", "oci", "memory")  #
 TAKEN = "another run has begun to write there, and this one no longer does"
 LATE = 30.0  # seconds that the first node waits for the others with a checkpoint when there is a newer one
 OWNER, HELD = ".owner", ".uploading"  # in the store: who may write; the checkpoint that all nodes upload
+STATE = "state.json"  # of a checkpoint
 MARK = ".part-"  # with a rank: all files of its node are there
 
 
@@ -60,10 +62,13 @@ class Store:
                 "node has only its part with a URL. Give a folder that all nodes share, or leave both out"
             )
         mark, mine = folder / STORED, self.owner.hex()
-        if world.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-            mark.write_text(mine, encoding="utf-8")
-        world.barrier()
+
+        def write_mark() -> None:
+            if world.is_main:
+                folder.mkdir(parents=True, exist_ok=True)
+                mark.write_text(mine, encoding="utf-8")
+
+        self._on_each_node(write_mark)
         if any(
             world.all_gather(
                 world.rank in self.nodes[1:] and mark.exists() and mark.read_text(encoding="utf-8") == mine
@@ -113,7 +118,14 @@ class Store:
     def _fetch_checkpoint(self, step: str) -> Path:
         final, names = self.folder / "checkpoints" / step, self._listed(f"checkpoints/{step}")
         if all((self.folder / name).exists() for name in names) and not found_damage(final):
-            return final
+            here, there = self._digests(step)
+            if _is_renewed(there, here):
+                return final
+            if here | {STATE: ""} == there | {STATE: ""}:
+                for name in (DIGESTS, STATE):
+                    with written_aside(final / name) as unfinished:
+                        self.files.get_file(f"checkpoints/{step}/{name}", str(unfinished))
+                return final
         with written_aside(final, folder=True) as unfinished:
             for name in names:
                 self.files.get_file(name, str(unfinished / Path(name).name))
@@ -124,9 +136,17 @@ class Store:
     def _listed(self, below: str = "") -> list[str]:
         """The files below, as paths from the run folder."""
         self.files.invalidate_cache()
+        found: list[str] = []
         with contextlib.suppress(FileNotFoundError):
-            return self.files.find(below)
-        return []
+            found = self.files.find(below)
+        if outside := [name for name in found if name.startswith("/") or ".." in name.split("/")]:
+            raise TuneError(f"{outside[0]!r} there is the name of a file outside of a run folder. Remove it there")
+        return found
+
+    def _digests(self, step: str) -> tuple[dict[str, str], dict[str, str]]:
+        """Those of a complete checkpoint: on this disk, and in the store."""
+        name = f"checkpoints/{step}/{DIGESTS}"
+        return json.loads((self.folder / name).read_text(encoding="utf-8")), json.loads(self.files.cat_file(name))
 
     def _complete(self) -> set[str]:
         return {name.split("/")[1] for name in self._listed("checkpoints") if name.endswith(f"/{DIGESTS}")}
@@ -198,6 +218,7 @@ class Store:
         while step := self.held or self._next():
             if self._upload_part(step) and not self._is_over():
                 break
+        self._renew()
         kept = {*sorted(self.there)[-(self.keep or 0) :], *self._steps()}
         self._remove(self.there - kept)
         self.there &= kept
@@ -230,6 +251,22 @@ class Store:
                 self._send(file, f"checkpoints/{step}/{file.name}")
         return True
 
+    def _renew(self) -> None:
+        """Upload what the run has changed in complete checkpoints."""
+        for step in self.there.intersection(self._steps()):
+            digests = self.folder / "checkpoints" / step / DIGESTS
+            try:
+                if self.sent.get(name := f"checkpoints/{step}/{DIGESTS}") == _state_of(digests):
+                    continue
+                here, there = self._digests(step)
+                if here != there and _is_renewed(there, here):
+                    self._send(digests, name)
+                    self._send(digests.with_name(STATE), f"checkpoints/{step}/{STATE}")
+                self.sent[name] = _state_of(digests)
+            except FileNotFoundError:
+                if digests.exists():  # else it is removed right now
+                    raise
+
     def _is_over(self) -> bool:
         """Whether the held checkpoint is now complete in the store, or is given up, as another node has removed it."""
         folder = f"checkpoints/{self.held}"
@@ -261,8 +298,8 @@ class Store:
 
     def _send(self, file: Path, name: str) -> None:
         try:
-            about = file.stat()
-            if self.sent.get(name) != (state := (about.st_mtime_ns, about.st_size)):
+            state = _state_of(file)
+            if self.sent.get(name) != state:
                 self._make_parent(name)
                 self.files.put_file(str(file), name)
                 self.sent[name] = state
@@ -280,3 +317,14 @@ class Store:
                 self.files.rm_file(f"checkpoints/{step}/{DIGESTS}")
             with contextlib.suppress(FileNotFoundError):
                 self.files.rm(f"checkpoints/{step}", recursive=True)
+
+
+def _is_renewed(before: dict[str, str], after: dict[str, str]) -> bool:
+    """Whether these digests are of one checkpoint, `after` of the same time as `before` or later."""
+    old, new = before.get(STATE, "").split(), after.get(STATE, "").split()
+    return before | {STATE: ""} == after | {STATE: ""} and new[: len(old)] == old
+
+
+def _state_of(file: Path) -> tuple[int, int]:
+    about = file.stat()
+    return about.st_mtime_ns, about.st_size

@@ -16,18 +16,20 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from tune import config, records
+from tune import config, lock, records
+from tune.atomic import CHECKPOINT
+from tune.checkpointers import Checkpointer
 from tune.datasets import DataLoader, Dataset, Mixture, PromptLoader, Stream
 from tune.datasets.display import MARKS, first_rows, marked, parts_of
 from tune.datasets.loader import require_batches
 from tune.datasets.warnings import beyond_positions, warnings_about
-from tune.distributed import PACE, World, bytes_sent, repeated_blocks, undivided
+from tune.distributed import PACE, Interrupt, World, bytes_sent, repeated_blocks, undivided
 from tune.errors import TuneError
 from tune.generation import Sampler
 from tune.loggers import run_folder
 from tune.loggers.flops import flops_per_token, peak_flops
 from tune.loggers.hardware import disk_note, peak_memory_gib, planned_memory, score_bytes
-from tune.loggers.sinks import WANDB_OFF, Console, Sink, WandbOptions, lines_after, open_sinks, require_installed
+from tune.loggers.sinks import WANDB_OFF, Console, Files, Sink, WandbOptions, lines_after, open_sinks, require_installed
 from tune.loggers.store import Store
 from tune.loggers.watchdog import Watchdog
 from tune.lookup import in_shell
@@ -68,6 +70,7 @@ class Run:
         self.tensorboard, self.wandb = tensorboard, wandb
         chosen = run_folder.choose(output_dir, recipe, world)
         self.path = config.local_folder(chosen)
+        world.of_main(lambda: lock.hold(self.path))  # before anything in it is changed
         is_url = "://" in chosen
         self.store = Store(chosen, self.path, world, settings.get("checkpointer") or {}) if is_url else None
         # The command that continues this run, in words.
@@ -84,6 +87,9 @@ class Run:
         run_folder.require_same_files(OmegaConf.to_container(settings, resolve=True), world)
         self.sinks: list[Sink] = [Console(console_every)] if world.is_main else []
         self.messages: list[str] = []
+        self.files: Files | None = None  # of the first process, once the training has begun
+        self.unwritten: list[str] = []  # what the disk did not take
+        self.waits = False  # whether it does not take lines now
         if self.store:
             self.info(f"{self.path} is uploaded to {self.store.name} while the run goes on")
         self._apply_rules()
@@ -117,27 +123,62 @@ class Run:
         if error is None:
             if self.stream:
                 self.info(self.stream.seen.table())
-                if self.world.is_main:
-                    data = self.data | self.stream.seen.as_dict() | {"steps_per_epoch": None}
-                    (self.path / "data.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
             self.world.finish()
-        if self.has_begun:
-            self._conclude(error)
-        for sink in self.sinks:
-            sink.close()
-        if self.store:
-            self.store.finish(error)
-
-    def _conclude(self, error: BaseException | None) -> None:
-        """Note how the run has ended and write its report, whatever happens: nothing may hide `error`."""
         try:
-            records.end(self.path, error)
+            failure = self._conclude(error) if self.has_begun else None
+            for sink in self.sinks:
+                sink.close()
+            if self.store:
+                self.store.finish(error)
+        finally:
+            lock.release(self.path)
+        if failure:
+            raise failure
+
+    def _conclude(self, error: BaseException | None) -> TuneError | None:
+        """Note how the run has ended and write its report, whatever happens: nothing may hide `error`. Without one,
+        gives that of a run that has not written everything."""
+        try:
+            if self.stream and error is None:
+                data = self.data | self.stream.seen.as_dict() | {"steps_per_epoch": None}
+                (self.path / "data.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+            records.end(self.path, error or self._failure())
             if not isinstance(error, KeyboardInterrupt):  # by which a user ends it at once
                 records.write_report([self.path], self.path / "report.html")
-        except Exception as failure:
-            with contextlib.suppress(OSError):  # a full disk
-                kind = "" if isinstance(failure, TuneError) else f"{type(failure).__name__}: "
-                self.info(f"the report is not written: {kind}{failure}")
+        except Exception as problem:
+            why = problem if isinstance(problem, TuneError) else repr(problem)
+            self.info(f"the report is not written: {why}")
+            if isinstance(problem, TuneError | OSError):
+                self.unwritten.append(f"the report ({why})")
+        failure = self._failure()
+        if error and failure:
+            self.info(f"warning: {failure}")
+        return None if error else failure
+
+    def _failure(self) -> TuneError | None:
+        """The error of a run that ends without having written everything."""
+        unwritten = [*self.unwritten, *filter(None, [self.files.unwritten() if self.files else ""])]
+        if not unwritten:
+            return None
+        what = "; ".join(unwritten)
+        return TuneError(f"output_dir: {self.path} is not complete, without {what}. {self._way_back()}")
+
+    def _way_back(self) -> str:
+        """What a user with a full disk can do, and where a rerun begins."""
+        saved = max(self.path.glob(f"checkpoints/{CHECKPOINT}"), default=None)
+        where = f"continues after step {int(saved.name.removeprefix('step-'))}" if saved else "begins anew"
+        return f"Make room: {self.again} {where}"
+
+    def finish(self, checkpointer: Checkpointer, interrupt: Interrupt) -> None:
+        """The training is over: the model gets the weights to export. If a signal has come since the last step, the run
+        ends here. From here on a signal ends it at once, as everything is saved."""
+        checkpointer.finish()
+        if checkpointer.unwritten and self.world.is_main:
+            self.unwritten.append(checkpointer.unwritten)
+        if self.world.any(interrupt.end()):
+            saved = checkpointer.wait()
+            self.info(f"interrupted: step {saved} is saved, {self.again} continues after it")
+            sys.exit(130)
 
     def info(self, message: str) -> None:
         """Send a message to the console and log.txt."""
@@ -145,6 +186,21 @@ class Run:
         self.messages.append(message)
         for sink in self.sinks:
             sink.message(message)
+        self._report_disk()
+
+    def _report_disk(self) -> None:
+        """A full disk ends no run: lines wait. Say so once, and that they are written."""
+        unwritten = self.files.unwritten() if self.files else ""
+        if bool(unwritten) == self.waits:
+            return
+        self.waits = bool(unwritten)
+        if self.waits:
+            self.info(
+                f"warning: {self.path} does not take {unwritten}. They are kept, and written when there is room. "
+                f"{self._way_back()}, should the run end before"
+            )
+        else:
+            self.info(f"{self.path} takes lines again: nothing is missing")
 
     def _describe_model(self, model: nn.Module, row: int, longest: int, mean: int, rows: int, tokens: int) -> None:
         """Report the processes, the model, its memory and what is sent. The lengths in tokens are those of a row of a
@@ -270,10 +326,13 @@ class Run:
         each waits for data."""
         if self.world.is_main:
             self.path.mkdir(parents=True, exist_ok=True)
-            sinks = open_sinks(self.path, self.tensorboard, self.wandb, self.settings)  # locks the folder
+        self.world.of_main(lambda: lock.hold(self.path, make=True))
+        if self.world.is_main:
+            sinks = open_sinks(self.path, self.tensorboard, self.wandb, self.settings)
             for sink, message in itertools.product(sinks, self.messages):
                 sink.message(message)
             self.sinks += sinks
+            self.files = next(sink for sink in sinks if isinstance(sink, Files))
             self._report_earlier_starts(start)
             device = self.world.device
             records.start(
@@ -367,15 +426,16 @@ class Run:
     def append(self, file: str, records: list[dict[str, Any]]) -> None:
         """Add all processes' `records`, as lines of JSON, to a file in the run folder."""
         gathered = self.world.all_gather(records)[:: self.world.peers.size()]  # those beside them have the same
-        if self.world.is_main and any(gathered):
-            with (self.path / file).open("a", encoding="utf-8") as lines:
-                lines.writelines(json.dumps(record, ensure_ascii=False) + "\n" for each in gathered for record in each)
+        if self.files and any(gathered):
+            self.files.append(file, *(json.dumps(record, ensure_ascii=False) for each in gathered for record in each))
+            self._report_disk()
 
     def record(self, step: int, values: dict[str, float]) -> None:
         """Send metrics that are finite to the sinks; those of a validation before the first step are step 0."""
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         for sink in self.sinks:
             sink.metrics(step, values)
+        self._report_disk()
 
 
 def over_slow_links(sizes: dict[str, int], ep: int, here: int) -> Iterator[str]:

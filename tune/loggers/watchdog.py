@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
 
+from tune import records
 from tune.atomic import CHECKPOINT, written_aside
 from tune.distributed import World
 
@@ -66,7 +67,7 @@ class Watchdog:
                     self._write()
                     self.ended.wait(2 * self.pause)  # for the others
                     found = read(self.folder)
-                    if self.rank == min(found) and told == self.beaten:
+                    if self.rank == min(found, default=self.rank) and told == self.beaten:
                         self.tell(
                             f"warning: no step has ended for {self.seconds + 2 * self.pause:.0f} s. "
                             f"{waited_for(found, self.seen, self.size)} Their stacks are in {self.folder}"
@@ -94,7 +95,8 @@ class Watchdog:
         stacks = {names.get(ident, str(ident)): traceback.format_stack(frame) for ident, frame in frames.items()}
         self.folder.mkdir(parents=True, exist_ok=True)
         text = "\n".join(f"{name}:\n{''.join(lines)}" for name, lines in stacks.items())
-        (self.folder / f"rank-{self.rank:05d}.txt").write_text(f"{json.dumps(head)}\n\n{text}", encoding="utf-8")
+        with written_aside(self.folder / f"rank-{self.rank:05d}.txt") as unfinished:  # others may read it right now
+            unfinished.write_text(f"{json.dumps(head)}\n\n{text}", encoding="utf-8")
 
 
 def where(frame: FrameType) -> dict[str, object]:
@@ -105,9 +107,9 @@ def where(frame: FrameType) -> dict[str, object]:
 
 
 def read(folder: Path) -> dict[int, dict[str, object]]:
-    """By rank what processes have written of themselves."""
-    heads = (json.loads(file.read_text(encoding="utf-8").partition("\n")[0]) for file in folder.glob("rank-*.txt"))
-    return {head["rank"]: head for head in heads}
+    """By rank what processes have written of themselves. Files that are not whole are left out."""
+    heads = (records.json_object(file.read_bytes().partition(b"\n")[0]) for file in folder.glob("rank-*.txt"))
+    return {int(head["rank"]): head for head in heads if "rank" in head}
 
 
 def waited_for(found: dict[int, dict[str, object]], seen: Collection[int], size: int) -> str:

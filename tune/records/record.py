@@ -1,6 +1,5 @@
 """What a run folder says of its run. run.json says where the run stands; each start adds to it."""
 
-import fcntl
 import io
 import json
 import math
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tune import config
+from tune import config, lock
 from tune.atomic import CHECKPOINT, written_aside
 from tune.errors import TuneError
 from tune.lookup import in_shell
@@ -175,12 +174,7 @@ def number(value: float) -> str:
 def _state(folder: Path, facts: dict[str, Any]) -> str:
     if facts.get("state", "running") != "running":
         return facts["state"]
-    try:
-        with (folder / "log.txt").open("rb") as log:  # a run that goes on holds a lock on it
-            fcntl.lockf(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        pass
-    except OSError:  # or the file system has no locks
+    if lock.is_held(folder):
         return "running"
     return "killed" if facts or not any((folder / name).is_dir() for name in ("model", "adapter")) else "done"
 
