@@ -43,7 +43,7 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
         if not component.__module__.startswith("torch"):
             raise  # in our code or the user's it may be a bug
         raise TuneError(f"{path} does not take these arguments: {error}") from error
-    if made is None or isinstance(made, str | int | float):
+    if inspect.isbuiltin(component) and (made is None or isinstance(made, str | int | float)):
         where = f"{key}.{COMPONENT}: " if key else ""
         raise TuneError(f"{where}{path} returns {show(made)}, which is a plain value. Name what makes the component")
     return made

@@ -85,7 +85,8 @@ def parse(text: str) -> tuple[Any, Any]:
         return value["value"], _written(f"value: {word}")["value"]
     if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'":
         with contextlib.suppress(yaml.YAMLError):  # as a text that only begins and ends with quotes
-            return _written(f"value: {word}")["value"], text
+            quoted = _written(f"value: {word}")["value"]
+            return quoted, quoted
     return scalar(text), text
 
 

@@ -208,7 +208,7 @@ def with_mismatched(dataset: Dataset, max_seq_len: int) -> Dataset:
     rejected one bad. Raises TuneError if there is only one prompt."""
     samples, capacity = dataset.samples, dataset.accounting.row_capacity
     prompts = [hash(sample.tokens[: _last_of_prompt(sample) + 1].tobytes()) for sample in samples]
-    if len({*prompts}) == 1:
+    if len({*prompts}) == 1 < len(prompts):
         raise TuneError(
             f"{dataset.accounting.source}: all {len(samples):,} answers are to one prompt. KTO compares each with an "
             "answer to another prompt: add rows with other prompts, or use a loss of pairs such as tune.losses.DPO"
