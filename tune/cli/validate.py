@@ -43,7 +43,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             kind, capability = "cpu" if known.is_host else "cuda", known.capability
         cfg, problems = config.read(*recipe_of(options.recipe, rest))
         machine = {"processes": options.world_size, "device": kind, "capability": capability}
-        found = validate(cfg, problems, **machine, rows=rows, strict=options.strict)
+        recipe = options.recipe if options.recipe in config.list_recipes() else None  # of others it is not written
+        found = validate(cfg, problems, **machine, rows=rows, strict=options.strict, recipe=recipe)
     except TuneError as error:  # an option that is unknown, a recipe or a config that is not there
         found = [Finding(Level.ERROR, "", str(error))]
     finally:

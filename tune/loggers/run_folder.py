@@ -12,14 +12,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tune import records
 from tune.atomic import CHECKPOINT
 from tune.checkpointers import checkpoint_at
 from tune.checkpointers.disk import sampled_digest
 from tune.distributed import World
 from tune.distributed.restarts import launcher_store
 from tune.errors import TuneError
-from tune.lookup import local_path
+from tune.lookup import in_shell, local_path
 
+OF_MODELS = ("config.json", "adapter_config.json")
+OTHERS = (".safetensors", ".gguf", ".bin", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")  # models and data
 PATIENCE = 10.0  # seconds after which another node sees what was written to a shared file system
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "TUNE_RESTART_COUNT")  # the last one: under Ray
 _runs = itertools.count()
@@ -45,14 +48,16 @@ def resumption(path: Path, resume: str) -> str:
     return "auto" if is_restart and any(path.glob(f"checkpoints/{CHECKPOINT}")) else resume
 
 
-def refusal(path: Path, resume: str, mark: Path, adapts: bool) -> str:
+def refusal(path: Path, resume: str, mark: Path, recipe: str | None, adapts: bool) -> str:
     """Make the folder, and the empty file `mark` in it. Returns why the run cannot use the folder, or not continue what
-    is in it, as it trains an adapter (`adapts`) and that did not, or the reverse; "" if it can."""
+    is in it, as that is of another `recipe` (None: unknown), or of one that trained an adapter where this one does not
+    (`adapts`), or the reverse; "" if it can."""
     if resume == "never" and ((path / "config.yaml").exists() or (path / "checkpoints").exists()):
         return f"output_dir: {path} holds a run already, and resume=never. Give another output_dir, or resume=auto"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        _require_same_kind(path, resume, adapts)
+        _require_no_other_files(path)
+        _require_same_kind(path, resume, recipe, adapts)
         mark.touch()
     except OSError as error:
         where = "Give one in a folder that you may write to"
@@ -69,8 +74,27 @@ def continued(path: Path, resume: str) -> Path | None:
     return checkpoint_at(Path(resume))
 
 
-def _require_same_kind(path: Path, resume: str, adapts: bool) -> None:
+def _require_no_other_files(path: Path) -> None:
+    """Raises TuneError if the folder is none of a run and has models or data in it: what reads a folder would take the
+    one for the other."""
+    if any((path / name).exists() for name in (*records.FILES, "checkpoints")):
+        return
+    names = sorted(file.name for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+    if others := [name for name in names if name in OF_MODELS or name.endswith(OTHERS)]:
+        raise TuneError(
+            f"output_dir: {path} is not the folder of a run: it holds {', '.join(others[:3])}. Give a new folder, also "
+            f"one inside of it: output_dir={in_shell(str(path / 'run'))}"
+        )
+
+
+def _require_same_kind(path: Path, resume: str, recipe: str | None, adapts: bool) -> None:
     found = continued(path, resume)
+    had_recipe = records.recipe_of(found.parents[1]) if found else None
+    if recipe and had_recipe and had_recipe != recipe:
+        raise TuneError(
+            f"resume: {found} is of the recipe {had_recipe}, and this one is {recipe}. Continue with {had_recipe}, or "
+            "give another output_dir"
+        )
     with contextlib.suppress(OSError, ValueError):  # what is damaged is told when it is read
         if found and ("adapter" in json.loads((found / "state.json").read_text(encoding="utf-8"))) != adapts:
             had, has = ("no adapter", "one") if adapts else ("an adapter", "none")

@@ -77,7 +77,7 @@ class Run:
         self.again = f"the same command with output_dir={in_shell(chosen)}{'' if resume == 'auto' else ' resume=auto'}"
         self.resume = world.broadcast(run_folder.resumption(self.path, resume))
         mark = self.path / f".{world.broadcast(uuid.uuid4().hex)}"
-        known = self.path, self.resume, mark, bool(settings.get("adapter"))
+        known = self.path, self.resume, mark, recipe, bool(settings.get("adapter"))
         if refusal := world.broadcast(run_folder.refusal(*known) if world.is_main else ""):
             raise TuneError(refusal)
         if self.store is None:

@@ -109,6 +109,7 @@ class Told:
 def validate(
     cfg: DictConfig, settings: Sequence[str] = (), *, processes: int = 1, device: str | None = None,
     capability: tuple[int, int] | None = None, rows: int | None = 1000, strict: bool = False,
+    recipe: str | None = None,
 ) -> list[Finding]:  # fmt: skip
     """What is wrong with a run of `processes` on a `device` (None: this machine's), sorted by place.
 
@@ -118,7 +119,7 @@ def validate(
     kind = device or told("device", lambda: device_type(cfg.device)) or "cpu"
     told.findings += judge(Facts(cfg, kind, processes, capability), strict)
     with _world(processes, kind, told) as world, Uninitialised():
-        _check(told, world, rows)
+        _check(told, world, rows, recipe)
     return sorted(told.findings, key=lambda finding: (finding.place, finding.level != Level.ERROR))
 
 
@@ -153,12 +154,12 @@ def _world(processes: int, kind: str, told: Told) -> Iterator[World | None]:
             dist.destroy_process_group()
 
 
-def _check(told: Told, world: World | None, rows: int | None) -> None:
+def _check(told: Told, world: World | None, rows: int | None, recipe: str | None) -> None:
     cfg = told.cfg
     _require_versions(told)
     if "logger" in cfg:
         told("logger", lambda: require_installed(cfg.logger.tensorboard, cfg.logger.wandb))
-    told("output_dir", _require_folder, cfg)
+    told("output_dir", _require_folder, cfg, recipe)
     if cfg.model.get("_component_") is None:  # of `evaluate`: whatever is to be evaluated
         return _evaluation(told, rows)
     model = (made := _model(told, world)).model
@@ -229,14 +230,14 @@ def _require_planned(cfg: DictConfig, processes: int) -> None:
         raise TuneError(f"parallel.auto: {error}") from error
 
 
-def _require_folder(cfg: DictConfig) -> None:
+def _require_folder(cfg: DictConfig, recipe: str | None) -> None:
     """Check the run folder as the run does, and remove what that has made."""
     folder = local_folder(url := cfg.get("output_dir") or "runs")
     if "://" in url:
         with explained(f"output_dir: {url} cannot be used", ValueError, ImportError):
             fsspec.get_filesystem_class(url.partition("://")[0])
     mark, made = folder / ".validate", [each for each in (folder, *folder.parents) if not each.exists()]
-    found = run_folder.refusal(folder, cfg.get("resume", "auto"), mark, bool(cfg.get("adapter")))
+    found = run_folder.refusal(folder, cfg.get("resume", "auto"), mark, recipe, bool(cfg.get("adapter")))
     with suppress(OSError):
         mark.unlink()
         for each in made:

@@ -45,6 +45,11 @@ def end(folder: Path, error: BaseException | None) -> None:
         _note(folder, state="failed", error=without_secrets(f"{kind}{error}"))
 
 
+def recipe_of(folder: Path) -> str | None:
+    """The recipe of the run in a folder; None if that is not known."""
+    return _json(folder / "run.json").get("recipe")
+
+
 def identity(folder: Path) -> str:
     """The id of the run in a folder, which no other has. It is made once, and kept in run.json."""
     if "id" not in _json(folder / "run.json"):
