@@ -311,10 +311,10 @@ world.barrier()
 assert make().resume("auto") == 1
 
 write = Path.write_text
-def full(file, text):
+def full(file, text, **keywords):
     if file.name == "state.json":
         raise OSError("No space left on device")
-    return write(file, text)
+    return write(file, text, **keywords)
 Path.write_text = full  # on rank 0, which alone writes it: no other process may wait for what it does not come to
 again = make()
 again.save(3, wait=True)

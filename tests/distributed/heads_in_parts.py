@@ -131,7 +131,7 @@ for name, head in HEADS.items():
             assert found.keys() == expected.keys(), (name, count, is_padded)
             for part, value in expected.items():
                 apart = (found[part] - value).norm()
-                assert apart <= 1e-5 * value.norm() + 1e-6, (name, count, is_padded, part, apart, value.norm())
+                assert apart <= 1e-5 * value.norm() + 5e-6, (name, count, is_padded, part, apart, value.norm())
             agreed += 1
 if world.is_main:
     print(json.dumps({"agreed": agreed, "of": 4 * len(HEADS)}))

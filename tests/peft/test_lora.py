@@ -273,7 +273,7 @@ def test_layers_narrower_than_the_rank_get_the_rank_that_fits(lora, tmp_path):
     )
     assert_close(theirs(TOKENS).logits, logits, atol=1e-5, rtol=1e-5)
     merge(base, tmp_path / "adapter", tmp_path / "merged")
-    assert_close(load_model(str(tmp_path / "merged"))(TOKENS), logits, atol=1e-5, rtol=1e-5)
+    assert_close(load_model(str(tmp_path / "merged"))(TOKENS), logits, atol=5e-5, rtol=1e-5)
     if lora.init == "default":
         again = load_model(str(base))
         add_adapters(again, read_adapter(str(tmp_path / "adapter")))

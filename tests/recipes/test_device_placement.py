@@ -120,7 +120,7 @@ def step(chats, tmp_path, monkeypatch):
     rows.write_text("".join(chats.read_text().splitlines(keepends=True)[:4]))
     pair = {"instruction": "Hi?", "chosen": "Yes.", "rejected": "No, never."}
     pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text("".join(json.dumps({**pair, "chosen": f"Yes, {number}."}) + "\n" for number in range(4)))
+    pairs.write_text("".join(json.dumps({**pair, "instruction": f"Hi {number}?"}) + "\n" for number in range(4)))
 
     def run(recipe, folder, *settings):
         places = {"TASKS": write_tasks(tmp_path), "ROWS": rows} if recipe in ("evaluate", "full_finetune") else {}

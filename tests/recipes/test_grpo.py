@@ -405,7 +405,7 @@ WRONG = {
         "reward: no function has another weight",
     ),
     "argument": ([f"reward={{_component_: {HERE}.share_of_a, most: 2}}"], "reward: share_of_a cannot be called so"),
-    "number": (["reward=3"], "reward: 3 is not"),
+    "number": (["reward=3"], "reward: '3' is not"),
     "group of one": (["group_size=1"], "group_size: 1 is not an integer from 2"),
     "greedy": (["sampling.temperature=0"], "sampling.temperature: 0 is not a positive number"),
     "top_p": (["sampling.top_p=2"], "sampling.top_p: 2"),

@@ -88,7 +88,7 @@ def test_a_report_that_fails_is_a_line_in_the_log(inputs, run_recipe, monkeypatc
     monkeypatch.setattr(records, "write_report", fail)
     assert run_recipe(inputs.settings(f"output_dir={inputs.folder / 'new'}")) == 0
     log = (inputs.folder / "new" / "log.txt").read_text()
-    assert log.endswith("the report is not written: ZeroDivisionError: of the template\n")
+    assert "ZeroDivisionError" in log.splitlines()[-1] and "of the template" in log.splitlines()[-1]
     assert (inputs.folder / "new" / "model" / "model.safetensors").exists()
 
 

@@ -26,7 +26,7 @@ SETTINGS = {
     "adapter.target_modules=.*(": "adapter.target_modules: '.*(' is not a regular expression",
     "adapter.rank_pattern={q_prj: 4}": "adapter.rank_pattern: no adapted layer's name ends with 'q_prj'",
     "adapter.alpha_pattern={lm_head: 4}": "adapter.alpha_pattern: no adapted layer's name ends with 'lm_head'",
-    "adapter.rank_pattern={q_proj: 0}": "adapter.rank_pattern: {'q_proj': 0} is not a group of keys (each a",
+    "adapter.rank_pattern={q_proj: 0}": "adapter.rank_pattern: in {'q_proj': 0}, 0 is not a positive integer",
     "adapter.init=pisa": "adapter.init: 'pisa' is not one of default, pissa, olora",
     "adapter.modules_to_save=[embed_token]": "Did you mean 'embed_tokens'?",
     "adapter.trainable_tokens=[9999]": "adapter.trainable_tokens: 9999 is no row of the embedding",
@@ -91,14 +91,26 @@ def test_adapter_with_a_damaged_file(adapter, inputs, run_recipe, capfd, told):
 
 
 def test_continued_with_an_adapter_or_without_before_the_data_are_prepared(inputs, run_recipe, capfd, told):
-    says = "checkpoints/step-00000002 is of another training: it has no adapter, and this one trains one. Continue"
+    says = "checkpoints/step-00000002 is of the recipe full_finetune, and this one is lora_finetune"
     for settings in ([], [f"resume={inputs.run}", f"output_dir={inputs.folder / 'new'}"]):
         assert says in told("lora_finetune", inputs.settings(*settings))
         assert run_recipe(inputs.settings(*settings), lora_finetune) == 2
         found = capfd.readouterr()
         assert says in found.err and "tokens per sample" not in found.out
-    (inputs.run / "checkpoints/step-00000002/state.json").write_text("{")  # it is set aside, by the run that takes it
-    assert run_recipe(inputs.settings()) == 0
+
+
+def test_a_preference_run_is_not_continued_with_an_adapter(inputs, run_recipe, capfd, told):
+    """Of one recipe that trains both."""
+    import preference_finetune
+
+    pairs = inputs.write_rows(*({"instruction": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(8)))
+    settings = inputs.settings(*pairs, f"output_dir={inputs.folder / 'pairs'}")
+    assert run_recipe(settings, preference_finetune) == 0
+    capfd.readouterr()
+    says = "checkpoints/step-00000002 is of another training: it has no adapter, and this one trains one. Continue"
+    assert says in told("preference_finetune", [*settings, "adapter.rank=4"])
+    assert run_recipe([*settings, "adapter.rank=4"], preference_finetune) == 2
+    assert says in capfd.readouterr().err
 
 
 CHANGED = {

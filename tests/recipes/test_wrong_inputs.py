@@ -44,12 +44,12 @@ def misspelt_key(inputs):
     return ["global_batch_sise=8"]
 
 
-@wrong("optimizer.lr: -0.1 is not a non-negative number")
+@wrong("optimizer.lr: -0.1 is not a number from 0")
 def negative_learning_rate(inputs):
     return ["optimizer.lr=-0.1"]
 
 
-@wrong("epochs: 0 is not a positive integer", "max_seq_len: 'long' is not a positive integer", "2 problems")
+@wrong("epochs: 0 is not a number above 0", "max_seq_len: 'long' is not a positive integer", "2 problems")
 def several_mistakes_together(inputs):
     return ["epochs=0", "max_seq_len=long"]
 
@@ -341,7 +341,7 @@ def role_that_is_no_list(inputs):
     return ["dataset.train_on=user"]
 
 
-@wrong("dataset.train_on: ['asistant'] is not", "each one of system, developer, user, assistant, tool")
+@wrong("dataset.train_on: in ['asistant'], 'asistant' is not one of system, developer, user, assistant, tool")
 def misspelt_role_to_learn(inputs):
     return ["dataset.train_on=[asistant]"]
 

@@ -113,7 +113,6 @@ def _take(layer: text.Layer, key: str, given: str) -> list[str]:
             f"{key!r}={given!r}: the locale does not know these letters. Set the environment variable PYTHONUTF8=1."
         ]
     layer.forget(key)
-    layer.note(key, given)
     value: Any = given
     try:
         value, written = text.parse(given)
@@ -125,6 +124,7 @@ def _take(layer: text.Layer, key: str, given: str) -> list[str]:
         return [f"{key}: its value is nested too deep to be read."]
     except OmegaConfBaseException as error:
         return [f"{key}: '{given}' has a ${{ that does not name another setting: {str(error).splitlines()[0]}."]
+    layer.note(key, given)  # of a list: its text may be a name
     for name in reversed(key.split(".")):
         value = {name: value}
     value = text.spelled_out(value)

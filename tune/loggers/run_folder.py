@@ -55,9 +55,9 @@ def refusal(path: Path, resume: str, mark: Path, recipe: str | None, adapts: boo
     if resume == "never" and ((path / "config.yaml").exists() or (path / "checkpoints").exists()):
         return f"output_dir: {path} holds a run already, and resume=never. Give another output_dir, or resume=auto"
     try:
-        path.mkdir(parents=True, exist_ok=True)
         _require_no_other_files(path)
         _require_same_kind(path, resume, recipe, adapts)
+        path.mkdir(parents=True, exist_ok=True)
         mark.touch()
     except OSError as error:
         where = "Give one in a folder that you may write to"
@@ -79,7 +79,8 @@ def _require_no_other_files(path: Path) -> None:
     one for the other."""
     if any((path / name).exists() for name in (*records.FILES, "checkpoints")):
         return
-    names = sorted(file.name for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+    inside = path.iterdir() if path.is_dir() else ()
+    names = sorted(file.name for file in inside if file.is_file() and not file.name.startswith("."))
     if others := [name for name in names if name in OF_MODELS or name.endswith(OTHERS)]:
         raise TuneError(
             f"output_dir: {path} is not the folder of a run: it holds {', '.join(others[:3])}. Give a new folder, also "

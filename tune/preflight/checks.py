@@ -239,7 +239,7 @@ def _require_folder(cfg: DictConfig, recipe: str | None) -> None:
     mark, made = folder / ".validate", [each for each in (folder, *folder.parents) if not each.exists()]
     found = run_folder.refusal(folder, cfg.get("resume", "auto"), mark, recipe, bool(cfg.get("adapter")))
     with suppress(OSError):
-        mark.unlink()
+        mark.unlink(missing_ok=True)
         for each in made:
             each.rmdir()
     if found:

@@ -74,8 +74,8 @@ class File:
         folders stay closed: they may lead in circles."""
         root = self.path.rstrip("/")
         names = sorted(os.path.relpath(path, root) for path in self.filesystem.find(root))
-        runs = tuple(f"/{os.path.dirname(name)}/".replace("//", "/") for name in names if os.path.basename(name) == RUN)
-        shown = (name for name in names if not re.search(r"(^|/)\.", name) and not f"/{name}".startswith(runs))
+        runs = tuple(f"{os.path.dirname(name)}/" for name in names if os.path.basename(name) == RUN)
+        shown = (name for name in names if not re.search(r"(^|/)\.", name) and not name.startswith(runs))
         return [File(self.filesystem, f"{root}/{name}", name) for name in shown]
 
     def matching(self) -> "list[File]":
