@@ -596,3 +596,63 @@ def test_real_configs_of_peers_convert_or_say_why_not(tmp_path):
             for entry in entries
             if entry.status == "unknown" or not (entry.note or entry.ours or entry.status == "same by default")
         ], file
+
+
+SOURCE = "model_name_or_path: a/b\ndataset_name: c/d\n"
+TORCHTUNE_RECIPE = """
+model: {_component_: torchtune.models.llama3.llama3_8b}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /m}
+dataset: {_component_: torchtune.datasets.alpaca_dataset}
+"""
+
+
+@pytest.mark.parametrize(
+    ("peer", "method", "text", "expected"),
+    [
+        (
+            "trl", "gkd", SOURCE + "teacher_model_name_or_path: a/c\n",
+            {"on_policy.share": 0.5, "loss._component_": "tune.losses.JensenShannon", "loss.beta": 0.5,
+             "on_policy.max_new_tokens": 128, "optimizer.lr": None},
+        ),
+        (
+            "trl", None, SOURCE + "teacher_model_name_or_path: a/c\n",
+            {"on_policy.share": 1.0, "loss._component_": "tune.losses.ReverseKL", "on_policy.max_new_tokens": 512},
+        ),
+        (
+            "trl", "cpo", SOURCE + "loss_type: simpo\n",
+            {"loss._component_": "tune.losses.SimPO", "loss.beta": 0.1, "loss.gamma": 0.5},
+        ),
+        ("trl", "cpo", SOURCE + "loss_type: sigmoid\ncpo_alpha: 0.3\n", {"loss.nll": 0.3, "loss.beta": 0.1}),
+        ("trl", "ppo", SOURCE + "cliprange: 0.3\nnum_mini_batches: 4\n", {"loss.low": 0.3, "loss.high": 0.3}),
+        ("trl", "sft", SOURCE + "completion_only_loss: true\nassistant_only_loss: false\n", {"dataset.train_on": None}),
+        ("trl", "sft", SOURCE + "max_length: null\n", {"max_seq_len": None}),
+        ("axolotl", None, A + "learning_rate: 1e-4\n", {"schedule.warmup": None}),  # 0.03 is the recipe's own
+        ("axolotl", None, A + "learning_rate: 1e-4\nwarmup_steps: 0\n", {"schedule.warmup": 0}),
+        ("axolotl", None, A + "rl: grpo\n", {"loss.low": 0.2, "loss.high": 0.2}),
+        ("axolotl", None, A + "rl: simpo\n", {"loss.beta": 0.1, "loss.gamma": 0.5}),
+        (
+            "torchtune", None, TORCHTUNE_RECIPE + "optimizer: {_component_: torch.optim.SGD, lr: 0.1}\n",
+            {"optimizer.weight_decay": None},
+        ),
+        (
+            "torchtune", None, TORCHTUNE_RECIPE + "teacher_checkpointer: {checkpoint_dir: /t}\n",
+            {"loss.cross_entropy": 0.5},
+        ),
+        ("llama_factory", None, L + "stage: dpo\npref_loss: simpo\n", {"loss.beta": 0.1, "loss.gamma": 0.5}),
+    ],
+)  # fmt: skip
+def test_what_a_peer_takes_where_the_file_says_nothing(peer, method, text, expected, tmp_path):
+    """None: the recipe's own value is the same."""
+    run = converted(text, tmp_path, peer, method)
+    verb.check(run)
+    assert {key: ours(run).get(key) for key in expected} == expected
+
+
+def test_what_of_the_peers_defaults_is_lost_is_said(tmp_path):
+    run = converted(SOURCE + "loss_type: simpo\n", tmp_path, "trl", "cpo")
+    assert [(each.key, each.value) for each in run.lost()] == [("cpo_alpha", 1.0)]
+    assert {each.key for each in converted(SOURCE, tmp_path, "trl", "grpo").lost()} == {"scale_rewards"}
+    null = converted(SOURCE + "max_length: null\n", tmp_path, "trl", "sft")
+    assert status(null)["max_length"] == "no counterpart"
+    with pytest.raises(NotConverted, match="rso"):
+        converted(TORCHTUNE_RECIPE + "loss: {_component_: torchtune.rlhf.loss.RSOLoss}\n", tmp_path, "torchtune")

@@ -164,6 +164,9 @@ def report(run: Migration, name: str, missing: list[str], out: str) -> str:
         for entry in chosen:
             into = f" -> {', '.join(entry.ours)}" if entry.ours else ""
             lines.append(f"  {entry.key}: {show(entry.value)}{into}" + (f"  ({entry.note})" if entry.note else ""))
+    lost = run.lost()
+    lines += ["", f"defaults of {PEERS[run.peer]} that are not the same here ({len(lost)})"] if lost else []
+    lines += [f"  {entry.key}: {show(entry.value)}  ({entry.note})" for entry in lost]
     faults = run.faults()
     lines += ["", f"known to go wrong there ({len(faults)})", *(f"  {each}" for each in faults)] if faults else []
     lines += ["", f"left to give: {', '.join(missing)}"] if missing else []

@@ -95,6 +95,68 @@ def beta(run: Migration, key: str, value: float) -> None:
         run.set("loss.beta", value, key)
 
 
+def loss_type(run: Migration, key: str, value: Any) -> None:
+    """TRL's word for a loss means another one with CPO's trainer, which has SimPO too."""
+    words = [str(each).lower() for each in (value if isinstance(value, list) else [value])]
+    if len(words) != 1:
+        run.said[key] = "no counterpart", "several losses together: a loss of yours adds them (docs/changes.md)"
+        return
+    choices: dict[str, Any] = {
+        "nll|kto|orpo": None,
+        "sigmoid": "tune.losses.CPO" if run.method in ("cpo", "simpo") else "tune.losses.DPO",
+        "ipo": None if run.method in ("cpo", "simpo") else "tune.losses.IPO",
+        "simpo": "tune.losses.SimPO",
+        "cispo": "tune.losses.PolicyGradient",
+        "grpo|dapo|bnpo|dr_grpo": [
+            None,
+            "the sum over all live tokens of the step is divided by their number, as in dapo",
+        ],
+    }
+    if words[0] == "ipo" and choices["ipo"] is None:
+        run.said[key] = "no counterpart", "CPO's squared loss is not there"
+        return
+    run.convert(key, words[0], {"to": "loss._component_", "values": choices}, re.match("", key), False)  # type: ignore[arg-type]
+
+
+def learned(run: Migration, key: str, value: bool) -> None:
+    """Of TRL, what of a row is learned: completions, answers, or all."""
+    completions, answers = (run.theirs.get(f"{each}_only_loss") for each in ("completion", "assistant"))
+    if completions is False and not answers:
+        run.set("_train_on", "all", key)
+    elif completions is None and answers is False:
+        note = "of rows with a prompt and a completion the completion alone is learned there"
+        run.set("_train_on", "all", key, note=note)
+    else:
+        run.said[key] = "same by default", "answers alone are learned"
+
+
+def temperature(run: Migration, key: str, value: float) -> None:
+    """Of samples; students are sampled at 1 here."""
+    if run.recipe != "distill":
+        run.put(key, value, ["sampling.temperature"])
+    elif value == 1:
+        run.said[key] = "same by default", ""
+    else:
+        run.said[key] = "no counterpart", "the student's answers are sampled at a temperature of 1"
+
+
+def compared(run: Migration) -> None:
+    """SimPO's margin and CPO's likelihood of the chosen answer, which TRL adds to SimPO's loss too."""
+    gamma, nll = run.pop("_gamma"), run.pop("_nll")
+    loss = str(run.settings.get("loss._component_", Setting("", [])).value)
+    if loss.endswith("SimPO"):
+        if gamma.value is not None:
+            run.set("loss.gamma", gamma.value, *gamma.sources)
+        says = "no counterpart", "the likelihood of the chosen answer, times this, is not part of SimPO's loss"
+        run.said.update(dict.fromkeys(nll.sources, says if nll.value else ("same by default", "off there too")))
+        return
+    run.said.update(dict.fromkeys(gamma.sources, ("same by default", "only SimPO has a margin")))
+    if nll.value is not None and loss.endswith("CPO"):
+        run.set("loss.nll", nll.value, *nll.sources)
+    else:
+        run.said.update(dict.fromkeys(nll.sources, ("same by default", "only CPO has it")))
+
+
 def epsilon(run: Migration, key: str, value: float) -> None:
     """One bound of the ratio is both, unless there is another for above."""
     run.put(key, value, ["loss.low"])
@@ -162,6 +224,8 @@ def optimizer(run: Migration) -> None:
 def schedule(run: Migration) -> None:
     steps, ratio, floor, lowest = map(run.pop, ("_warmup_steps", "_warmup_ratio", "_min_ratio", "_min_lr"))
     kind, rate = run.settings.get("schedule._component_"), run.settings.get("optimizer.lr")
+    if run.peer == "axolotl" and steps.sources:  # a number of steps, also of 0, is taken before a share of them
+        ratio = Setting(None, ratio.sources)
     if kind is None or not run.takes("schedule.warmup"):
         return
     used = steps.sources if steps.value or ratio.value is None else ratio.sources
@@ -249,6 +313,9 @@ def data(run: Migration) -> None:
     if len(sources) < 2 or not ends:
         run.said.update(dict.fromkeys([*way.sources, *shares.sources], ("same by default", "")))
     streams = run.settings.get("dataset.streaming")  # which a mixture has not
+    if not (streams and streams.value):
+        used = run.pop("dataset.shuffle_buffer").sources
+        run.said.update(dict.fromkeys(used, ("same by default", "all rows are shuffled where they are not streamed")))
     if streams and streams.value and "epochs" in run.settings:
         run.refuse("epochs", "a stream is read until max_steps")
     many = sources if len(sources) > 1 and "prompts_per_step" in run.defaults else []
@@ -318,4 +385,4 @@ def _put(run: Migration, group: str, source: Arguments) -> None:
             run.said.update(dict.fromkeys(setting.sources, ("no counterpart", f"{run.recipe} has no {group}.{name}")))
 
 
-FINISH = (batch, precision, optimizer, schedule, layers, data)
+FINISH = (batch, precision, optimizer, schedule, layers, data, compared)

@@ -96,6 +96,10 @@ class Migration:
     def read(self, key: str, value: Any, implied: bool = False) -> None:
         """Convert one key of theirs by the first line of the table that it matches."""
         part, found, line = look_up(self.peer, key)
+        meaning = first(table(self.peer).get("nulls", {}), key)[1] if value is None else None
+        if meaning:
+            self.said[key] = "no counterpart", meaning
+            return
         value = self.usual.get(key) if value is None else value
         if part == "unknown" and key in self.referred:
             self.said[key] = "same by default", "only other keys refer to it"
@@ -168,6 +172,15 @@ class Migration:
             status, why = self.said.get(key, (status, ""))
             found.append(Entry(key, value, status, ours, "; ".join(filter(None, (why, *notes)))))
         return found
+
+    def lost(self) -> list[Entry]:
+        """The peer's defaults, of keys that the file does not have, that are not the same here."""
+        said = {key: self.said[key] for key in sorted(self.usual.keys() - self.theirs.keys()) if key in self.said}
+        return [
+            Entry(key, self.usual[key], status, [], why)
+            for key, (status, why) in said.items()
+            if status in ("differs", "no counterpart")
+        ]
 
     def changed(self) -> dict[str, Setting]:
         """What differs from the recipe's own settings: all that a config has to say."""
