@@ -14,9 +14,9 @@ from torch import nn
 
 from tune.atomic import written_aside
 from tune.checkpointers import Pretrained, export
-from tune.checkpointers.disk import DiskTensor, headers, shape_differences
+from tune.checkpointers.disk import DiskTensor, headers, require_floats, shape_differences
 from tune.checkpointers.weights import load_shard
-from tune.checkpointers.writing import save_tensors
+from tune.checkpointers.writing import require_finite_on_all, save_tensors
 from tune.contents import content_digest
 from tune.distributed import World, from_its_stage, full_tensor, local_shard, uncut
 from tune.errors import TuneError
@@ -133,6 +133,7 @@ def load_adapter(model: nn.Module, path: str) -> None:
             f"{getattr(model, 'source', 'this one')}. Take that one, or another adapter. What does not fit:\n  "
             f"{differences}"
         )
+    require_floats([found[name] for name in needed], "adapter.path")
     with torch.no_grad():
         for part, each in zip(parts, stored, strict=True):
             part.load({name: found[own_name(name)] for name in each})
@@ -167,21 +168,23 @@ def export_adapter(
     """Write the adapters of `model` as PEFT, transformers and vLLM load them on top of the model `base`.
 
     All processes take part. The folder appears when it is complete.
+
+    Raises:
+        TuneError: a value is not finite, on all processes. What was in the folder stays as it is.
     """
     tensors: dict[str, torch.Tensor] = {}
+    broken: list[str] = []
     for part in _parts(model):
         is_here = not part.parameter.is_meta
         full = from_its_stage(model, full_tensor(part.value().detach()) if is_here else None).to("cpu", torch.float32)
         if not full.isfinite().all():
-            raise TuneError(
-                f"the adapter is not written to {folder}: {part.kind} of {type(part.module).__name__} has values that "
-                "are not finite, so its training failed. What was there is left as it is"
-            )
+            broken.append(next(iter(part.stored(full))).removeprefix(PREFIX))
         if world.is_main:
             for name, tensor in part.stored(full).items():
                 tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
                 if name.endswith("embed_tokens.weight") and _trains_tied_embedding(model):
                     tensors[PREFIX + HEAD] = tensor.clone()  # PEFT expects tied weights twice
+    require_finite_on_all(world, "adapter", broken, Path(folder))
     if world.is_main:
         with written_aside(Path(folder), folder=True) as unfinished:
             save_tensors(tensors, unfinished / WEIGHTS, "adapter")
