@@ -85,28 +85,27 @@ def read_adapter(path: str) -> LoRA:
             "original one. Have PEFT write it for that: save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     tokens = settings.get("trainable_token_indices") or []
-    by_module = list(tokens.values()) if isinstance(tokens, dict) else [tokens]
-    if any(each != by_module[0] for each in by_module):
-        raise TuneError(f"{file}: trainable_token_indices differ between modules, which is not supported")
+    if isinstance(tokens, list) and tokens:  # of the embedding, whatever its name
+        tokens = dict.fromkeys(_on_disk(Path(path) / WEIGHTS, f".{TokenRows.PARTS['rows']}"), tokens)
     modules, parameters = settings.get("target_modules") or [], settings.get("target_parameters") or []
     if isinstance(modules, str):  # a regular expression; both are modules here
         target_modules: Any = "|".join([f"({modules})", *(rf"(.*\.)?{re.escape(name)}" for name in parameters)])
     else:
         target_modules = [*modules, *parameters]
     if settings.get("exclude_modules"):  # what is left of the targets has tensors
-        target_modules = _adapted_on_disk(Path(path) / WEIGHTS)
+        target_modules = _on_disk(Path(path) / WEIGHTS, ".lora_")
     if settings.get("task_type") == SCORES:  # PEFT's names of heads that score, of which models here have one
         settings["modules_to_save"] = [*({*(settings.get("modules_to_save") or ()), "score"} - {"classifier"})]
     fields = {ours: settings[theirs] for ours, theirs in FIELDS.items() if settings.get(theirs)}
-    return LoRA(path=path, target_modules=target_modules, trainable_tokens=by_module[0], **fields)
+    return LoRA(path=path, target_modules=target_modules, trainable_tokens=tokens, **fields)
 
 
-def _adapted_on_disk(file: Path) -> list[str]:
-    """The names of the modules that have low-rank matrices in an adapter's file."""
+def _on_disk(file: Path, part: str) -> list[str]:
+    """The names of the modules that have tensors with `part` in their names in an adapter's file."""
     if not file.exists():
         raise TuneError(f"adapter.path: {file.parent} has no {WEIGHTS}")
     names = [tensor.name.removeprefix(PREFIX) for tensor in headers(file)]
-    return sorted({name.partition(".lora_")[0] for name in names if ".lora_" in name})
+    return sorted({name.partition(part)[0] for name in names if part in name})
 
 
 def load_adapter(model: nn.Module, path: str) -> None:
