@@ -18,7 +18,7 @@ from tune.models.moe import ExpertLinear
 from tune.models.names import Names
 from tune.peft.lora import KINDS, LoRA, LoRAExperts, LowRank, matches
 from tune.peft.tokens import TokenEmbedding, TokenHead, TokenRows
-from tune.quantization import NF4Weight
+from tune.quantization import NF4Weight, count_parameters
 
 # Both have `PARTS` (their trained parameters, with the ends of the names in PEFT's files) and `initial_values`.
 Adapter: TypeAlias = LowRank | TokenRows
@@ -97,9 +97,8 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
         from tune.peft.files import load_adapter  # which needs this module
 
         load_adapter(model, lora.path)  # its names and shapes alone
-    parameters = list(model.parameters())
-    trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return Adapted(adapted_modules(model), whole, trainable, sum(parameter.numel() for parameter in parameters))
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return Adapted(adapted_modules(model), whole, trainable, count_parameters(model))
 
 
 def adapted_modules(model: nn.Module) -> dict[str, Adapter]:
