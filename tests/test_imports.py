@@ -19,7 +19,18 @@ ORDER = [
     *("tokenizers", "losses", "quantization", "distributed"),
     *("collators", "config", "rules"),
     # Files beside the packages.
-    *("ray_cluster", "contents", "atomic", "type_check", "types", "devices", "lookup", "errors", "secrets", "__version__"),
+    *(
+        "ray_cluster",
+        "contents",
+        "atomic",
+        "type_check",
+        "types",
+        "devices",
+        "lookup",
+        "errors",
+        "secrets",
+        "__version__",
+    ),
 ]
 ALLOWED = {
     ("loggers", "config"): "a run writes its recipe's settings to config.yaml",
