@@ -14,9 +14,10 @@ configs/evaluate.yaml. Copy this file (`tune cp evaluate my.py`) and change it.
 """
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from tune import checkpointers, config, datasets, distributed, evaluation, generation, loggers, losses, peft
 from tune.atomic import written_aside
@@ -71,7 +72,8 @@ def main(cfg):
         batches = datasets.validation_batches(data, world, cfg.batch_size or 8)
         found = loggers.evaluate(model, batches, losses.LinearCrossEntropy(accuracy=True), world)
         loss, accuracy = found["validation_loss"], found["validation_token_accuracy"]
-        return {"loss": loss, "perplexity": math.exp(loss), "token_accuracy": accuracy}, []
+        perplexity = torch.tensor(loss, dtype=torch.float64).exp().item()  # or inf, where math.exp raises an error
+        return {"loss": loss, "perplexity": perplexity, "token_accuracy": accuracy}, []
 
     def measure_answers():
         """Means of the scores, and the answers."""
@@ -94,7 +96,8 @@ def main(cfg):
             results["results"][name] = {"alias": name, **{f"{metric},none": value for metric, value in values.items()}}
             samples[name] = answers
 
-    for name, value in evaluation.metrics(results, world).items():
+    metrics = evaluation.metrics(results, world)
+    for name, value in metrics.items():
         tell(f"{name:<40} {value:.4f}")
     if cfg.out and world.is_main:
         out = Path(cfg.out)
@@ -106,6 +109,7 @@ def main(cfg):
             with written_aside(file) as unfinished:
                 unfinished.write_text(text, encoding="utf-8")
             tell(f"wrote {file}")
+    evaluation.require_numbers(metrics)
     world.finish()
 
 

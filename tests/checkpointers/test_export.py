@@ -4,6 +4,7 @@ import functools
 import io
 import itertools
 import json
+import re
 import shutil
 import sys
 import time
@@ -12,7 +13,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from helpers import HANGS, save_checkpoint
+from helpers import HANGS, make_adapter, save_checkpoint
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from stacked import NoTokenizer
@@ -21,7 +22,9 @@ from torch.testing import assert_close
 from tune import distributed
 from tune.checkpointers import export, load_model, model_card
 from tune.checkpointers.writing import write_tensors
+from tune.cli import main
 from tune.errors import TuneError
+from tune.peft import LoRA, add_adapters, export_adapter, load_adapter, read_adapter
 from tune.tokenizers import Tokenizer
 
 export_module = import_module("tune.checkpointers.writing")
@@ -228,3 +231,103 @@ def test_the_source_is_not_written_over(checkpoint, tmp_path):
     with pytest.raises(TuneError, match=str(source)):
         exported(source, source)
     assert_close(tensors_of(source), tensors_of(checkpoint))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.uint8, torch.bool], ids=str)
+def test_weights_of_integers_are_refused(checkpoint, tmp_path, dtype, capsys):
+    """They would be trained as the few numbers that they are without their scales, and be written as integers."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint, source)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(checkpoint / "model.safetensors")
+    save_file(tensors | {name: tensors[name].to(dtype)}, source / "model.safetensors", metadata={"format": "pt"})
+    parts = (name, str(dtype).removeprefix("torch."), str(source))
+    with pytest.raises(TuneError) as error:
+        load_model(str(source))
+    assert all(part in str(error.value) for part in (*parts, "model.path", "model.safetensors"))
+    for command in (
+        ["add-tokens", source, tmp_path / "out", "<new>"],
+        ["export", source, "--to=hf", f"--out={tmp_path / 'out'}"],
+    ):
+        with pytest.raises(SystemExit) as end:
+            main([*map(str, command)])
+        assert end.value.code == 2 and all(part in capsys.readouterr().err for part in parts[:1])
+    assert [each.name for each in tmp_path.iterdir()] == ["source"]
+
+
+def test_integers_that_are_no_weights_stay(checkpoint, tmp_path):
+    """As some old checkpoints have them: positions, which the model does not use."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint, source)
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.arange(8)}
+    save_file(
+        load_file(checkpoint / "model.safetensors") | extra, source / "model.safetensors", metadata={"format": "pt"}
+    )
+    assert_close(exported(source, tmp_path / "out"), tensors_of(source), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("verb", ["add-tokens", "merge", "export", "quantize"])
+def test_no_verb_writes_weights_that_are_not_finite(checkpoint, tmp_path, verb, capsys):
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(checkpoint, source)
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    command = {
+        "add-tokens": [source, out, "<new>"],
+        "merge": [source, make_adapter(checkpoint, tmp_path / "adapter", 0) if verb == "merge" else "", out],
+        "export": [source, "--to=hf", f"--out={out}"],
+        "quantize": [source, "--to=int8", f"--out={out}"],
+    }[verb]
+    with pytest.raises(SystemExit) as end:
+        main([verb, *map(str, command)])
+    assert end.value.code == 2 and "model.norm.weight" in capsys.readouterr().err
+    assert not out.exists() and {each.name for each in tmp_path.iterdir()} <= {"source", "adapter"}
+
+
+class Second:
+    """The second of two processes, of which the first has found tensors that are not finite."""
+
+    is_main = False
+
+    def __init__(self, found):
+        self.found = found
+
+    def all_gather(self, mine):
+        return [self.found, mine]
+
+    def barrier(self):
+        pass
+
+
+def test_an_adapter_that_is_not_finite_replaces_nothing(checkpoint, tmp_path):
+    """And all processes end, whatever their own copies hold."""
+    folder = make_adapter(checkpoint, tmp_path / "adapter", 0)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    model, lora = load_model(str(checkpoint)), LoRA(rank=4)
+    add_adapters(model, lora)
+    layer = model.blocks[1].attention.value
+    layer.lora_b.data[2] = torch.inf
+    given = {"base": str(checkpoint), "tokenizer": Tokenizer(str(checkpoint))}
+    name = "model.layers.1.self_attn.v_proj.lora_B.weight"
+    with pytest.raises(TuneError, match=re.escape(name)):
+        export_adapter(model, lora, folder, distributed.init("cpu"), **given)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    export_adapter(model, lora, folder, Second([]), **given)  # its own copy is not what is written
+    layer.lora_b.data[2] = 0
+    with pytest.raises(TuneError, match=re.escape(name)):
+        export_adapter(model, lora, folder, Second([name]), **given)
+
+
+def test_an_adapter_of_integers_is_refused(checkpoint, tmp_path):
+    folder = make_adapter(checkpoint, tmp_path / "adapter", 0)
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, file, metadata={"format": "pt"})
+    model = load_model(str(checkpoint))
+    lora = read_adapter(str(folder))
+    add_adapters(model, lora)
+    with pytest.raises(TuneError) as error:
+        load_adapter(model, str(folder))
+    assert all(part in str(error.value) for part in (name, "int8", str(file)))

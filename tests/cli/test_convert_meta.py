@@ -157,6 +157,17 @@ def test_what_does_not_fit(tmp_path, capsys, change, message):
     assert re.search(message, fails(folder, capsys))
 
 
+@pytest.mark.parametrize("value", [torch.nan, 3])
+def test_weights_that_are_not_finite_or_integers(tmp_path, capsys, value):
+    tensors = tensors_of(LLAMA3)
+    if value == 3:
+        tensors["layers.1.attention.wo.weight"] = tensors["layers.1.attention.wo.weight"].to(torch.int8)
+    else:
+        tensors["layers.1.attention.wo.weight"][2, 3] = value
+    folder = save(tmp_path / "meta", LLAMA3, tensors, count=2)
+    assert "model.layers.1.self_attn.o_proj.weight" in fails(folder, capsys)
+
+
 def test_another_folder(tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "model.gguf").touch()

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -263,6 +264,21 @@ def test_the_adapter_of_a_run_is_merged_or_a_file_of_its_own(
     assert (tmp_path / "lora.gguf.Modelfile").read_text() == "FROM ./BASE.gguf\nADAPTER ./lora.gguf\n"
 
 
+def test_a_run_that_has_merged_its_adapter_has_it_still(
+    runs: dict[str, Path], checkpoint: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs["lora"], run)
+    shutil.copytree(checkpoint, run / "model")
+    of_adapter = export(run / "adapter", tmp_path / "adapter.gguf", "--to", "gguf-lora")
+    of_run = export(run, tmp_path / "run.gguf", "--to", "gguf-lora")
+    assert of_run.read_bytes() == of_adapter.read_bytes()
+    main(["merge", str(checkpoint), str(run), str(tmp_path / "merged")])
+    whole = export(run / "adapter", tmp_path / "whole", "--to", "hf")
+    merged, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", whole))
+    assert all(torch.equal(merged[name], expected[name]) for name in expected)
+
+
 def test_a_checkpoint_of_a_reward_model_with_adapters(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -279,7 +295,9 @@ def test_a_checkpoint_of_a_reward_model_with_adapters(
     merged, stored = load_file(end / "model.safetensors"), load_file(last / "model.safetensors")
     assert "score.weight" in stored and stored.keys() == merged.keys()
     assert all(torch.equal(stored[name], merged[name]) for name in stored)
-    assert f"vllm serve {end} --runner pooling\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"vllm serve {end} --runner pooling\n" in shown and "AutoModelForSequenceClassification" in shown
+    assert '/classify with "use_activation": false' in shown
     again = export(end, tmp_path / "again", "--to", "hf")
     assert (again / "model.safetensors").read_bytes() == (end / "model.safetensors").read_bytes()
     for name, source in {"of_adapter": run, "of_model": end}.items():

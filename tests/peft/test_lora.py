@@ -36,6 +36,7 @@ KINDS = {
     "norms whole": LoRA(rank=4, alpha=8, modules_to_save=["norm", "input_layernorm"]),
     "embedding whole": LoRA(rank=4, alpha=8, modules_to_save=["embed_tokens"]),
     "some tokens": LoRA(rank=4, alpha=8, trainable_tokens=[7, 3, 299]),
+    "some tokens of the embedding": LoRA(rank=4, alpha=8, trainable_tokens={"embed_tokens": [7, 3, 299]}),
 }
 UNTIED = {
     "head": LoRA(rank=4, alpha=8, target_modules=["lm_head", "q_proj"]),
@@ -126,7 +127,13 @@ def test_peft_loads_it_and_computes_the_same(folder, lora, tmp_path, request):
         ("checkpoint", {"modules_to_save": ["lm_head", "embed_tokens"]}),
         ("checkpoint", {"trainable_token_indices": {"embed_tokens": [5, 9], "lm_head": [5, 9]}}),
         ("tied_checkpoint", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+        ("checkpoint", {"trainable_token_indices": [5, 9]}),  # of the embedding alone
+        ("checkpoint", {"trainable_token_indices": {"embed_tokens": [5, 9]}}),
+        ("checkpoint", {"trainable_token_indices": {"lm_head": [5, 9]}}),
+        ("checkpoint", {"trainable_token_indices": {"model.embed_tokens": [5, 9, 11], "lm_head": [9, 7]}}),
         ("tied_checkpoint", {"trainable_token_indices": [5, 9]}),
+        ("tied_checkpoint", {"trainable_token_indices": {"embed_tokens": [5, 9]}}),
+        ("tied_checkpoint", {"trainable_token_indices": {"embed_tokens": [5, 9], "lm_head": [5, 9]}}),
     ],
 )
 def test_peft_writes_it_and_ours_computes_the_same(folder, settings, tmp_path, request):
@@ -318,6 +325,8 @@ def test_counts(checkpoint):
         (LoRA(modules_to_save=["q_proj"]), "query has an adapter too (target_modules); choose one"),
         (LoRA(trainable_tokens=[5, 300]), "300 is no row of the embedding, which has 300."),
         (LoRA(trainable_tokens=[5, 5]), "named twice"),
+        (LoRA(trainable_tokens={"embed_tokns": [5]}), "'embed_tokns' matches no layer. Did you mean 'embed_tokens'?"),
+        (LoRA(trainable_tokens={"lm_head": [5, 300]}), "300 is no row of the embedding, which has 300."),
         (LoRA(trainable_tokens=[5], modules_to_save=["lm_head"]), "is trained already in another way"),
         (LoRA(rank=65), "65 is more than"),
         (LoRA(rank_pattern={"q_proj": 65}), "65 is more than"),

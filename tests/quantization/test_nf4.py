@@ -7,9 +7,11 @@ from torch.testing import assert_close
 
 from tune import distributed
 from tune.checkpointers import Pretrained, load_model
+from tune.cli import main
 from tune.errors import TuneError
 from tune.models import build
-from tune.quantization import NF4Weight, dequantize, nf4, quantize, quantize_linears
+from tune.peft import LoRA, add_adapters
+from tune.quantization import NF4Weight, count_parameters, dequantize, nf4, quantize, quantize_linears
 from tune.quantization.nf4 import LEVELS
 
 
@@ -111,3 +113,31 @@ def test_a_quantised_model(checkpoint, double, cpu_offload):
 def test_columns_that_make_no_blocks():
     with pytest.raises(TuneError, match="48 columns cannot be cut into blocks of 64"):
         NF4Weight(4, 48, double=False, device=torch.device("meta"))
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_a_quantised_model_has_as_many_parameters_as_before(checkpoint, chats, tmp_path, double, capsys):
+    """As transformers counts them: neither the bytes of its codes nor its scales."""
+    transformers = pytest.importorskip("transformers")
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).num_parameters()
+    adapter = sum(4 * sum(each) for each in [(64, 64), (64, 32), (64, 32), (64, 64), *[(64, 128)] * 3]) * 3
+    with torch.device("meta"):
+        model = build(str(checkpoint))
+    quantize_linears(model, double=double)
+    assert count_parameters(model) == base
+    adapted = add_adapters(model, LoRA(rank=4))
+    assert (adapted.trainable, adapted.total) == (adapter, base + adapter)
+    assert f"{adapter:,} of {base + adapter:,} " in adapted.table()
+    if double:  # the lines of a run
+        given = [
+            f"model.path={checkpoint}",
+            f"dataset.path={chats}",
+            "max_steps=1",
+            "max_seq_len=128",
+            "adapter.rank=4",
+        ]
+        given += ["quantization.weights=nf4", f"output_dir={tmp_path / 'run'}", "device=cpu", "dtype=fp32"]
+        main(["run", "lora_finetune", *given])
+        log = (tmp_path / "run" / "log.txt").read_text()
+        assert f"model: {base + adapter:,} parameters, {adapter:,} trainable" in log
+        assert f"{adapter:,} of {base + adapter:,} " in log

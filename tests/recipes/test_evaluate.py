@@ -21,6 +21,7 @@ import torch
 from evaluation.task_files import write_task, write_tasks
 from helpers import run_processes
 from recipes.test_grpo import requests  # noqa: F401
+from safetensors.torch import load_file, save_file
 
 from tune import distributed
 from tune.cli import main
@@ -266,7 +267,7 @@ def test_the_best_by_a_metric_of_which_the_lowest_is_best(
     for metric, message in {
         "chioce/acc": "no task measures chioce/acc. Did you mean 'choice/acc'? There are choice/...",
         "choice/brier": "no task measures choice/brier. Did you mean 'choice/brier_score'? There are choice/acc, ",
-        "'choice/acc,strict'": "no task measures choice/acc,strict. Did you mean 'choice/acc'? There are choice/acc, ",
+        "choice/acc,strict": "no task measures choice/acc,strict. Did you mean 'choice/acc'? There are choice/acc, ",
     }.items():
         wrong = [*settings, f"checkpointer.keep_best={metric}", f"output_dir={tmp_path / 'wrong'}"]
         assert f"checkpointer.keep_best: {message}" in told("full_finetune", wrong)
@@ -424,6 +425,34 @@ def test_wrong_inputs(name, checkpoint, folder, prompts, tmp_path, capsys, monke
     assert "Traceback" not in shown
     for text in says:
         assert text in shown
+
+
+@pytest.mark.parametrize(
+    ("value", "way", "names"),
+    [
+        (torch.nan, "loss", ["chats/loss", "chats/perplexity"]),
+        (1e4, "loss", ["chats/perplexity"]),  # a loss whose exponential is beyond all numbers
+        (torch.nan, "tasks", ["NaN"]),  # whose metrics would be those of wrong answers
+        (torch.nan, "score", ["NaN"]),
+    ],
+)
+def test_a_model_that_gives_no_numbers(value, way, names, checkpoint, chats, folder, prompts, tmp_path, capsys):
+    model, out = tmp_path / "model", tmp_path / "out.json"
+    shutil.copytree(checkpoint, model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"].mul_(value)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    options = {
+        "loss": ["--data", str(chats), "--limit", "2"],
+        "tasks": ["--tasks", "choice", "--include-path", str(folder), "--limit", "2"],
+        "score": ["--data", str(prompts), "--limit", "2", "--score", "my_scores:length"],
+    }[way]
+    with pytest.raises(SystemExit) as end:
+        main(["eval", str(model), *options, "--out", str(out), "--device", "cpu", "--dtype", "fp32"])
+    shown = capsys.readouterr().err
+    assert end.value.code == 2 and "Traceback" not in shown
+    assert all(name in shown for name in names)
+    assert out.exists() == (way == "loss")  # what was found is not lost
 
 
 def test_nothing_to_evaluate_on_in_a_training(checkpoint, chats, tmp_path, run_recipe, capsys):

@@ -146,3 +146,47 @@ def test_two_processes(common, run_recipe, tmp_path):
         one, two = losses(tmp_path / way), losses(tmp_path / "two" / way)
         assert [value is None for value in one] == [value is None for value in two]
         assert [value for value in two if value] == pytest.approx([value for value in one if value], rel=1e-5)
+
+
+@pytest.mark.parametrize("setting", ["optimizer.eps=0", "optimizer.lr=1e38"])
+def test_settings_that_make_weights_of_no_numbers_are_refused(setting, inputs, run_recipe, capsys):
+    run = inputs.folder / "new"
+    assert run_recipe([*inputs.settings(), f"output_dir={run}", setting]) == 2
+    assert setting.partition("=")[0] in capsys.readouterr().err
+    assert not run.exists()
+
+
+class Overflowing(torch.optim.SGD):
+    """Of finite gradients, weights that are not finite."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].mul_(1e38).mul_(1e38)
+
+
+@pytest.mark.parametrize(("recipe", "folder"), [(full_finetune, "model"), (lora_finetune, "adapter")])
+def test_a_last_step_that_overflows_exports_nothing(recipe, folder, inputs, run_recipe, capsys):
+    """Its loss and its gradients are finite, and there is no step after it to notice."""
+    run = inputs.folder / "new"
+    settings = [*inputs.settings(), f"output_dir={run}", "max_steps=1"]
+    assert run_recipe([*settings, "optimizer._component_=recipes.test_not_finite.Overflowing"], recipe) == 2
+    shown = capsys.readouterr()
+    assert ".weight" in shown.err and losses(run)[0] is not None
+    assert not (run / folder).exists() and "done" not in shown.out
+
+
+def test_a_rate_that_is_allowed_and_too_high_for_the_type_of_the_weights(inputs, run_recipe, capsys):
+    """Of weights in fp16, near its largest number, 65,504."""
+    name, run = "model.embed_tokens.weight", inputs.folder / "new"
+
+    def change(tensors):
+        tensors.update({each: tensor.half() for each, tensor in tensors.items()})
+        tensors[name][:] = 65440
+
+    inputs.change_tensors(change)
+    settings = [*inputs.settings(), f"output_dir={run}", "max_steps=1", "schedule.warmup=0", "optimizer.lr=100"]
+    assert run_recipe(settings) == 2
+    shown = capsys.readouterr()
+    assert name in shown.err and losses(run)[0] is not None
+    assert not (run / "model").exists() and "done" not in shown.out

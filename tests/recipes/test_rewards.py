@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shlex
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from models.test_families import MIXED
 from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 
-from tune import checkpointers, datasets, distributed
+from tune import checkpointers, cli, datasets, distributed
 from tune.collators import Sample, collate
 from tune.errors import TuneError
 from tune.losses import BradleyTerry, score
@@ -397,5 +398,10 @@ def test_a_tokenizer_whose_only_special_token_ends_texts(checkpoint, tmp_path):
     content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] == "<|im_end|>"]
     (folder / "tokenizer.json").write_text(json.dumps(content))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    with pytest.raises(TuneError, match="no special token but its end"):
+    with pytest.raises(TuneError, match="no special token but its end") as error:
         Tokenizer(str(folder)).choose_pad()
+    advised = shlex.split(str(error.value).rpartition(": ")[2].replace(" OUT ", f" {tmp_path / 'out'} "))
+    assert advised[:3] == ["tune", "add-tokens", str(folder)]
+    cli.main(advised[1:])
+    padded = Tokenizer(str(tmp_path / "out"))
+    assert padded.special_ids[padded.choose_pad()] == advised[-1]

@@ -82,6 +82,17 @@ def shape_differences(found: Mapping[str, list[int]], wanted: Mapping[str, list[
     return "\n  ".join(lines[:12] + ([f"and {len(lines) - 12} more"] if len(lines) > 12 else []))
 
 
+def require_floats(tensors: Iterable[DiskTensor], setting: str) -> None:
+    """Raises TuneError, which blames `setting`, if one of the `tensors`, which are weights, is of integers."""
+    if found := [tensor for tensor in tensors if not tensor.dtype.is_floating_point]:
+        kind = str(found[0].dtype).removeprefix("torch.")
+        raise TuneError(
+            f"{setting}: {found[0].name} in {found[0].file} is of the type {kind} (of {len(found)} such tensors), and "
+            "weights are floating-point numbers. Quantized weights cannot be trained without their scales: take the "
+            "original checkpoint, or save it with transformers in bf16"
+        )
+
+
 def sampled_digest(names: Iterable[str], files: Iterable[Path]) -> str:
     """A digest of `names`, and of the files' sizes and samples of their bytes."""
     digest = hashlib.sha256("".join(names).encode())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tune.atomic import written_aside
 from tune.checkpointers.disk import load_torch_file
-from tune.checkpointers.writing import write_tensors
+from tune.checkpointers.writing import sound, write_tensors
 from tune.errors import TuneError
 from tune.models.config_file import read_json
 
@@ -79,7 +79,7 @@ def import_meta(folder: Path, out: Path) -> list[str]:
                 yield ours, _halves(weight, heads[kind]) if kind in heads else weight.clone()
 
     with written_aside(out, folder=True) as unfinished:
-        write_tensors(unfinished, tensors(), len(plan))
+        write_tensors(unfinished, sound(tensors(), folder), len(plan))
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tokenizer = next((file for file in (folder, folder.parent) if (file / "tokenizer.model").is_file()), None)
         if tokenizer:

@@ -9,13 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tune.checkpointers.disk import DiskTensor, disk_tensors, model_digest, shape_differences
+from tune.checkpointers.disk import DiskTensor, disk_tensors, model_digest, require_floats, shape_differences
 from tune.distributed import World, check_plan, from_its_stage, full_tensor, local_shard, parallelize
 from tune.errors import TuneError, explained
 from tune.models import Decoder, HuggingFaceModel, build, hf
 from tune.models.config_file import ConfigFile
 from tune.models.families import supported
-from tune.models.names import Names, OnDisk, disk_parts, stored_tensors
+from tune.models.names import Names, OnDisk, disk_names, disk_parts, stored_tensors
 from tune.quantization import NF4Weight, quantize_linears
 from tune.tokenizers import Tokenizer
 
@@ -27,8 +27,8 @@ class Pretrained:
     head that the checkpoint is without is initialised there, from `seed`.
 
     Raises:
-        TuneError: files that are missing or unreadable; tensors missing, not known or of another shape, all named. It
-            blames `setting`.
+        TuneError: files that are missing or unreadable; tensors missing, not known or of another shape, all named;
+            weights that are integers. It blames `setting`.
     """
 
     def __init__(self, path: str, model: nn.Module, seed: int = 0, setting: str = "model.path"):
@@ -51,6 +51,8 @@ class Pretrained:
         found = {name: tensor.shape for name, tensor in used}
         if differences := shape_differences(found, wanted, "config.json says"):
             raise TuneError(f"{setting}: the tensors in {path} do not fit its config.json:\n  {differences}")
+        weights = [on_disk for name, on_disk in self.names.items() if stored[name].is_floating_point()]
+        require_floats([self.tensors[each] for on_disk in weights for each in disk_names(on_disk)], setting)
 
     def require_complete(self) -> None:
         """Raises TuneError if a score head would be initialised."""

@@ -1,5 +1,6 @@
 """Writing a model in Hugging Face layout, also one that is there with more tokens."""
 
+import itertools
 import json
 import re
 import shutil
@@ -83,7 +84,7 @@ def export(
     if world.is_main:
         with written_aside(folder, folder=True) as unfinished:
             write_tensors(unfinished, tensors(), None if compressor else len(there) or None)
-            _require_finite(world, broken, folder)
+            require_finite_on_all(world, "model", broken, folder)
             if dtype and fields:
                 key = "torch_dtype" if "torch_dtype" in fields else "dtype"
                 fields[key] = str(DTYPES[dtype]).removeprefix("torch.")
@@ -104,7 +105,7 @@ def export(
                 tokenizer.save(unfinished)
     else:
         deque(gathered, maxlen=0)  # each tensor is gathered by all processes
-        _require_finite(world, broken, folder)
+        require_finite_on_all(world, "model", broken, folder)
     world.barrier()
 
 
@@ -115,11 +116,27 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(tensor.isfinite().all())
 
 
-def _require_finite(world: World, broken: list[str], folder: Path) -> None:
-    """Raises TuneError on all processes if rank 0 has found tensors that are `broken`."""
+def sound(tensors: Iterable[tuple[str, Tensor]], source: Path) -> Iterator[tuple[str, Tensor]]:
+    """The `tensors`, weights by name of the checkpoint `source`. Raises TuneError at the first one that is of integers,
+    or not finite."""
+    for name, tensor in tensors:
+        if not tensor.is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise TuneError(f"{source}: {name} is of the type {kind}, and weights are floating-point numbers")
+        if not is_finite(tensor):
+            raise TuneError(
+                f"{source}: {name} has values that are not finite: its training failed, or the file is damaged. "
+                "Take another checkpoint, or download it again"
+            )
+        yield name, tensor
+        del tensor
+
+
+def require_finite_on_all(world: World, what: str, broken: list[str], folder: Path) -> None:
+    """Raises TuneError on all processes if rank 0 has found tensors that are `broken` in `what` it writes."""
     if found := world.all_gather(broken)[0]:
         raise TuneError(
-            f"the model is not written to {folder}: {found[0]} has values that are not finite (so have {len(found)} "
+            f"the {what} is not written to {folder}: {found[0]} has values that are not finite (so have {len(found)} "
             "tensors in all). Its training failed, or they do not fit the type that is written. Lower the learning "
             "rate, or export an earlier checkpoint. What was in the folder is left as it is"
         )
@@ -225,7 +242,8 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
     first. Everything else is as in `base`. `out` appears when it is complete. Returns the ids of the tokens.
 
     Raises:
-        TuneError: a token exists already, or the model's family is not supported.
+        TuneError: a token exists already, the model's family is not supported, or its weights are of integers or not
+            finite.
     """
     source = Path(base)
     tokenizer = Tokenizer(str(source))
@@ -243,7 +261,12 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
 
     with written_aside(Path(out), folder=True) as unfinished:
         copy_without_weights(source, unfinished)
-        read = ((name, tensor.read()) for name, tensor in tensors.items())
+        used = {name: tensor for name, tensor in tensors.items() if not names.is_ignored(name)}
+        unused = {name: tensor for name, tensor in tensors.items() if names.is_ignored(name)}
+        read = itertools.chain(
+            sound(((name, tensor.read()) for name, tensor in used.items()), source),
+            ((name, tensor.read()) for name, tensor in unused.items()),
+        )
         resize = ((name, _with_rows(weight, rows, known, ids) if name in resized else weight) for name, weight in read)
         write_tensors(unfinished, resize, len(tensors))
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))

@@ -47,13 +47,15 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     with new_folder(out):
         from tune import checkpointers, peft
         from tune.models.config_file import ConfigFile
+        from tune.peft.named import exported_folder
         from tune.tokenizers import Tokenizer
 
         if options.step is not None:
             model, base, path, tokenizer = at_step(options.source, options.step)
             title = f"`{Path(path).name}` after step {options.step} of the run `{options.source.name}`"
         else:
-            found = peft.resolve_model(options.source)
+            first: Any = "adapter" if options.to == "gguf-lora" else "model"
+            found = peft.resolve_model(exported_folder(options.source, first))
             model, base, tokenizer = peft.open_on_disk(found.base, next(iter(found.adapters), None))
             path, title = str(found.base), found.title
         if options.to == "hf":
@@ -113,8 +115,12 @@ def model_at(source: str | Path, step: int | None = None) -> Iterator[str]:
 
 
 def served_by(model: Any, out: Path) -> str:
-    """The command that serves the folder; of a reward model `/classify` then, with `"use_activation": false`."""
-    return f"vllm serve {in_shell(out)}" + " --runner pooling" * getattr(model.config, "scores", False)
+    """The command that serves the folder, and of a reward model what to ask for then."""
+    command = f"vllm serve {in_shell(out)}"
+    if not getattr(model.config, "scores", False):
+        return command
+    asked = '# POST /classify with "use_activation": false gives the scores, and without it their sigmoid'
+    return f"{command} --runner pooling\n  {asked}\n  # in transformers: AutoModelForSequenceClassification"
 
 
 def write(model: Any, tokenizer: Any, out: Path, path: str, what: str, **others: Any) -> None:

@@ -3,5 +3,5 @@ file that needs that library), and `log_likelihoods`; `InTraining` asks it, and 
 
 from tune.evaluation.in_training import InTraining
 from tune.evaluation.likelihoods import log_likelihoods
-from tune.evaluation.tasks import Tasks, exact_match, metrics
+from tune.evaluation.tasks import Tasks, exact_match, metrics, require_numbers
 from tune.evaluation.work import require_work

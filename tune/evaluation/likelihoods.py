@@ -1,6 +1,7 @@
 """Log-likelihoods of given continuations, as packed documents."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,8 @@ def log_likelihoods(
     are sorted by their tokens: those that begin alike, as a question with each of its choices, or behind the same
     examples, are then in one batch, and models of `tune.models.build` compute their beginning once. A batch has
     `batch_size` documents, or as many as have `BATCH_TOKENS` tokens. Contexts are cut from the left to `max_length`
-    tokens. Raises TuneError for a continuation that is longer, and for an empty context.
+    tokens. Raises TuneError for a continuation that is longer, for an empty context, and on all processes if the
+    log-prob of a continuation is NaN.
     """
     inputs: dict[tuple[int, ...], list[int]] = {}
     for index, (context, continuation) in enumerate(requests):
@@ -55,6 +57,11 @@ def log_likelihoods(
             found |= zip(itertools.chain(*indices), answers, strict=True)
             bar.update(len(documents))
     together = {index: value for each in world.all_gather(found) for index, value in each.items()}
+    if broken := [index for index, (value, _) in together.items() if math.isnan(value)]:
+        raise TuneError(
+            f"the log-probs of {len(broken)} of {len(requests)} texts are NaN, as weights or activations are. Go back "
+            "to an earlier checkpoint, or use dtype=fp32"
+        )
     return [together.get(index, (0.0, True)) for index in range(len(requests))]  # an empty one has no tokens
 
 

@@ -1,10 +1,11 @@
 """Tasks of lm-evaluation-harness: found and checked before weights are read, then run."""
 
 import logging
+import math
 import os
 import random
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -187,6 +188,15 @@ def metrics(results: dict[str, Any], world: World) -> dict[str, float]:
         if "," in name and "_stderr," not in name and isinstance(value, int | float)
     }
     return world.broadcast(found)
+
+
+def require_numbers(found: Mapping[str, float]) -> None:
+    """Raises TuneError if one of the metrics that were `found` is NaN or infinite."""
+    if broken := [f"{name} is {value}" for name, value in found.items() if not math.isfinite(value)]:
+        raise TuneError(
+            f"{', '.join(broken)}. Weights or activations are not finite, or the metric has no value for "
+            "these answers: take an earlier checkpoint, dtype=fp32 or more data"
+        )
 
 
 def exact_match(row: dict[str, Any], completion: str) -> float:

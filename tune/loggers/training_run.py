@@ -34,6 +34,7 @@ from tune.loggers.store import Store
 from tune.loggers.watchdog import Watchdog
 from tune.lookup import in_shell
 from tune.peft import untrained_tokens
+from tune.quantization import count_parameters
 from tune.rules import Facts, Level, judge
 from tune.secrets import without_secrets
 from tune.tokenizers import Tokenizer
@@ -206,10 +207,9 @@ class Run:
         """Report the processes, the model, its memory and what is sent. The lengths in tokens are those of a row of a
         micro-batch, and of documents the longest and the mean. A step has so many rows and about so many tokens."""
         cfg = self.settings
-        parameters = list(model.parameters())
-        trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
-        self.info(f"model: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable")
+        self.info(f"model: {count_parameters(model):,} parameters, {trainable:,} trainable")
         tp = self.world.mesh["tp"].size()
         parts, shared = tp * self.world.num_stages, (tp, self.world.loss_parallel)
         planned = planned_memory(model, cfg.dtype, cfg.master_dtype, self.world.shards.shape[-1] * parts, *shared)

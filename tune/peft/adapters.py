@@ -18,10 +18,11 @@ from tune.models.moe import ExpertLinear
 from tune.models.names import Names
 from tune.peft.lora import KINDS, LoRA, LoRAExperts, LowRank, matches
 from tune.peft.tokens import TokenEmbedding, TokenHead, TokenRows
-from tune.quantization import NF4Weight
+from tune.quantization import NF4Weight, count_parameters
 
 # Both have `PARTS` (their trained parameters, with the ends of the names in PEFT's files) and `initial_values`.
 Adapter: TypeAlias = LowRank | TokenRows
+HEADS = ("lm_head", "head", "output")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
     try:
         targets = adapted_layers(model, lora)
         whole = modules_to_save(model, lora, targets)
-        token_rows = token_modules(model, lora, {**targets, **whole})
+        with_tokens = token_modules(model, lora, {**targets, **whole})
     except TuneError as error:
         if lora.path is None:
             raise
@@ -81,11 +82,11 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
             rank = largest
         kind = next(kind for base, kind in KINDS.items() if isinstance(layer, base))
         kind.adapt(layer, name, rank, alpha, lora)
-    if token_rows is not None:
-        embedding, head = token_rows
-        tied_to = TokenEmbedding.adapt(embedding, lora.trainable_tokens)
-        if head is not None:
-            TokenHead.adapt(head, lora.trainable_tokens, tied_to if head.weight is embedding.weight else None)
+    rows: dict[Any, TokenRows] = {}
+    for module, tokens in with_tokens.items():
+        kind_of_rows = TokenEmbedding if isinstance(module, nn.Embedding) else TokenHead
+        weight = module.weight
+        rows[weight] = kind_of_rows.adapt(module, tokens, rows.get(weight))
     if lora.dropout:
         model.has_dropout = True  # type: ignore[assignment]
     for module in whole.values():
@@ -96,9 +97,8 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
         from tune.peft.files import load_adapter  # which needs this module
 
         load_adapter(model, lora.path)  # its names and shapes alone
-    parameters = list(model.parameters())
-    trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return Adapted(adapted_modules(model), whole, trainable, sum(parameter.numel() for parameter in parameters))
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return Adapted(adapted_modules(model), whole, trainable, count_parameters(model))
 
 
 def adapted_modules(model: nn.Module) -> dict[str, Adapter]:
@@ -242,12 +242,11 @@ def modules_to_save(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Modul
     return chosen
 
 
-def token_modules(
-    model: nn.Module, lora: LoRA, others: Mapping[str, nn.Module]
-) -> tuple[nn.Embedding, nn.Linear | None] | None:
-    """The embedding, and the head if it is a module of its own, of which rows are trained; None without such tokens."""
-    if not (tokens := lora.trainable_tokens):
-        return None
+def token_modules(model: nn.Module, lora: LoRA, others: Mapping[str, nn.Module]) -> dict[nn.Module, list[int]]:
+    """The modules of which rows are trained, and these rows: the embedding, and the head if it is a module of its own,
+    or those of the two that are named."""
+    if not lora.trainable_tokens:
+        return {}
     embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     name, embedding = max(embeddings.items(), key=lambda item: item[1].num_embeddings)
     size = embedding.num_embeddings
@@ -256,18 +255,47 @@ def token_modules(
         for name, module in model.named_children()
         if isinstance(module, nn.Linear) and module.out_features == size
     }
-    if clash := {name, *heads} & others.keys():
+    tokens_of = _tokens_of(model, lora.trainable_tokens, {name: embedding, **heads})
+    if clash := tokens_of.keys() & others.keys():
         raise TuneError(f"adapter.trainable_tokens: {clash.pop()} is trained already in another way; choose one")
-    if type(embedding) is not nn.Embedding:
+    if name in tokens_of and type(embedding) is not nn.Embedding:
         raise TuneError(f"adapter.trainable_tokens: {name} is a {type(embedding).__name__}, which is not supported")
+    tokens = [token for rows in tokens_of.values() for token in rows]
     if outside := [token for token in tokens if not 0 <= token < size]:
         raise TuneError(
             f"adapter.trainable_tokens: {outside[0]} is no row of the embedding, which has {size}. To add tokens to "
             "the base first: tune add-tokens"
         )
-    if len(set(tokens)) < len(tokens):
+    if any(len(set(rows)) < len(rows) for rows in tokens_of.values()):
         raise TuneError("adapter.trainable_tokens: a token is named twice")
-    return embedding, next(iter(heads.values()), None)
+    return {model.get_submodule(name): rows for name, rows in tokens_of.items()}
+
+
+def _tokens_of(
+    model: nn.Module, wanted: list[int] | Mapping[str, list[int]], candidates: Mapping[str, Any]
+) -> dict[str, list[int]]:
+    """The rows that are trained of each of the `candidates`, the embedding first. Of a tied embedding these are also
+    those of the head, as in PEFT. Raises TuneError if a name matches none of them, or a tied head has other rows."""
+    embedding = next(iter(candidates))
+    is_shared = is_tied(model, candidates[embedding])
+    if not isinstance(wanted, Mapping):
+        return dict.fromkeys(candidates, wanted)
+    found: dict[str, list[int]] = {}
+    others: list[list[int]] = []  # of a tied head that is no module of its own
+    for each, tokens in wanted.items():
+        if is_shared and each.rpartition(".")[2] in HEADS:
+            others.append(tokens)
+        else:
+            found |= dict.fromkeys(_named(model, "trainable_tokens", [each], candidates), tokens)
+    if not is_shared:
+        return {name: found[name] for name in candidates if name in found}
+    if embedding not in found:
+        raise _tied(next(iter(wanted)), Names.of(model).module(embedding))
+    if any(tokens != found[embedding] for tokens in [*others, *found.values()]):
+        raise TuneError(
+            "adapter.trainable_tokens: embedding and head share their rows in this model; give both the same"
+        )
+    return dict.fromkeys(candidates, found[embedding])
 
 
 def is_tied(model: nn.Module, layer: nn.Module) -> bool:
@@ -302,7 +330,7 @@ def _named(
 def _no_match(model: nn.Module, setting: str, wanted: str, candidates: Mapping[str, nn.Module]) -> TuneError:
     names = Names.of(model)
     tied = [name for name, each in candidates.items() if isinstance(each, nn.Embedding) and is_tied(model, each)]
-    if tied and wanted in ("lm_head", "head", "output"):
+    if tied and wanted in HEADS:
         return _tied(wanted, names.module(tied[0]))
     known = sorted({_last(name) for candidate in candidates for name in names.spellings(candidate)})
     hint = did_you_mean(wanted, known)

@@ -14,9 +14,9 @@ from torch import nn
 
 from tune.atomic import written_aside
 from tune.checkpointers import Pretrained, export
-from tune.checkpointers.disk import DiskTensor, headers, shape_differences
+from tune.checkpointers.disk import DiskTensor, headers, require_floats, shape_differences
 from tune.checkpointers.weights import load_shard
-from tune.checkpointers.writing import save_tensors
+from tune.checkpointers.writing import require_finite_on_all, save_tensors
 from tune.contents import content_digest
 from tune.distributed import World, from_its_stage, full_tensor, local_shard, uncut
 from tune.errors import TuneError
@@ -85,28 +85,27 @@ def read_adapter(path: str) -> LoRA:
             "original one. Have PEFT write it for that: save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     tokens = settings.get("trainable_token_indices") or []
-    by_module = list(tokens.values()) if isinstance(tokens, dict) else [tokens]
-    if any(each != by_module[0] for each in by_module):
-        raise TuneError(f"{file}: trainable_token_indices differ between modules, which is not supported")
+    if isinstance(tokens, list) and tokens:  # of the embedding, whatever its name
+        tokens = dict.fromkeys(_on_disk(Path(path) / WEIGHTS, f".{TokenRows.PARTS['rows']}"), tokens)
     modules, parameters = settings.get("target_modules") or [], settings.get("target_parameters") or []
     if isinstance(modules, str):  # a regular expression; both are modules here
         target_modules: Any = "|".join([f"({modules})", *(rf"(.*\.)?{re.escape(name)}" for name in parameters)])
     else:
         target_modules = [*modules, *parameters]
     if settings.get("exclude_modules"):  # what is left of the targets has tensors
-        target_modules = _adapted_on_disk(Path(path) / WEIGHTS)
+        target_modules = _on_disk(Path(path) / WEIGHTS, ".lora_")
     if settings.get("task_type") == SCORES:  # PEFT's names of heads that score, of which models here have one
         settings["modules_to_save"] = [*({*(settings.get("modules_to_save") or ()), "score"} - {"classifier"})]
     fields = {ours: settings[theirs] for ours, theirs in FIELDS.items() if settings.get(theirs)}
-    return LoRA(path=path, target_modules=target_modules, trainable_tokens=by_module[0], **fields)
+    return LoRA(path=path, target_modules=target_modules, trainable_tokens=tokens, **fields)
 
 
-def _adapted_on_disk(file: Path) -> list[str]:
-    """The names of the modules that have low-rank matrices in an adapter's file."""
+def _on_disk(file: Path, part: str) -> list[str]:
+    """The names of the modules that have tensors with `part` in their names in an adapter's file."""
     if not file.exists():
         raise TuneError(f"adapter.path: {file.parent} has no {WEIGHTS}")
     names = [tensor.name.removeprefix(PREFIX) for tensor in headers(file)]
-    return sorted({name.partition(".lora_")[0] for name in names if ".lora_" in name})
+    return sorted({name.partition(part)[0] for name in names if part in name})
 
 
 def load_adapter(model: nn.Module, path: str) -> None:
@@ -133,6 +132,7 @@ def load_adapter(model: nn.Module, path: str) -> None:
             f"{getattr(model, 'source', 'this one')}. Take that one, or another adapter. What does not fit:\n  "
             f"{differences}"
         )
+    require_floats([found[name] for name in needed], "adapter.path")
     with torch.no_grad():
         for part, each in zip(parts, stored, strict=True):
             part.load({name: found[own_name(name)] for name in each})
@@ -167,21 +167,23 @@ def export_adapter(
     """Write the adapters of `model` as PEFT, transformers and vLLM load them on top of the model `base`.
 
     All processes take part. The folder appears when it is complete.
+
+    Raises:
+        TuneError: a value is not finite, on all processes. What was in the folder stays as it is.
     """
     tensors: dict[str, torch.Tensor] = {}
+    broken: list[str] = []
     for part in _parts(model):
         is_here = not part.parameter.is_meta
         full = from_its_stage(model, full_tensor(part.value().detach()) if is_here else None).to("cpu", torch.float32)
         if not full.isfinite().all():
-            raise TuneError(
-                f"the adapter is not written to {folder}: {part.kind} of {type(part.module).__name__} has values that "
-                "are not finite, so its training failed. What was there is left as it is"
-            )
+            broken.append(next(iter(part.stored(full))).removeprefix(PREFIX))
         if world.is_main:
             for name, tensor in part.stored(full).items():
                 tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
                 if name.endswith("embed_tokens.weight") and _trains_tied_embedding(model):
                     tensors[PREFIX + HEAD] = tensor.clone()  # PEFT expects tied weights twice
+    require_finite_on_all(world, "adapter", broken, Path(folder))
     if world.is_main:
         with written_aside(Path(folder), folder=True) as unfinished:
             save_tensors(tensors, unfinished / WEIGHTS, "adapter")

@@ -26,7 +26,8 @@ class LoRA:
     names, or a regular expression that must match a layer's whole name. Linear layers, experts and embeddings can be
     adapted. Names are ours (`query`) or the checkpoint's (`q_proj`). `rank_pattern` and `alpha_pattern` set the rank
     and alpha of the layers whose name ends with a key or matches it. The modules named in `modules_to_save` are trained
-    in full, and the rows of `trainable_tokens` in embedding and head.
+    in full, and the rows of `trainable_tokens` in embedding and head, or in the modules that it names, as
+    `{embed_tokens: [5, 6]}`.
 
     `init` sets the initial values: `pissa` (Meng et al., 2024) those of the weight's largest singular vectors, `olora`
     (Büyükakyüz, 2024) of the first columns of its QR decomposition. A frozen copy of them is subtracted, so that the
@@ -43,7 +44,7 @@ class LoRA:
     dora: bool = False  # learn the magnitude of the weight's rows apart from their direction
     init: Literal["default", "pissa", "olora"] = "default"
     modules_to_save: list[str] = field(default_factory=list)
-    trainable_tokens: list[int] = field(default_factory=list)
+    trainable_tokens: list[int] | dict[str, list[int]] = field(default_factory=list)
     path: str | None = None  # the folder that all is read from; its ranks are neither changed nor refused
 
     def at(self, *names: str) -> tuple[int, float]:

@@ -91,6 +91,8 @@ def export_gguf_lora(model: Any, file: Path, model_type: str) -> None:
         writer.add_float32("adapter.lora.alpha", 1.0)  # llama.cpp divides it by the rank
         for name, layer in layers.items():
             a, b = (factor.detach().float() for factor in layer.factors())
+            if not (a.isfinite().all() and b.isfinite().all()):
+                raise TuneError(f"the adapter of {name} has values that are not finite: its training failed")
             b = b * layer.scaling * len(a)
             for new, part in llama_cpp_tensors(f"{name}.weight", b, model.config, architecture):
                 writer.add_tensor(f"{new}.lora_a", a.contiguous().numpy())

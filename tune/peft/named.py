@@ -66,15 +66,16 @@ def resolve_model(path: str | Path, adapters: Sequence[str | Path] = ()) -> Reso
 def adapter_folder(path: str | Path) -> Path:
     """The adapter that `path` is or, if it is a run, has exported. Raises TuneError if there is none."""
     given = local_path(path)
-    folder = exported_folder(given) if given.is_dir() else given
+    folder = exported_folder(given, "adapter") if given.is_dir() else given
     if not (folder / CONFIG).exists():
         raise TuneError(f"{folder} is no adapter: it has no {CONFIG}. Name a folder in PEFT's layout, or a run of one")
     return folder
 
 
-def exported_folder(path: Path) -> Path:
-    """A model or an adapter folder: `path` itself, or what the run there has exported."""
-    for folder in (path, path / "model", path / "adapter"):
+def exported_folder(path: Path, first: Literal["model", "adapter"] = "model") -> Path:
+    """A model or an adapter folder: `path` itself, or what the run there has exported, `first` if it has both."""
+    second = "adapter" if first == "model" else "model"
+    for folder in (path, path / first, path / second):
         if (folder / "config.json").exists() or (folder / CONFIG).exists():
             return folder
     run = next((each for each in (path, path.parent, path.parent.parent) if (each / "config.yaml").exists()), None)

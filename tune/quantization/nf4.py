@@ -141,6 +141,15 @@ def quantize_linears(model: nn.Module, *, double: bool = False) -> int:
     return count
 
 
+def count_parameters(model: nn.Module) -> int:
+    """The number of parameters of `model`; of a quantised weight its numbers, and not the bytes that hold them."""
+    of_bytes = {
+        parameter for module in model.modules() if isinstance(module, NF4Weight) for parameter in module.parameters()
+    }
+    weights = sum(2 * module.codes.numel() for module in model.modules() if isinstance(module, NF4Weight))
+    return weights + sum(parameter.numel() for parameter in model.parameters() if parameter not in of_bytes)
+
+
 class NF4Linear(nn.Linear):
     """A linear layer with a quantised weight."""
 

@@ -8,6 +8,7 @@ from tune.rules.rule import GREAT, Facts, Level, Rule
 
 ERROR, HEAL, WARN, _ = Level
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EMBEDDINGS = ("embedding", "embed_tokens", "embed_in", "wte", "word_embeddings")
 
 
 def _compares(run: Facts) -> bool:
@@ -265,7 +266,8 @@ RULES = [
          "`tune merge`, or take adapter.trainable_tokens",
          "readers that do not tie it again lose what the other half has learned",
          lambda run: run.model.get("tie_word_embeddings")
-         and {"embed_tokens", "lm_head"} & {*run("adapter.modules_to_save", [])}),
+         and {name.rpartition(".")[2] for name in run("adapter.modules_to_save", [])}
+         & {*EMBEDDINGS, *["lm_head"] * run.asks("model._component_", "models.hf")}),  # ours refuse a tied head
     Rule("gemma-without-bos", WARN, "tokenizer.chat_template", "EleutherAI/lm-evaluation-harness#1465", "always",
          "the chat template writes no bos_token, and models of Gemma need it. Add {{{{ bos_token }}}} at its beginning",
          "without it their perplexity is a thousand times higher, and they learn to do without first",

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from tune.errors import TuneError, explained
-from tune.lookup import local_path
+from tune.lookup import in_shell, local_path
 from tune.tokenizers.chat_template import SHIPPED, ChatTemplate, Message, Span, chosen_template, markers
 from tune.tokenizers.folder import SOURCES, mapping_in, read_vocabulary
 from tune.tokenizers.supervision import end_of_turn, supervised_spans
@@ -121,7 +121,11 @@ class Tokenizer:
         if self.pad_id is None or self.pad_id in ends:
             others = [index for index in self.special_ids if index not in ends]
             if not others:
-                raise TuneError(f"the tokenizer in {self.path} has no special token but its end: none can pad texts")
+                command = f"tune add-tokens {in_shell(self.path)} OUT '<|pad|>'"
+                raise TuneError(
+                    f"the tokenizer in {self.path} has no special token but its end: none can pad texts. Add one, and "
+                    f"train that model: {command}"
+                )
             self.pad_id = min(others, key=lambda index: ("pad" not in self.special_ids[index].lower(), index))
         self._chosen["pad_token"] = str(self._tokenizer.id_to_token(self.pad_id))
         return self.pad_id
