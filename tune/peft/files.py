@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tune.atomic import written_aside
+from tune.atomic import exported, require_replaceable
 from tune.checkpointers import Pretrained, export
 from tune.checkpointers.disk import DiskTensor, headers, shape_differences
 from tune.checkpointers.weights import load_shard
@@ -167,7 +167,11 @@ def export_adapter(
     """Write the adapters of `model` as PEFT, transformers and vLLM load them on top of the model `base`.
 
     All processes take part. The folder appears when it is complete.
+
+    Raises:
+        TuneError: a value is not finite, or the folder holds files that an export did not write.
     """
+    world.of_main(lambda: require_replaceable(Path(folder)))
     tensors: dict[str, torch.Tensor] = {}
     for part in _parts(model):
         is_here = not part.parameter.is_meta
@@ -183,7 +187,7 @@ def export_adapter(
                 if name.endswith("embed_tokens.weight") and _trains_tied_embedding(model):
                     tensors[PREFIX + HEAD] = tensor.clone()  # PEFT expects tied weights twice
     if world.is_main:
-        with written_aside(Path(folder), folder=True) as unfinished:
+        with exported(Path(folder)) as unfinished:
             save_tensors(tensors, unfinished / WEIGHTS, "adapter")
             (unfinished / CONFIG).write_text(json.dumps(_config(model, lora, base), indent=2) + "\n", encoding="utf-8")
             (unfinished / "README.md").write_text(card, encoding="utf-8")
