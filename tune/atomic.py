@@ -1,12 +1,18 @@
 """Files and folders that appear at their path only when they are complete."""
 
 import glob
+import hashlib
+import json
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tune.errors import TuneError
+
+INDEX = "written.json"  # in an exported folder: its files, so that others in it are not lost when it is written again
+HASHED_BYTES = 2**20  # larger files are known by their size
 CHECKPOINT = "step-" + 8 * "[0-9]"  # names of complete checkpoints; other names are the user's own
 
 
@@ -33,3 +39,52 @@ def written_aside(path: Path, folder: bool = False) -> Iterator[Path]:
             shutil.rmtree(unfinished, ignore_errors=True)
         else:
             unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def exported(folder: Path) -> Iterator[Path]:
+    """As `written_aside`, for a folder that a user names: it replaces only what was written there in this way.
+
+    Raises:
+        TuneError: see `require_replaceable`.
+    """
+    require_replaceable(folder)
+    with written_aside(folder, folder=True) as unfinished:
+        yield unfinished
+        text = json.dumps(_states(unfinished), indent=2) + "\n"
+        (unfinished / INDEX).write_text(text, encoding="utf-8")
+
+
+def require_replaceable(folder: Path) -> None:
+    """Raises TuneError if an export to `folder` would delete a file that `exported` did not write, or that was changed
+    since."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise TuneError(f"{folder} is a file. Name a folder that is absent or empty, or move the file")
+    try:
+        written = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        written = {}
+    known = written if isinstance(written, dict) else {}
+    if others := [name for name, state in _states(folder).items() if known.get(name) != state]:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        raise TuneError(
+            f"{folder} holds files that an export did not write, or that were changed since, and they would be lost: "
+            f"{', '.join(others[:3])}{more}. Move them or the folder, or name another one"
+        )
+
+
+def _states(folder: Path) -> dict[str, str]:
+    """Size and digest of each file in a folder, and each folder without files, by relative path."""
+    states = {}
+    for each in sorted(folder.rglob("*")):
+        name = str(each.relative_to(folder))
+        if each.is_dir() and not each.is_symlink():
+            if not any(each.iterdir()):
+                states[name] = "empty folder"
+        elif name != INDEX:
+            size = each.stat().st_size if each.exists() else -1  # -1: a link to nothing
+            digest = hashlib.sha256(each.read_bytes()).hexdigest() if 0 <= size <= HASHED_BYTES else ""
+            states[name] = f"{size} {digest}"
+    return states

@@ -1,7 +1,9 @@
 """The formats that checkpoints come in: what transformers reads from a folder is what is read here."""
 
+import itertools
 import json
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -65,12 +67,47 @@ def test_a_part_of_a_tensor(folder, save):
     assert torch.equal(found["stack"].read((slice(1, 2),)), tensors["stack"][1:])
 
 
-def test_safetensors_come_before_torch_files_and_the_whole_before_its_copies(folder):
-    save_torch(folder, {"old": torch.zeros(1)}, 1)
+def save_safetensors(folder, tensors, shards):
+    """model.safetensors, or shards of it with their index."""
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map = {}
+    for number in range(shards):
+        file, names = f"model-{number + 1:05d}-of-{shards:05d}.safetensors", sorted(tensors)[number::shards]
+        save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+SETS = {
+    "model.safetensors": (save_safetensors, 1),
+    "shards of safetensors": (save_safetensors, 2),
+    "pytorch_model.bin": (save_torch, 1),
+    "shards of torch": (save_torch, 2),
+    "consolidated.safetensors": (lambda folder, tensors, _: save_file(tensors, folder / "consolidated.safetensors"), 1),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), [*itertools.combinations(SETS, 2)])
+def test_of_two_sets_of_weights_the_one_of_transformers_is_read(one, other, checkpoint, folder, tensors):
+    """And a warning names the other one."""
+    shutil.copyfile(checkpoint / "config.json", folder / "config.json")
+    for value, name in enumerate((one, other), 1):
+        save, shards = SETS[name]
+        save(folder, tensors | {"model.norm.weight": torch.full((64,), float(value))}, shards)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).model.norm.weight[0].item()
+    with pytest.warns(UserWarning) as said:
+        ours = load_model(str(folder)).norm.weight[0].item()
+    assert ours == theirs
+    read = {tensor.file.name for tensor in disk_tensors(folder).values()}
+    unread = {file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")} - read
+    assert unread and any(str(folder) in str(each.message) and min(unread) in str(each.message) for each in said)
+
+
+def test_safetensors_of_other_names_are_read_where_there_is_nothing_else(folder):
     save_file({"shard": torch.zeros(1)}, folder / "consolidated.safetensors")
     assert list(disk_tensors(folder)) == ["shard"]
-    save_file({"whole": torch.zeros(1)}, folder / "model.safetensors")
-    assert list(disk_tensors(folder)) == ["whole"]
 
 
 def refusal(folder):

@@ -108,6 +108,39 @@ def test_a_tensor_is_let_go_before_the_next_one_is_gathered(checkpoint, tmp_path
     assert len(made) == len(tensors_of(checkpoint))
 
 
+def test_an_export_replaces_only_what_an_export_has_written(checkpoint, tmp_path):
+    """A user's notes and folders were gone without a word."""
+    out = tmp_path / "out"
+    first = exported(checkpoint, out)
+    exported(checkpoint, out, lambda model: model.norm.weight.fill_(3.0))
+    again = tensors_of(out)
+    assert again.keys() == first.keys() and again["model.norm.weight"].eq(3).all()
+    for name in ("notes.md", "figures/loss.png", ".hidden", "deep/er/empty/"):
+        other = out / name
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.mkdir() if name.endswith("/") else other.write_text("mine")
+        with pytest.raises(TuneError, match=name.rstrip("/")):
+            exported(checkpoint, out)
+        assert other.exists() and tensors_of(out).keys() == first.keys()
+        shutil.rmtree(out / name.partition("/")[0]) if "/" in name else other.unlink()
+    exported(checkpoint, out)
+    for folder in (tmp_path / "base", tmp_path / "file"):  # what others wrote
+        shutil.copytree(checkpoint, folder) if folder.name == "base" else folder.write_text("mine")
+        with pytest.raises(TuneError, match=folder.name):
+            exported(checkpoint, folder)
+    assert tensors_of(tmp_path / "base").keys() == first.keys() and (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 2}, {"num_hidden_layers": 4}, {"intermediate_size": 96}])
+def test_a_source_of_another_size_is_refused(changes, checkpoint, tmp_path):
+    """Its blocks were mixed in, and its config.json had another number of them."""
+    other = save_checkpoint(tmp_path / "other", **changes)
+    model, out = load_model(str(checkpoint)), tmp_path / "out"
+    with pytest.raises(TuneError, match=str(other)):
+        export(model, Tokenizer(str(checkpoint)), out, distributed.init("cpu"), source=str(other))
+    assert not out.exists()
+
+
 def test_another_type_for_all(source, tmp_path):
     tensors = exported(source, tmp_path / "out", dtype="bf16")
     assert {tensor.dtype for name, tensor in tensors.items() if "inv_freq" not in name} == {torch.bfloat16}

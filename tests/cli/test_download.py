@@ -12,7 +12,9 @@ import pytest
 from helpers import HANGS
 
 from tune.checkpointers import model_card
-from tune.cli.download import wanted
+from tune.checkpointers.writing import HUB_ID
+from tune.cli.download import require_its_own, wanted
+from tune.errors import TuneError
 
 FILES = {
     "config.json": b"{}",
@@ -94,6 +96,21 @@ def test_gets_what_training_needs_and_nothing_twice(tmp_path: Path, hub: str) ->
     assert download(tmp_path, hub, "someone/tiny").returncode == 0
     assert len(Hub.fetched) == len(files)
     assert "\nbase_model: someone/tiny\n" in model_card("full_finetune", str(tmp_path / "tiny"), "chats.jsonl")
+
+
+@pytest.mark.parametrize("held", ["another model", "notes"])
+def test_a_folder_that_holds_something_else_is_refused(held, tmp_path):
+    """The files of two models were mixed: `tune download a/llama` and `tune download b/llama` have one folder."""
+    (tmp_path / "notes.md").write_text("mine")
+    if held == "another model":
+        (tmp_path / HUB_ID).parent.mkdir(parents=True)
+        (tmp_path / HUB_ID).write_text("another/tiny")
+    with pytest.raises(TuneError, match="another/tiny" if held == "another model" else str(tmp_path)):
+        require_its_own(tmp_path, "someone/tiny")
+    (tmp_path / HUB_ID).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / HUB_ID).write_text("someone/tiny")
+    require_its_own(tmp_path, "someone/tiny")
+    require_its_own(tmp_path / "new", "someone/tiny")
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow
 import pytest
 import torch
 from helpers import HANGS, free_port, make_adapter, save_checkpoint
@@ -17,7 +18,7 @@ from pyarrow import parquet
 
 from tune import distributed
 from tune.cli import main
-from tune.cli.generate import sampling_settings, turns
+from tune.cli.generate import require_answers, sampling_settings, turns
 from tune.tokenizers import Tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -117,6 +118,8 @@ def test_records_have_all_that_was_asked(checkpoint, tmp_path, capsys):
     assert {name: record[name] for name in row} == row and record["tokens"] <= 2
     run(capsys, *asked, tmp_path / "out.parquet")
     assert parquet.read_table(tmp_path / "out.parquet").to_pylist() == [record]
+    for file in (out, tmp_path / "out.parquet"):  # answers are replaced by answers
+        require_answers(file)
 
 
 def test_few_are_answered_at_a_time_where_that_takes_long(monkeypatch):
@@ -295,6 +298,19 @@ def test_wrong_inputs(name, checkpoint, tmp_path, monkeypatch, capsys):
     assert "dataset." not in shown.err and "sampling" not in shown.err  # settings of recipes
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "number.jsonl", "notes"])
+def test_data_are_not_replaced_by_answers(name, checkpoint, tmp_path, capsys):
+    file = tmp_path / name
+    if file.suffix == ".parquet":
+        parquet.write_table(pyarrow.table({"prompt": ["a"]}), file)
+    else:
+        file.write_text({"rows.jsonl": '{"prompt": "a"}\n', "number.jsonl": "3\n", "notes": "mine\n"}[name])
+    before = file.read_bytes()
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", str(checkpoint), "--prompt", "a", "--max-new-tokens", "1", "--out", str(file)])
+    assert ended.value.code == 2 and str(file) in capsys.readouterr().err and file.read_bytes() == before
+
+
 def test_a_family_of_transformers_alone(checkpoint, files, tmp_path, capsys):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     sizes["initializer_range"] = 0.5
@@ -311,12 +327,13 @@ def test_a_family_of_transformers_alone(checkpoint, files, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["too many tokens", "nothing to go on from"])
 def test_wrong_inputs_leave_what_was_written_before(name, checkpoint, tmp_path, capsys):
-    (tmp_path / "out.jsonl").write_text("answers\n")
+    before = '{"index": 0, "sample": 0, "completion": "a"}\n'
+    (tmp_path / "out.jsonl").write_text(before)
     arguments = [str(checkpoint) if each == "MODEL" else each for each in WRONG[name][0]]
     with pytest.raises(SystemExit):
         main(["generate", *arguments, "--out", str(tmp_path / "out.jsonl")])
     assert WRONG[name][1] in capsys.readouterr().err
-    assert (tmp_path / "out.jsonl").read_text() == "answers\n"
+    assert (tmp_path / "out.jsonl").read_text() == before
 
 
 def test_a_model_without_a_chat_template(checkpoint, tmp_path, capsys):

@@ -90,6 +90,17 @@ def test_the_best_of_a_sweep_is_first(checkpoint: Path, tmp_path: Path) -> None:
     assert value_of(rows[0]) == "0.1" and value_of(rows[0] | {"step": 4}) == "0.1 (step 4)"
 
 
+def test_a_folder_of_something_else_is_no_out(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sweep.json").write_text("mine")
+    sweep = ["sweep", "full_finetune", "--over", "seed=1,2", f"model.path={checkpoint}", "dataset.path=none"]
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*sweep, "--out", str(tmp_path)])
+    assert str(tmp_path) in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["sweep.json"]
+
+
 def test_component_arguments_are_checked_before_anything_starts(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -369,6 +369,18 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("name", ["rows.json", "out_samples_choice.jsonl", "list.json"])
+def test_other_files_are_not_replaced_by_results(name, checkpoint, folder, tmp_path, capsys):
+    file = tmp_path / name
+    file.write_text({"rows.json": '{"prompt": "a"}', "list.json": "[1]"}.get(name, '{"prompt": "a"}\n'))
+    out = tmp_path / "out.json" if "samples" in name else file
+    before = file.read_bytes()
+    asked = ["--tasks", "choice", "--include-path", str(folder), "--log-samples", "--out", str(out)]
+    with pytest.raises(SystemExit) as end:
+        main(["eval", str(checkpoint), *asked])
+    assert end.value.code == 2 and str(file) in capsys.readouterr().err and file.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     "more", [["--data", "nowhere.jsonl"], ["--data", "no_prompts.jsonl", "--score", "my_scores:length"], ["--out", "."]]
 )

@@ -1,7 +1,16 @@
 """A run writes into a folder of its own: not over another recipe's training, a model or data."""
 
+import shutil
+
 import distill
+import lora_finetune
 import pytest
+from safetensors.torch import load_file
+
+from tune.checkpointers import add_tokens
+from tune.cli import main
+from tune.errors import TuneError
+from tune.peft import resolve_model
 
 
 def contents(folder):
@@ -21,7 +30,69 @@ def test_the_folder_of_another_recipe_is_refused(inputs, run_recipe, told, capsy
     assert contents(inputs.run) == before
 
 
-@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "rows.jsonl", "model.safetensors"])
+def test_the_folder_of_another_recipe_is_refused_without_a_checkpoint(inputs, run_recipe, told, capsys):
+    shutil.rmtree(inputs.run / "checkpoints")
+    before = contents(inputs.run)
+    assert run_recipe(inputs.settings(), lora_finetune) == 2
+    message = capsys.readouterr().err
+    assert "output_dir: " in message and "full_finetune" in message and "lora_finetune" in message
+    assert "full_finetune" in told("lora_finetune", inputs.settings())
+    assert contents(inputs.run) == before
+
+
+@pytest.mark.parametrize("change", ["notes", "folder", "edited", "index lost"])
+def test_what_a_user_has_put_into_the_result_is_not_lost(change, inputs, run_recipe, told, capsys):
+    """A rerun removed it without a word. It is refused before the training, and not at its end."""
+    model = inputs.run / "model"
+    if change == "notes":
+        (model / "notes.md").write_text("the best so far")
+    elif change == "folder":
+        (model / "figures").mkdir()
+        (model / "figures" / "loss.png").write_bytes(b"png")
+    elif change == "edited":
+        (model / "README.md").write_text("a card of my own")
+    else:
+        (model / "written.json").unlink()
+    before = contents(inputs.run)
+    assert run_recipe(inputs.settings("max_steps=3")) == 2
+    assert str(model) in capsys.readouterr().err
+    assert str(model) in told("full_finetune", inputs.settings("max_steps=3"))
+    assert contents(inputs.run) == before
+
+
+def test_a_result_that_is_as_it_was_written_is_replaced(inputs, run_recipe):
+    before = contents(inputs.run / "model")
+    assert run_recipe(inputs.settings("max_steps=3")) == 0
+    after = contents(inputs.run / "model")
+    assert after.keys() == before.keys() and after["model.safetensors"] != before["model.safetensors"]
+
+
+def test_verbs_take_what_a_run_has_trained_also_where_its_folder_holds_a_model(inputs, run_recipe, capsys):
+    trained = load_file(inputs.run / "model" / "model.safetensors")
+    for file in inputs.model.iterdir():
+        shutil.copyfile(file, inputs.run / file.name)
+    assert resolve_model(inputs.run).base == inputs.run / "model"
+    out = inputs.folder / "out"
+    main(["export", str(inputs.run), "--to", "hf", "--out", str(out)])
+    exported = load_file(out / "model.safetensors")
+    assert all(exported[name].equal(tensor) for name, tensor in trained.items())
+    assert run_recipe(inputs.settings("max_steps=3")) == 2  # the run is not continued like this
+    assert "config.json" in capsys.readouterr().err
+    shutil.rmtree(inputs.run / "model")
+    with pytest.raises(TuneError, match="step-00000002"):
+        resolve_model(inputs.run)
+
+
+def test_tokens_are_not_added_over_the_model_that_is_read(inputs):
+    before = contents(inputs.model)
+    with pytest.raises(TuneError, match="model"):
+        add_tokens(inputs.model, inputs.model, ["<new>"])
+    with pytest.raises(TuneError, match=r"config\.json"):
+        add_tokens(inputs.run / "model", inputs.model, ["<new>"])
+    assert contents(inputs.model) == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "rows.JSONL", "model.safetensors"])
 def test_a_folder_with_a_model_or_data_is_refused(name, inputs, run_recipe, told, capsys):
     """`tune generate` of it took the model that was there before."""
     folder = inputs.folder / "taken"

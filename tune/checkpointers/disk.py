@@ -24,6 +24,7 @@ from tune.errors import TuneError
 from tune.models.config_file import read_json
 
 DIGESTS = "digests.json"
+WHOLE = ("model.safetensors", "pytorch_model.bin")
 POINTER = b"version https://git-lfs.github.com/spec/"
 ABOUT_THE_WRITER = ("_name_or_path", "transformers_version")
 
@@ -49,25 +50,31 @@ class DiskTensor:
 def disk_tensors(folder: Path) -> dict[str, DiskTensor]:
     """Every tensor of a checkpoint by name; only headers are read.
 
-    `*.safetensors` have priority over `pytorch_model*.bin`; in both formats an index over a single file over shards.
+    The set of files is the one that transformers reads: model.safetensors, else its index, else pytorch_model.bin, else
+    its index. Files that transformers does not read come last: shards without an index, other `*.safetensors`.
 
     Raises:
         TuneError: no weights, or files that are missing, damaged, or not as the index says.
     """
-    for whole in ("model.safetensors", "pytorch_model.bin"):
-        index = folder / f"{whole}.index.json"
-        if index.exists():
+    for whole in WHOLE:
+        if (folder / whole).exists():
+            return _disjoint([folder / whole])
+        if (index := folder / f"{whole}.index.json").exists():
             return _indexed(index)
-        stem, _, suffix = whole.rpartition(".")
-        files = [*folder.glob(whole)] or sorted(folder.glob(f"{stem}-*.{suffix}"))
-        if suffix == "safetensors":
-            files = files or sorted(folder.glob("*.safetensors"))
-        if files := [file for file in files if not file.name.startswith("adapter_")]:
+    for pattern in ("model-*.safetensors", "*.safetensors", "pytorch_model-*.bin"):
+        if files := [file for file in sorted(folder.glob(pattern)) if not file.name.startswith("adapter_")]:
             _require_all_shards(files)
             return _disjoint(files)
     others = sorted(child.name for child in folder.glob("*") if child.suffix in (".pt", ".pth", ".gguf"))
     hint = f"; found {', '.join(others)}: see `tune convert --help`" if others else ""
     raise TuneError(f"no *.safetensors or pytorch_model*.bin in {folder}{hint}; or set from_scratch=true")
+
+
+def unread_weights(folder: Path, tensors: Mapping[str, DiskTensor]) -> list[str]:
+    """The names of files of weights in `folder` that hold none of `tensors`: those of another set."""
+    read = {tensor.file.name for tensor in tensors.values()}
+    files = {file.name for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern)}
+    return sorted(name for name in files - read if not name.startswith("adapter_"))
 
 
 def shape_differences(found: Mapping[str, list[int]], wanted: Mapping[str, list[int]], source: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tune.atomic import written_aside
+from tune.atomic import exported
 from tune.errors import TuneError
 from tune.lookup import needs
 
@@ -65,7 +65,7 @@ def import_gguf(file: Path, out: Path) -> list[str]:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
 
-    with written_aside(out, folder=True) as unfinished, without_bars():
+    with exported(out) as unfinished, without_bars():
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
     return notes

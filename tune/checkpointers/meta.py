@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tune.atomic import written_aside
+from tune.atomic import exported
 from tune.checkpointers.disk import load_torch_file
 from tune.checkpointers.writing import sound, write_tensors
 from tune.errors import TuneError
@@ -78,7 +78,7 @@ def import_meta(folder: Path, out: Path) -> list[str]:
             if ours != "lm_head.weight" or not config["tie_word_embeddings"]:
                 yield ours, _halves(weight, heads[kind]) if kind in heads else weight.clone()
 
-    with written_aside(out, folder=True) as unfinished:
+    with exported(out) as unfinished:
         write_tensors(unfinished, sound(tensors(), folder), len(plan))
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tokenizer = next((file for file in (folder, folder.parent) if (file / "tokenizer.model").is_file()), None)

@@ -1,6 +1,7 @@
 """The weights of a model, sharded or not: those that training starts from, and those that it has made."""
 
 import operator
+import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -9,7 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tune.checkpointers.disk import DiskTensor, disk_tensors, model_digest, require_floats, shape_differences
+from tune.checkpointers.disk import (
+    DiskTensor,
+    disk_tensors,
+    model_digest,
+    require_floats,
+    shape_differences,
+    unread_weights,
+)
 from tune.distributed import World, check_plan, from_its_stage, full_tensor, local_shard, parallelize
 from tune.errors import TuneError, explained
 from tune.models import Decoder, HuggingFaceModel, build, hf
@@ -35,6 +43,13 @@ class Pretrained:
         self.path, self.model, self.seed = path, model, seed
         with explained(setting):
             self.tensors = disk_tensors(Path(path))
+        if others := unread_weights(Path(path), self.tensors):
+            read = ", ".join(sorted({tensor.file.name for tensor in self.tensors.values()})[:3])
+            warnings.warn(
+                f"{path} holds several sets of weights. Read: {read}. Not read: {', '.join(others[:3])} ({len(others)} "
+                "files in all). Remove the set that is not meant",
+                stacklevel=2,
+            )
         model.source = path  # type: ignore[assignment]  # what is put on it asks for its config.json
         names = Names.of(model)
         self.names = names.in_checkpoint(self.tensors)

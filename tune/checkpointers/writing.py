@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tune.atomic import CHECKPOINT, written_aside
+from tune.atomic import CHECKPOINT, exported, require_replaceable
 from tune.checkpointers.disk import SAFETENSORS_DTYPES, DiskTensor, disk_tensors, has_weights
 from tune.checkpointers.weights import Pretrained, hf_tensors
 from tune.distributed import DTYPES, World
@@ -25,7 +25,7 @@ from tune.lookup import in_shell
 from tune.models import build
 from tune.models.build import as_reward_model
 from tune.models.config_file import ConfigFile, read_json
-from tune.models.names import Names
+from tune.models.names import Names, disk_names
 from tune.quantization import Compressor
 from tune.secrets import without_secrets
 from tune.tokenizers import Tokenizer
@@ -59,7 +59,8 @@ def export(
     one tensor. A `compressor` quantises weights. The folder appears when it is complete.
 
     Raises:
-        TuneError: the folder is `source` itself, or a weight is not finite. What was in the folder stays as it is.
+        TuneError: the folder is `source` itself or holds files that an export did not write; `source` is of another
+            size than `model`; a weight is not finite. What was in the folder stays as it is.
     """
     origin, folder = Path(source), Path(folder)
     scores = getattr(getattr(model, "config", None), "scores", False)
@@ -67,12 +68,17 @@ def export(
     gathered = hf_tensors(model, there, base)
     if folder.resolve() == origin.resolve():
         raise TuneError(f"{folder} is the model that would be read: it would be written over. Give another folder")
+    world.of_main(lambda: require_replaceable(folder))
+    _require_same_depth(Names.of(model), there, origin)
+    misfits: list[str] = []  # descriptions of tensors that have another shape in `source`
     broken: list[str] = []  # names of tensors that are not finite; all processes must see all tensors first
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         others = {name: tensor for name, tensor in there.items() if not Names.of(model).is_replaced(name)}
         for name, tensor in gathered:
-            others.pop(name, None)
+            before = others.pop(name, None)
+            if before is not None and before.shape != list(tensor.shape):
+                misfits.append(f"{name} has shape {list(tensor.shape)}, and {before.shape} there")
             if tensor.is_floating_point():
                 tensor = tensor.to(type_of(name))
                 if not is_finite(tensor):
@@ -82,9 +88,10 @@ def export(
         yield from ((name, others[name].read()) for name in sorted(others))
 
     if world.is_main:
-        with written_aside(folder, folder=True) as unfinished:
+        with exported(folder) as unfinished:
             write_tensors(unfinished, tensors(), None if compressor else len(there) or None)
             require_finite_on_all(world, "model", broken, folder)
+            _require_fitting(world, misfits, origin)
             if dtype and fields:
                 key = "torch_dtype" if "torch_dtype" in fields else "dtype"
                 fields[key] = str(DTYPES[dtype]).removeprefix("torch.")
@@ -106,6 +113,7 @@ def export(
     else:
         deque(gathered, maxlen=0)  # each tensor is gathered by all processes
         require_finite_on_all(world, "model", broken, folder)
+        _require_fitting(world, misfits, origin)
     world.barrier()
 
 
@@ -139,6 +147,31 @@ def require_finite_on_all(world: World, what: str, broken: list[str], folder: Pa
             f"the {what} is not written to {folder}: {found[0]} has values that are not finite (so have {len(found)} "
             "tensors in all). Its training failed, or they do not fit the type that is written. Lower the learning "
             "rate, or export an earlier checkpoint. What was in the folder is left as it is"
+        )
+
+
+def _require_same_depth(names: Names, there: dict[str, DiskTensor], source: Path) -> None:
+    """Raises TuneError if the model and the checkpoint `source` have another number of blocks or experts: the tensors
+    of one alone have the name of one of both, but for the number."""
+    if not there:
+        return
+    ours = {name for on_disk in names.in_checkpoint(there).values() for name in disk_names(on_disk)}
+    theirs = {name for name in there if name in ours or not names.is_ignored(name)}
+    kinds = {re.sub(r"\d+", "#", name) for name in ours & theirs}
+    for alone, owner in ((ours - theirs, "the model"), (theirs - ours, f"source={source}")):
+        if more := sorted(name for name in alone if re.sub(r"\d+", "#", name) in kinds):
+            raise TuneError(
+                f"source={source} is of another size than the model: only {owner} has {more[0]} ({len(more)} such "
+                "tensors). Name the checkpoint that the model was made of"
+            )
+
+
+def _require_fitting(world: World, misfits: list[str], source: Path) -> None:
+    """Raises TuneError on all processes if rank 0 has found tensors that are `misfits`."""
+    if found := world.all_gather(misfits)[0]:
+        raise TuneError(
+            f"source={source} is of another size than the model: {found[0]} ({len(found)} such tensors). Name the "
+            "checkpoint that the model was made of"
         )
 
 
@@ -246,6 +279,8 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
             finite.
     """
     source = Path(base)
+    if Path(out).resolve() == source.resolve():
+        raise TuneError(f"{out} is the model that is read: it would be written over. Give another folder")
     tokenizer = Tokenizer(str(source))
     known = tokenizer.vocab_size
     ids = tokenizer.add_tokens(tokens)
@@ -259,7 +294,7 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
     resized = {on_disk for name, on_disk in names.in_checkpoint(tensors).items() if name in ours}
     resized |= {copy for copy, name in names.copies.items() if name in ours}
 
-    with written_aside(Path(out), folder=True) as unfinished:
+    with exported(Path(out)) as unfinished:
         copy_without_weights(source, unfinished)
         used = {name: tensor for name, tensor in tensors.items() if not names.is_ignored(name)}
         unused = {name: tensor for name, tensor in tensors.items() if names.is_ignored(name)}

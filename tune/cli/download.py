@@ -25,10 +25,25 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
     with hub(hub_id, revision) as huggingface_hub:
         model = huggingface_hub.HfApi().model_info(hub_id, revision=revision)
+        require_its_own(out, model.id)
+        (out / HUB_ID).parent.mkdir(parents=True, exist_ok=True)
+        (out / HUB_ID).write_text(model.id, encoding="utf-8")  # for the model cards of what is trained from it
         for file in wanted(sibling.rfilename for sibling in model.siblings):
             huggingface_hub.hf_hub_download(hub_id, file, revision=model.sha, local_dir=out)  # unless it is there
-        (out / HUB_ID).write_text(model.id, encoding="utf-8")  # for the model cards of what is trained from it
     print(f"wrote {out}")
+
+
+def require_its_own(out: Path, hub_id: str) -> None:
+    """Raises TuneError if the folder `out` holds something else than this model of the hub, or a part of it."""
+    from tune.checkpointers.writing import HUB_ID
+
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    is_download = (out / HUB_ID).is_file()
+    if is_download and (there := (out / HUB_ID).read_text(encoding="utf-8").strip()) == hub_id:
+        return
+    what = f"is a download of {there}" if is_download else "exists already, and is no download of `tune download`"
+    raise TuneError(f"{out} {what}: files of {hub_id} would replace those there. Name another folder with --out")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -82,6 +82,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             if options.out.is_dir():
                 raise IsADirectoryError("it is a folder")
+            require_answers(options.out)
     given = [("--prompt", {"prompt": options.prompt})]
     rows = placed_rows(options.prompts, "--prompts") if options.prompt is None else given
     with model_at(options.model, options.step) as options.folder:
@@ -217,6 +218,24 @@ def write(options: Namespace, rows: list[tuple[str, Any]], answers: Iterable[tup
             rate = tokens / (time.perf_counter() - begin)
             told = f"{numbers.stop:,} of {len(rows):,} prompts, {tokens:,} tokens, {rate:.1f} tokens/s"
             print(told, file=sys.stderr, flush=True)
+
+
+def require_answers(path: Path) -> None:
+    """Raises TuneError if there is a file at `path` that holds something else than answers: they replace it."""
+    if not path.is_file() or not path.stat().st_size:
+        return
+    import pyarrow
+    from pyarrow import parquet
+
+    columns: Any = None
+    with suppress(ValueError, pyarrow.ArrowException):  # of files in another format
+        if path.suffix.lower() == ".parquet":
+            columns = parquet.read_schema(path).names
+        else:
+            with path.open(encoding="utf-8") as lines:
+                columns = json.loads(lines.readline())
+    if not isinstance(columns, list | dict) or not {"index", "sample", "completion"} <= {*map(str, columns)}:
+        raise TuneError(f"--out {path} holds no answers of `tune generate`, but data which would be lost. Name another")
 
 
 @contextmanager

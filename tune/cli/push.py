@@ -4,6 +4,7 @@ folder that `tune export`, `merge` or `quantize` has written. Log in first (`hf 
 from argparse import ArgumentParser
 from pathlib import Path
 
+from tune.atomic import INDEX
 from tune.errors import TuneError, explained
 from tune.lookup import local_path, needs
 
@@ -50,7 +51,7 @@ def push(source: Path, repo: str, private: bool = False, token_file: Path | None
         name = hub.create_repo(repo, private=private or None, exist_ok=True).repo_id
         hub.upload_folder(
             repo_id=name, folder_path=folder, allow_patterns=[file.name for file in folder.iterdir() if file.is_file()],
-            ignore_patterns=".*", commit_message="Upload by tune push",
+            ignore_patterns=[".*", INDEX], commit_message="Upload by tune push",
         )  # fmt: skip
     except (errors.HTTPError, errors.OfflineModeIsEnabled, ValueError) as error:
         status = getattr(getattr(error, "response", None), "status_code", None)

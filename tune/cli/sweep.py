@@ -54,6 +54,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     values, settings = swept(options.over, settings)
     recipe = config.find_recipe(options.recipe)
     out = (options.out or Path(f"runs/sweep-{datetime.now():%Y%m%d-%H%M%S}")).absolute()
+    if out.exists() and not (out / "ray").is_dir() and (not out.is_dir() or any(out.iterdir())):
+        raise TuneError(f"--out {out} is not the folder of a sweep. Name one that is absent or empty")
     runs = [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
     default, cfg = default_config(recipe), None
     for run in runs if default else ():  # wrong keys and values are found before anything starts

@@ -1,5 +1,7 @@
 """Whether an evaluation has something to do, and a place for its results."""
 
+import glob
+import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,3 +31,19 @@ def require_work(
                     raise IsADirectoryError("it is a folder")
         except (OSError, ValueError) as error:
             raise TuneError(f"out: {out} cannot be written: {error}. Name a JSON file") from error
+        _require_results(Path(out), log_samples)
+
+
+def _require_results(out: Path, log_samples: bool) -> None:
+    """Raises TuneError if a file that results, or their samples, would replace holds something else."""
+    others = sorted(out.parent.glob(f"{glob.escape(out.stem)}_samples_*.jsonl"))
+    if log_samples and others and not out.exists():
+        raise TuneError(f"out: {others[0]} would be replaced by samples. Name another file of results, or move it")
+    if not out.exists() or not out.stat().st_size:
+        return
+    try:
+        found = json.loads(out.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict) or "results" not in found:
+        raise TuneError(f"out: {out} holds no results of an evaluation, and would be replaced. Name another file")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tune import records
-from tune.atomic import CHECKPOINT
+from tune.atomic import CHECKPOINT, require_replaceable
 from tune.checkpointers import checkpoint_at
 from tune.checkpointers.disk import sampled_digest
 from tune.distributed import World
@@ -22,7 +22,19 @@ from tune.errors import TuneError
 from tune.lookup import in_shell, local_path
 
 OF_MODELS = ("config.json", "adapter_config.json")
-OTHERS = (".safetensors", ".gguf", ".bin", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")  # models and data
+OTHERS = (
+    ".safetensors",
+    ".gguf",
+    ".bin",
+    ".jsonl",
+    ".json",
+    ".csv",
+    ".tsv",
+    ".parquet",
+    ".arrow",
+    ".pt",
+    ".pth",
+)  # models and data
 PATIENCE = 10.0  # seconds after which another node sees what was written to a shared file system
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "TUNE_RESTART_COUNT")  # the last one: under Ray
 _runs = itertools.count()
@@ -57,6 +69,8 @@ def refusal(path: Path, resume: str, mark: Path, recipe: str | None, adapts: boo
     try:
         _require_no_other_files(path)
         _require_same_kind(path, resume, recipe, adapts)
+        for name in ("model", "adapter"):  # found out now, and not when the result is to be written
+            require_replaceable(path / name)
         path.mkdir(parents=True, exist_ok=True)
         mark.touch()
     except OSError as error:
@@ -77,11 +91,16 @@ def continued(path: Path, resume: str) -> Path | None:
 def _require_no_other_files(path: Path) -> None:
     """Raises TuneError if the folder is none of a run and has models or data in it: what reads a folder would take the
     one for the other."""
-    if any((path / name).exists() for name in (*records.FILES, "checkpoints")):
-        return
+    is_run = any((path / name).exists() for name in (*records.FILES, "checkpoints"))
     inside = path.iterdir() if path.is_dir() else ()
     names = sorted(file.name for file in inside if file.is_file() and not file.name.startswith("."))
-    if others := [name for name in names if name in OF_MODELS or name.endswith(OTHERS)]:
+    others = [name for name in names if name in OF_MODELS or (not is_run and name.lower().endswith(OTHERS))]
+    if others and is_run:
+        raise TuneError(
+            f"output_dir: {path} is the folder of a run, and holds {', '.join(others)}, with which it would be taken "
+            "for a model. Move these files, or give another output_dir"
+        )
+    if others:
         raise TuneError(
             f"output_dir: {path} is not the folder of a run: it holds {', '.join(others[:3])}. Give a new folder, also "
             f"one inside of it: output_dir={in_shell(str(path / 'run'))}"
@@ -90,12 +109,13 @@ def _require_no_other_files(path: Path) -> None:
 
 def _require_same_kind(path: Path, resume: str, recipe: str | None, adapts: bool) -> None:
     found = continued(path, resume)
-    had_recipe = records.recipe_of(found.parents[1]) if found else None
-    if recipe and had_recipe and had_recipe != recipe:
-        raise TuneError(
-            f"resume: {found} is of the recipe {had_recipe}, and this one is {recipe}. Continue with {had_recipe}, or "
-            "give another output_dir"
-        )
+    for key, folder in (("resume", found and found.parents[1]), ("output_dir", path)):
+        had_recipe = records.recipe_of(folder) if folder else None
+        if recipe and had_recipe and had_recipe != recipe:
+            raise TuneError(
+                f"{key}: {folder} is of the recipe {had_recipe}, and this one is {recipe}. Continue with {had_recipe}, "
+                "or give another output_dir"
+            )
     with contextlib.suppress(OSError, ValueError):  # what is damaged is told when it is read
         if found and ("adapter" in json.loads((found / "state.json").read_text(encoding="utf-8"))) != adapts:
             had, has = ("no adapter", "one") if adapts else ("an adapter", "none")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tune.atomic import written_aside
+from tune.atomic import exported, require_replaceable
 from tune.checkpointers import Pretrained, export
 from tune.checkpointers.disk import DiskTensor, headers, require_floats, shape_differences
 from tune.checkpointers.weights import load_shard
@@ -169,8 +169,10 @@ def export_adapter(
     All processes take part. The folder appears when it is complete.
 
     Raises:
-        TuneError: a value is not finite, on all processes. What was in the folder stays as it is.
+        TuneError: a value is not finite, on all processes, or the folder holds files that an export did not write. What
+            was in the folder stays as it is.
     """
+    world.of_main(lambda: require_replaceable(Path(folder)))
     tensors: dict[str, torch.Tensor] = {}
     broken: list[str] = []
     for part in _parts(model):
@@ -185,7 +187,7 @@ def export_adapter(
                     tensors[PREFIX + HEAD] = tensor.clone()  # PEFT expects tied weights twice
     require_finite_on_all(world, "adapter", broken, Path(folder))
     if world.is_main:
-        with written_aside(Path(folder), folder=True) as unfinished:
+        with exported(Path(folder)) as unfinished:
             save_tensors(tensors, unfinished / WEIGHTS, "adapter")
             (unfinished / CONFIG).write_text(json.dumps(_config(model, lora, base), indent=2) + "\n", encoding="utf-8")
             (unfinished / "README.md").write_text(card, encoding="utf-8")

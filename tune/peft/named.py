@@ -73,12 +73,15 @@ def adapter_folder(path: str | Path) -> Path:
 
 
 def exported_folder(path: Path, first: Literal["model", "adapter"] = "model") -> Path:
-    """A model or an adapter folder: `path` itself, or what the run there has exported, `first` if it has both."""
+    """A model or an adapter folder: what the run in `path` has exported, `first` if it has both, or if that is no run,
+    `path` itself."""
     second = "adapter" if first == "model" else "model"
-    for folder in (path, path / first, path / second):
+    is_run = any((path / name).is_file() for name in ("run.json", "metrics.jsonl"))  # also one in a model's folder
+    for folder in (*([] if is_run else [path]), path / first, path / second):
         if (folder / "config.json").exists() or (folder / CONFIG).exists():
             return folder
-    run = next((each for each in (path, path.parent, path.parent.parent) if (each / "config.yaml").exists()), None)
+    places = path, path.parent, path.parent.parent
+    run = next((each for each in places if (each / "config.yaml").exists()), path if is_run else None)
     if run and run != path and any((run / name).is_dir() for name in ("model", "adapter")):
         raise TuneError(
             f"{path} is a checkpoint to continue from. `tune export {in_shell(run)} --step N` makes a model of one"
