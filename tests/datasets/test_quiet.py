@@ -142,8 +142,11 @@ def test_the_folder_of_a_run_is_no_data(folder, read, tmp_path):
     (data / "more" / "run" / "rows.jsonl").write_text(json.dumps(chat("no")) + "\n")
     for name in ("run.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "model/config.json"):
         (run / name).parent.mkdir(exist_ok=True)
-        (run / name).write_text("{}\n")
-    assert load(Tokenizer(str(folder)), str(data), max_seq_len=100, workers=1).accounting.rows == 2
+        (run / name).write_text('{"starts": []}\n' if name == "run.json" else json.dumps(chat()) + "\n")
+    for path in (data, data / "**" / "*.jsonl"):
+        assert load(Tokenizer(str(folder)), str(path), max_seq_len=100, workers=1).accounting.rows == 2
+    named = load(Tokenizer(str(folder)), str(run / "sam*.jsonl"), max_seq_len=100, workers=1)
+    assert named.accounting.rows == 1  # the path says which run
 
 
 def test_validation_rows_are_read_as_training_rows_are(checkpoint, write):

@@ -1,6 +1,6 @@
 """Write peer_defaults.yaml: the defaults of peers' settings, from their own source in unpacked wheels.
 
-    pip download --no-deps trl llamafactory torchtune && unzip each into FOLDER/NAME
+    pip download --no-deps trl llamafactory torchtune axolotl && unzip each into FOLDER/NAME
     python tests/preflight/read_peer_defaults.py FOLDER > tests/preflight/peer_defaults.yaml
 
 A default of None, one that is made when the class is (a factory), or that is another name, is left out.
@@ -27,6 +27,12 @@ TRL = {  # class -> its file, and the method of a config of it
     "GKDConfig": ("experimental/gkd/gkd_config.py", "gkd"),
 }
 LLAMA_FACTORY = ("finetuning_args.py", "data_args.py", "model_args.py")
+AXOLOTL = {
+    "AxolotlInputConfig": "config.py",
+    "HyperparametersConfig": "training.py",
+    "ModelInputConfig": "model.py",
+    "LoraConfig": "peft.py",
+}
 LOSSES = ("rlhf/loss/dpo.py", "rlhf/loss/ppo.py")
 
 
@@ -82,10 +88,14 @@ def main(folder: Path) -> None:
     losses: dict[str, Any] = {}
     for file in LOSSES:
         losses |= arguments(folder / "torchtune/torchtune" / file)
+    axolotl: dict[str, Any] = {}
+    for name, file in AXOLOTL.items():
+        axolotl |= fields(folder / "axolotl/axolotl/utils/schemas" / file, name)
     transformers = importlib.metadata.version("transformers")
     read = {
         "trl": {"read_from": {"trl": version("trl"), "transformers": transformers}, "defaults": trl},
         "llama_factory": {"read_from": {"llamafactory": version("llamafactory")}, "defaults": factory},
+        "axolotl": {"read_from": {"axolotl": version("axolotl"), "trl": version("trl")}, "defaults": axolotl},
         "torchtune": {"read_from": {"torchtune": version("torchtune")}, "defaults": losses},
     }
     yaml.safe_dump(without_none(read), sys.stdout, sort_keys=True, width=120)

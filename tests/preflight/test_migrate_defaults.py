@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers import slow_but
 
 from tune import config
 from tune.cli import migrate as verb
@@ -53,24 +54,40 @@ def differences(base, defaults, peer, method):
     return found
 
 
-@pytest.mark.parametrize(("method", "has_adapter"), [("sft", True), *((method, False) for method in TRL)])
+QUICK = [("sft", True), *((method, False) for method in ("cpo", "gkd", "grpo"))]
+
+
+@pytest.mark.parametrize(("method", "has_adapter"), slow_but(QUICK, [*QUICK[:1], *((each, False) for each in TRL)]))
 def test_trl(method, has_adapter):
     base = {"model_name_or_path": "a/b", "dataset_name": "c/d", "use_peft": has_adapter}
     base |= {"teacher_model_name_or_path": "a/c"} if method in ("gkd", "distillation") else {}
     assert differences(base, TRL[method], "trl", method) == {}
 
 
-@pytest.mark.parametrize("stage", ["sft", "dpo", "kto", "rm", "ppo", "pt"])
+@pytest.mark.parametrize("stage", slow_but(["dpo", "ppo"], ["sft", "dpo", "kto", "rm", "ppo", "pt"]))
 def test_llama_factory(stage):
     base = {"model_name_or_path": "a/b", "dataset": "c", "stage": stage, "template": "qwen", "do_train": True}
     base |= {"reward_model": "r/m"} if stage == "ppo" else {}
     assert differences(base, PEER_DEFAULTS["llama_factory"]["defaults"], "llama_factory", None) == {}
 
 
-@pytest.mark.parametrize("pref_loss", ["simpo", "ipo", "orpo"])
+@pytest.mark.parametrize("pref_loss", slow_but(["simpo"], ["simpo", "ipo", "orpo"]))
 def test_losses_of_llama_factory(pref_loss):
     base = {"model_name_or_path": "a/b", "dataset": "c", "stage": "dpo", "template": "qwen", "pref_loss": pref_loss}
     assert differences(base, PEER_DEFAULTS["llama_factory"]["defaults"], "llama_factory", None) == {}
+
+
+@pytest.mark.parametrize("rl", slow_but([None, "grpo"], [None, "dpo", "kto", "orpo", "simpo", "ipo", "grpo"]))
+def test_axolotl(rl):
+    """What its own schema leaves open is TRL's."""
+    base = {"base_model": "a/b", "datasets": [{"path": "c/d", "type": "chat_template"}], "learning_rate": 1e-4}
+    base |= {"rl": rl} if rl else {}
+    assert differences(base, PEER_DEFAULTS["axolotl"]["defaults"], "axolotl", None) == {}
+    if rl == "grpo":
+        alone = ours(base, "axolotl", None)
+        for key, value in TRL["grpo"].items():
+            if key not in OF_THE_RUN and look_up("axolotl", f"trl.{key}")[0] == "keys":
+                assert ours(base | {"trl": {key: value}}, "axolotl", None) == alone, key
 
 
 @pytest.mark.parametrize("loss", ["DPOLoss"])

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any
 
 import fsspec
@@ -74,14 +74,28 @@ class File:
         folders stay closed: they may lead in circles."""
         root = self.path.rstrip("/")
         names = sorted(os.path.relpath(path, root) for path in self.filesystem.find(root))
-        runs = tuple(f"{os.path.dirname(name)}/" for name in names if os.path.basename(name) == RUN)
+        runs = tuple(f"{os.path.dirname(name)}/" for name in names if self._is_of_run(f"{root}/{name}"))
         shown = (name for name in names if not re.search(r"(^|/)\.", name) and not name.startswith(runs))
         return [File(self.filesystem, f"{root}/{name}", name) for name in shown]
 
     def matching(self) -> "list[File]":
-        """The files and folders that the path as a glob stands for."""
+        """The files and folders that the path as a glob stands for, without those in folders of runs that the path does
+        not name."""
         found = glob.glob(self.path, recursive=True) if self.is_local else self.filesystem.glob(self.path)
-        return [File(self.filesystem, path, path) for path in sorted(found)]
+        named = os.path.dirname(re.split(r"[*?\[]", self.path)[0])
+        folders = {parent for path in found for parent in PurePath(path).parents if len(str(parent)) > len(named)}
+        runs = tuple(f"{folder}/" for folder in map(str, folders) if self._is_of_run(f"{folder}/{RUN}"))
+        return [File(self.filesystem, path, path) for path in sorted(found) if not path.startswith(runs)]
+
+    def _is_of_run(self, path: str) -> bool:
+        """Whether this is the file in which a run notes how it began."""
+        if os.path.basename(path) != RUN or not self.filesystem.isfile(path):
+            return False
+        try:
+            noted = json.loads(self.filesystem.cat_file(path))
+        except ValueError:
+            return False
+        return isinstance(noted, dict) and "starts" in noted
 
     def saved_split(self, split: str) -> str | None:
         """The folder of this split if `datasets.save_to_disk` wrote this one."""
