@@ -333,13 +333,16 @@ def test_what_is_cut_is_compared_and_not_learned(run, tmp_path):
     assert whole["supervised_tokens"] == sum(len(each["tokens"]) for each in live)
 
 
-@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
-def test_the_loss_is_that_of_its_formula(baseline, run, checkpoint, tmp_path):
-    """Its gradient too: a loss of A log p, whose log-probs transformers gives."""
+@pytest.mark.parametrize(("baseline", "kl"), [("mean", 0.3), ("leave_one_out", 0.0)])
+def test_the_loss_is_that_of_its_formula(baseline, kl, run, checkpoint, tmp_path):
+    """Its gradient too: a loss of A log p and of the KL divergence, whose log-probs transformers gives."""
     import transformers
 
-    (step,) = run(f"baseline={baseline}", "max_steps=1", "optimizer._component_=torch.optim.SGD", "max_grad_norm=1e9")
+    other = save_checkpoint(tmp_path / "other", initializer_range=0.08)
+    plain = ["max_steps=1", "optimizer._component_=torch.optim.SGD", "max_grad_norm=1e9"]
+    (step,) = run(f"baseline={baseline}", f"kl={kl}", *([f"reference={other}"] if kl else []), *plain)
     samples = rows(tmp_path / "run")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     total, count = torch.zeros(()), 0
@@ -356,6 +359,12 @@ def test_the_loss_is_that_of_its_formula(baseline, run, checkpoint, tmp_path):
             logits = model(torch.tensor([[*prompt, *each["tokens"]]])).logits[0, len(prompt) - 1 : -1]
             log_probs = logits.log_softmax(-1).gather(1, torch.tensor(each["tokens"])[:, None])
             total = total - (each["reward"] - mean) * log_probs.sum()
+            if kl and len(set(values)) > 1:
+                with torch.no_grad():
+                    theirs = reference(torch.tensor([[*prompt, *each["tokens"]]])).logits[0, len(prompt) - 1 : -1]
+                    theirs = theirs.log_softmax(-1).gather(1, torch.tensor(each["tokens"])[:, None])
+                ratio = theirs - log_probs
+                total = total + kl * (ratio.exp() - 1 - ratio).sum()
             count += len(each["tokens"])
     loss = total / count
     loss.backward()

@@ -9,6 +9,7 @@ import ppo_finetune
 import pytest
 import reward_finetune
 import torch
+import transformers
 from helpers import run_processes, save_checkpoint, slow_but
 from recipes.test_grpo import requests, share_of_a  # noqa: F401
 from recipes.test_rewards import pairs, reward_model, rows  # noqa: F401
@@ -86,7 +87,35 @@ def test_a_continued_adapter_is_held_to_the_model_before_the_first_step(run, tmp
     )
     assert [step["return"] for step in start] == pytest.approx([step["return"] for step in merged], rel=1e-3, abs=1e-4)
     assert start[0]["return"] == pytest.approx(start[0]["reward"], abs=1e-2)  # of the first step the ratio is 1
-    assert abs(base[0]["return"] - base[0]["reward"]) > 0.1
+    assert base[0]["return"] < base[0]["reward"] - 0.1  # a divergence is taken off
+
+
+def test_returns_are_rewards_less_the_log_ratio_to_the_reference(run, checkpoint, tmp_path):
+    """By hand, with log-probs of transformers: a new value model says 0, and with gae_lambda=1 the return of
+    a token is all that comes from it on."""
+    other = save_checkpoint(tmp_path / "other", initializer_range=0.08)
+    once = ["max_steps=1", "updates=1", "gae_lambda=1", "kl=0.5", f"reference={other}"]
+    (step,) = run(*once)
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (checkpoint, other)
+    ]
+    tokenizer, returns = transformers.AutoTokenizer.from_pretrained(checkpoint), []
+    for each in [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]:
+        asked = [{"role": "user", "content": each["row"]["instruction"]}]
+        text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+        tokens = torch.tensor([[*prompt, *each["tokens"]]])
+        with torch.no_grad():
+            policy, reference = (
+                model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])
+                for model in models
+            )
+        later = each["reward"]
+        for ratio in reversed((policy - reference).flatten().tolist()):
+            later -= 0.5 * ratio
+            returns.append(later)
+    assert step["return"] == pytest.approx(sum(returns) / len(returns), rel=1e-4)
+    assert abs(step["return"] - step["reward"]) > 0.1
 
 
 def test_advantages_are_those_of_the_formula():
