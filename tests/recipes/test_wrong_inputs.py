@@ -195,6 +195,7 @@ def shard_missing(inputs):
 
 @wrong("model.safetensors.index.json", "is not valid JSON")
 def broken_index(inputs):
+    (inputs.model / "model.safetensors").rename(inputs.model / "model-00001-of-00001.safetensors")
     (inputs.model / "model.safetensors.index.json").write_text('{"weight_map": ')
 
 

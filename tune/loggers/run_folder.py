@@ -91,7 +91,7 @@ def continued(path: Path, resume: str) -> Path | None:
 def _require_no_other_files(path: Path) -> None:
     """Raises TuneError if the folder is none of a run and has models or data in it: what reads a folder would take the
     one for the other."""
-    is_run = any((path / name).exists() for name in (*records.FILES, "checkpoints"))
+    is_run = records.is_run(path) or (path / "checkpoints").exists()
     inside = path.iterdir() if path.is_dir() else ()
     names = sorted(file.name for file in inside if file.is_file() and not file.name.startswith("."))
     others = [name for name in names if name in OF_MODELS or (not is_run and name.lower().endswith(OTHERS))]

@@ -2,12 +2,12 @@
 
 from tune.records.page import write_report
 from tune.records.record import (
-    FILES,
     Record,
     differences,
     end,
     find,
     identity,
+    is_run,
     json_object,
     number,
     read,

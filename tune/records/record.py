@@ -24,6 +24,11 @@ STARTS = 100  # the last ones that are kept beside the first: a run may be start
 FILES = ("run.json", "config.yaml", "metrics.jsonl")  # a run folder has one of them at least
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a run has written into the folder."""
+    return any((folder / name).is_file() for name in FILES)
+
+
 def start(folder: Path, step: int, **facts: Any) -> None:
     """Note in run.json that the run starts after `step`, with the first start and the last ones."""
     before = _json(folder / "run.json")
@@ -137,7 +142,7 @@ class Record:
 
 def read(folder: Path, tail: int | None = None) -> Record:
     """The run in `folder`; with `tail`, of its metrics only those in that many bytes at the end. Raises TuneError."""
-    if not any((folder / name).is_file() for name in FILES):
+    if not is_run(folder):
         inside = len(find(folder))
         advice = (
             f"`tune runs {in_shell(folder)}` lists the {inside} in it" if inside else "Give the output_dir of a run"
