@@ -110,7 +110,7 @@ METHODS = {
         ],
     ),
     grpo: ("validation_reward", [*SAMPLED, "group_size=4"]),
-    ppo_finetune: ("validation_reward", [*SAMPLED, "adapter.rank=4"]),
+    ppo_finetune: ("validation_reward", [*SAMPLED, "adapter.rank=4", "optimizer.lr=0.1", "max_steps=6"]),
 }
 
 
