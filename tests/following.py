@@ -40,6 +40,12 @@ TINY = {
     "max_seq_len": "256", "max_steps": "1", "global_batch_size": "8",
 }  # fmt: skip
 EIGHT = {"max_seq_len": 256, "global_batch_size": 64}  # rows for eight processes
+# No answer of a tiny model is a JSON object, and where all rewards are 0 a run ends with an error.
+REWARD = """
+
+def fraction_right(row, completion):
+    return len(set(completion)) / 100
+"""
 NIMBUS = {
     "model_type": "nimbus", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -61,8 +67,12 @@ class Reader:
         self.namespace: dict[str, object] = {}
         self.numbers = count(1)
         self.on_eight: list[list[str]] = []  # what is validated for eight processes, at the end of a page
-        for name in ("recipes", "configs", "examples", "benchmarks"):
+        for name in ("recipes", "configs", "benchmarks"):
             (folder / name).symlink_to(ROOT / name)
+        shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+        with (folder / "examples/reinforcement/rewards.py").open("a", encoding="utf-8") as file:
+            file.write(REWARD)
+        shutil.copytree(checkpoint, folder / "TEACHER")  # a teacher that is the student is warned of
         for model in ("SmolLM2-135M-Instruct", "Qwen3-0.6B", "BASE", ".demo/smollm2-135m", "output_dir/model"):
             (folder / model).parent.mkdir(exist_ok=True)
             (folder / model).symlink_to(checkpoint)
@@ -220,7 +230,7 @@ class Reader:
         if {"grpo", "ppo_finetune"} & {*arguments}:
             tiny = {key: value for key, value in tiny.items() if key not in ("max_seq_len", "global_batch_size")}
         if "teacher.path" in given:
-            tiny["teacher.path"] = tiny["model.path"]
+            tiny["teacher.path"] = "TEACHER"
         for argument in (*arguments, given.get("model.path", "")):
             self.stand_in(argument.removeprefix("./"))
         one_process = [re.sub(r"^(parallel\.(tp|ep|cp|pp))=\d+$", r"\1=1", argument) for argument in arguments]

