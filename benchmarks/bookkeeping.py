@@ -20,7 +20,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from tune import checkpointers, distributed, loggers, records
+from tune import checkpointers, distributed, records
+from tune.run import Run
 
 
 class Position:
@@ -66,7 +67,7 @@ def attempt(world: distributed.World, folder: Path, options: argparse.Namespace)
     optimizer = torch.optim.AdamW(model.parameters())
     position = Position()
     with contextlib.redirect_stdout(io.StringIO()):
-        run = loggers.Run("simulated", world, str(folder), settings=OmegaConf.create({"seed": 0}))
+        run = Run("simulated", world, str(folder), settings=OmegaConf.create({"seed": 0}))
         checkpointer = checkpointers.Checkpointer(
             folder / "checkpoints", world, model=model, optimizer=optimizer, data=position, every=50, async_=False,
             schedule=torch.optim.lr_scheduler.ConstantLR(optimizer), keep=options.keep, tell=run.info,

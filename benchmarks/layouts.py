@@ -29,7 +29,7 @@ from helpers import save_checkpoint  # noqa: E402
 from tune import checkpointers, config, distributed, optimizers  # noqa: E402
 from tune.collators import Batch  # noqa: E402
 from tune.devices import DEVICES  # noqa: E402
-from tune.preflight import layout_of  # noqa: E402
+from tune.plan import layout_of  # noqa: E402
 
 TRIED, ROUNDS = 12, 7
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "pp")
@@ -126,7 +126,7 @@ def main() -> None:
 
 def plan(folder: str, processes: int, known: float) -> None:
     """Seconds and overrides of the layouts that fit, the fastest first, where the whole batch takes `known` at once."""
-    from tune.preflight.planning import Job
+    from tune.plan.planning import Job
 
     once, cpu = settings(folder, "micro_batch_size=8"), DEVICES["cpu"]
     job = Job(once, cpu, 1)

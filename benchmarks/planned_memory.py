@@ -31,9 +31,9 @@ from tune.devices import DEVICES
 from tune.distributed import pipeline as pipeline_parallel
 from tune.losses import chunks
 from tune.models import balance_loss
-from tune.preflight.memory import GIB
-from tune.preflight.planning import Job, _meshes
-from tune.preflight.trace import Recorder, _kernels
+from tune.plan.memory import GIB
+from tune.plan.planning import Job, _meshes
+from tune.plan.trace import Recorder, _kernels
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "rms_norm_eps": 1e-5,

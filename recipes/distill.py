@@ -30,7 +30,6 @@ from tune import (
     datasets,
     distributed,
     evaluation,
-    loggers,
     losses,
     optimizers,
     peft,
@@ -40,7 +39,8 @@ from tune.config import instantiate, instantiate_data
 from tune.errors import explained
 from tune.generation import Sampler, own_answers
 from tune.models import balance_loss
-from tune.preflight import layout_of
+from tune.plan import layout_of
+from tune.run import Run, profile
 from tune.tokenizers import Tokenizer
 
 
@@ -72,7 +72,7 @@ def store_predictions(cfg, world, tokenizer, *parts):
 @config.entrypoint("distill")
 def main(cfg):
     world = distributed.init(cfg.device, **layout_of(cfg))
-    run = loggers.Run("distill", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
+    run = Run("distill", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
         model = instantiate(cfg.model)  # its shape only: no memory yet
@@ -140,11 +140,11 @@ def main(cfg):
 
     with run:  # closes its files and loggers, however the training ends
         steps = run.track(data, start, total=len(data), until=checkpointer.is_over)
-        for step, batch in loggers.profile(steps, run.path / "profile", world, **cfg.profiler):
+        for step, batch in profile(steps, run.path / "profile", world, **cfg.profiler):
             if step == 1 and validation and cfg.validate_first:
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
-                    run.record(0, loggers.evaluate(model, batches, loss_fn, world))
+                    run.record(0, evaluation.evaluate(model, batches, loss_fn, world))
             if step == 1 and evaluations.are_due(0):
                 with run.pause():
                     run.append("samples.jsonl", evaluations.samples(model, 0))
@@ -174,7 +174,7 @@ def main(cfg):
                 loss=world.sum(total_loss),
                 grad_norm=grad_norm,
                 interrupted=world.any(interrupt.requested),
-                **loggers.routing(model, world),
+                **evaluation.routing(model, world),
             )
             interrupted = metrics.pop("interrupted")
             metrics |= optimizers.learning_rates(optimizer)
@@ -189,7 +189,7 @@ def main(cfg):
             if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
-                    metrics |= loggers.evaluate(model, batches, loss_fn, world)
+                    metrics |= evaluation.evaluate(model, batches, loss_fn, world)
             if evaluations.are_due(step, is_end) and not interrupted:
                 with run.pause():
                     metrics |= evaluations.metrics(model)

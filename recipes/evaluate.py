@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from tune import checkpointers, config, datasets, distributed, evaluation, generation, loggers, losses, peft
-from tune.atomic import written_aside
+from tune import checkpointers, config, datasets, distributed, evaluation, generation, losses, peft
 from tune.config import instantiate, instantiate_weighted
+from tune.files.atomic import written_aside
 from tune.tokenizers import Tokenizer
 
 
@@ -70,7 +70,7 @@ def main(cfg):
     def measure_loss():
         """Of all learned tokens of the data."""
         batches = datasets.validation_batches(data, world, cfg.batch_size or 8)
-        found = loggers.evaluate(model, batches, losses.LinearCrossEntropy(accuracy=True), world)
+        found = evaluation.evaluate(model, batches, losses.LinearCrossEntropy(accuracy=True), world)
         loss, accuracy = found["validation_loss"], found["validation_token_accuracy"]
         perplexity = torch.tensor(loss, dtype=torch.float64).exp().item()  # or inf, where math.exp raises an error
         return {"loss": loss, "perplexity": perplexity, "token_accuracy": accuracy}, []
@@ -79,7 +79,7 @@ def main(cfg):
         """Means of the scores, and the answers."""
         prompts = [replace(prompt, position=prompt.index) for prompt in questions.prompts]
         groups = generation.rollout(model, sampler, tokenizer, prompts, scores, world, samples=1, step=0)
-        found = world.fetch(**loggers.means(generation.statistics(groups, scores), world))
+        found = world.fetch(**evaluation.means(generation.statistics(groups, scores), world))
         own = {name.removeprefix("reward/"): value for name, value in found.items() if name != "reward"}
         everyone = world.all_gather([episode.record(0) for (episode,) in groups])[:: world.peers.size()]
         return own, sorted((each for part in everyone for each in part), key=lambda each: each["prompt"])

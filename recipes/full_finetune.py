@@ -11,16 +11,17 @@ import sys
 
 import torch
 
-from tune import checkpointers, config, datasets, distributed, evaluation, loggers, optimizers, quantization
+from tune import checkpointers, config, datasets, distributed, evaluation, optimizers, quantization
 from tune.config import instantiate, instantiate_data
 from tune.models import balance_loss
-from tune.preflight import layout_of
+from tune.plan import layout_of
+from tune.run import Run, profile
 
 
 @config.entrypoint("full_finetune")
 def main(cfg):
     world = distributed.init(cfg.device, **layout_of(cfg))
-    run = loggers.Run("full_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
+    run = Run("full_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
         model = instantiate(cfg.model)  # its shape only: no memory yet
@@ -65,11 +66,11 @@ def main(cfg):
 
     with run:  # closes its files and loggers, however the training ends
         steps = run.track(data, start, total=len(data), until=checkpointer.is_over)
-        for step, batch in loggers.profile(steps, run.path / "profile", world, **cfg.profiler):
+        for step, batch in profile(steps, run.path / "profile", world, **cfg.profiler):
             if step == 1 and validation and cfg.validate_first:
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
-                    run.record(0, loggers.evaluate(model, batches, loss_fn, world))
+                    run.record(0, evaluation.evaluate(model, batches, loss_fn, world))
             if step == 1 and evaluations.are_due(0):
                 with run.pause():
                     run.append("samples.jsonl", evaluations.samples(model, 0))
@@ -94,8 +95,8 @@ def main(cfg):
                 loss=world.sum(total_loss),
                 grad_norm=grad_norm,
                 interrupted=world.any(interrupt.requested),
-                **loggers.routing(model, world),
-                **loggers.accuracy(loss_fn, world),
+                **evaluation.routing(model, world),
+                **evaluation.accuracy(loss_fn, world),
             )
             interrupted = metrics.pop("interrupted")
             metrics |= optimizers.learning_rates(optimizer)
@@ -110,7 +111,7 @@ def main(cfg):
             if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
                 with run.pause():
                     batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
-                    metrics |= loggers.evaluate(model, batches, loss_fn, world)
+                    metrics |= evaluation.evaluate(model, batches, loss_fn, world)
             if evaluations.are_due(step, is_end) and not interrupted:
                 with run.pause():
                     metrics |= evaluations.metrics(model)

@@ -30,7 +30,6 @@ from tune import (
     distributed,
     evaluation,
     generation,
-    loggers,
     losses,
     optimizers,
     peft,
@@ -40,13 +39,14 @@ from tune.config import inherited, instantiate, instantiate_weighted
 from tune.errors import TuneError
 from tune.lookup import locate
 from tune.models import balance_loss
-from tune.preflight import layout_of
+from tune.plan import layout_of
+from tune.run import Run, profile
 
 
 @config.entrypoint("grpo")
 def main(cfg):
     world = distributed.init(cfg.device, **layout_of(cfg))
-    run = loggers.Run("grpo", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
+    run = Run("grpo", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
         model = instantiate(cfg.model)  # its shape only: no memory yet
@@ -139,7 +139,7 @@ def main(cfg):
 
     def validate():
         groups = sample(validation, 0, replace(sampler, temperature=0), 1)
-        means = loggers.means(generation.statistics(groups, rewards, environment), world)
+        means = evaluation.means(generation.statistics(groups, rewards, environment), world)
         return world.fetch(**{f"validation_{name}": value for name, value in means.items()})
 
     groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
@@ -154,7 +154,7 @@ def main(cfg):
 
     with run:  # closes its files and loggers, however the training ends
         steps = run.track(data, start, total=len(data), until=checkpointer.is_over)
-        for step, prompts in loggers.profile(steps, run.path / "profile", world, **cfg.profiler):
+        for step, prompts in profile(steps, run.path / "profile", world, **cfg.profiler):
             if step == 1 and validation and cfg.validate_first:
                 with run.pause():
                     run.record(0, validate())
@@ -170,7 +170,7 @@ def main(cfg):
                 tokens=world.sum(sum(batch.num_tokens for batch in micro_batches)),
                 supervised_tokens=world.sum(sum(batch.num_supervised for batch in micro_batches)),
                 **{name: world.sum(count) for name, count in generation.counts(rollout, environment).items()},
-                **loggers.means(generation.statistics(rollout, rewards, environment), world),
+                **evaluation.means(generation.statistics(rollout, rewards, environment), world),
             )
             interrupted = metrics.pop("interrupted")
             for _ in range(cfg.updates if metrics["supervised_tokens"] else 0):  # nothing to learn from dead groups
@@ -182,9 +182,9 @@ def main(cfg):
                     measured = measure(micro_batch)
                     loss = (measured["loss"][0] + balance_loss(model)) / metrics["supervised_tokens"]
                     loss.backward()
-                    loggers.add(totals, measured)
+                    evaluation.add(totals, measured)
                 grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-                found = loggers.routing(model, world) | loggers.means(totals, world)
+                found = evaluation.routing(model, world) | evaluation.means(totals, world)
                 metrics |= world.fetch(grad_norm=grad_norm, **found)
                 indices = [prompt.index for prompt in prompts]
                 if checkpointer.accepts(step, indices, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):

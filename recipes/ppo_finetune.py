@@ -28,7 +28,6 @@ from tune import (
     distributed,
     evaluation,
     generation,
-    loggers,
     losses,
     optimizers,
     peft,
@@ -36,13 +35,14 @@ from tune import (
 )
 from tune.config import inherited, instantiate, instantiate_weighted
 from tune.models import balance_loss
-from tune.preflight import layout_of
+from tune.plan import layout_of
+from tune.run import Run, profile
 
 
 @config.entrypoint("ppo_finetune")
 def main(cfg):
     world = distributed.init(cfg.device, **layout_of(cfg))
-    run = loggers.Run("ppo_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
+    run = Run("ppo_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
         model = instantiate(cfg.model)  # its shape only: no memory yet
@@ -132,7 +132,7 @@ def main(cfg):
 
     def validate():
         groups = sample(validation, 0, replace(sampler, temperature=0), 1)
-        means = loggers.means(generation.statistics(groups, rewards), world)
+        means = evaluation.means(generation.statistics(groups, rewards), world)
         return world.fetch(**{f"validation_{name}": value for name, value in means.items()})
 
     groups = optimizers.parameter_groups(both, cfg.optimizer.lr, **cfg.parameter_groups)
@@ -147,7 +147,7 @@ def main(cfg):
 
     with run:  # closes its files and loggers, however the training ends
         steps = run.track(data, start, total=len(data), until=checkpointer.is_over)
-        for step, prompts in loggers.profile(steps, run.path / "profile", world, **cfg.profiler):
+        for step, prompts in profile(steps, run.path / "profile", world, **cfg.profiler):
             if step == 1 and validation and cfg.validate_first:
                 with run.pause():
                     run.record(0, validate())
@@ -162,7 +162,7 @@ def main(cfg):
                 interrupted=world.any(interrupt.requested),
                 tokens=world.sum(sum(batch.num_tokens for batch in micro_batches)),
                 supervised_tokens=world.sum(sum(batch.num_supervised for batch in micro_batches)),
-                **loggers.means(generation.statistics(rollout, rewards), world),
+                **evaluation.means(generation.statistics(rollout, rewards), world),
             )
             interrupted = metrics.pop("interrupted")
             micro_batches = [batch.to(world.device) for batch in micro_batches]
@@ -171,7 +171,7 @@ def main(cfg):
             both.train()
             advantages = torch.cat([each for _, each in judgements]).cpu().double()  # squares of large ones cancel
             moments = {"mean": losses.sum_and_count(advantages), "square": losses.sum_and_count(advantages.square())}
-            mean, square = world.fetch(**loggers.means(moments, world)).values()
+            mean, square = world.fetch(**evaluation.means(moments, world)).values()
             deviation = max(1e-12, square - mean**2) ** 0.5
             for _ in range(cfg.updates):
                 totals: dict[str, torch.Tensor] = {}
@@ -182,9 +182,9 @@ def main(cfg):
                     measured = measure(micro_batch, judgement, mean, deviation)
                     loss = (measured["loss"][0] + balance_loss(model)) / metrics["supervised_tokens"]
                     loss.backward()
-                    loggers.add(totals, measured)
+                    evaluation.add(totals, measured)
                 grad_norm = distributed.clip_grad_norm_(both.parameters(), cfg.max_grad_norm)
-                found = loggers.routing(model, world) | loggers.means(totals, world)
+                found = evaluation.routing(model, world) | evaluation.means(totals, world)
                 metrics |= world.fetch(grad_norm=grad_norm, **found)
                 finite = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
                 if checkpointer.accepts(step, [prompt.index for prompt in prompts], **finite):

@@ -29,7 +29,6 @@ from tune import (
     datasets,
     distributed,
     evaluation,
-    loggers,
     losses,
     optimizers,
     peft,
@@ -37,13 +36,14 @@ from tune import (
 )
 from tune.config import instantiate, instantiate_data
 from tune.models import balance_loss
-from tune.preflight import layout_of
+from tune.plan import layout_of
+from tune.run import Run, profile
 
 
 @config.entrypoint("preference_finetune")
 def main(cfg):
     world = distributed.init(cfg.device, **layout_of(cfg))
-    run = loggers.Run("preference_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
+    run = Run("preference_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
         model = instantiate(cfg.model)  # its shape only: no memory yet
@@ -134,17 +134,17 @@ def main(cfg):
         totals: dict[str, torch.Tensor] = {}
         model.eval()
         for batch in (each.to(world.device) for each in batches):
-            loggers.add(totals, {"kl": losses.sum_and_count(score(batch)[0].ratio[batch.pairs[1]])})
+            evaluation.add(totals, {"kl": losses.sum_and_count(score(batch)[0].ratio[batch.pairs[1]])})
         model.train()
-        return loggers.means(totals, world)["kl"].clamp(min=0).to(world.device, torch.float32)
+        return evaluation.means(totals, world)["kl"].clamp(min=0).to(world.device, torch.float32)
 
     def validate():
         def batches():
             return datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
 
         kl = mean_ratio(batch for _, batch in batches())
-        totals = loggers.validate(model, batches(), lambda batch: measure(batch, kl))
-        return world.fetch(**loggers.means(totals, world))
+        totals = evaluation.validate(model, batches(), lambda batch: measure(batch, kl))
+        return world.fetch(**evaluation.means(totals, world))
 
     checkpointer = instantiate(
         cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
@@ -155,7 +155,7 @@ def main(cfg):
 
     with run:  # closes its files and loggers, however the training ends
         steps = run.track(data, start, total=len(data), until=checkpointer.is_over)
-        for step, batch in loggers.profile(steps, run.path / "profile", world, **cfg.profiler):
+        for step, batch in profile(steps, run.path / "profile", world, **cfg.profiler):
             if step == 1 and validation and cfg.validate_first:
                 with run.pause():
                     run.record(0, validate())
@@ -172,7 +172,7 @@ def main(cfg):
                 if in_backward:  # the last moment before weights change
                     checkpointers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
                 loss.backward()
-                loggers.add(totals, measured)
+                evaluation.add(totals, measured)
 
             if in_backward:
                 grad_norm = in_backward.norm()
@@ -181,8 +181,8 @@ def main(cfg):
             metrics = world.fetch(  # the one wait for the device in a step
                 grad_norm=grad_norm,
                 interrupted=world.any(interrupt.requested),
-                **loggers.routing(model, world),
-                **loggers.means(totals, world),
+                **evaluation.routing(model, world),
+                **evaluation.means(totals, world),
             )
             interrupted = metrics.pop("interrupted")
             metrics |= optimizers.learning_rates(optimizer)

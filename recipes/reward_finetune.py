@@ -22,16 +22,17 @@ import sys
 
 import torch
 
-from tune import checkpointers, config, datasets, distributed, loggers, losses, optimizers, peft, quantization
+from tune import checkpointers, config, datasets, distributed, evaluation, losses, optimizers, peft, quantization
 from tune.config import instantiate, instantiate_data
 from tune.models import balance_loss, prepare_scores
-from tune.preflight import layout_of
+from tune.plan import layout_of
+from tune.run import Run, profile
 
 
 @config.entrypoint("reward_finetune")
 def main(cfg):
     world = distributed.init(cfg.device, **layout_of(cfg))
-    run = loggers.Run("reward_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
+    run = Run("reward_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
         model = instantiate(cfg.model)  # its shape only: no memory yet
@@ -74,7 +75,7 @@ def main(cfg):
 
     def validate():
         batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
-        return world.fetch(**loggers.means(loggers.validate(model, batches, measure), world))
+        return world.fetch(**evaluation.means(evaluation.validate(model, batches, measure), world))
 
     groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
     optimizer = instantiate(cfg.optimizer, groups)
@@ -89,7 +90,7 @@ def main(cfg):
 
     with run:  # closes its files and loggers, however the training ends
         steps = run.track(data, start, total=len(data), until=checkpointer.is_over)
-        for step, batch in loggers.profile(steps, run.path / "profile", world, **cfg.profiler):
+        for step, batch in profile(steps, run.path / "profile", world, **cfg.profiler):
             if step == 1 and validation and cfg.validate_first:
                 with run.pause():
                     run.record(0, validate())
@@ -103,7 +104,7 @@ def main(cfg):
                 if in_backward:  # the last moment before weights change
                     checkpointers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
                 loss.backward()
-                loggers.add(totals, measured)
+                evaluation.add(totals, measured)
 
             if in_backward:
                 grad_norm = in_backward.norm()
@@ -112,8 +113,8 @@ def main(cfg):
             metrics = world.fetch(  # the one wait for the device in a step
                 grad_norm=grad_norm,
                 interrupted=world.any(interrupt.requested),
-                **loggers.routing(model, world),
-                **loggers.means(totals, world),
+                **evaluation.routing(model, world),
+                **evaluation.means(totals, world),
             )
             interrupted = metrics.pop("interrupted")
             metrics |= optimizers.learning_rates(optimizer)

@@ -6,7 +6,7 @@ import sys
 
 from tune import config
 from tune.cli.prepare import recipe_of
-from tune.preflight.checks import validate
+from tune.validate.checks import validate
 
 found = []
 for recipe, *settings in json.loads(sys.argv[2]):

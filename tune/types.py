@@ -1,8 +1,12 @@
-"""Types that carry a range: for annotating settings and the arguments of components."""
+"""Types that carry a range, for annotating settings and the arguments of components; whether a value from YAML fits a
+type, and what to tell the user if it does not."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
-from typing import Annotated, NamedTuple
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 
 class Range(NamedTuple):
@@ -21,3 +25,103 @@ StepsOrFraction = NonNegativeInt | Fraction
 UnitInterval = Annotated[float, Range("a number from 0 to 1", lambda x: 0 <= x <= 1)]
 Epochs = Annotated[float, Range("a number above 0 and up to a million", lambda x: 0 < x <= 1e6)]
 Share = Annotated[float, Range("a number above 0 and up to 1", lambda x: 0 < x <= 1)]
+
+SCALARS: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+SCALARS |= {Path: "a path", NoneType: "null"}
+LISTS = (list, tuple, Sequence, Iterable, Collection)
+GROUPS = (dict, Mapping)
+
+
+def mismatch(value: Any, kind: Any) -> str:
+    """What is wrong with `value` as a `kind`, as a sentence; empty if nothing is."""
+    if fits(value, kind):
+        return ""
+    if wrong := _wrong_element(value, kind):
+        return f"in {show(value)}, {wrong}"
+    one = f" Write it as one: [{as_given(value)}]." * (isinstance(value, str | int | float) and fits([value], kind))
+    quotes = " Write it in quotes." if isinstance(value, int | float) and fits("text", kind) else one
+    return f"{show(value)} is not {describe(kind)}.{quotes}"
+
+
+def _wrong_element(value: Any, kind: Any) -> str:
+    """What is wrong with the first wrong element of a list or a group that is right in all else."""
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if origin in (Union, UnionType):
+        return next(filter(None, (_wrong_element(value, each) for each in arguments)), "")
+    if origin is Annotated:
+        return _wrong_element(value, arguments[0])
+    if origin in LISTS and isinstance(value, list) and (origin is not tuple or arguments[1:] == (Ellipsis,)):
+        return next(filter(None, (mismatch(each, kind) for kind in arguments[:1] for each in value)), "")
+    if origin in GROUPS and isinstance(value, dict):
+        return next(filter(None, (mismatch(each, kind) for kind in arguments[1:] for each in value.values())), "")
+    return ""
+
+
+def unusable(value: Any) -> str:
+    """Name the first number in `value` that is no finite number of 64 bits, which no setting takes; "" without one."""
+    if isinstance(value, Mapping | list):
+        parts = value.values() if isinstance(value, Mapping) else value
+        return next(filter(None, map(unusable, parts)), "")
+    if not isinstance(value, int | float) or abs(value) < 2**63:
+        return ""
+    return (
+        f"{show(value)} is not a finite number."
+        if abs(value) == inf or value != value
+        else f"{show(value)} is beyond 64 bits."
+    )
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether `value` is a `kind`; a type that YAML cannot express fits everything, but is ignored in a union."""
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if origin in (Union, UnionType):
+        kinds = _expressible(arguments)
+        return kinds in ([], [NoneType]) or any(fits(value, each) for each in kinds)
+    if origin is Annotated:
+        return fits(value, arguments[0]) and all(each.has(value) for each in arguments[1:] if isinstance(each, Range))
+    if origin is Literal:
+        return any(type(value) is type(each) and value == each for each in arguments)
+    if origin is tuple and arguments and arguments[-1] is not Ellipsis:
+        return isinstance(value, list) and len(value) == len(arguments) and all(map(fits, value, arguments))
+    if origin in LISTS:
+        is_list = isinstance(value, Collection) and not isinstance(value, str | Mapping)  # in Python also a set
+        return is_list and all(fits(each, kind) for kind in arguments[:1] for each in value)
+    if origin in GROUPS:
+        return isinstance(value, dict) and all(fits(each, kind) for kind in arguments[1:] for each in value.values())
+    if kind in (int, float):
+        return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    return kind not in tuple(SCALARS) or isinstance(value, str if kind is Path else kind)
+
+
+def describe(kind: Any) -> str:
+    """A `kind` in words that read on from "0 is not ..."."""
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if origin in (Union, UnionType):
+        return " or ".join(map(describe, _expressible(arguments)))
+    if origin is Annotated:
+        return next((each.description for each in arguments[1:] if isinstance(each, Range)), describe(arguments[0]))
+    if origin is Literal:
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(map(str, arguments))
+    if origin is tuple and arguments and arguments[-1] is not Ellipsis:
+        return f"a list of {len(arguments)} ({', '.join(map(describe, arguments))})"
+    if origin in LISTS:
+        return f"a list (each {describe(arguments[0])})" if arguments else "a list"
+    if origin in GROUPS:
+        return f"a group of keys (each {describe(arguments[1])})" if arguments else "a group of keys"
+    return SCALARS.get(kind, "of the right type")
+
+
+def show(value: Any) -> str:
+    """A value as a person would write it in YAML."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+
+
+def as_given(value: Any) -> str:
+    """A value as it stands on the command line."""
+    return value if isinstance(value, str) else show(value)
+
+
+def _expressible(kinds: Iterable[Any]) -> list[Any]:
+    """Those that YAML has values for."""
+    known = (Any, Union, UnionType, Annotated, Literal, *LISTS, *GROUPS, *SCALARS)
+    return [kind for kind in kinds if (get_origin(kind) or kind) in known]

@@ -10,9 +10,9 @@ from tune import config
 from tune.checkpointers import load_model
 from tune.cli import main
 from tune.devices import DEVICES
-from tune.loggers import flops_per_token
-from tune.preflight import planning
-from tune.preflight.planning import INPUT
+from tune.plan import planning
+from tune.plan.planning import INPUT
+from tune.run import flops_per_token
 
 COMPLETIONS = ["reward=x.y", "sampling.max_rows=1024"]
 

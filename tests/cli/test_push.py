@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from helpers import make_adapter, run_verbs
 
-from tune.atomic import INDEX
+from tune.files.atomic import INDEX
 
 TOKEN = "hf_" + "x" * 34
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from tune.config.check import Signature, signature_of
-from tune.type_check import fits, mismatch
+from tune.types import fits, mismatch
 
 
 def test_types_are_those_that_yaml_can_express() -> None:

@@ -11,7 +11,7 @@ from tune.config.check import signature_of, walk
 from tune.config.instantiate import COMPONENT
 from tune.config.options import OPTIONS
 from tune.errors import TuneError
-from tune.type_check import fits
+from tune.types import fits
 
 NAMES = [
     "run #2", " run ", "a,b", "a=b", "12:30", "a: b", "C:", "~x", "x~", "{a", "{a}", "{a: 1}", "[a]", "[a", "007",

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from helpers import HANGS
 
-from tune import contents
 from tune.datasets import cache as cache_module
 from tune.datasets import load
 from tune.datasets.accounting import Accounting
@@ -21,6 +20,7 @@ from tune.datasets.rows import Outcome
 from tune.datasets.samples import chunk
 from tune.datasets.sources.opening import open_source
 from tune.errors import TuneError
+from tune.files import contents
 from tune.tokenizers import Tokenizer
 
 

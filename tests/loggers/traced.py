@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tune import distributed
-from tune.loggers import profile, profiler
+from tune.run import profile, profiler
 
 folder, hosts = Path(sys.argv[1]), sys.argv[2]
 world = distributed.init("cpu")

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from tune import distributed
 from tune.checkpointers import export, load_model
 from tune.errors import TuneError
-from tune.loggers import flops_per_token
 from tune.models import build
+from tune.run import flops_per_token
 
 transformers = pytest.importorskip("transformers")
 

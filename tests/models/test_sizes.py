@@ -8,10 +8,10 @@ from helpers import save_checkpoint
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tune.loggers import flops_per_token
 from tune.models import build, hf
 from tune.peft import LoRA, add_adapters
 from tune.quantization import quantize_linears
+from tune.run import flops_per_token
 
 FIELDS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"

@@ -18,7 +18,7 @@ from recipes.test_grpo import requests  # noqa: F401
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tune import loggers
+from tune import evaluation
 from tune.checkpointers import load_model
 from tune.checkpointers.best import Best, more_is_better
 from tune.errors import TuneError
@@ -184,7 +184,7 @@ def test_a_measurement_that_fails_at_the_end_costs_no_step(
         raise TuneError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(loggers, "evaluate", fails)
+        patch.setattr(evaluation, "evaluate", fails)
         assert run_recipe(settings, recipe) == 2
         shutil.copytree(tmp_path / "run", tmp_path / "failed")
         assert steps(tmp_path / "failed") == [2]

@@ -15,9 +15,10 @@ from helpers import save_checkpoint
 from models.test_attention import SCORINGS, make
 from models.test_families import VARIANTS
 
-from tune import checkpointers, config, distributed, loggers
+from tune import checkpointers, config, distributed
 from tune.models import attention
 from tune.models.attention import attend_cached, attend_masked
+from tune.run import Run
 
 RECIPES = [file.stem for file in (Path(__file__).parents[2] / "recipes").glob("*.py")]
 FAMILIES = {name.partition("-")[0]: variant for name, variant in reversed(VARIANTS.items())}
@@ -106,7 +107,7 @@ def step(chats, tmp_path, monkeypatch):
         raise SteppedError
 
     monkeypatch.setattr(distributed, "init", lambda *_, **__: replace(init("cpu"), device=META))
-    monkeypatch.setattr(loggers.Run, "log", stepped)
+    monkeypatch.setattr(Run, "log", stepped)
     monkeypatch.setattr(distributed.World, "finish", stepped)  # where there are no steps
     monkeypatch.setattr(checkpointers.Checkpointer, "save", lambda *_, **__: None)  # there are no values
     monkeypatch.setattr(checkpointers.Checkpointer, "wait", lambda _: None)

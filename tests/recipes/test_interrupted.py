@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from helpers import HANGS
 
-from tune import checkpointers, config, loggers
+from tune import checkpointers, config
 from tune.checkpointers import checkpointer
+from tune.run import Run
 
 LIMITS = {"file": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS}
 CONSTANT = "schedule._component_=tune.optimizers.constant"  # does not depend on how long the run is
@@ -97,7 +98,7 @@ def test_disk_full_while_logging(short, run_recipe):
 
 
 def test_a_disk_that_is_full_for_a_moment(inputs, run_recipe, monkeypatch, capsys):
-    log, run, (_, hard) = loggers.Run.log, inputs.folder / "new", resource.getrlimit(resource.RLIMIT_FSIZE)
+    log, run, (_, hard) = Run.log, inputs.folder / "new", resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def logged(*arguments, **metrics):
         if arguments[1] == 2:
@@ -105,7 +106,7 @@ def test_a_disk_that_is_full_for_a_moment(inputs, run_recipe, monkeypatch, capsy
         log(*arguments, **metrics)
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
-    monkeypatch.setattr(loggers.Run, "log", logged)
+    monkeypatch.setattr(Run, "log", logged)
     settings = inputs.settings(f"output_dir={run}", "max_steps=4", "checkpointer.async=false")
     assert run_recipe(settings) == 0
     told = capsys.readouterr().out
@@ -138,7 +139,7 @@ def test_a_last_checkpoint_that_fails_is_in_the_exit_status(inputs, run_recipe, 
 def test_a_signal_after_the_last_look_at_it(moment, inputs, run_recipe, monkeypatch, capfd):
     run = inputs.folder / "new"
     settings = inputs.settings(f"output_dir={run}")
-    place, name = (checkpointers, "export") if moment == "the model is written" else (loggers.Run, "log")
+    place, name = (checkpointers, "export") if moment == "the model is written" else (Run, "log")
     wrapped = getattr(place, name)
 
     def signalled(*arguments, **options):
@@ -268,6 +269,7 @@ def test_interrupted_before_the_training(inputs, contents):
 SWALLOWS = """\
 import time
 from tune import config
+from tune.run import Run
 
 try:
     print("importing", flush=True)

@@ -9,10 +9,11 @@ from unittest import mock
 import pytest
 import torch
 
-from tune import config, distributed, loggers
+from tune import config, distributed, evaluation, loggers
 from tune.checkpointers import checkpointer
 from tune.errors import TuneError
-from tune.loggers import training_run
+from tune.run import Run
+from tune.run import run as training_run
 
 pytestmark = pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
 
@@ -70,7 +71,7 @@ def test_an_infinite_gradient_of_a_finite_loss_stops_the_run(recipe, clip, train
 
 def test_an_interrupted_run_has_saved_when_it_says_so(recipe, train, closed, chats, monkeypatch, tmp_path):
     recipe, asked, told = importlib.import_module(recipe), SimpleNamespace(requested=False), []
-    save, log, info = checkpointer.dcp.save, loggers.Run.log, loggers.Run.info
+    save, log, info = checkpointer.dcp.save, Run.log, Run.info
 
     def slow(*args, **kwargs):
         time.sleep(0.5)
@@ -86,8 +87,8 @@ def test_an_interrupted_run_has_saved_when_it_says_so(recipe, train, closed, cha
 
     monkeypatch.setattr(distributed, "Interrupt", lambda: asked)
     monkeypatch.setattr(checkpointer.dcp, "save", slow)
-    monkeypatch.setattr(loggers.Run, "log", interrupting)
-    monkeypatch.setattr(loggers.Run, "info", told_with_what_is_there)
+    monkeypatch.setattr(Run, "log", interrupting)
+    monkeypatch.setattr(Run, "info", told_with_what_is_there)
     with pytest.raises(SystemExit) as end:
         train(recipe, "checkpointer.every=null", f"validation_dataset.path={chats}", "validate_every=1")
     assert end.value.code == 130
@@ -101,7 +102,7 @@ def test_the_last_step_is_logged_though_the_run_ended_before(recipe, train, monk
     recipe, validated = importlib.import_module(recipe), [f"validation_dataset.path={chats}", "validate_every=null"]
     train(recipe, f"output_dir={tmp_path / 'whole'}")
     with monkeypatch.context() as failing:
-        failing.setattr(loggers, "evaluate", mock.Mock(side_effect=OSError("a disk of the network")))
+        failing.setattr(evaluation, "evaluate", mock.Mock(side_effect=OSError("a disk of the network")))
         with pytest.raises(OSError, match="network"):
             train(recipe, *validated)
     for _ in range(2):  # once

@@ -12,7 +12,8 @@ import pytest
 from browser import Browser
 from records.test_report import curves, needs_browser, shown  # noqa: F401
 
-from tune import cli, distributed, loggers, records
+from tune import cli, distributed, records
+from tune.loggers import sinks
 
 DEMO = Path(__file__).parents[2] / ".demo" / "run"
 
@@ -42,7 +43,7 @@ def test_figures_of_a_run_are_those_in_its_files(inputs, run_recipe, capsys):
     for line, step in zip(lines, steps, strict=True):
         parts = dict(part.rsplit(" ", 1) for part in line.split(" | ") if "/" not in part and "GiB" not in part)
         assert {name: float(value) for name, value in parts.items()} == {
-            name: float(f"{step[name]:{loggers.sinks.SHOWN[name]}}") for name in loggers.sinks.SHOWN if name in step
+            name: float(f"{step[name]:{sinks.SHOWN[name]}}") for name in sinks.SHOWN if name in step
         }
         assert f"step {step['step']}/3 | " in line and f"| {step['tokens_per_second']:,.0f} tokens/s |" in line
     data = json.loads((run / "data.json").read_text())

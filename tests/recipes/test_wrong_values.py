@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from tune import config
 from tune.cli.prepare import recipe_of
 from tune.errors import TuneError
-from tune.preflight.checks import validate
+from tune.validate.checks import validate
 
 VALUES = [
     "3.5", "3.0", "abc", "-1", "[]", "[a,1]", "{a: 1}", "true", "null", "0", "1e400", ".nan", "-.inf", "1e38",

@@ -3,7 +3,6 @@
 from tune.checkpointers.checkpointer import Checkpointer
 from tune.checkpointers.finite import require_finite
 from tune.checkpointers.reading import checkpoint_at, read_trained
-from tune.checkpointers.to_gguf import export_gguf
 from tune.checkpointers.weights import (
     Pretrained,
     Random,

@@ -28,8 +28,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tune import lock
-from tune.atomic import CHECKPOINT, written_aside
 from tune.checkpointers.best import Best
 from tune.checkpointers.disk import found_damage, gather_digests, replace_json, write_digests
 from tune.checkpointers.finite import CAUSES, STOPPED, not_finite, require_finite
@@ -46,6 +44,8 @@ from tune.checkpointers.reading import (
 from tune.distributed import World, reshard
 from tune.distributed.ray_train import is_ray_worker, report
 from tune.errors import TuneError
+from tune.files import lock
+from tune.files.atomic import CHECKPOINT, written_aside
 from tune.lookup import in_shell
 from tune.types import PositiveInt
 

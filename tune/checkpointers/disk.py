@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES
 from torch import Tensor
 
-from tune.atomic import written_aside
-from tune.contents import content_digest
 from tune.errors import TuneError
+from tune.files.atomic import written_aside
+from tune.files.contents import content_digest
 from tune.models.config_file import read_json
 
 DIGESTS = "digests.json"

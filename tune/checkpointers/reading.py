@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.serialization import _get_layout
 
-from tune.atomic import CHECKPOINT
 from tune.checkpointers.disk import found_damage, shape_differences
 from tune.distributed import uncut
 from tune.errors import TuneError
+from tune.files.atomic import CHECKPOINT
 
 # Frozen parameters are not saved: they come from the checkpoint that the model was built from.
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)

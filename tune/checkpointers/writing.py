@@ -16,11 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tune.atomic import CHECKPOINT, exported, require_replaceable
 from tune.checkpointers.disk import SAFETENSORS_DTYPES, DiskTensor, disk_tensors, has_weights
 from tune.checkpointers.weights import Pretrained, hf_tensors
 from tune.distributed import DTYPES, World
 from tune.errors import TuneError
+from tune.files.atomic import CHECKPOINT, exported, require_replaceable
 from tune.lookup import in_shell
 from tune.models import build
 from tune.models.build import as_reward_model

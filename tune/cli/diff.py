@@ -10,7 +10,7 @@ from typing import Any
 from tune.cli.runs import print_table
 from tune.lookup import local_path
 from tune.records import Record, differences, number, read
-from tune.type_check import as_given, show
+from tune.types import as_given, show
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:

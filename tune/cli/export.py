@@ -11,9 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tune.atomic import CHECKPOINT
 from tune.cli.convert import new_folder
 from tune.errors import TuneError
+from tune.files.atomic import CHECKPOINT
 from tune.lookup import in_shell, local_path
 
 # What a run folder may have made. It can come from another person, and a component can be any function.
@@ -45,7 +45,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if options.to != "hf" and recipe.exists():
         raise TuneError(f"{recipe}, which is for Ollama, exists already. Name another --out, or move it")
     with new_folder(out):
-        from tune import checkpointers, peft
+        from tune import convert, peft
         from tune.models.config_file import ConfigFile
         from tune.peft.named import exported_folder
         from tune.tokenizers import Tokenizer
@@ -62,7 +62,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             write(model, tokenizer, out, path, f"{title}, written by `tune export`.", base=base)
             commands = [served_by(model, out)]
         elif options.to == "gguf-lora":
-            peft.export_gguf_lora(model, out, str(ConfigFile(Path(path)).get("model_type")))
+            convert.export_gguf_lora(model, out, str(ConfigFile(Path(path)).get("model_type")))
             recipe.write_text(f"FROM ./BASE.gguf\nADAPTER ./{out.name}\n", encoding="utf-8")
             commands = [f"llama-cli -m BASE.gguf --lora {in_shell(out)}"]
             create = f"ollama create {in_shell(out.stem.lower())} -f {in_shell(recipe)}"
@@ -70,7 +70,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         else:
             tokenizer = tokenizer or Tokenizer(path)
             family = str(ConfigFile(Path(path)).get("model_type"))
-            for note in checkpointers.export_gguf(model, base, tokenizer, out, family, options.type or "f16"):
+            for note in convert.export_gguf(model, base, tokenizer, out, family, options.type or "f16"):
                 print(f"note: {note}")
             recipe.write_text(modelfile(tokenizer, out.name), encoding="utf-8")
             if tokenizer.chat_template:

@@ -4,8 +4,8 @@ folder that `tune export`, `merge` or `quantize` has written. Log in first (`hf 
 from argparse import ArgumentParser
 from pathlib import Path
 
-from tune.atomic import INDEX
 from tune.errors import TuneError, explained
+from tune.files.atomic import INDEX
 from tune.lookup import local_path, needs
 
 

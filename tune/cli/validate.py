@@ -31,8 +31,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     options, rest = parser.parse_known_args(arguments)
     gc.disable()  # what an import makes stays: to look for garbage in it takes a quarter of its time
     from tune import devices
-    from tune.preflight.checks import validate  # imports torch
     from tune.rules import Finding, Level
+    from tune.validate.checks import validate  # imports torch
 
     kind, capability = options.device, None
     rows = None if options.all else ROWS

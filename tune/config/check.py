@@ -17,7 +17,7 @@ from tune.config.paths import find_config, list_recipes
 from tune.config.text import Layer, Values
 from tune.errors import TuneError
 from tune.lookup import did_you_mean, local_path, locate
-from tune.type_check import fits, mismatch, show, unusable
+from tune.types import fits, mismatch, show, unusable
 
 # Arguments that choose the kernels of an optimizer: others lack them for sharded parameters, or have a better default.
 KERNELS = ("fused", "foreach")

@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from tune.lookup import did_you_mean, locate
-from tune.type_check import show
+from tune.types import show
 
 # Unsupported components of torch and torchao, and what to use instead.
 UNSUPPORTED = {

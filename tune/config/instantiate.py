@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from tune.errors import TuneError, explained
 from tune.lookup import locate
-from tune.type_check import mismatch, show
+from tune.types import mismatch, show
 
 COMPONENT = "_component_"
 READING = ("format", "columns", "extra_columns", "ignore")  # settings of data that say how columns are read

@@ -18,7 +18,7 @@ from tune.config.paths import find_config
 from tune.config.text import Values
 from tune.errors import TuneError
 from tune.secrets import without_secrets
-from tune.type_check import as_given, show
+from tune.types import as_given, show
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

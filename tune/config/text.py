@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tune.errors import TuneError
-from tune.type_check import as_given, fits
+from tune.types import as_given, fits
 
 Values = dict[str, Any]
 

@@ -18,7 +18,6 @@ Where a new one goes:
 - a way to mix: `mix.py`
 """
 
-from tune.contents import cache_folder
 from tune.datasets.dataset import Dataset, pack
 from tune.datasets.from_path import load, ray
 from tune.datasets.loader import DataLoader, GlobalBatch, validation_batches
@@ -27,3 +26,4 @@ from tune.datasets.prompts import Prompt, PromptLoader, Prompts, load_prompts
 from tune.datasets.rows import RowReader
 from tune.datasets.scores import add_scores, require_kept
 from tune.datasets.stream import Stream
+from tune.files.contents import cache_folder

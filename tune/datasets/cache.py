@@ -21,12 +21,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from tune.atomic import written_aside
-from tune.contents import content_digest
 from tune.datasets.accounting import Accounting
 from tune.datasets.samples import Chunk, Samples, write
 from tune.datasets.sources.data_files import File
 from tune.errors import TuneError
+from tune.files.atomic import written_aside
+from tune.files.contents import content_digest
 
 ARRAYS = ("tokens", "labels", "lengths", "supervised", "digests")
 OF_THIS_RUN = ("source", "ignored_files", "prepared", "prepared_in")  # not read from the files

@@ -9,7 +9,6 @@ from inspect import signature
 from itertools import chain, islice
 from typing import Any, Literal
 
-from tune.contents import cache_folder
 from tune.datasets.accounting import NAMES_SHOWN, Accounting
 from tune.datasets.cache import content_of, hash_of, key_of, prepared
 from tune.datasets.dataset import Dataset, with_mismatched
@@ -24,6 +23,7 @@ from tune.datasets.stream import Stream
 from tune.datasets.user_functions import load_function, sources_of
 from tune.datasets.workers import available_cores, map_chunks
 from tune.errors import TuneError
+from tune.files.contents import cache_folder
 from tune.lookup import did_you_mean
 from tune.tokenizers import Tokenizer
 from tune.types import Fraction, NonNegativeInt, PositiveInt

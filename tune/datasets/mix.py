@@ -15,8 +15,7 @@ from tune.datasets.from_path import load
 from tune.errors import TuneError, explained
 from tune.lookup import did_you_mean
 from tune.tokenizers import Tokenizer
-from tune.type_check import mismatch
-from tune.types import PositiveFloat, PositiveInt
+from tune.types import PositiveFloat, PositiveInt, mismatch
 
 # Settings of the whole mixture, and those of streams, which cannot be mixed.
 NOT_OF_A_SOURCE = ("tokenizer", "max_seq_len", "packed", "kind", "streaming", "shuffle_buffer", "return")

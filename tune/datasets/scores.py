@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from tune.atomic import written_aside
 from tune.collators import Batch
 from tune.datasets.cache import TELL, hash_of
 from tune.datasets.dataset import Dataset
@@ -18,6 +17,7 @@ from tune.datasets.mix import Mixture
 from tune.datasets.stream import Stream
 from tune.distributed import World
 from tune.errors import TuneError
+from tune.files.atomic import written_aside
 
 SUMMED = 1 << 16  # rows at a time
 

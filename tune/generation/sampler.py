@@ -20,8 +20,7 @@ from tune.errors import TuneError
 from tune.losses.chunks import Rows, normalize
 from tune.models import Decoder, HuggingFaceModel
 from tune.tokenizers import Tokenizer
-from tune.type_check import mismatch
-from tune.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share, UnitInterval
+from tune.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share, UnitInterval, mismatch
 
 PREFILL_TOKENS = 8192  # prompts are read together up to so many tokens
 GenerativeModel = Decoder | HuggingFaceModel

@@ -6,8 +6,11 @@ import inspect
 import math
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -334,3 +337,10 @@ def _on_disk(model: Any, name: str, whole: Tensor) -> OnDisk:
         f"model: how transformers converts {name} of {type(model).__name__} is not supported. Use tune.models.build if "
         "it has this architecture"
     )
+
+
+def without_bars() -> AbstractContextManager:
+    """Around calls that have progress bars of tqdm which no setting turns off."""
+    from tqdm import tqdm
+
+    return patch.object(tqdm, "__init__", partialmethod(tqdm.__init__, disable=True))

@@ -1,14 +1,15 @@
 """Adapters: small trainable additions to the layers of any frozen `nn.Module`.
 
-A new kind of adapter is a class beside `LoRALinear`; `adapters.py` chooses the layers, and `files.py` reads and writes
+A new kind of adapter is a class beside `LoRALinear`; `adding.py` chooses the layers, and `files.py` reads and writes
 PEFT's format.
 """
 
-from tune.peft.adapters import adapted_modules, add_adapters, initialize, switched_off
+from tune.peft.adapters import adapted_modules, initialize, switched_off
+from tune.peft.adding import add_adapters
 from tune.peft.dropout import set_dropout_keys
 from tune.peft.files import adapter, digest, export_adapter, export_trained, load_adapter, read_adapter, start
-from tune.peft.lora import LoRA
-from tune.peft.merging import export_gguf_lora, give_memory, merge, open_on_disk
+from tune.peft.lora import LoRA, LoRALinear
+from tune.peft.merging import give_memory, merge, open_on_disk
 from tune.peft.named import open_model, resolve_model
 from tune.peft.reference import Reference
 from tune.peft.tokens import untrained_tokens

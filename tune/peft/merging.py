@@ -1,4 +1,4 @@
-"""What others load of adapters: their base with them merged in, or a GGUF file. Several become one as in PEFT."""
+"""The base of an adapter with it merged in. Several adapters become one as in PEFT."""
 
 import math
 from collections.abc import Sequence
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from tune import distributed
-from tune.atomic import written_aside
 from tune.checkpointers import Pretrained, export, open_checkpoint
-from tune.checkpointers.to_gguf import llama_cpp_tensors, require_supported
 from tune.checkpointers.writing import card, name_of
 from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.names import Names
-from tune.peft.adapters import adapted_modules, add_adapters
+from tune.peft.adapters import adapted_modules
+from tune.peft.adding import add_adapters
 from tune.peft.files import load_adapter, read_adapter
 from tune.peft.lora import LoRALinear
 from tune.tokenizers import Tokenizer
@@ -69,38 +68,6 @@ def open_on_disk(
         if head == "score" and model.config.pad_id is None:
             model.config = replace(model.config, pad_id=tokenizer.pad_id)
     return model, weights, tokenizer
-
-
-def export_gguf_lora(model: Any, file: Path, model_type: str) -> None:
-    """Write the adapter of `model`, of the family `model_type`, in fp32. Raises TuneError if llama.cpp cannot have it:
-    it trains more than low-rank matrices of linear layers, or there is none."""
-    import gguf
-
-    architecture = require_supported(model.config, model_type)
-    layers: dict[str, Any] = dict(adapted_modules(model))
-    parts = {id(part) for layer in layers.values() for part in (layer.lora_a, layer.lora_b)}
-    others = [name for name, part in model.named_parameters() if part.requires_grad and id(part) not in parts]
-    others += [name for name, layer in layers.items() if not isinstance(layer, LoRALinear)]
-    if others or not layers:
-        what = f"more is trained than low-rank matrices of linear layers: {others[0]}" if others else "there is none"
-        raise TuneError(f"the adapter cannot be a GGUF file of its own: {what}. --to gguf merges it into the model")
-    with written_aside(file) as unfinished:
-        writer = gguf.GGUFWriter(unfinished, architecture.name)
-        writer.add_type("adapter")
-        writer.add_string("adapter.type", "lora")
-        writer.add_float32("adapter.lora.alpha", 1.0)  # llama.cpp divides it by the rank
-        for name, layer in layers.items():
-            a, b = (factor.detach().float() for factor in layer.factors())
-            if not (a.isfinite().all() and b.isfinite().all()):
-                raise TuneError(f"the adapter of {name} has values that are not finite: its training failed")
-            b = b * layer.scaling * len(a)
-            for new, part in llama_cpp_tensors(f"{name}.weight", b, model.config, architecture):
-                writer.add_tensor(f"{new}.lora_a", a.contiguous().numpy())
-                writer.add_tensor(f"{new}.lora_b", part.contiguous().numpy())
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
 
 
 def give_memory(model: nn.Module) -> None:

@@ -9,16 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tune.atomic import CHECKPOINT
 from tune.checkpointers import check, open_checkpoint
 from tune.distributed import DTYPES
 from tune.distributed.parallelize import allocate, repeated_blocks, units_of
 from tune.distributed.tensor_parallel import share
 from tune.errors import TuneError
+from tune.files.atomic import CHECKPOINT
 from tune.lookup import in_shell, local_path
 from tune.models import HuggingFaceModel
 from tune.models.config_file import ConfigFile, read_json
-from tune.peft.adapters import adapted_modules, add_adapters
+from tune.peft.adapters import adapted_modules
+from tune.peft.adding import add_adapters
 from tune.peft.files import CONFIG, load_adapter, read_adapter
 from tune.quantization import quantize_linears
 from tune.tokenizers import Tokenizer

@@ -13,8 +13,8 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from tune import config
-from tune.atomic import written_aside
 from tune.errors import TuneError
+from tune.files.atomic import written_aside
 from tune.lookup import in_shell
 from tune.records.record import Record, differences, json_object, number, read
 from tune.secrets import without_secrets

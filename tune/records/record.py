@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from tune import config, lock
-from tune.atomic import CHECKPOINT, written_aside
+from tune import config
 from tune.errors import TuneError
+from tune.files import lock
+from tune.files.atomic import CHECKPOINT, written_aside
 from tune.lookup import in_shell
 from tune.secrets import without_secrets
 

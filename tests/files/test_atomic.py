@@ -1,0 +1,77 @@
+"""Files and folders appear whole or not at all, whatever ends the process that writes them."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import tune
+from tune.files.atomic import written_aside
+
+KILLED = """
+import os, sys, pathlib
+from tune.files.atomic import written_aside
+with written_aside(pathlib.Path(sys.argv[1]), folder=True) as unfinished:
+    (unfinished / "half").write_text("half")
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_what_was_there_stays_until_the_new_is_complete(tmp_path, folder):
+    path = tmp_path / "new" / "a[1]"
+
+    def write(text: str, fails: bool = False) -> None:
+        with written_aside(path, folder=folder) as unfinished:
+            (unfinished / text if folder else unfinished).write_text(text)
+            if fails:
+                raise KeyboardInterrupt
+
+    def found() -> list[str]:
+        return [file.name for file in path.iterdir()] if folder else [path.read_text()]
+
+    with pytest.raises(KeyboardInterrupt):
+        write("none", fails=True)
+    assert not list(path.parent.iterdir())
+    write("first")
+    with pytest.raises(KeyboardInterrupt):
+        write("half", fails=True)
+    assert found() == ["first"]
+    write("second")
+    assert found() == ["second"]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    path = tmp_path / "a[1]"
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(path)])
+    assert ended.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert (left / "half").exists() and left != path
+    with written_aside(path, folder=True) as unfinished:
+        (unfinished / "whole").touch()
+    assert [file.relative_to(tmp_path) for file in tmp_path.rglob("*")] == [Path("a[1]"), Path("a[1]/whole")]
+
+
+def test_files_of_a_folder_have_the_usual_mode(tmp_path):
+    """safetensors makes files that only their owner may read: a server of another user could not load them."""
+    usual = tmp_path / "usual"
+    usual.touch()
+    with written_aside(tmp_path / "model", folder=True) as unfinished:
+        save_file({"weight": torch.zeros(1)}, unfinished / "model.safetensors")
+        (unfinished / "inside").mkdir(mode=0o700)
+    assert (tmp_path / "model" / "model.safetensors").stat().st_mode == usual.stat().st_mode
+    assert (tmp_path / "model" / "inside").stat().st_mode == tmp_path.joinpath("model").stat().st_mode
+
+
+def test_there_is_one_way_to_write_aside():
+    """Only checkpoints, which all processes write together, and shards, which get their number last, are renamed."""
+    house = Path(tune.__file__).parent
+    renaming = re.compile(r"os\.replace|\.rename\(|unfinished\.replace")
+    found = {str(file.relative_to(house)) for file in house.rglob("*.py") if renaming.search(file.read_text())}
+    assert found == {"atomic.py", "checkpointers/checkpointer.py", "checkpointers/writing.py"}

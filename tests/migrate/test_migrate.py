@@ -1,0 +1,659 @@
+"""`tune migrate`: each key of a config is accounted for, and what it becomes is what the recipe takes."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from peer_configs import AXOLOTL, LLAMA_FACTORY, TORCHTUNE, TRL
+
+from tune import config
+from tune.cli import main
+from tune.cli import migrate as verb
+from tune.errors import TuneError
+from tune.migrate import migrate
+from tune.migrate.migration import PEERS, STATUSES, Migration, NotConverted, leaves, peer_of, table
+from tune.rules import Facts, judge
+
+FILES = {"axolotl": AXOLOTL, "llama_factory": LLAMA_FACTORY, "torchtune": TORCHTUNE, "trl": TRL}
+A, L, T = (
+    "base_model: a/b\nsequence_len: 8\n",
+    "model_name_or_path: a/b\ntemplate: qwen\n",
+    "model_name_or_path: a/b\ndataset_name: c/d\n",
+)
+JUDGE = {"_component_": "tune.generation.RewardModel", "path": "./r"}
+EVALUATION = """
+model: {_component_: torchtune.models.llama3.llama3_8b}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /tmp/llama}
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: t.model, max_seq_len: null}
+dtype: bf16
+tasks: [arc_easy]
+max_seq_length: 512
+batch_size: 4
+"""
+RECIPES = {name: dict(leaves(config.read_file(config.find_config(name)))) for name in config.list_recipes()}
+BESIDE = Path(__file__).parents[3] / "shared" / "data" / "configs"
+PEER_CONFIGS = Path(os.environ.get("TUNE_PEER_CONFIGS", BESIDE))
+
+
+def converted(text: str, tmp_path: Path, peer: str | None = None, method: str | None = None) -> Migration:
+    file = tmp_path / ("theirs.sh" if "--" in text and "\n#" not in text else "theirs.yaml")
+    file.write_text(text)
+    values, found, processes = verb.read(file)
+    return migrate(values, peer or peer_of(values, file), method or found, RECIPES, processes)
+
+
+def ours(run: Migration) -> dict:
+    return {key: setting.value for key, setting in run.changed().items()}
+
+
+def status(run: Migration) -> dict[str, str]:
+    return {entry.key: entry.status for entry in run.entries()}
+
+
+def loaded(run: Migration, tmp_path: Path, *settings: str):
+    verb.check(run)
+    file = tmp_path / "ours.yaml"
+    file.write_text(verb.render(run, "theirs.yaml"))
+    return config.load(run.recipe, ["--config", str(file), *settings])
+
+
+@pytest.mark.parametrize("peer", FILES)
+def test_each_key_is_accounted_for_once_and_the_settings_load(peer, tmp_path):
+    run = converted(FILES[peer], tmp_path)
+    values = verb.read(next(tmp_path.glob("theirs.*")))[0]
+    keys = [entry.key for entry in run.entries()]
+    assert run.peer == peer
+    assert keys == list(dict(leaves(values)))
+    assert {entry.status for entry in run.entries()} <= {*STATUSES} - {"unknown"}
+    cfg = loaded(run, tmp_path)
+    assert all(OmegaConf.select(cfg, key) == value for key, value in ours(run).items() if not isinstance(value, dict))
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "says"), [(100, 60, "max_steps=60 ends there before"), (60, 60, "rate of 0")]
+)
+def test_a_warm_up_that_the_run_does_not_reach(steps, warmup, says, tmp_path):
+    run = converted(f"{A}datasets: [{{path: a.jsonl, type: alpaca}}]\nmax_steps: 60\nwarmup_steps: {steps}\n", tmp_path)
+    assert ours(run)["schedule.warmup"] == warmup
+    assert says in next(entry.note for entry in run.entries() if entry.key == "warmup_steps")
+    assert all(each.place != "schedule.warmup" for each in judge(Facts(loaded(run, tmp_path))))
+
+
+def test_axolotl(tmp_path):
+    run = converted(AXOLOTL, tmp_path)
+    found = ours(run)
+    assert run.recipe == "lora_finetune"
+    expected = {
+        "model.path": "./Llama-3.2-1B", "quantization.weights": "nf4", "adapter.rank": 8, "adapter.alpha": 16,
+        "adapter.dropout": 0.05, "dataset.path": "teknium/GPT4-LLM-Cleaned", "dataset.take": 200,
+        "dataset.validation_fraction": 0.1, "dataset.too_long": "drop", "max_seq_len": 1024, "packed": True,
+        "global_batch_size": 8, "micro_batch_size": 2, "epochs": 3, "schedule.warmup": 0.1, "schedule.min_ratio": 0.0,
+        "optimizer.betas": [0.9, 0.999], "optimizer.weight_decay": 0.01, "seed": 42,
+        "memory.activation_checkpointing": "full", "tokenizer.chat_template": "plain",
+    }  # fmt: skip
+    assert {key: found.get(key) for key in expected} == expected
+    assert found["output_dir"] == "./outputs/lora-out" and "optimizer.lr" not in found  # ours is the same
+    statuses = status(run)
+    assert statuses["learning_rate"] == statuses["wandb_entity"] == statuses["flash_attention"] == "same by default"
+    assert statuses["datasets[0].type"] == "differs" and statuses["val_set_size"] == "differs"
+
+
+def test_llama_factory(tmp_path):
+    run = converted(LLAMA_FACTORY, tmp_path)
+    found = ours(run)
+    assert run.recipe == "preference_finetune"
+    expected = {
+        "loss._component_": "tune.losses.SimPO", "loss.beta": 0.2, "loss.gamma": 0.5, "adapter.rank": 8,
+        "adapter.alpha": 16, "adapter.target_modules": ["q_proj", "v_proj"], "dataset.path": "data/dpo_en_demo.json",
+        "dataset.take": 500, "global_batch_size": 8, "memory.cpu_offload": True, "max_seq_len": 1024,
+        "memory.activation_checkpointing": "full", "tokenizer.chat_template": "llama3", "epochs": 3,
+    }  # fmt: skip
+    assert {key: found.get(key) for key in expected} == expected
+
+
+def test_torchtune(tmp_path):
+    run = converted(TORCHTUNE, tmp_path)
+    found = ours(run)
+    assert run.recipe == "full_finetune" and run.world_size == 2  # its comment says it
+    expected = {
+        "model.path": "/tmp/llama", "dataset.path": "tatsu-lab/alpaca", "dataset.train_on": "all", "max_seq_len": 4096,
+        "global_batch_size": 64, "micro_batch_size": 4, "optimizer.betas": [0.9, 0.999], "optimizer.weight_decay": 0.01,
+        "schedule._component_": "tune.optimizers.constant", "schedule.warmup": 0, "max_grad_norm": None,
+        "master_dtype": "bf16", "memory.activation_checkpointing": "full", "tokenizer.chat_template": "llama3",
+    }  # fmt: skip
+    assert {key: found.get(key, "absent") for key in expected} == expected
+
+
+def test_what_torchtune_says_of_the_optimizer_and_of_columns_is_kept(tmp_path):
+    text = """
+        model: {_component_: torchtune.models.llama3.llama3_8b}
+        tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: t.model, max_seq_len: null}
+        dataset: {_component_: torchtune.datasets.samsum_dataset}
+        optimizer: {_component_: torch.optim.AdamW, betas: [0.8, 0.9]}
+    """
+    run = converted(text, tmp_path)
+    columns = {"instruction": "dialogue", "output": "summary"}
+    expected = {"optimizer.betas": [0.8, 0.9], "dataset.columns": columns, "max_seq_len": "absent"}
+    assert {key: ours(run).get(key, "absent") for key in expected} == expected
+    assert status(run)["tokenizer.max_seq_len"] == "differs"  # without a limit there
+    usual = converted(text.replace("betas", "eps").replace("[0.8, 0.9]", "1.0e-8"), tmp_path)
+    assert ours(usual)["optimizer.betas"] == [0.9, 0.999]
+
+
+def test_a_config_of_ours_is_not_converted():
+    file = config.find_config("full_finetune")
+    with pytest.raises(TuneError, match="is a config of tune already"):
+        peer_of(config.read_file(file), file)
+
+
+def test_a_command_line_of_trl(tmp_path):
+    run = converted(TRL, tmp_path)
+    found = ours(run)
+    assert run.recipe == "lora_finetune"
+    expected = {
+        "dataset.path": "trl-lib/Capybara", "global_batch_size": 32, "packed": True, "adapter.rank": 32,
+        "adapter.alpha": 16, "adapter.dropout": 0.05, "adapter.target_modules": ["q_proj", "v_proj"],
+        "max_seq_len": 1024, "schedule._component_": "tune.optimizers.linear", "tokenizer.eos_token": "<|im_end|>",
+    }  # fmt: skip
+    assert {key: found.get(key) for key in expected} == expected
+    assert status(run)["push_to_hub"] == "no counterpart"
+
+
+@pytest.mark.parametrize(
+    ("text", "recipe", "expected"),
+    [
+        (A + "rl: ipo\nrl_beta: 0.3", "preference_finetune", {"loss.beta": 0.3}),
+        (A + "rl: kto\nkto_desirable_weight: 2.0", "preference_finetune", {"loss.desirable": 2}),
+        (A + "rl: orpo\norpo_alpha: 0.2", "preference_finetune", {"loss.beta": 0.2}),
+        (A + "reward_model: true", "reward_finetune", {}),
+        (A + "rl: grpo\ntrl: {num_generations: 4}\nmicro_batch_size: 8", "grpo", {"prompts_per_step": 2}),
+        (L + "stage: rm", "reward_finetune", {}),
+        (L + "stage: pt\nfinetuning_type: full", "full_finetune", {"dataset.train_on": "all"}),
+        (L + "stage: kto", "preference_finetune", {"loss._component_": "tune.losses.KTO"}),
+        (L + "stage: ppo", "ppo_finetune", {}),
+        ("trl ppo --dataset_name c/d --model_name_or_path ./m --sft_model_path ./s --reward_model_path ./r",
+         "ppo_finetune",
+         {"model.path": "./s", "value.path": "./r", "reward": JUDGE, "value_weight": 0.1, "optimizer.lr": 3e-6}),
+        (T + "num_generations: 4\nreward_model_name_or_path: ./r", "grpo", {"reward": JUDGE}),
+        (EVALUATION, "evaluate", {"tasks": ["arc_easy"], "max_length": 512, "batch_size": 4}),
+        (T + "num_generations: 4\nbeta: 0.04", "grpo", {"kl": 0.04, "group_size": 4}),
+        (T + "teacher_model_name_or_path: e/f\nbeta: 1", "distill", {"loss._component_": "tune.losses.ReverseKL"}),
+    ],
+)  # fmt: skip
+def test_methods(text, recipe, expected, tmp_path):
+    run = converted(text, tmp_path)
+    assert run.recipe == recipe
+    assert {key: ours(run).get(key) for key in expected} == expected
+    missing = verb.check(run)
+    loaded(
+        run,
+        tmp_path,
+        *(f"{key}=x.y" for key in missing if key != "reward"),
+        *(["reward=math.prod"] * ("reward" in missing)),
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        A + "rl: grpo\nval_set_size: 0.0\ntrl: {num_generations: 4, top_k: 0}",
+        L + "stage: ppo\ntop_k: 0",
+        T + "num_generations: 4\ntop_k: -1",
+    ],
+)
+def test_what_is_off_is_off(text, tmp_path):
+    run = converted(text, tmp_path)
+    off = [entry for entry in run.entries() if re.search("top_k|val_set_size", entry.key)]
+    assert {entry.status for entry in off} == {"same by default"} and not any(entry.ours for entry in off)
+
+
+def test_a_reference_on_the_hub_is_a_folder_to_download(tmp_path):
+    run = converted(L + "stage: dpo\nref_model: a/base", tmp_path)
+    assert ours(run)["reference"] == "./base"
+    assert next(entry.note for entry in run.entries() if entry.key == "ref_model") == "tune download a/base"
+
+
+def test_a_folder_that_is_here_is_no_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m" / "llama").mkdir(parents=True)
+    assert ours(converted("base_model: m/llama\nsequence_len: 8\n", tmp_path))["model.path"] == "m/llama"
+
+
+def test_units_of_batches(tmp_path):
+    text = A + "micro_batch_size: 2\ngradient_accumulation_steps: 4\nrl: dpo"
+    run = converted(text, tmp_path)
+    note = {entry.key: entry.note for entry in run.entries()}["micro_batch_size"]
+    assert ours(run).get("global_batch_size", 16) == 8
+    assert "2 a device x 4 accumulated x 1 devices" in note
+    assert ours(migrate(verb.read(tmp_path / "theirs.yaml")[0], "axolotl", None, RECIPES, 4))["global_batch_size"] == 32
+    axes = "\ndp_shard_size: 2\ntensor_parallel_size: 2\ncontext_parallel_size: 2"
+    shared = converted(text + axes, tmp_path)
+    assert ours(shared).get("global_batch_size", 16) == 2 * 4 * 2
+    note = {entry.key: entry.note for entry in shared.entries()}["micro_batch_size"]
+    assert "x 2 groups of 4 devices" in note
+
+
+def test_what_runs_and_is_not_the_same_says_so(tmp_path):
+    run = converted(T + "num_generations: 8\nscale_rewards: group\nsteps_per_generation: 4\noptim: adafactor", tmp_path)
+    notes = {entry.key: (entry.status, entry.note) for entry in run.entries()}
+    found = status(converted(L + "shift_attn: true\noverwrite_output_dir: true\nnew_special_tokens: [<x>]", tmp_path))
+    assert found["shift_attn"] == found["new_special_tokens"] == "no counterpart"
+    assert found["overwrite_output_dir"] == "differs"
+    for key, words in {"scale_rewards": "standard dev", "steps_per_generation": "updates", "optim": "RMS"}.items():
+        assert notes[key][0] == "differs" and words in notes[key][1]
+
+
+def test_counts_of_an_epoch_are_not_those_of_steps(tmp_path):
+    found = status(converted(A + "evals_per_epoch: 4\nsaves_per_epoch: 1", tmp_path))
+    assert found["evals_per_epoch"] == found["saves_per_epoch"] == "differs"
+
+
+def test_steps_of_ppo_are_not_completions(tmp_path):
+    """torchtune's PPO divides num_steps by batch_size; its GRPO does not."""
+    ppo = "batch_size: 64\nnum_steps: 10000\nppo_epochs: 2\nvalue_checkpointer: {checkpoint_dir: /tmp/v}\n"
+    found = converted(ppo, tmp_path, "torchtune")
+    assert ours(found)["max_steps"] == 156 and status(found)["num_steps"] == "differs"
+    assert ours(converted("batch_size: 2\nnum_steps: 200\ngrpo_samples: 4", tmp_path, "torchtune"))["max_steps"] == 200
+
+
+def test_scripts_of_trl_validate_on_a_split_of_the_same_data(tmp_path):
+    """If eval_strategy says that they validate at all."""
+    text = "model_name_or_path: a/b\ndataset_name: c/d\neval_steps: 50\n"
+    for more, split in (("eval_strategy: steps", "test"), ("eval_strategy: steps\ndataset_test_split: dev", "dev")):
+        found = ours(converted(f"{text}{more}", tmp_path, "trl"))
+        held_out = found["validation_dataset.path"], found["validation_dataset.split"], found["validate_every"]
+        assert held_out == ("c/d", split, 50) and found["dataset.path"] == "c/d"
+    for more in ("dataset_test_split: dev", "eval_strategy: 'no'", "eval_strategy: no"):
+        assert not any(
+            key.startswith("validation_dataset") for key in ours(converted(f"{text}{more}", tmp_path, "trl"))
+        )
+
+
+def test_conversations_beside_instructions_keep_their_template(tmp_path):
+    text = A + "datasets: [{path: one.jsonl, type: alpaca}, {path: two.jsonl, type: TYPE}]"
+    assert ours(converted(text.replace("TYPE", "alpaca"), tmp_path))["tokenizer.chat_template"] == "plain"
+    run = converted(text.replace("TYPE", "chat_template"), tmp_path)
+    assert "tokenizer.chat_template" not in ours(run)
+    assert "the checkpoint's own" in {entry.key: entry.note for entry in run.entries()}["datasets[0].type"]
+
+
+def test_several_sources_become_a_mixture(tmp_path):
+    text = A + "train_on_inputs: true\ndatasets: [{path: c/one, split: 'train[:50]'}, {path: two.jsonl}]"
+    run = converted(text, tmp_path)
+    cfg = loaded(run, tmp_path)
+    assert cfg.dataset._component_ == "tune.datasets.mix"
+    one = {"path": "c/one", "split": "train", "take": 50, "train_on": "all", "too_long": "drop"}
+    assert cfg.dataset.sources == {"one": one, "two": {"path": "two.jsonl", "train_on": "all", "too_long": "drop"}}
+
+
+def test_the_conversation_before_compared_answers_is_their_prompt(tmp_path):
+    for name, columns in (("prompt", {}), ("conversation", {"prompt": "conversation"}), ("messages", {})):
+        text = A + f"rl: dpo\ndatasets: [{{path: c/d, type: chat_template.default, field_messages: {name}}}]"
+        run = converted(text, tmp_path)
+        assert ours(run).get("dataset.columns", {}) == columns
+        loaded(run, tmp_path)
+
+
+def test_a_stream_has_no_epochs(tmp_path):
+    text = T + "num_train_epochs: 2\nmax_steps: 7\ndataset_streaming: "
+    assert "epochs" not in ours(converted(text + "true", tmp_path))
+    assert ours(converted(text + "false", tmp_path))["epochs"] == 2
+    text = L + "dataset: a,b\nstreaming: true\nbuffer_size: 9\nmax_steps: 100\nnum_train_epochs: 2\n"
+    mixture = ours(converted(text, tmp_path))
+    assert mixture["epochs"] == 2 and "streaming" not in str(mixture) and "buffer" not in str(mixture)
+
+
+@pytest.mark.parametrize(
+    ("way", "weights", "ends"),
+    [
+        ("interleave_over\ninterleave_probs: 0.7,0.3", [0.7, 0.3], "all_exhausted"),
+        ("interleave_under", [1, 1], "first_exhausted"),
+        ("concat\ninterleave_probs: 0.7,0.3", [None, None], None),
+    ],
+)
+def test_sources_by_turns(way, weights, ends, tmp_path):
+    run = converted(L + f"stage: sft\ndataset: a,b\nmix_strategy: {way}\n", tmp_path)
+    found = ours(run)
+    assert [each.get("weight") for each in found["dataset.sources"].values()] == weights
+    assert found.get("dataset.epoch_ends") == ends
+    loaded(run, tmp_path)
+
+
+def test_texts_to_learn_whole_are_split_and_packed(tmp_path):
+    text = A + "pretraining_dataset: [{path: c/d, name: e, type: pretrain}]"
+    found = ours(converted(text, tmp_path))
+    expected = {"dataset.path": "c/d", "dataset.subset": "e", "dataset.streaming": True, "dataset.train_on": "all"}
+    assert found.items() >= {**expected, "dataset.too_long": "split", "packed": True}.items()
+
+
+def test_one_bound_of_the_ratio_is_both(tmp_path):
+    for text, high in (("epsilon: 0.1", 0.1), ("epsilon: 0.1\nepsilon_high: 0.3", 0.3), ("epsilon_high: 0.3", 0.3)):
+        found = ours(converted(T + "num_generations: 4\n" + text, tmp_path))
+        assert found["loss._component_"] == "tune.losses.ClippedPolicy" and found["loss.high"] == high
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            TORCHTUNE + "quantizer: {_component_: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer}",
+            "int4",
+        ),
+        (A + "qat: {weight_dtype: int8, activation_dtype: int8}", "int8"),
+        (A + "qat: {weight_dtype: nvfp4}", None),
+    ],
+)
+def test_training_on_rounded_weights(text, expected, tmp_path):
+    run = converted(text, tmp_path)
+    assert ours(run).get("quantization.qat") == expected
+    assert {"differs", "no counterpart"} & {
+        each for key, each in status(run).items() if key.startswith(("qat", "quant"))
+    }
+
+
+TT = "checkpointer: {checkpoint_dir: '${base}/m'}\nbase: /tmp\ntokenizer: {_component_: torchtune.models.x.tokenizer}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (L + "stage: ppo\nreward_model: ./r\nreward_model_type: full", {"model.path": "./b", "reward": JUDGE}),
+        (L + "pure_bf16: true\nfinetuning_type: full", {"dtype": None, "master_dtype": "bf16"}),
+        (L + "dataset_dir: ONLINE\ndataset: c4", {"dataset.path": "c4"}),
+        (A + "datasets: [{path: c/d, field_messages: talk}]", {"dataset.columns": {"messages": "talk"}}),
+        (A + "datasets: [{path: c/d, type: chatml.intel}]\nrl: dpo", {"dataset.columns": {"prompt": "question"}}),
+        (A + "datasets: [{path: c/d, train_on_eos: none}]", {"dataset.train_on_end_of_turn": False}),
+        (T + "dataset_mixture: {datasets: [{id: c/e, config: f, split: g}]}", {"dataset.path": "c/e"}),
+        ("trl grpo --dataset_name c/d --no_gradient_checkpointing", {"memory.activation_checkpointing": None}),
+        (TT + "dataset: [{source: c/d, train_on_input: true, column_map: {input: q}}]",
+         {"dataset.train_on": "all", "dataset.columns": {"instruction": "q"}, "model.path": "/tmp/m"}),
+        (TT + "dataset_val: {source: json, data_files: v.json}", {"validation_dataset.path": "v.json"}),
+        (TT + "enable_fp8_training: true\nfp8_recipe_name: tensorwise", {"quantization.float8": "tensorwise"}),
+        (TT + "enable_fp8_training: false\nfp8_recipe_name: rowwise", {"quantization.float8": None}),
+        (TT + "compile: {model: true, loss: false}\nenable_async_checkpointing: false",
+         {"compile": True, "checkpointer.async": False}),
+        (A + "loraplus_lr_ratio: 16\nembedding_lr_scale: 0.5\nadapter: lora",
+         {"parameter_groups.lr_ratios": {"lora_b": 16, "embedding": 0.5}}),
+        (A + "gradient_checkpointing: offload",
+         {"memory.activation_checkpointing": "full", "memory.activation_offload": True}),
+        (L + "freeze_vision_tower: true\ngradient_checkpointing: true", {"memory.activation_checkpointing": "full"}),
+        (TT + "ppo_epochs: 2\nvalue_checkpointer: {checkpoint_dir: rm}\nreward_checkpointer: {checkpoint_dir: ./r}\n"
+         "dataset: {source: c/d, column: query}",
+         {"value.path": "rm", "reward": JUDGE, "dataset.columns": {"prompt": "query"}}),
+    ],
+)  # fmt: skip
+def test_what_a_key_says_of_one_thing_stays_with_it(text, expected, tmp_path):
+    run = converted(text, tmp_path)
+    assert {key: ours(run).get(key) for key in expected} == expected
+    assert "unknown" not in status(run).values()
+
+
+def test_an_adapter_to_continue_says_its_own_shape(tmp_path):
+    run = converted(L + "stage: sft\nadapter_name_or_path: ./a\nlora_rank: 4\nlora_dropout: 0.1\n", tmp_path)
+    found = {key: value for key, value in ours(run).items() if key.startswith("adapter")}
+    assert found == {"adapter.path": "./a", "adapter.dropout": 0.1} and status(run)["lora_rank"] == "same by default"
+    assert (
+        status(converted(L + "stage: sft\ncreate_new_adapter: true", tmp_path))["create_new_adapter"]
+        == "no counterpart"
+    )
+
+
+@pytest.mark.parametrize(("stage", "reference"), [("dpo", "./b"), ("sft", None), ("kto", None)])
+def test_the_reference_of_llama_factory_is_the_base(stage, reference, tmp_path):
+    text = f"stage: {stage}\nfinetuning_type: lora\nmodel_name_or_path: ./b\nadapter_name_or_path: ./a\n"
+    assert ours(converted(text, tmp_path)).get("reference") == reference
+    without = converted(text + "pref_loss: simpo\n", tmp_path)
+    (said,) = (entry for entry in without.entries() if entry.key == "adapter_name_or_path")
+    assert ours(without)["adapter.path"] == "./a" and "reference" not in ours(without) | {"": said.note}
+
+
+def test_kto_of_llama_factory_has_its_own_loss(tmp_path):
+    text = L + "pref_loss: PREF\nstage: STAGE\n"
+    losses = {}
+    for stage, pref in (("dpo", "ipo"), ("kto", "sigmoid")):
+        run = converted(text.replace("PREF", pref).replace("STAGE", stage), tmp_path)
+        losses[stage] = ours(run)["loss._component_"], "dpo_loss" in str(run.faults())
+    assert losses == {"dpo": ("tune.losses.IPO", True), "kto": ("tune.losses.KTO", False)}
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "words"),
+    [
+        ("train_on_prompt: true", "train_on_prompt", "smaller by this share"),
+        ("dataset: alpaca_en_demo", "dataset", "one line break between an instruction"),
+        ("warmup_ratio: 0.1", "warmup_ratio", "rounded up"),
+        ("use_muon: true", "use_muon", "bf16"),
+        ("pissa_init: true\nfinetuning_type: lora", "pissa_init", "quick one"),
+    ],
+)
+def test_differences_of_curves_are_named(line, key, words, tmp_path):
+    run = converted(L + "stage: sft\n" + line, tmp_path)
+    assert words in {entry.key: entry.note for entry in run.entries()}[key]
+    assert "line break behind <|im_end|>" in str(run.faults())
+
+
+def test_faults_are_those_of_the_method(tmp_path):
+    said = [str(converted(T + f"num_generations: {number}", tmp_path).faults()) for number in ("null", "4")]
+    assert "max_length=1024" in said[0] and "max_length" not in said[1] and "EOS" not in said[1]
+
+
+def test_types_of_computation(tmp_path):
+    for text, kind in (("bf16: true", None), ("fp16: true", None), ("{}", "fp32"), ("bf16: false", "fp32")):
+        found = ours(converted(L + text.replace("{}", ""), tmp_path))
+        assert found.get("dtype") == kind
+    run = converted(T + "fp16: true", tmp_path)  # where bf16 is the default
+    assert {entry.key: entry.status for entry in run.entries()}["fp16"] == "differs"
+    run = converted(A + "bf16: false\nfp16: true", tmp_path)
+    assert "bf16 does not" in {entry.key: entry.note for entry in run.entries()}["fp16"]
+
+
+def test_what_a_split_leaves_is_held_out(tmp_path):
+    text = TORCHTUNE.replace("packed: false", "split: train[:95%]") + (
+        "dataset_val:\n  _component_: torchtune.datasets.alpaca_dataset\n  split: train[95%:]\n"
+    )
+    found = ours(converted(text, tmp_path))
+    assert found["dataset.validation_fraction"] == 0.05
+    assert not [key for key in found if key.startswith("validation_dataset")]
+
+
+def test_a_setting_that_the_recipe_refuses_is_named_and_left_out(tmp_path):
+    text = AXOLOTL.replace("lora_dropout: 0.05", "lora_dropout: 5") + "early_stopping_patience: 3\n"
+    run = converted(text, tmp_path)
+    loaded(run, tmp_path)
+    found = {entry.key: entry for entry in run.entries()}
+    assert found["lora_dropout"].status == found["early_stopping_patience"].status == "no counterpart"
+    assert "from 0 to" in found["lora_dropout"].note or "0" in found["lora_dropout"].note
+    assert "checkpointer.keep_best" in found["early_stopping_patience"].note
+
+
+def test_misspelt_keys_are_named(tmp_path, capsys):
+    (tmp_path / "theirs.yaml").write_text(AXOLOTL + "lora_rr: 8\n")
+    with pytest.raises(SystemExit) as end:
+        main(["migrate", str(tmp_path / "theirs.yaml"), "--out", str(tmp_path / "ours.yaml")])
+    assert end.value.code == 1
+    assert (
+        "lora_rr: 8  (axolotl has no such key, as far as is known here. Did you mean 'lora_r'?)"
+        in capsys.readouterr().out
+    )
+    assert (tmp_path / "ours.yaml").exists()
+
+
+def test_the_file_says_where_each_line_came_from(tmp_path, capsys):
+    (tmp_path / "theirs.yaml").write_text(AXOLOTL)
+    main(["migrate", str(tmp_path / "theirs.yaml")])
+    shown = capsys.readouterr()
+    assert "max_seq_len: 1024  # sequence_len: 1024" in shown.out
+    assert "warmup: 0.1  # warmup_ratio: 0.1" in shown.out
+    assert "axolotl's default of seed" in shown.out
+    assert "known to go wrong there" in shown.err and "transformers/pull/34191" in shown.err
+    assert "tune run lora_finetune --config FILE.yaml" in shown.err
+
+
+def test_secrets_stay_out(tmp_path, capsys):
+    (tmp_path / "theirs.yaml").write_text(LLAMA_FACTORY + "hub_token: hf_" + "a" * 34 + "\n")
+    main(["migrate", str(tmp_path / "theirs.yaml")])
+    shown = capsys.readouterr()
+    assert "hf_aaa" not in shown.out + shown.err
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ("", 2, "is empty"),
+        ("- a\n- b\n", 2, "not a list"),
+        ("a: [1\n", 2, "this is not YAML"),
+        ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", 2, "it is no config of these"),
+        ("model: {_component_: tune.models.build, path: x}\nseed: 8\n", 2, "it is a config of tune already"),
+        (A + "rl: dpoo\n", 2, "rl: dpoo is no method. Did you mean 'dpo'?"),
+        (L + "stage: sftt\n", 2, "stage: sftt is no method. Did you mean 'sft'?"),
+        (A + "rl: gdpo\n", 3, "rl: gdpo is no method of a recipe here"),
+        (A + "processor_type: AutoProcessor\n", 3, "images or sound"),
+        (L + "export_dir: merged\n", 3, "tune merge"),
+        (L + "dataset: mllm_demo\n", 3, "it has images"),
+        ("tokenizer: {_component_: torchtune.models.x.x_tokenizer}\nprompt: {user: Hi}\n", 3, "tune generate"),
+        ("trl sftt --model_name_or_path a/b\n", 2, "sftt is no method. Did you mean 'sft'?"),
+    ],
+)  # fmt: skip
+def test_wrong_inputs(text, code, message, tmp_path, capsys):
+    file = tmp_path / ("theirs.sh" if "--" in text else "theirs.yaml")
+    file.write_text(text)
+    with pytest.raises(SystemExit) as end:
+        main(["migrate", str(file), "--out", str(tmp_path / "ours.yaml")])
+    assert (end.value.code, message in capsys.readouterr().err) == (code, True)
+    assert not (tmp_path / "ours.yaml").exists()
+
+
+def test_options_of_a_command_line(tmp_path):
+    (tmp_path / "sft.yaml").write_text("dataset_name: c/d\nlearning_rate: 1e-3\n")
+    (tmp_path / "run.sh").write_text(
+        "#!/bin/sh\nexport A=1\n# trl dpo --beta 1\ntrl sft --config sft.yaml --max-length=64 \\\n"
+        "  --model_name_or_path a/b --packing --lora_target_modules q_proj v_proj --eos_token '{'\n"
+    )
+    values, method, processes = verb.read(tmp_path / "run.sh")
+    assert (method, processes) == ("sft", 1)
+    assert values == {
+        "dataset_name": "c/d", "learning_rate": 1e-3, "max_length": 64, "model_name_or_path": "a/b", "packing": True,
+        "lora_target_modules": ["q_proj", "v_proj"], "eos_token": "{",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.yaml"], "No such file"),
+        (["."], "Is a directory"),
+        (["theirs.yaml", "--world-size", "0"], "--world-size: '0' is not a number of at least 1"),
+        (["theirs.yaml", "--out", "theirs.yaml"], "exists already"),
+        (["theirs.yaml", "--from", "axolotll"], "invalid choice"),
+        (["theirs.yaml", "--method", "dpoo"], "--method: dpoo is no method. Did you mean 'dpo'?"),
+    ],
+)
+def test_wrong_arguments(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs.yaml").write_text(AXOLOTL)
+    with pytest.raises(SystemExit) as end:
+        main(["migrate", *arguments])
+    assert (end.value.code, message in capsys.readouterr().err) == (2, True)
+
+
+def test_the_tables_name_only_settings_that_there_are():
+    known = {key for recipe in RECIPES.values() for key in recipe}
+    groups = {key.removesuffix("._component_") for key in known if key.endswith("._component_")}
+    later = {"parallel.cp", "parallel.ep", "parallel.pp"}
+    for peer in PEERS:
+        for rule in table(peer)["keys"].values():
+            targets = rule if isinstance(rule, str | list) else rule.get("to", [])
+            for target in [targets] if isinstance(targets, str) else targets:
+                is_step = target.startswith(("_", "recipe")) or target in later or target.endswith(".") or not target
+                is_argument = target.rpartition(".")[0] in {*groups, "adapter"}
+                assert is_step or target in known or is_argument or "\\" in target, (peer, target)
+
+
+def peer_files() -> list[Path]:
+    return sorted(PEER_CONFIGS.glob("*/*.y*ml"))
+
+
+@pytest.mark.skipif(
+    not peer_files(), reason="no configs of peers: neither $TUNE_PEER_CONFIGS nor ../shared/data/configs"
+)
+def test_real_configs_of_peers_convert_or_say_why_not(tmp_path):
+    for file in peer_files():
+        values, method, processes = verb.read(file)
+        peer = peer_of(values, file)
+        assert peer == file.parent.name, file
+        try:
+            run = migrate(values, peer, method, RECIPES, processes)
+        except NotConverted as reason:
+            assert len(str(reason)) > 30, file
+            continue
+        missing = verb.check(run)
+        assert {*missing} <= {"dataset.path", "reward", "teacher.path"}, file
+        entries = run.entries()
+        assert [entry.key for entry in entries] == [key for key, _ in leaves(values)], file
+        assert not [
+            entry
+            for entry in entries
+            if entry.status == "unknown" or not (entry.note or entry.ours or entry.status == "same by default")
+        ], file
+
+
+SOURCE = "model_name_or_path: a/b\ndataset_name: c/d\n"
+TORCHTUNE_RECIPE = """
+model: {_component_: torchtune.models.llama3.llama3_8b}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /m}
+dataset: {_component_: torchtune.datasets.alpaca_dataset}
+"""
+
+
+@pytest.mark.parametrize(
+    ("peer", "method", "text", "expected"),
+    [
+        (
+            "trl", "gkd", SOURCE + "teacher_model_name_or_path: a/c\n",
+            {"on_policy.share": 0.5, "loss._component_": "tune.losses.JensenShannon", "loss.beta": 0.5,
+             "on_policy.max_new_tokens": 128, "optimizer.lr": None},
+        ),
+        (
+            "trl", None, SOURCE + "teacher_model_name_or_path: a/c\n",
+            {"on_policy.share": 1.0, "loss._component_": "tune.losses.ReverseKL", "on_policy.max_new_tokens": 512},
+        ),
+        (
+            "trl", "cpo", SOURCE + "loss_type: simpo\n",
+            {"loss._component_": "tune.losses.SimPO", "loss.beta": 0.1, "loss.gamma": 0.5},
+        ),
+        ("trl", "cpo", SOURCE + "loss_type: sigmoid\ncpo_alpha: 0.3\n", {"loss.nll": 0.3, "loss.beta": 0.1}),
+        ("trl", "ppo", SOURCE + "cliprange: 0.3\nnum_mini_batches: 4\n", {"loss.low": 0.3, "loss.high": 0.3}),
+        ("trl", "sft", SOURCE + "completion_only_loss: true\nassistant_only_loss: false\n", {"dataset.train_on": None}),
+        ("trl", "sft", SOURCE + "max_length: null\n", {"max_seq_len": None}),
+        ("axolotl", None, A + "learning_rate: 1e-4\n", {"schedule.warmup": None}),  # 0.03 is the recipe's own
+        ("axolotl", None, A + "learning_rate: 1e-4\nwarmup_steps: 0\n", {"schedule.warmup": 0}),
+        ("axolotl", None, A + "rl: grpo\n", {"loss.low": 0.2, "loss.high": 0.2}),
+        ("axolotl", None, A + "rl: simpo\n", {"loss.beta": 0.1, "loss.gamma": 0.5}),
+        (
+            "torchtune", None, TORCHTUNE_RECIPE + "optimizer: {_component_: torch.optim.SGD, lr: 0.1}\n",
+            {"optimizer.weight_decay": None},
+        ),
+        (
+            "torchtune", None, TORCHTUNE_RECIPE + "teacher_checkpointer: {checkpoint_dir: /t}\n",
+            {"loss.cross_entropy": 0.5},
+        ),
+        ("llama_factory", None, L + "stage: dpo\npref_loss: simpo\n", {"loss.beta": 0.1, "loss.gamma": 0.5}),
+    ],
+)  # fmt: skip
+def test_what_a_peer_takes_where_the_file_says_nothing(peer, method, text, expected, tmp_path):
+    """None: the recipe's own value is the same."""
+    run = converted(text, tmp_path, peer, method)
+    verb.check(run)
+    assert {key: ours(run).get(key) for key in expected} == expected
+
+
+def test_what_of_the_peers_defaults_is_lost_is_said(tmp_path):
+    run = converted(SOURCE + "loss_type: simpo\n", tmp_path, "trl", "cpo")
+    assert [(each.key, each.value) for each in run.lost()] == [("cpo_alpha", 1.0)]
+    assert {each.key for each in converted(SOURCE, tmp_path, "trl", "grpo").lost()} == {"scale_rewards"}
+    null = converted(SOURCE + "max_length: null\n", tmp_path, "trl", "sft")
+    assert status(null)["max_length"] == "no counterpart"
+    with pytest.raises(NotConverted, match="rso"):
+        converted(TORCHTUNE_RECIPE + "loss: {_component_: torchtune.rlhf.loss.RSOLoss}\n", tmp_path, "torchtune")

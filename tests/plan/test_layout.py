@@ -1,0 +1,88 @@
+"""parallel=auto: what is chosen for a run, and what is said if nothing can be."""
+
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from unittest import mock
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from recipes.test_tensor_parallel import assert_one_curve, common  # noqa: F401
+
+from tune import config
+from tune.devices import DEVICES
+from tune.errors import TuneError
+from tune.plan.layout import best, described, layout_of
+from tune.plan.planning import CHOSEN
+from tune.types import as_given
+
+GIVEN = ["dataset.path=none", "max_seq_len=64", "global_batch_size=8", "device=cpu"]
+
+
+def settings(path, *more: str, recipe="full_finetune"):
+    return config.load(recipe, [f"model.path={path}", *GIVEN, *more])
+
+
+def test_it_is_asked_for(checkpoint, tmp_path):
+    assert not settings(checkpoint).parallel.auto
+    given = settings(checkpoint, "parallel.tp=2", "parallel.timeout=3")
+    assert layout_of(given) == {"max_seq_len": given.max_seq_len} | {
+        name: value for name, value in given.parallel.items() if name != "auto"
+    }
+    (tmp_path / "mine.yaml").write_text("parallel: auto\n")
+    for way in ["parallel=auto"], ["--config", str(tmp_path / "mine.yaml")], ["parallel.auto=true"]:
+        for order in [*way, "parallel.timeout=3"], ["parallel.timeout=3", *way]:
+            cfg = settings(checkpoint, *order)
+            assert (cfg.parallel.auto, cfg.parallel.timeout, cfg.parallel.tp) == (True, 3, 1)
+    with pytest.raises(TuneError, match="parallel: is a group of keys"):
+        settings(checkpoint, "parallel=fast")
+
+
+def test_what_cannot_be_chosen(checkpoint, monkeypatch):
+    small = replace(DEVICES["cpu"], memory=0.1)
+    with pytest.raises(TuneError, match=r"no layout of 1 processes fits 0.1 GiB: the smallest needs .* Start more"):
+        best(OmegaConf.to_container(settings(checkpoint)), small, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA K80")
+    with pytest.raises(TuneError, match=r"the speed of NVIDIA K80 is not known; known are t4, .* Set the layout"):
+        described(torch.device("cuda"))
+    with pytest.raises(TuneError, match=r"parallel.auto: plan: evaluate, ppo_finetune .* are not planned"):
+        layout_of(settings(checkpoint, "parallel=auto", "teacher.path=x", "on_policy.share=1", recipe="distill"))
+
+
+def test_validate_finds_what_cannot_be_planned(checkpoint, chats, told):
+    """And that Ray, which a sample of rows is read without, is not installed."""
+    path = [f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=64", "device=cpu"]
+    wanted = "parallel.auto: plan: evaluate, ppo_finetune"
+    assert wanted in told("ppo_finetune", [*path, "parallel=auto", "reward=recipes.test_grpo.share_of_a"])
+    assert told("full_finetune", [*path, "parallel=auto"]) == ""
+    ray = [*path, "dataset._component_=tune.datasets.ray", "max_steps=2"]
+    assert told("full_finetune", ray) == ""
+    with mock.patch("importlib.metadata.version", side_effect=PackageNotFoundError("ray")):
+        assert "dataset._component_: Ray needs the ray extra (pip install" in told("full_finetune", ray)
+
+
+def test_all_rows_are_read_if_asked(checkpoint, chats, told, tmp_path):
+    rows = chats.read_text().splitlines()
+    (tmp_path / "rows.jsonl").write_text("\n".join([*(rows * 1500)[:1500], '{"messages": 3}']))
+    run = [f"model.path={checkpoint}", f"dataset.path={tmp_path / 'rows.jsonl'}", "max_seq_len=64", "device=cpu"]
+    assert told("full_finetune", run) == "" and "rows.jsonl:1501" in told("full_finetune", [*run, "--all"])
+
+
+def test_what_is_known_of_a_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("", (), {"total_memory": 40 * 2**30}))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    found = described(torch.device("cuda"))
+    assert (found.memory, found.per_node, found.tflops) == (40, 4, DEVICES["a100"].tflops)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert described(torch.device("cpu")).memory == 2 * found.host_memory  # half as many share it
+
+
+@pytest.mark.slow
+def test_one_curve(checkpoint, common, tmp_path):  # noqa: F811
+    variants = {"all": [f"model.path={checkpoint}"]}
+    assert_one_curve("full_finetune", common, variants, {"auto": ["parallel=auto"]}, 2, tmp_path)
+    found = config.saved(tmp_path / "all, auto")
+    assert found["parallel.auto"] is False and found["parallel.dp_shard"] != "auto"
+    again = settings(checkpoint, *(f"{key}={as_given(value)}" for key, value in found.items() if key in CHOSEN))
+    assert layout_of(again)["dp_shard"] == found["parallel.dp_shard"]

@@ -1,0 +1,52 @@
+"""What a run says of its device, held to the device's facts and to the memory that is used."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import save_checkpoint
+
+from tune.checkpointers import load_model
+from tune.run import hardware
+from tune.run.hardware import disk_note, score_bytes
+
+SHAPE = (1, 64)
+
+
+def test_a_small_disk_and_a_small_adapter_have_figures_that_are_not_zero(tmp_path, monkeypatch):
+    """10,000 trained numbers of 4 bytes: three in each of two checkpoints and one being written, and the export."""
+    monkeypatch.setattr(hardware.shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * 1024))
+    model = torch.nn.Linear(100, 100, bias=False)
+    note = disk_note(tmp_path, model, "fp32", keep=2)
+    assert "100 KiB" in note and f"{10_000 * 4 * 10 / 1024:.4g} KiB" in note
+    monkeypatch.setattr(hardware.shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000 * 4 * 10))
+    assert disk_note(tmp_path, model, "fp32", keep=2) == ""
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        ("Gemma2Config", {"head_dim": 16, "sliding_window": 512}),
+        ("GptOssConfig", {"head_dim": 16, "num_local_experts": 4, "sliding_window": 512}),
+        ("LlamaConfig", {}),
+    ],
+)
+def test_scores_without_a_kernel(config, changes, dtype, tmp_path):
+    """What autograd keeps of them, counted, is what is said of them."""
+    kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    model = load_model(str(save_checkpoint(tmp_path, config, **changes)), dtype=kind)
+    kept = {}
+
+    def pack(tensor):
+        if tensor.is_floating_point() and tensor.shape[-2:-1] == (64,) and tensor.shape[-1] in (64, 65):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.arange(64)[None])
+    counted = sum(tensor.nbytes for tensor in kept.values() if tensor.shape[:-2].numel() == 4)
+    assert score_bytes(model, dtype, SHAPE, 64, False, "none") == pytest.approx(counted, rel=0.02)
+    assert (counted > 0) == (config != "LlamaConfig")
+    less = score_bytes(model, dtype, SHAPE, 64, False, "full")
+    assert less * 3 == score_bytes(model, dtype, SHAPE, 64, False, "none")

@@ -1,0 +1,132 @@
+"""What a run says of each step: by its definition, on a clock and in a world that the test makes."""
+
+import contextlib
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tune.errors import TuneError
+from tune.loggers.sinks import NonFatal, Sink, WeightsAndBiases
+from tune.run import Run
+from tune.run import run as module
+
+
+class Kept(Sink):
+    def __init__(self):
+        self.values = []
+
+    def metrics(self, step, values):
+        self.values.append(values)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Stands still until it is moved."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+@pytest.fixture
+def run(clock, monkeypatch, tmp_path):
+    """That of the second of four processes, on a device whose peak is known."""
+    monkeypatch.setattr(module, "peak_flops", lambda device: 1e6)
+    monkeypatch.setattr(module.run_folder, "require_shared", lambda path, world: None)  # the other three do not exist
+    world = SimpleNamespace(
+        rank=1,
+        size=4,
+        is_main=False,
+        device=torch.device("cpu"),
+        timeout=timedelta(hours=1),
+        broadcast=lambda value: value,
+        of_main=lambda make: make(),
+    )
+    run = Run("test", world, str(tmp_path), settings=OmegaConf.create())
+    run.sinks, run.flops_per_token = [Kept()], 50.0
+    return run
+
+
+@pytest.mark.parametrize("setting", ["wandb.project=mine", "tensorboard=true"])
+def test_a_logger_that_is_not_installed_is_told_first(setting, run, monkeypatch):
+    package = setting.split(".")[0].split("=")[0]
+    monkeypatch.setattr("tune.loggers.sinks.find_spec", lambda name: None if name == package else object())
+    logger = OmegaConf.from_dotlist([setting])
+    with pytest.raises(TuneError, match=rf"{package} is not installed. pip install 'tune-recipes\[{package}\]'"):
+        Run("test", run.world, settings=OmegaConf.create(), **logger)
+
+
+def test_messages_are_without_secrets(run):
+    run.sinks[0].message = (told := []).append
+    run.info("continued from https://me:password@host/run")
+    assert told == run.messages == ["continued from https://host/run"]
+
+
+def test_rates_are_those_of_a_device_over_the_time_of_the_step(run, clock):
+    def batches():
+        for _ in range(2):
+            clock.now += 3  # it waits for data
+            yield "batch"
+
+    for step, _ in enumerate(run.track(batches(), 0, 2), 1):
+        clock.now += 5
+        with run.pause():
+            clock.now += 1000  # validation
+        run.log(step, tokens=6400, supervised_tokens=1600, loss=0.5, validation_loss=None)
+        clock.now += 2  # a checkpoint, which the next step's time contains
+    for values, seconds, saving in zip(run.sinks[0].values, (8, 10), (0, 2), strict=True):
+        assert values["loss"] == 0.5 and "validation_loss" not in values
+        assert (values["tokens"], values["supervised_tokens"]) == (6400, 1600)
+        assert values["step_seconds"] == pytest.approx(seconds)
+        assert values["data_seconds"] == pytest.approx(3) and values["save_seconds"] == pytest.approx(saving)
+        assert values["tokens_per_second"] == pytest.approx(6400 / 4 / seconds)
+        assert values["supervised_tokens_per_second"] == pytest.approx(1600 / 4 / seconds)
+        assert values["mfu"] == pytest.approx(6400 / 4 / seconds * 50 / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"), [(None, 0), (RuntimeError, 1), (SystemExit, 1), (KeyboardInterrupt, 1)]
+)
+def test_sinks_are_closed_on_every_exit(run, error, exit_code):
+    """W&B is told how the run has ended."""
+    told, wandb = [], object.__new__(WeightsAndBiases)
+    wandb.run = SimpleNamespace(finish=lambda exit_code: told.append(exit_code))
+    run.sinks = [NonFatal("Weights & Biases", lambda: wandb)]
+    run.world.finish = lambda: told.append("all processes end")
+    with pytest.raises(error) if error else contextlib.nullcontext(), run:
+        if error:
+            raise error
+    assert told == ([exit_code] if error else ["all processes end", 0])
+
+
+def test_a_step_that_learns_nothing_is_told(run, clock):
+    run.sinks[0].message = (told := []).append
+    run.step_began, run.data_seconds = 0.0, 0.0
+    for step, values in enumerate([{"supervised_tokens": 3}, {"dead_groups": 2.0}, {"loss": 0.0}], 1):
+        clock.now += 1
+        run.log(step, **{"tokens": 10, "supervised_tokens": 0} | values)
+    assert told == [
+        "warning: nothing was learned in step 2: all groups are dead, or were cut",
+        "warning: nothing was learned in step 3: no token is supervised",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "ep", "told"),
+    [
+        (4, 1, 1, [("tp 4", "parallel.tp to what divides 2")]),
+        (1, 4, 1, [("cp 4", "parallel.cp to what divides 2")]),
+        (1, 1, 4, [("ep 4", "parallel.ep to what divides 2")]),
+        (2, 2, 1, [("cp 2", "it to 1")]),
+        (2, 1, 2, [("ep 2", "it to 1")]),
+        (1, 2, 1, []),
+        (1, 1, 2, []),
+        (1, 1, 1, []),  # stages of `pp` may be on other nodes
+        (2, 1, 1, []),
+    ],
+)
+def test_axes_that_exchange_within_a_block_over_nodes_of_two(tp, cp, ep, told):
+    expected = [f"{axis} goes over nodes of 2 processes, whose links are slow. Set {most}" for axis, most in told]
+    assert [*module.over_slow_links({"tp": tp, "cp": cp}, ep, here=2)] == expected

@@ -1,0 +1,73 @@
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from tune import types
+from tune.types import fits, mismatch
+
+RANGES = {
+    types.PositiveInt: lambda x: isinstance(x, int) and x > 0,
+    types.NonNegativeInt: lambda x: isinstance(x, int) and x >= 0,
+    types.PositiveFloat: lambda x: 0 < x < math.inf,
+    types.NonNegativeFloat: lambda x: 0 <= x < math.inf,
+    types.Fraction: lambda x: 0 <= x < 1,
+    types.UnitInterval: lambda x: 0 <= x <= 1,
+}
+
+
+@pytest.mark.parametrize("kind", RANGES, ids=lambda kind: kind.__metadata__[0].description)
+@pytest.mark.parametrize("number", [-math.inf, -1, -0.5, 0, 0.0, 1e-9, 0.5, 0.999, 1, 1.0, 1.5, 2, math.inf, math.nan])
+def test_a_range_is_its_formula(kind: Any, number: float) -> None:
+    assert fits(number, kind) == RANGES[kind](number)
+    assert not fits(str(number), kind)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "expected"),
+    [
+        (True, int, False),
+        (True, float, False),
+        (1, float, True),
+        (1, bool, False),
+        (1.0, int, False),
+        (None, str | None, True),
+        (None, str, False),
+        ("a", Path, True),
+        (["a", 1], list[str], False),
+        ([1, 2], tuple[int, ...], True),
+        ([1, 2], tuple[int, int, int], False),
+        ((1, 2), Collection[int], True),
+        (range(2), Collection[int], True),
+        ("ab", Collection[str], False),
+        ({"a": 1}, Collection[str], False),
+        ({"a": 1}, dict[str, int], True),
+        ({"a": "b"}, dict[str, int], False),
+        (1, Literal[True], False),
+        (1, Literal[1, "auto"], True),
+        ([1], Annotated[list[int], "any other metadata"], True),
+        (object(), Any, True),
+    ],
+)
+def test_what_fits(value: Any, kind: Any, expected: bool) -> None:
+    assert fits(value, kind) is expected
+    assert bool(mismatch(value, kind)) is not expected
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "sentence"),
+    [
+        ("x", int | None, "'x' is not an integer or null."),
+        (None, list[int], "null is not a list (each an integer)."),
+        (1, Literal["auto"], "1 is not auto."),
+        ([1], tuple[int, str], "[1] is not a list of 2 (an integer, a string)."),
+        (1, tuple[int, ...], "1 is not a list (each an integer). Write it as one: [1]."),
+        ("ab", Collection[str], "'ab' is not a list (each a string). Write it as one: [ab]."),
+        (1, dict[str, int], "1 is not a group of keys (each an integer)."),
+        (True, str, "true is not a string. Write it in quotes."),
+    ],
+)
+def test_how_it_is_said(value: Any, kind: Any, sentence: str) -> None:
+    assert mismatch(value, kind) == sentence

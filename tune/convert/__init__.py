@@ -1,0 +1,6 @@
+"""Models in the formats of others, to a folder in Hugging Face layout and from it."""
+
+from tune.convert.from_gguf import import_gguf
+from tune.convert.from_meta import import_meta
+from tune.convert.lora_to_gguf import export_gguf_lora
+from tune.convert.to_gguf import export_gguf

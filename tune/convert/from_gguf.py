@@ -1,0 +1,87 @@
+"""Converting a GGUF file to a folder in Hugging Face layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tune.errors import TuneError
+from tune.files.atomic import exported
+from tune.lookup import needs
+from tune.models.hf import without_bars
+
+# transformers splits text into words as GPT-2 does unless it knows the vocabulary (`tokenizer.ggml.pre`). That is right
+# for the first set; the second also splits digits.
+GPT2_SPLITS = {"gpt-2", "jais", "mpt", "olmo", "phi-2", "trillion"}
+DIGIT_SPLITS = {"codeshell", "command-r", "exaone", "refact", "smollm", "starcoder"}
+
+
+def import_gguf(file: Path, out: Path) -> list[str]:
+    """Write the model and tokenizer of a GGUF file to `out`, with weights in fp32. `out` appears when it is complete.
+
+    Returns notes on what may be converted wrongly.
+
+    Raises:
+        TuneError: the file is not a GGUF file, damaged, or of an architecture that transformers does not convert.
+    """
+    if not file.is_file():
+        raise TuneError(f"{file}: there is no such file.")
+    with file.open("rb") as stream:
+        start = stream.read(4)
+    if start != b"GGUF":
+        raise TuneError(f"{file} is not a GGUF file: it starts with {start!r}, not b'GGUF'.")
+    with needs("hf", "GGUF"):
+        import accelerate  # noqa: F401  (transformers' reader asks for it only after the work has begun)
+        import torch
+        from gguf import GGUFReader
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+        from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    try:
+        fields = GGUFReader(file).fields
+    except (IndexError, ValueError) as error:
+        raise TuneError(f"{file} is truncated or damaged ({error}). Download it again.") from error
+    architecture, splitting = (
+        fields[name].contents() if name in fields else "" for name in ("general.architecture", "tokenizer.ggml.pre")
+    )
+    if architecture not in GGUF_SUPPORTED_ARCHITECTURES:
+        raise TuneError(
+            f"{file}: transformers does not convert the architecture '{architecture}', but "
+            f"{', '.join(sorted(GGUF_SUPPORTED_ARCHITECTURES))}. Take the original checkpoint of the model."
+        )
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        with without_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+            )
+    except (ValueError, KeyError, RuntimeError) as error:  # an unknown tokenizer, quantisation or shape
+        raise TuneError(f"{file} ({architecture}) cannot be converted: {error}") from error
+
+    notes = _mend_word_splitting(tokenizer, splitting)
+    model.hf_quantizer = None  # the weights are no longer quantised, and the saved config must not say so
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+    with exported(out) as unfinished, without_bars():
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+    return notes
+
+
+def _mend_word_splitting(tokenizer: Any, name: str) -> list[str]:
+    """Split text into words as the vocabulary `name` requires, where the conversion lost that. Returns notes."""
+    from tokenizers import pre_tokenizers
+
+    backend = tokenizer.backend_tokenizer
+    converted = json.loads(backend.to_str())["pre_tokenizer"]
+    if not name or converted is None or converted["type"] != "ByteLevel" or name in GPT2_SPLITS:
+        return []
+    if name in DIGIT_SPLITS:
+        digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+        return []
+    return [
+        f"the rule by which the vocabulary '{name}' splits text into words is not known; GPT-2's rule is used. Compare "
+        "the tokens with those of the original tokenizer, or put its tokenizer.json in the folder"
+    ]

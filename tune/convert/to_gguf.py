@@ -1,0 +1,384 @@
+"""Writing a model, with its tokenizer and chat template, as a GGUF file, which llama.cpp and Ollama load."""
+
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tune.checkpointers.weights import Pretrained, full_tensors
+from tune.checkpointers.writing import with_progress
+from tune.errors import TuneError
+from tune.files.atomic import written_aside
+from tune.lookup import needs
+from tune.models import Decoder
+from tune.models.moe import ExpertsConfig
+from tune.models.rope import SCALINGS, RopeConfig
+from tune.tokenizers import Tokenizer
+from tune.tokenizers.ranks import LLAMA3_WORDS, QWEN_WORDS
+
+LARGEST = torch.finfo(torch.float16).max
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family in llama.cpp: its name; which of the parts that only some models have it computes (`also`); whether it
+    rotates dimensions 2i and 2i + 1 of a head as a pair (`adjacent`); that every so many layers one is special:
+    without a window, or in SmolLM3 without rotation (`every`, 0: none); its name for the norm before a feed-forward;
+    whether gate and up are one tensor (`joined`)."""
+
+    name: str
+    also: str = "an untied head, linear, yarn"
+    adjacent: bool = True
+    every: int = 0
+    activation: str = "silu"
+    mlp_norm: str = "ffn_norm"
+    joined: bool = False
+
+
+ALL = "an untied head, linear, yarn, llama3, biases, output biases, feed-forward biases"
+NORMALISED = "normalised experts"
+AFTER = "post_attention_norm"
+GEMMA: Any = {"adjacent": False, "activation": "gelu_tanh"}
+ARCHITECTURES = {
+    "llama": Architecture("llama", ALL),
+    "mistral": Architecture("llama", ALL),
+    "mixtral": Architecture("llama", f"{ALL}, {NORMALISED}"),
+    "smollm3": Architecture("smollm3", "an untied head, linear, yarn, unrotated layers", every=4),
+    "arcee": Architecture("arcee", activation="relu2"),
+    "ernie4_5": Architecture("ernie4_5"),
+    "ministral3": Architecture("mistral3"),
+    "mistral3": Architecture("mistral3"),
+    "granite": Architecture("granite", ALL),
+    "granitemoe": Architecture("granitemoe", f"{ALL}, {NORMALISED}"),
+    "granitemoehybrid": Architecture("granite", ALL),
+    "cohere": Architecture("command-r", ""),
+    "cohere2": Architecture("cohere2", "windows, unrotated layers", every=4),
+    "qwen2": Architecture("qwen2", "an untied head, linear, yarn, biases", adjacent=False),
+    "qwen2_moe": Architecture("qwen2moe", "an untied head, linear, yarn, biases", adjacent=False),
+    "qwen3": Architecture("qwen3", adjacent=False),
+    "qwen3_moe": Architecture("qwen3moe", f"an untied head, linear, yarn, {NORMALISED}", adjacent=False),
+    "olmo2": Architecture("olmo2", adjacent=False),
+    "olmo3": Architecture("olmo2", "an untied head, yarn, windows", adjacent=False, every=4),
+    "olmoe": Architecture("olmoe", "an untied head, linear, yarn", adjacent=False),
+    "exaone4": Architecture("exaone4", "an untied head, llama3, windows, unrotated layers", adjacent=False, every=4),
+    "minimax_m2": Architecture("minimax-m2", f"an untied head, {NORMALISED}", adjacent=False),
+    "seed_oss": Architecture("seed_oss", "an untied head, linear, yarn, biases", False, mlp_norm=AFTER),
+    "glm": Architecture("chatglm", "an untied head, biases", joined=True),
+    "glm4": Architecture("glm4", "an untied head, biases", joined=True),
+    "glm4_moe": Architecture(
+        "glm4moe", f"an untied head, biases, {NORMALISED}, layers without experts among others", False, mlp_norm=AFTER
+    ),
+    "gpt_oss": Architecture("gpt-oss", f"{ALL}, windows, {NORMALISED}", False, every=2, mlp_norm=AFTER),
+    "phi3": Architecture("phi3", "an untied head, longrope", adjacent=False, joined=True),
+    "starcoder2": Architecture("starcoder2", "an untied head, biases, output biases, feed-forward biases", **GEMMA),
+    "gemma": Architecture("gemma", "", **GEMMA),
+    "gemma2": Architecture("gemma2", "windows", every=2, **GEMMA),
+    "gemma3": Architecture("gemma3", "windows, linear", every=6, **GEMMA),
+    "gemma3_text": Architecture("gemma3", "windows, linear", every=6, **GEMMA),
+}
+# Our module -> llama.cpp's tensor, or those that are one in ours.
+NAMES = {
+    "embedding": "token_embd", "norm": "output_norm", "head": "output",
+    "attention_norm": "attn_norm", "attention_output_norm": "post_attention_norm",
+    "mlp_norm": "ffn_norm", "mlp_output_norm": "post_ffw_norm",
+    "attention.query": "attn_q", "attention.key": "attn_k", "attention.value": "attn_v",
+    "attention.query_key_value": "attn_qkv", "attention.output": "attn_output",
+    "attention.query_norm": "attn_q_norm", "attention.key_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate", "mlp.up": "ffn_up", "mlp.gate_up": "ffn_gate ffn_up", "mlp.down": "ffn_down",
+    "mlp.router": "ffn_gate_inp", "mlp.experts.gate": "ffn_gate_exps", "mlp.experts.up": "ffn_up_exps",
+    "mlp.experts.gate_up": "ffn_gate_exps ffn_up_exps", "mlp.experts.down": "ffn_down_exps",
+    "mlp.shared.gate": "ffn_gate_shexp", "mlp.shared.up": "ffn_up_shexp", "mlp.shared.down": "ffn_down_shexp",
+    "mlp.shared_gate": "ffn_gate_inp_shexp", "mlp.router.correction": "exp_probs_b.bias",
+    "attention.sinks": "attn_sinks.weight",
+}  # fmt: skip
+
+ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s|\p{{N}}%s|{REST}"
+CASED = CASED.replace(r"+[\r\n]*|", r"+[\r\n/]*|")
+# (The regular expression that words match, whether whole words are looked up first) -> llama.cpp's name.
+WORDS = {
+    (LLAMA3_WORDS, True): "llama-bpe", (LLAMA3_WORDS, False): "dbrx", (QWEN_WORDS, False): "qwen2",
+    (CASED % ("", "", ""), True): "tekken",
+    (CASED % (f"{ENDINGS}?", f"{ENDINGS}?", "{1,3}"), False): "gpt-4o",
+    ("ByteLevel", False): "gpt-2",
+    ("Digits, ByteLevel", False): "smollm",
+}  # fmt: skip
+
+
+def export_gguf(
+    model: Decoder, base: Pretrained | None, tokenizer: Tokenizer, file: Path, model_type: str, type: str = "f16"
+) -> list[str]:
+    """Write `model`, of the family `model_type`, with its tokenizer and chat template, its weights as `type` (`f16`,
+    `bf16`, `q8_0` or `q4_0`). Adapters are merged, frozen tensors read from `base`, if given, and one tensor at a time
+    is in memory. `file` appears when it is complete. Returns notes on what llama.cpp computes otherwise.
+
+    Vectors and routers are in fp32; with `q4_0` embedding and head are in `q8_0`; a matrix with rows of no multiple of
+    32 is in fp16.
+
+    Raises:
+        TuneError: llama.cpp has no such family, or computes something of this model otherwise; a weight that is not
+            finite, or too large for fp16.
+    """
+    with needs("hf", "GGUF"):
+        import gguf
+    architecture = require_supported(model.config, model_type)
+    kinds = gguf.GGMLQuantizationType
+    rope, factors = _ropes(model.config)[0], {}
+    if rope and rope.kind in ("llama3", "longrope"):  # what frequencies are divided by
+        ratios = SCALINGS["default"](rope)[0] / SCALINGS[rope.kind](rope)[0]
+        names = ["rope_freqs"] if rope.kind == "llama3" else ["rope_factors_short", "rope_factors_long"]
+        factors = {f"{name}.weight": each for name, each in zip(names, ratios.view(len(names), -1), strict=True)}
+
+    def plan(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, Any]]:
+        for new, part in llama_cpp_tensors(name, tensor, model.config, architecture):
+            kind = "Q8_0" if type == "q4_0" and not new.startswith("blk.") else type.upper()
+            if part.ndim == 1 or "ffn_gate_inp" in new or new.endswith("bias"):
+                kind = "F32"
+            elif part.shape[-1] % 32 and kind.startswith("Q"):
+                kind = "F16"
+            yield new, part, kinds[kind]
+
+    with written_aside(file) as unfinished:
+        writer = gguf.GGUFWriter(unfinished, architecture.name)
+        try:
+            for key, value in _shape(model.config, architecture).items():
+                if value is not None:
+                    getattr(writer, f"add_{key}")(value)
+            writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{type.upper()}"])
+            add_vocabulary(writer, tokenizer, model.config.vocab_size)
+            for name, each in factors.items():
+                writer.add_tensor_info(name, each.shape, "float32", each.nbytes, kinds.F32)
+            for name in model.names.on_disk:
+                for new, part, kind in plan(name, operator.attrgetter(name)(model).detach().to("meta")):
+                    size = math.prod(gguf.quants.quant_shape_to_byte_shape(part.shape, kind))
+                    writer.add_tensor_info(new, part.shape, "float32", size, kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for each in factors.values():
+                writer.write_tensor_data(each.numpy())
+            for name, full in with_progress(full_tensors(model, base), len(model.names.on_disk)):
+                if not (largest := full.abs().max().item()) < math.inf:
+                    raise TuneError(f"{name} has values that are not finite: the training failed")
+                for _, part, kind in plan(name, full.float().cpu()):
+                    if kind == kinds.F16 and largest > LARGEST:
+                        raise TuneError(f"{name} has values up to {largest:.3g}, too large for fp16: take bf16")
+                    writer.write_tensor_data(gguf.quants.quantize(part.contiguous().numpy(), kind))
+        finally:
+            writer.close()
+    config: Any = model.config
+    windows = [each.attention.window for each in config.layers if each.attention.window]
+    notes = []
+    if windows and "windows" not in architecture.also:
+        notes = [f"llama.cpp has no sliding window in this family: beyond {windows[0]} tokens it computes otherwise"]
+    if rope and rope.kind == "longrope":
+        notes += [
+            "llama.cpp takes the factors for long texts as soon as its context (-c) is longer than the original one"
+        ]
+    if rope and rope.scaling.get("truncate") is False:
+        notes += [
+            "llama.cpp rounds the bounds of YaRN's ramp, which this model does not: it computes a little otherwise"
+        ]
+    return notes
+
+
+def require_supported(config: Any, model_type: str) -> Architecture:
+    """How llama.cpp calls the family. Raises TuneError if it has none such, or not all that this model needs."""
+    converter = (
+        "llama.cpp's own converter may: `python convert_hf_to_gguf.py FOLDER` of the model in Hugging Face layout"
+    )
+    if (found := ARCHITECTURES.get(model_type)) is None:
+        families = ", ".join(ARCHITECTURES)
+        raise TuneError(f"GGUF: '{model_type}' models are not written here, but those of {families}; {converter}")
+    layers, parts = config.layers, [layer.attention for layer in config.layers]
+    normalised = {layer.mlp.router.normalized for layer in layers if isinstance(layer.mlp, ExpertsConfig)}
+    special = [each.rope is None if model_type == "smollm3" else not each.window for each in parts]
+    scalings = [rope.scaling for rope in _ropes(config) if rope]
+    ramps = [(each.get("beta_fast") or 32, each.get("beta_slow") or 1) for each in scalings]
+    needed = {
+        "a head that scores": config.scores,
+        "an untied head": not config.tied_head,
+        "biases": any(each.bias for each in parts),
+        "output biases": any(each.output_bias for each in parts),
+        "feed-forward biases": any(getattr(layer.mlp, "bias", False) for layer in layers),
+        "layers without biases": model_type in ("starcoder2", "gpt_oss") and not parts[0].bias,
+        "this clamp of experts": any(getattr(layer.mlp, "clamp", None) not in (None, (1.702, 7.0)) for layer in layers),
+        "unrotated layers": any(each.rope is None for each in parts),
+        NORMALISED: True in normalised,
+        "experts that are not normalised": False in normalised and NORMALISED in found.also,
+        "layers without experts among others": len({type(layer.mlp) for layer in layers}) > 1,
+        "groups of experts": any(layer.mlp.router.num_groups > 1 for layer in layers if hasattr(layer.mlp, "router")),
+        "grouped-query attention": model_type == "olmoe" and parts[0].num_kv_heads != parts[0].num_heads,
+        "heads of this size": model_type == "exaone4" and parts[0].head_dim * parts[0].num_heads != config.hidden_size,
+        "this order of layers": found.every
+        and special != [(at + 1) % found.every == 0 for at in range(len(layers))]
+        and not (model_type == "exaone4" and all(special)),
+        "windows but in 64 layers": model_type == "exaone4" and all(special) == (len(layers) == 64),
+        f"the activation {layers[0].mlp.activation}": layers[0].mlp.activation != found.activation,
+        "this scale of attention": not found.name.startswith("granite")
+        and any(each.scale not in (None, each.head_dim**-0.5) for each in parts),
+        "other bounds of YaRN (beta_fast, beta_slow)": any(bounds != (32, 1) for bounds in ramps),
+        **{f"{rope.kind}": rope.kind != "default" for rope in _ropes(config) if rope},
+    }
+    if lacking := [what for what, is_needed in needed.items() if is_needed and what not in found.also.split(", ")]:
+        raise TuneError(f"GGUF: llama.cpp's {found.name} does not know {', '.join(lacking)}; {converter}")
+    return found
+
+
+def llama_cpp_tensors(
+    name: str, tensor: Tensor, config: Any, architecture: Architecture
+) -> Iterator[tuple[str, Tensor]]:
+    """Our tensor `name` as llama.cpp's: name and values of each."""
+    owner, _, kind = name.rpartition(".")
+    _, number, module = [*owner.split(".", 2), "", ""][:3] if owner.startswith("blocks.") else ("", "", owner)
+    if special := NAMES.get(f"{module}.{kind}"):
+        yield f"blk.{number}.{special}", tensor
+        return
+    attention = config.layers[0].attention
+    heads = {"attention.query": attention.num_heads, "attention.key": attention.num_kv_heads}.get(module)
+    if heads and architecture.adjacent and attention.rope and not attention.rope.interleaved:
+        tensor = tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+    if config.norm.kind == "rms_offset" and module.endswith("norm"):
+        tensor = tensor + 1
+    elif module == "mlp.shared_gate":
+        tensor = tensor[0]
+    experts = next((layer.mlp for layer in config.layers if isinstance(layer.mlp, ExpertsConfig)), None)
+    if experts and experts.transposed and "experts" in module:
+        tensor = tensor.transpose(-2, -1) if kind == "weight" else tensor
+    names = architecture.mlp_norm if module == "mlp_norm" else NAMES[module]
+    new = names.split()[-1 if architecture.joined else 0 :]
+    parts = tensor.chunk(len(new), dim=-2) if len(new) > 1 else [tensor]
+    if experts and experts.fused == "interleaved" and len(new) > 1:
+        parts = [tensor[:, 0::2], tensor[:, 1::2]]
+    for each, part in zip(new, parts, strict=True):
+        yield f"blk.{number}.{each}.{kind}" if number else f"{each}.{kind}", part
+
+
+def _ropes(config: Any) -> tuple[RopeConfig | None, RopeConfig | None]:
+    """The rotation of layers without a window, or if these have none of all, and of those with a window."""
+    rotated = [layer.attention for layer in config.layers if layer.attention.rope]
+    rotated.sort(key=lambda attention: bool(attention.window))
+    return (rotated[0].rope, rotated[-1].rope if rotated[-1].window else None) if rotated else (None, None)
+
+
+def _shape(config: Any, architecture: Architecture) -> dict[str, Any]:
+    """Keys of gguf's writer, and what they say of the model; None is left out."""
+    import gguf
+
+    layer, (rope, sliding) = config.layers[0], _ropes(config)
+    attention, experts = layer.attention, [each.mlp for each in config.layers if isinstance(each.mlp, ExpertsConfig)]
+    mlp, router = (experts[0], experts[0].router) if experts else (layer.mlp, None)
+    window = next((each.attention.window for each in config.layers if each.attention.window), 0)
+    has_windows = "windows" in architecture.also
+    shape = {
+        "block_count": len(config.layers), "embedding_length": config.hidden_size, "vocab_size": config.vocab_size,
+        "head_count": attention.num_heads, "head_count_kv": attention.num_kv_heads,
+        "key_length": attention.head_dim, "value_length": attention.head_dim, "feed_forward_length": layer.mlp.size,
+        "layer_norm_eps" if config.norm.kind == "layer" else "layer_norm_rms_eps": config.norm.eps,
+        "expert_count": router and router.num_experts, "expert_used_count": router and router.chosen,
+        "expert_feed_forward_length": router and mlp.size, "expert_shared_feed_forward_length": router and mlp.shared,
+        "sliding_window": window if has_windows else 0 if architecture.name == "phi3" else None,
+        "rope_freq_base_swa": sliding and sliding.theta,
+        "attn_logit_softcapping": attention.softcap, "final_logit_softcapping": config.logit_softcap,
+        "logit_scale": None if config.logit_scale == 1 else config.logit_scale,
+    }  # fmt: skip
+    if architecture.name.startswith("granite"):
+        shape |= {
+            "attention_scale": attention.scale, "embedding_scale": config.embedding_multiplier,
+            "residual_scale": layer.residual_multiplier, "logit_scale": 1 / config.logit_scale,
+        }  # fmt: skip
+    if router and router.correction:
+        shape |= {
+            "leading_dense_block_count": len(config.layers) - len(experts), "expert_weights_scale": router.scale,
+            "expert_weights_norm": router.normalized, "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
+            "expert_shared_count": mlp.shared // mlp.size if mlp.shared else None,
+        }  # fmt: skip
+    if rope is None:
+        return shape
+    original = rope.scaling.get("original_max_position_embeddings", rope.max_positions)
+    factor, magnitude = rope.scaling.get("factor") or rope.max_positions / original, SCALINGS[rope.kind](rope)[1]
+    shape |= {
+        "context_length": rope.max_positions, "rope_dimension_count": rope.size, "rope_freq_base": rope.theta,
+        "rope_scaling_orig_ctx_len": original,
+        "rope_scaling_attn_factors": magnitude / (0.1 * math.log(factor) + 1 if rope.kind == "yarn" else 1),
+    }  # fmt: skip
+    if rope.query_growth:
+        shape |= {"attn_temperature_scale": rope.query_growth, "attn_temperature_length": original}
+    if rope.kind in ("linear", "yarn"):
+        kind = gguf.RopeScalingType[rope.kind.upper()]
+        shape |= {"rope_scaling_type": kind, "rope_scaling_factor": factor}
+    return shape
+
+
+def add_vocabulary(writer: Any, tokenizer: Tokenizer, rows: int) -> None:
+    """Add the `tokenizer` of a model whose embedding has so many `rows`. Raises TuneError if llama.cpp has none like
+    it."""
+    from gguf import TokenType
+
+    definition = tokenizer.definition
+    model, ids = definition["model"], tokenizer.vocabulary
+    if model["type"] != "BPE":
+        raise TuneError(f"GGUF: the tokenizer in {tokenizer.path} is a {model['type']}; only BPE is converted")
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    tokens = [f"[PAD{index}]" for index in range(rows)]
+    types = [TokenType.UNUSED] * rows
+    for token, index in ids.items():
+        tokens[index], types[index] = token, TokenType.NORMAL
+    for added in definition["added_tokens"]:
+        types[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+    if model.get("byte_fallback"):  # sentencepiece, which merges the pair first whose union has the highest score
+        ranks: dict[str, int] = {}
+        for rank, pair in enumerate(merges):
+            ranks.setdefault(pair.replace(" ", ""), rank)
+        for index, token in enumerate(tokens):
+            if len(token) == 6 and token.startswith("<0x"):
+                types[index] = TokenType.BYTE
+            elif token == model["unk_token"]:
+                types[index] = TokenType.UNKNOWN
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_scores([-float(ranks.get(token, len(ranks))) for token in tokens])
+        outer, normalizer = definition["pre_tokenizer"] or {}, definition["normalizer"] or {}
+        steps = [*outer.get("pretokenizers", [outer]), *normalizer.get("normalizers", [normalizer])]
+        prepends = any(step.get("prepend") or step.get("prepend_scheme") in ("first", "always") for step in steps)
+        writer.add_add_space_prefix(prepends)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(_words(definition, tokenizer))
+        writer.add_token_merges(merges)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    for name in ("bos", "eos", "pad", "unk"):
+        if (special := tokenizer.special_tokens.get(f"{name}_token", "")) in ids:
+            getattr(writer, f"add_{name}_token_id")(ids[special])
+    if ends := sorted(tokenizer.stop_ids - {tokenizer.eos_id}) if tokenizer.chat_template else []:
+        writer.add_eot_token_id(ends[0])
+    writer.add_add_bos_token(bool(tokenizer.prefix_ids))
+    writer.add_add_eos_token(False)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _words(definition: dict[str, Any], tokenizer: Tokenizer) -> str:
+    """llama.cpp's name of the rule, which decides with the merges what is a token."""
+    outer = definition["pre_tokenizer"] or {}
+    steps = outer.get("pretokenizers", [outer])
+    kinds = [step.get("pattern", {}).get("Regex") or step.get("type", "none") for step in steps]
+    is_split = len(steps) == 2 and steps[0]["type"] == "Split" and steps[0]["behavior"] == "Isolated"
+    plain = is_split and not steps[1].get("use_regex") and not steps[0]["invert"]
+    rule = kinds[0] if plain else ", ".join(kinds)
+    normalizer = (definition["normalizer"] or {}).get("type")
+    name = WORDS.get((rule, bool(definition["model"].get("ignore_merges"))))
+    if name is None or steps[-1].get("add_prefix_space") or normalizer not in (None, "NFC"):
+        raise TuneError(
+            f"GGUF: the rule by which {tokenizer.path}'s tokenizer cuts texts into words is not known here: {rule}. "
+            "llama.cpp's own converter may know it: `python convert_hf_to_gguf.py FOLDER`"
+        )
+    return name

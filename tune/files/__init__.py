@@ -1,0 +1,7 @@
+"""Files and folders: written whole or not at all, known by a hash of what is in them, and locked.
+
+`lock` is a module of its own name: `lock.hold(folder)`.
+"""
+
+from tune.files import lock
+from tune.files.atomic import CHECKPOINT, INDEX, exported, require_replaceable, written_aside

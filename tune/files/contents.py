@@ -1,0 +1,44 @@
+"""What is in a file, known by a hash of all of its bytes, which is made once."""
+
+import hashlib
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import xxhash
+
+from tune.files.atomic import written_aside
+from tune.lookup import local_path
+
+LARGE = 2**24  # bytes of a file whose hash is remembered
+_known: dict[str, str] = {}  # by the state of a file
+
+
+def cache_folder(given: str | None) -> Path:
+    """`given`, else $TUNE_CACHE, else ~/.cache/tune."""
+    return local_path(given or os.environ.get("TUNE_CACHE") or "~/.cache/tune")
+
+
+def content_digest(file: Path, memory: Path | None = None) -> str:
+    """A hash of all bytes of a file. That of a large file is remembered, in this process and in the folder `memory` (by
+    default in the cache), until the file changes."""
+    status = file.stat()
+    # Whoever writes to a file changes its ctime, which nobody can set back.
+    state = [str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
+    key = xxhash.xxh3_128_hexdigest(json.dumps(state).encode())
+    if key in _known:
+        return _known[key]
+    kept = (memory or cache_folder(None) / "files") / key
+    with suppress(OSError):
+        if text := kept.read_text(encoding="utf-8"):
+            return _known.setdefault(key, text)
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+    # A file that is being written can change twice in one tick of the clock.
+    if status.st_size >= LARGE and time.time() - status.st_ctime > 2:
+        _known[key] = digest
+        with suppress(OSError), written_aside(kept) as unfinished:
+            unfinished.write_text(digest, encoding="utf-8")
+    return digest

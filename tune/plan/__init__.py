@@ -1,0 +1,7 @@
+"""The memory, the time and the best layout of a run, before it starts.
+
+They follow from what a recipe computes (objectives) of shortened models on fake tensors (trace), by moments (memory)
+and by the roofline (speed) of a device. `layout_of` takes the best one for the processes of a run (parallel=auto).
+"""
+
+from tune.plan.layout import layout_of

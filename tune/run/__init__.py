@@ -1,0 +1,5 @@
+"""A run: its folder, its lock, its messages and metrics, its clocks and its watchdog."""
+
+from tune.run.flops import flops_per_token
+from tune.run.profiler import profile
+from tune.run.run import Run

@@ -1,0 +1,447 @@
+"""A run: its folder, its metrics and its messages."""
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self, TypeVar
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from tune import config, records
+from tune.checkpointers import Checkpointer
+from tune.datasets import DataLoader, Dataset, Mixture, PromptLoader, Stream
+from tune.datasets.display import MARKS, first_rows, marked, parts_of
+from tune.datasets.loader import require_batches
+from tune.datasets.warnings import beyond_positions, warnings_about
+from tune.distributed import PACE, Interrupt, World, bytes_sent, repeated_blocks, undivided
+from tune.errors import TuneError
+from tune.files import lock
+from tune.files.atomic import CHECKPOINT
+from tune.generation import Sampler
+from tune.loggers.sinks import WANDB_OFF, Console, Files, Sink, WandbOptions, lines_after, open_sinks, require_installed
+from tune.lookup import in_shell
+from tune.peft import untrained_tokens
+from tune.quantization import count_parameters
+from tune.rules import Facts, Level, judge
+from tune.run import run_folder
+from tune.run.flops import flops_per_token, peak_flops
+from tune.run.hardware import disk_note, peak_memory_gib, planned_memory, score_bytes
+from tune.run.store import Store
+from tune.run.watchdog import Watchdog
+from tune.secrets import without_secrets
+from tune.tokenizers import Tokenizer
+
+T = TypeVar("T")
+
+
+class Run:
+    """The run folder `output_dir` (default `runs/<recipe>-<time>`): config.yaml, run.json, data.json, first_row.txt,
+    metrics.jsonl, log.txt, report.html.
+
+    Nothing is written into it before the training begins: a wrong input leaves an earlier run there as it was.
+
+    Raises:
+        TuneError: the folder cannot be written, another run is writing there, or it holds another run's results and
+            `resume` is `never`; or a logger is not installed.
+    """
+
+    def __init__(
+        self,
+        recipe: str,
+        world: World,
+        output_dir: str | None = None,
+        resume: str = "auto",
+        *,
+        settings: DictConfig,
+        console_every: int = 1,
+        tensorboard: bool = False,
+        wandb: WandbOptions = WANDB_OFF,
+    ):
+        """`settings` are all those of the recipe, to be recorded in config.yaml and W&B."""
+        require_installed(tensorboard, wandb)
+        self.recipe, self.world, self.settings = recipe, world, settings
+        self.tensorboard, self.wandb = tensorboard, wandb
+        chosen = run_folder.choose(output_dir, recipe, world)
+        self.path = config.local_folder(chosen)
+        world.of_main(lambda: lock.hold(self.path))  # before anything in it is changed
+        is_url = "://" in chosen
+        self.store = Store(chosen, self.path, world, settings.get("checkpointer") or {}) if is_url else None
+        # The command that continues this run, in words.
+        self.again = f"the same command with output_dir={in_shell(chosen)}{'' if resume == 'auto' else ' resume=auto'}"
+        self.resume = world.broadcast(run_folder.resumption(self.path, resume))
+        mark = self.path / f".{world.broadcast(uuid.uuid4().hex)}"
+        known = self.path, self.resume, mark, recipe, bool(settings.get("adapter"))
+        if refusal := world.broadcast(run_folder.refusal(*known) if world.is_main else ""):
+            raise TuneError(refusal)
+        if self.store is None:
+            run_folder.require_shared(mark, world)
+        else:
+            mark.unlink(missing_ok=True)
+        run_folder.require_same_files(OmegaConf.to_container(settings, resolve=True), world)
+        self.sinks: list[Sink] = [Console(console_every)] if world.is_main else []
+        self.messages: list[str] = []
+        self.files: Files | None = None  # of the first process, once the training has begun
+        self.unwritten: list[str] = []  # what the disk did not take
+        self.waits = False  # whether it does not take lines now
+        if self.store:
+            self.info(f"{self.path} is uploaded to {self.store.name} while the run goes on")
+        self._apply_rules()
+        self.data: dict[str, Any] = {}
+        self.first_row = ""
+        self.stream: Stream | None = None
+        self.step_began = time.perf_counter()
+        self.data_seconds, self.save_seconds, self.flops_per_token = 0.0, 0.0, 0.0
+        self.timings: dict[str, float] = {}
+        self.has_begun = False  # on the first process
+
+    def _apply_rules(self) -> None:
+        device = self.world.device
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        found = judge(Facts(self.settings, device.type, self.world.size, capability))
+        if errors := [str(finding) for finding in found if finding.level is Level.ERROR]:
+            raise TuneError("\n  ".join(errors))
+        if size := self.settings.get("global_batch_size"):
+            accumulate = not self.settings.get("optimizer_in_backward")
+            require_batches(
+                self.world.data_size, size, self.settings.micro_batch_size, accumulate, self.world.num_stages
+            )
+        for finding in found:
+            self.info(f"{'changed' if finding.level is Level.HEAL else 'warning'}: {finding}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """Close the sinks and write the report. A stream's accounting is complete only at the end of a run."""
+        if error is None:
+            if self.stream:
+                self.info(self.stream.seen.table())
+            self.world.finish()
+        try:
+            failure = self._conclude(error) if self.has_begun else None
+            for sink in self.sinks:
+                sink.close()
+            if self.store:
+                self.store.finish(error)
+        finally:
+            lock.release(self.path)
+        if failure:
+            raise failure
+
+    def _conclude(self, error: BaseException | None) -> TuneError | None:
+        """Note how the run has ended and write its report, whatever happens: nothing may hide `error`. Without one,
+        gives that of a run that has not written everything."""
+        try:
+            if self.stream and error is None:
+                data = self.data | self.stream.seen.as_dict() | {"steps_per_epoch": None}
+                (self.path / "data.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+            records.end(self.path, error or self._failure())
+            if not isinstance(error, KeyboardInterrupt):  # by which a user ends it at once
+                records.write_report([self.path], self.path / "report.html")
+        except Exception as problem:
+            why = problem if isinstance(problem, TuneError) else repr(problem)
+            self.info(f"the report is not written: {why}")
+            if isinstance(problem, TuneError | OSError):
+                self.unwritten.append(f"the report ({why})")
+        failure = self._failure()
+        if error and failure:
+            self.info(f"warning: {failure}")
+        return None if error else failure
+
+    def _failure(self) -> TuneError | None:
+        """The error of a run that ends without having written everything."""
+        unwritten = [*self.unwritten, *filter(None, [self.files.unwritten() if self.files else ""])]
+        if not unwritten:
+            return None
+        what = "; ".join(unwritten)
+        return TuneError(f"output_dir: {self.path} is not complete, without {what}. {self._way_back()}")
+
+    def _way_back(self) -> str:
+        """What a user with a full disk can do, and where a rerun begins."""
+        saved = max(self.path.glob(f"checkpoints/{CHECKPOINT}"), default=None)
+        where = f"continues after step {int(saved.name.removeprefix('step-'))}" if saved else "begins anew"
+        return f"Make room: {self.again} {where}"
+
+    def finish(self, checkpointer: Checkpointer, interrupt: Interrupt) -> None:
+        """The training is over: the model gets the weights to export. If a signal has come since the last step, the run
+        ends here. From here on a signal ends it at once, as everything is saved."""
+        checkpointer.finish()
+        if checkpointer.unwritten and self.world.is_main:
+            self.unwritten.append(checkpointer.unwritten)
+        if self.world.any(interrupt.end()):
+            saved = checkpointer.wait()
+            self.info(f"interrupted: step {saved} is saved, {self.again} continues after it")
+            sys.exit(130)
+
+    def info(self, message: str) -> None:
+        """Send a message to the console and log.txt."""
+        message = without_secrets(message)
+        self.messages.append(message)
+        for sink in self.sinks:
+            sink.message(message)
+        self._report_disk()
+
+    def _report_disk(self) -> None:
+        """A full disk ends no run: lines wait. Say so once, and that they are written."""
+        unwritten = self.files.unwritten() if self.files else ""
+        if bool(unwritten) == self.waits:
+            return
+        self.waits = bool(unwritten)
+        if self.waits:
+            self.info(
+                f"warning: {self.path} does not take {unwritten}. They are kept, and written when there is room. "
+                f"{self._way_back()}, should the run end before"
+            )
+        else:
+            self.info(f"{self.path} takes lines again: nothing is missing")
+
+    def _describe_model(self, model: nn.Module, row: int, longest: int, mean: int, rows: int, tokens: int) -> None:
+        """Report the processes, the model, its memory and what is sent. The lengths in tokens are those of a row of a
+        micro-batch, and of documents the longest and the mean. A step has so many rows and about so many tokens."""
+        cfg = self.settings
+        trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
+        self.info(f"model: {count_parameters(model):,} parameters, {trainable:,} trainable")
+        tp = self.world.mesh["tp"].size()
+        parts, shared = tp * self.world.num_stages, (tp, self.world.loss_parallel)
+        planned = planned_memory(model, cfg.dtype, cfg.master_dtype, self.world.shards.shape[-1] * parts, *shared)
+        if self.world.zero_stage in (1, 2):
+            planned["gathered in a step"] = planned_memory(model, cfg.dtype, cfg.dtype, parts, *shared)["weights"]
+        held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
+        self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
+        if self.world.size > 1:
+            self._describe_mesh(model, -(-rows // self.world.data_size), tokens / self.world.data_size)
+        keep = OmegaConf.select(cfg, "checkpointer.keep")
+        merged = cfg.model.path if (cfg.get("export") or {}).get("merge") else None
+        if self.world.is_main and (note := disk_note(self.path, model, cfg.master_dtype, keep, merged)):
+            self.info(f"warning: {note}")
+        self.flops_per_token = flops_per_token(model, mean)
+        scores = score_bytes(
+            model, cfg.dtype, (cfg.micro_batch_size, row), longest, cfg.compile, cfg.memory.activation_checkpointing
+        )
+        if scores and self.world.device.type != "cpu":
+            self.info(
+                "attention of this model has soft caps or sinks, for which there is no kernel: its scores take up to "
+                f"{scores / 2**30:.1f} GiB between forward and backward. Less: memory.activation_checkpointing=full, "
+                "a smaller max_seq_len or micro_batch_size"
+            )
+
+    def _describe_mesh(self, model: nn.Module, rows: int, tokens: float) -> None:
+        """A step has so many rows and tokens of a process."""
+        cfg, mesh, experts = self.settings, self.world.mesh, self.world.experts
+        axes = [f"{axis} {size}" for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True) if size > 1]
+        shared = f", of which ep {experts['ep'].size()} share the experts" if experts else ""
+        self.info(f"mesh: {' x '.join(axes)}{shared}; processes that follow each other share the last axis")
+        sent = bytes_sent(
+            model, self.world, cfg.dtype, cfg.master_dtype, tokens=tokens,
+            micro_batches=-(-rows // cfg.micro_batch_size),
+        )  # fmt: skip
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        by_axis = ", ".join(f"{axis} {size / 2**20:,.1f}" for axis, size in sent.items())
+        by_axis += ", tp not counted, as the model has a plan" if sizes["tp"] > 1 and "tp" not in sent else ""
+        self.info(f"sent by each process in a step of {tokens:,.0f} tokens, MiB: {by_axis}")
+        if whole := undivided(model, repeated_blocks(model), sizes["tp"], loss_parallel=True):
+            self.info(f"warning: tp={sizes['tp']} does not divide the rows of {', '.join(whole)}: each process has all")
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world.size))
+        for warning in over_slow_links(sizes, experts["ep"].size() if experts else 1, here):
+            self.info(f"warning: {warning}")
+
+    def describe(
+        self,
+        model: nn.Module,
+        data: DataLoader,
+        tokenizer: Tokenizer,
+        validation: Dataset | Mixture | Stream | None = None,
+    ) -> None:
+        """Report the model, the data and warnings about them; data.json and first_row.txt keep those of the data.
+        Raises TuneError if a process has other data."""
+        self._require_same_data(data.dataset, validation)
+        accounting = data.dataset.accounting
+        longest = data.dataset.max_seq_len if isinstance(data.dataset, Stream) else accounting.longest
+        mean = accounting.tokens // max(1, accounting.samples)
+        rows = self.settings.global_batch_size
+        tokens = accounting.tokens * rows // accounting.training_rows if accounting.training_rows else longest * rows
+        self._describe_model(model, accounting.row_capacity or longest, longest, mean, rows, tokens)
+        self.info(accounting.table())
+        if note := beyond_positions(model, accounting.longest):
+            self.info(f"warning: {note}")
+        (row,) = first_rows(data.dataset, tokenizer)
+        self.first_row = "\n".join(map(marked, row))
+        start = marked(row[0], short=True).rstrip()
+        self.info(f"the first row ({'what is learned'.join(MARKS)}; first_row.txt has all of it):\n{start}")
+        special = tokenizer.special_ids.keys() & row[0].sample.tokens.tolist()
+        if self.world.is_main and (untrained := untrained_tokens(model, self.settings.model.path, special)):
+            names = ", ".join(f"{tokenizer.special_ids[each]} ({each})" for each in untrained)
+            self.info(
+                f"warning: the data have {names}, whose rows of the embedding or the head were never trained, and stay "
+                "as they are: the model can hardly read or write them. Train them: "
+                f"adapter.trainable_tokens={untrained}, or all parameters with full_finetune"
+            )
+        self._describe_steps(data, "optimizer steps")
+        self.data = accounting.as_dict() | {"steps_per_epoch": data.steps_per_epoch}
+        if self.world.is_main:
+            parts = parts_of(data.dataset, "training"), parts_of(validation, "validation")
+            self.data["warnings"] = warnings_about(*parts, tokenizer)
+            for warning in self.data["warnings"]:
+                self.info(f"warning: {warning}")
+        self.stream = data.dataset if isinstance(data.dataset, Stream) else None
+
+    def describe_prompts(self, model: nn.Module, data: PromptLoader, sampler: Sampler, longest: int) -> None:
+        """Report the model, the prompts, how often they are drawn, and if nothing ends what is sampled. Prompts with
+        what is sampled have up to `longest` tokens. Raises TuneError if a process has other prompts."""
+        self._require_same_data(data.dataset)
+        samples = self.settings.get("group_size") or self.settings.samples_per_prompt
+        rows = self.settings.prompts_per_step * samples
+        self._describe_model(model, longest, longest, longest, rows, rows * longest)
+        self.info(data.dataset.table())
+        if not (sampler.stop_ids or sampler.stop_strings):
+            self.info("warning: the tokenizer has no eos_token: nothing ends a completion. Set sampling.stop_strings")
+        self._describe_steps(data, "steps")
+        self.data = data.dataset.as_dict()
+
+    def _require_same_data(self, *parts: Any) -> None:
+        found = self.world.all_gather([None if part is None else part.fingerprint for part in parts])
+        why = "Files differ, or the version of a dataset of the hub, or what a function of yours gives for the same row"
+        run_folder.require_same(found, self.world, "dataset: the rows", why)
+
+    def _describe_steps(self, data: DataLoader | PromptLoader, what: str) -> None:
+        an_epoch = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
+        self.info(f"{len(data):,} {what}{an_epoch}")
+        if (data.max_steps or 0) > len(data):
+            reached = f"max_steps={data.max_steps:,} is not reached: epochs={data.epochs} ends before"
+            self.info(f"warning: {reached}. Raise epochs")
+
+    def track(
+        self, data: Iterable[T], start: int, total: int, until: Callable[[], bool] = lambda: False
+    ) -> Iterator[T]:
+        """Iterate over optimizer steps, from the one after `start` and not beyond what `until` says, and time how long
+        each waits for data."""
+        if self.world.is_main:
+            self.path.mkdir(parents=True, exist_ok=True)
+        self.world.of_main(lambda: lock.hold(self.path, make=True))
+        if self.world.is_main:
+            sinks = open_sinks(self.path, self.tensorboard, self.wandb, self.settings)
+            for sink, message in itertools.product(sinks, self.messages):
+                sink.message(message)
+            self.sinks += sinks
+            self.files = next(sink for sink in sinks if isinstance(sink, Files))
+            self._report_earlier_starts(start)
+            device = self.world.device
+            records.start(
+                self.path, start, steps=total, recipe=self.recipe, command=without_secrets(sys.argv),
+                processes=self.world.size, torch=torch.__version__,
+                device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            )  # fmt: skip
+            self.has_begun = True
+            (self.path / "data.json").write_text(json.dumps(self.data, indent=2) + "\n", encoding="utf-8")
+            (self.path / "first_row.txt").write_text(self.first_row, encoding="utf-8")
+        for sink in self.sinks:
+            sink.start(start, total)
+        if self.has_begun and start:
+            self._log_missing(start)
+        items, begin = iter(data), time.perf_counter()
+        self.step_began = begin
+        tell = self.info if self.world.is_main else functools.partial(print, file=sys.stderr, flush=True)
+        if self.store:
+            self.store.start(tell)
+        watchdog = Watchdog(self.path / "stacks", self.world, tell, apart=self.store is not None)
+        try:
+            for step in itertools.count(start + 1):
+                watchdog.beat(step)
+                if until() or (item := next(items, None)) is None:
+                    return
+                PACE.intervals.append((begin, time.perf_counter(), 1.0))
+                self.data_seconds = time.perf_counter() - begin
+                yield item
+                begin = time.perf_counter()
+                self.save_seconds = begin - self.step_began  # what comes behind a step's log is its checkpoint
+        finally:
+            watchdog.end()
+
+    def _report_earlier_starts(self, start: int) -> None:
+        is_first = not (self.path / "config.yaml").exists()
+        changed = config.save(self.settings, self.path)
+        if start or not is_first:
+            said = [f"continued after step {start}" if start else "started anew: no checkpoint was complete"]
+            if lost := [step for step in lines_after(self.path / "metrics.jsonl", start)[1] if step]:
+                which = f"step {lost[0]} was" if len(lost) == 1 else f"steps {lost[0]} to {lost[-1]} were"
+                said.append(f"{which} trained but not saved, and will be trained again")
+            self.info("; ".join([*said, f"changed: {', '.join(changed)}"] if changed else said))
+
+    def _log_missing(self, step: int) -> None:
+        """A run that ends saves, measures, then logs: if it ended in between, the checkpoint knows the last step."""
+        state = self.path / "checkpoints" / f"step-{step:08d}" / "state.json"
+        metrics = json.loads(state.read_text(encoding="utf-8")).get("metrics") if state.exists() else None
+        if metrics and step not in lines_after(self.path / "metrics.jsonl", step - 1)[1]:
+            self.record(step, {name: value for name, value in metrics.items() if value is not None})
+            self.info(f"step {step} was saved, and not logged: it is now, without what was to be measured at its end")
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Exclude the time inside from the step's time."""
+        begin = time.perf_counter()
+        yield
+        self.step_began += time.perf_counter() - begin
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Record the seconds inside as a metric of the step."""
+        begin = time.perf_counter()
+        yield
+        self.timings[name] = time.perf_counter() - begin
+
+    def log(self, step: int, *, tokens: int, supervised_tokens: int, **metrics: float | None) -> None:
+        """Record the metrics of an optimizer step (docs/runs.md says what each counts); None or NaN leaves one out."""
+        now = time.perf_counter()
+        seconds, self.step_began = now - self.step_began, now
+        values = {name: value for name, value in metrics.items() if value is not None}
+        if steps_per_epoch := self.data.get("steps_per_epoch"):
+            values["epoch"] = step / steps_per_epoch
+        values |= self.timings | {
+            "tokens": tokens,
+            "supervised_tokens": supervised_tokens,
+            "tokens_per_second": tokens / seconds / self.world.size,
+            "supervised_tokens_per_second": supervised_tokens / seconds / self.world.size,
+            "step_seconds": seconds,
+            "data_seconds": self.data_seconds,
+            "save_seconds": self.save_seconds,
+            "peak_memory_gib": peak_memory_gib(self.world.device),
+            **PACE.slowest(),
+        }
+        if peak := peak_flops(self.world.device):
+            values["mfu"] = values["tokens_per_second"] * self.flops_per_token / peak
+        self.record(step, values)
+        if not supervised_tokens:
+            why = "all groups are dead, or were cut" if "dead_groups" in metrics else "no token is supervised"
+            self.info(f"warning: nothing was learned in step {step}: {why}")
+
+    def append(self, file: str, records: list[dict[str, Any]]) -> None:
+        """Add all processes' `records`, as lines of JSON, to a file in the run folder."""
+        gathered = self.world.all_gather(records)[:: self.world.peers.size()]  # those beside them have the same
+        if self.files and any(gathered):
+            self.files.append(file, *(json.dumps(record, ensure_ascii=False) for each in gathered for record in each))
+            self._report_disk()
+
+    def record(self, step: int, values: dict[str, float]) -> None:
+        """Send metrics that are finite to the sinks; those of a validation before the first step are step 0."""
+        values = {name: value for name, value in values.items() if math.isfinite(value)}
+        for sink in self.sinks:
+            sink.metrics(step, values)
+        self._report_disk()
+
+
+def over_slow_links(sizes: dict[str, int], ep: int, here: int) -> Iterator[str]:
+    """What to say of each axis that exchanges within a block, and goes over nodes of `here` processes."""
+    for axis, size, reach in (("tp", sizes["tp"], 1), ("cp", sizes["cp"], sizes["tp"]), ("ep", ep, sizes["tp"])):
+        if size > 1 and here % (size * reach):
+            most = f"parallel.{axis} to what divides {here // reach}" if here > reach else "it to 1"
+            yield f"{axis} {size} goes over nodes of {here} processes, whose links are slow. Set {most}"

@@ -1,0 +1,330 @@
+"""A run folder in an object store: written on this machine, and uploaded in the background.
+
+At the URL lies what is in a run folder. A checkpoint there is complete when it has `digests.json`, which is uploaded
+last and removed first. In a complete one only `state.json` changes, as the run notes there which step is the best:
+`digests.json`, which has the digests of all its contents, is then uploaded before it.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.dirfs import DirFileSystem
+
+from tune.checkpointers.checkpointer import STORED
+from tune.checkpointers.disk import DIGESTS, found_damage
+from tune.distributed import World
+from tune.errors import TuneError
+from tune.files.atomic import CHECKPOINT, written_aside
+from tune.secrets import without_secrets
+
+PAUSE = 2.0  # seconds between looks at what is new
+PATIENCE = 600.0  # seconds in which a run that has ended goes on trying to upload
+WITHOUT_FOLDERS = ("s3", "gs", "gcs", "az", "abfs", "abfss", "oci", "memory")  # s3fs would make a bucket
+TAKEN = "another run has begun to write there, and this one no longer does"
+LATE = 30.0  # seconds that the first node waits for the others with a checkpoint when there is a newer one
+OWNER, HELD = ".owner", ".uploading"  # in the store: who may write; the checkpoint that all nodes upload
+STATE = "state.json"  # of a checkpoint
+MARK = ".part-"  # with a rank: all files of its node are there
+
+
+class Store:
+    """The copy of the run folder `folder` at `url`. On each node one process uploads what was written there; the first
+    of all says what is complete. `checkpointer` are its settings. Who begins last owns the store: others stop.
+
+    Raises:
+        TuneError: on all processes, the store cannot be read or written; or a setting needs a shared folder.
+    """
+
+    def __init__(self, url: str, folder: Path, world: World, checkpointer: Mapping[str, Any]):
+        self.name, self.folder, self.world = without_secrets(url), folder, world
+        self.keep: int | None = checkpointer.get("keep")
+        self.owner: bytes = world.broadcast(uuid.uuid4().bytes)
+        first = int(os.environ.get("LOCAL_RANK", world.rank)) == 0
+        self.nodes = [rank for rank, is_first in enumerate(world.all_gather(first)) if is_first]
+        self.held, self.since = "", 0.0  # the checkpoint at work, and since when
+        self.sent: dict[str, tuple[int, int]] = {}  # time and size of each file when it was uploaded
+        self.there, self.next_files = set[str](), 0.0
+        self.ended = threading.Event()
+        self.thread: threading.Thread | None = None
+        if len(self.nodes) > 1 and (checkpointer.get("keep_best") or checkpointer.get("on_nan") == "rollback"):
+            raise TuneError(
+                "output_dir: checkpointer.keep_best and on_nan=rollback read checkpoints while training, of which each "
+                "node has only its part with a URL. Give a folder that all nodes share, or leave both out"
+            )
+        mark, mine = folder / STORED, self.owner.hex()
+
+        def write_mark() -> None:
+            if world.is_main:
+                folder.mkdir(parents=True, exist_ok=True)
+                mark.write_text(mine, encoding="utf-8")
+
+        self._on_each_node(write_mark)
+        if any(
+            world.all_gather(
+                world.rank in self.nodes[1:] and mark.exists() and mark.read_text(encoding="utf-8") == mine
+            )
+        ):
+            raise TuneError(  # else each node would remove what the other writes
+                f"output_dir: with a URL each node writes to a disk of its own, and {folder} is shared. Set "
+                "TUNE_LOCAL to a folder on a disk of each node, or give a shared folder as output_dir itself"
+            )
+        self._on_each_node(lambda: self._fetch(url))
+
+    def _on_each_node(self, action: Callable[[], None]) -> None:
+        why = ""
+        try:
+            if self.world.rank in self.nodes:
+                action()
+        except Exception as error:  # each file system has its own
+            why = f"{error}" or repr(error)
+        if whys := [each for each in self.world.all_gather(why) if each]:
+            hint = "Is the address right, and may you read and write there?"
+            raise TuneError(f"output_dir: {self.name} cannot be used: {whys[0]}. {hint}")
+
+    def _fetch(self, url: str) -> None:
+        """Bring the folder up to date. Checkpoints that are newer than those in the store are kept by a single node."""
+        files, root = fsspec.url_to_fs(url)
+        self.files, self.needs_folders = DirFileSystem(root, files), url.partition("://")[0] not in WITHOUT_FOLDERS
+        self._make_parent(probe := f".access-{self.world.rank}")
+        self.files.pipe_file(probe, b"")
+        self.files.rm_file(probe)
+        stored, several = self._complete(), len(self.nodes) > 1
+        newest, here = max(stored, default=""), max(self._steps(), default="")
+        for step in self._steps() if several else ():
+            if step > newest:
+                shutil.rmtree(self.folder / "checkpoints" / step)
+        if here < newest and self.world.is_main:
+            for name in self._listed():
+                if not name.startswith((".", "checkpoints/")):
+                    with written_aside(self.folder / name) as unfinished:
+                        self.files.get_file(name, str(unfinished))
+        if newest and (here <= newest or several):
+            state = json.loads((self._fetch_checkpoint(newest) / "state.json").read_text(encoding="utf-8"))
+            if (best := f"step-{state.get('best', {}).get('step', 0):08d}") in stored:
+                self._fetch_checkpoint(best)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / STORED).touch()
+
+    def _fetch_checkpoint(self, step: str) -> Path:
+        final, names = self.folder / "checkpoints" / step, self._listed(f"checkpoints/{step}")
+        if all((self.folder / name).exists() for name in names) and not found_damage(final):
+            here, there = self._digests(step)
+            if _is_renewed(there, here):
+                return final
+            if here | {STATE: ""} == there | {STATE: ""}:
+                for name in (DIGESTS, STATE):
+                    with written_aside(final / name) as unfinished:
+                        self.files.get_file(f"checkpoints/{step}/{name}", str(unfinished))
+                return final
+        with written_aside(final, folder=True) as unfinished:
+            for name in names:
+                self.files.get_file(name, str(unfinished / Path(name).name))
+            if damage := found_damage(unfinished):
+                raise TuneError(f"checkpoints/{step} there is damaged: {damage}. Remove it there")
+        return final
+
+    def _listed(self, below: str = "") -> list[str]:
+        """The files below, as paths from the run folder."""
+        self.files.invalidate_cache()
+        found: list[str] = []
+        with contextlib.suppress(FileNotFoundError):
+            found = self.files.find(below)
+        if outside := [name for name in found if name.startswith("/") or ".." in name.split("/")]:
+            raise TuneError(f"{outside[0]!r} there is the name of a file outside of a run folder. Remove it there")
+        return found
+
+    def _digests(self, step: str) -> tuple[dict[str, str], dict[str, str]]:
+        """Those of a complete checkpoint: on this disk, and in the store."""
+        name = f"checkpoints/{step}/{DIGESTS}"
+        return json.loads((self.folder / name).read_text(encoding="utf-8")), json.loads(self.files.cat_file(name))
+
+    def _complete(self) -> set[str]:
+        return {name.split("/")[1] for name in self._listed("checkpoints") if name.endswith(f"/{DIGESTS}")}
+
+    def _steps(self) -> list[str]:
+        """The checkpoints on this disk, the newest first."""
+        return sorted((path.name for path in self.folder.glob(f"checkpoints/{CHECKPOINT}")), reverse=True)
+
+    def start(self, tell: Callable[[str], None]) -> None:
+        """Upload in a thread from here on. All processes must call it."""
+
+        def begin() -> None:
+            if self.world.is_main:
+                self.files.pipe_file(OWNER, self.owner)
+                self.files.pipe_file(HELD, b"")
+                self.there = self._complete()
+                self._remove({name.split("/")[1] for name in self._listed("checkpoints")} - self.there)
+
+        def run() -> None:
+            told = ""
+            while not self.ended.wait(PAUSE):
+                if (failure := self._try()) != told:
+                    behind = f"warning: {self.name} is behind: {failure}. The run goes on and tries again"
+                    tell(behind if failure else f"{self.name} is reached again")
+                told = failure
+
+        self._on_each_node(begin)
+        if self.world.rank in self.nodes:
+            self.thread = threading.Thread(target=run, daemon=True)
+            self.thread.start()
+
+    def finish(self, error: BaseException | None) -> None:
+        """Upload what is left; after an `error`, try it only once. Raises TuneError if it fails for long."""
+        if self.thread is None:
+            return
+        self.ended.set()
+        self.thread.join()
+        is_wanted = error is None or getattr(error, "code", None) == 130  # interrupted: it has saved
+        deadline, told = time.monotonic() + PATIENCE * is_wanted, ""
+        while failure := self._try(is_last=True):
+            behind = f"{self.name} is behind {self.folder}: {failure}"
+            if time.monotonic() > deadline or failure == TAKEN:
+                if error is None:
+                    raise TuneError(f"output_dir: {behind}. The same command on this machine uploads the rest")
+                print(f"warning: {behind}", file=sys.stderr, flush=True)
+                return
+            if failure != told:
+                print(f"{behind}. Trying for ten minutes", file=sys.stderr, flush=True)
+            told = failure
+            time.sleep(1)
+
+    def _try(self, is_last: bool = False) -> str:
+        """Upload what is new. Returns why something is missing in the store, or ""."""
+        try:
+            return self._upload(is_last)
+        except Exception as error:  # each file system has its own
+            return without_secrets(f"{error}" or repr(error))
+
+    def _upload(self, is_last: bool) -> str:
+        if self.files.cat_file(OWNER) != self.owner:
+            return TAKEN
+        if not self.world.is_main:
+            asked = self.files.cat_file(HELD).decode()
+            if asked and asked not in self.there and self._upload_part(asked):
+                self.files.pipe_file(f"checkpoints/{asked}/{MARK}{self.world.rank}", b"")
+                self.there.add(asked)
+            last = max(self._steps(), default="")
+            return f"{last} is not complete yet" if is_last and last > max(self._complete(), default="") else ""
+        while step := self.held or self._next():
+            if self._upload_part(step) and not self._is_over():
+                break
+        self._renew()
+        kept = {*sorted(self.there)[-(self.keep or 0) :], *self._steps()}
+        self._remove(self.there - kept)
+        self.there &= kept
+        self._upload_files(is_last)
+        return f"{self.held} of another node is missing" if self.held and is_last else ""
+
+    def _next(self) -> str:
+        """The newest checkpoint that is not in the store. With several nodes, which remove old ones each in its own
+        time, only one that is newer than all there."""
+        least = max(self.there, default="") if len(self.nodes) > 1 else ""
+        return next((step for step in self._steps() if step not in self.there and step > least), "")
+
+    def _upload_part(self, step: str) -> bool:
+        """Upload a checkpoint, if it is here, but for the file that makes it complete. It is held until all of it is in
+        the store, whatever the run removes; the first node tells the others which one to upload."""
+        held, path = self.folder / HELD, self.folder / "checkpoints" / step
+        if self.held != step:
+            shutil.rmtree(held, ignore_errors=True)
+            try:
+                shutil.copytree(path, held / step, copy_function=os.link)
+            except (shutil.Error, FileNotFoundError):  # perhaps it is removed right now
+                if path.exists():
+                    raise
+                return False
+            if self.world.is_main and len(self.nodes) > 1:
+                self.files.pipe_file(HELD, step.encode())
+            self.held, self.since = step, time.monotonic()
+        for file in sorted((held / step).iterdir()):
+            if file.name != DIGESTS:
+                self._send(file, f"checkpoints/{step}/{file.name}")
+        return True
+
+    def _renew(self) -> None:
+        """Upload what the run has changed in complete checkpoints."""
+        for step in self.there.intersection(self._steps()):
+            digests = self.folder / "checkpoints" / step / DIGESTS
+            try:
+                if self.sent.get(name := f"checkpoints/{step}/{DIGESTS}") == _state_of(digests):
+                    continue
+                here, there = self._digests(step)
+                if here != there and _is_renewed(there, here):
+                    self._send(digests, name)
+                    self._send(digests.with_name(STATE), f"checkpoints/{step}/{STATE}")
+                self.sent[name] = _state_of(digests)
+            except FileNotFoundError:
+                if digests.exists():  # else it is removed right now
+                    raise
+
+    def _is_over(self) -> bool:
+        """Whether the held checkpoint is now complete in the store, or is given up, as another node has removed it."""
+        folder = f"checkpoints/{self.held}"
+        marks = {f"{folder}/{MARK}{rank}" for rank in self.nodes if rank}
+        if marks <= {*self._listed(folder)}:
+            self._upload_files(is_due=True)  # first: what it continues must be there
+            self._send(self.folder / HELD / self.held / DIGESTS, f"{folder}/{DIGESTS}")
+            self.there.add(self.held)
+            for mark in marks:
+                self.files.rm_file(mark)
+        elif time.monotonic() - self.since > LATE and max(self._steps(), default="") > self.held:
+            self._remove({self.held})
+            self.sent = {name: state for name, state in self.sent.items() if not name.startswith(folder)}
+        else:
+            return False
+        self.held = ""
+        shutil.rmtree(self.folder / HELD)
+        return True
+
+    def _upload_files(self, is_due: bool) -> None:
+        """Upload all files but checkpoints, so seldom that it takes at most a twentieth of the time."""
+        began = time.monotonic()
+        if is_due or began > self.next_files:
+            for file in sorted(self.folder.rglob("*")):
+                inside = file.relative_to(self.folder).parts
+                if inside[0] != "checkpoints" and not any(part.startswith(".") for part in inside) and file.is_file():
+                    self._send(file, "/".join(inside))
+            self.next_files = time.monotonic() + 20 * (time.monotonic() - began)
+
+    def _send(self, file: Path, name: str) -> None:
+        try:
+            state = _state_of(file)
+            if self.sent.get(name) != state:
+                self._make_parent(name)
+                self.files.put_file(str(file), name)
+                self.sent[name] = state
+        except FileNotFoundError:
+            if file.exists():  # else it was replaced while this ran
+                raise TuneError(f"{name} cannot be written") from None
+
+    def _make_parent(self, name: str) -> None:
+        if self.needs_folders:
+            self.files.makedirs(os.path.dirname(name), exist_ok=True)
+
+    def _remove(self, steps: set[str]) -> None:
+        for step in steps:
+            with contextlib.suppress(FileNotFoundError):
+                self.files.rm_file(f"checkpoints/{step}/{DIGESTS}")
+            with contextlib.suppress(FileNotFoundError):
+                self.files.rm(f"checkpoints/{step}", recursive=True)
+
+
+def _is_renewed(before: dict[str, str], after: dict[str, str]) -> bool:
+    """Whether these digests are of one checkpoint, `after` of the same time as `before` or later."""
+    old, new = before.get(STATE, "").split(), after.get(STATE, "").split()
+    return before | {STATE: ""} == after | {STATE: ""} and new[: len(old)] == old
+
+
+def _state_of(file: Path) -> tuple[int, int]:
+    about = file.stat()
+    return about.st_mtime_ns, about.st_size
