@@ -31,7 +31,7 @@ from tune.distributed import local_shard
 from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy, chunks
 from tune.models import balance_loss, build, moe
-from tune.plan.trace import in_equal_shares
+from tune.plan import in_equal_shares
 
 MODELS = {
     "llama-405b": {

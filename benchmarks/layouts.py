@@ -126,7 +126,7 @@ def main() -> None:
 
 def plan(folder: str, processes: int, known: float) -> None:
     """Seconds and overrides of the layouts that fit, the fastest first, where the whole batch takes `known` at once."""
-    from tune.plan.planning import Job
+    from tune.plan import Job
 
     once, cpu = settings(folder, "micro_batch_size=8"), DEVICES["cpu"]
     job = Job(once, cpu, 1)

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from bytes_moved import BytesMoved
 
 from tune.collators import Batch
-from tune.losses import LinearCrossEntropy, LogProbs
-from tune.losses.chunks import LOGITS
+from tune.losses import LOGITS, LinearCrossEntropy, LogProbs
 
 
 def naive(hidden, weight, labels, chunk):

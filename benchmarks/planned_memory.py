@@ -31,7 +31,7 @@ from tune.devices import DEVICES
 from tune.distributed import pipeline as pipeline_parallel
 from tune.losses import chunks
 from tune.models import balance_loss
-from tune.plan.memory import GIB
+from tune.plan import GIB
 from tune.plan.planning import Job, _meshes
 from tune.plan.trace import Recorder, _kernels
 

@@ -23,7 +23,7 @@ from helpers import free_port, save_checkpoint  # noqa: E402
 
 from tune.cli.plan import without_data  # noqa: E402
 from tune.devices import DEVICES  # noqa: E402
-from tune.plan.planning import Job, calibrate  # noqa: E402
+from tune.plan import Job, calibrate  # noqa: E402
 
 WORDS = [f"word{number}" for number in range(22)]
 STEPS = int(os.environ.get("STEPS", "4"))  # memory is at its peak in the second; seconds want more

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from sharded_memory import MB, peak
 
 from tune import distributed
-from tune.distributed.exchanges import Peers
+from tune.distributed import Peers
 
 KEY_HEADS, SIZE = 8, 128
 attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -21,7 +21,7 @@ import torch
 
 from tune import checkpointers, config, datasets, distributed, evaluation, generation, losses, peft
 from tune.config import instantiate, instantiate_weighted
-from tune.files.atomic import written_aside
+from tune.files import written_aside
 from tune.tokenizers import Tokenizer
 
 

@@ -1,17 +1,45 @@
 """Weights in and out, and training states to continue from."""
 
-from tune.checkpointers.checkpointer import Checkpointer
+from tune.checkpointers.best import Best, more_is_better
+from tune.checkpointers.checkpointer import STORED, Checkpointer
+from tune.checkpointers.disk import (
+    DIGESTS,
+    DiskTensor,
+    disk_tensors,
+    found_damage,
+    has_weights,
+    headers,
+    load_torch_file,
+    require_floats,
+    sampled_digest,
+    shape_differences,
+)
 from tune.checkpointers.finite import require_finite
-from tune.checkpointers.reading import checkpoint_at, read_trained
+from tune.checkpointers.reading import checkpoint_at, cut_short, read_trained, require_continuable, require_none_later
 from tune.checkpointers.weights import (
     Pretrained,
     Random,
     check,
+    full_tensors,
     hf_tensors,
     load_frozen,
     load_model,
+    load_shard,
     open_checkpoint,
     require_frozen,
     require_same_vocabulary,
 )
-from tune.checkpointers.writing import add_tokens, card, export, exported_types, model_card
+from tune.checkpointers.writing import (
+    HUB_ID,
+    add_tokens,
+    card,
+    export,
+    exported_types,
+    model_card,
+    name_of,
+    require_finite_on_all,
+    save_tensors,
+    sound,
+    with_progress,
+    write_tensors,
+)

@@ -41,11 +41,9 @@ from tune.checkpointers.reading import (
     require_none_later,
     require_same,
 )
-from tune.distributed import World, reshard
-from tune.distributed.ray_train import is_ray_worker, report
+from tune.distributed import World, is_ray_worker, report, reshard
 from tune.errors import TuneError
-from tune.files import lock
-from tune.files.atomic import CHECKPOINT, written_aside
+from tune.files import CHECKPOINT, lock, written_aside
 from tune.lookup import in_shell
 from tune.types import PositiveInt
 

@@ -19,9 +19,8 @@ from safetensors.torch import _TYPES
 from torch import Tensor
 
 from tune.errors import TuneError
-from tune.files.atomic import written_aside
-from tune.files.contents import content_digest
-from tune.models.config_file import read_json
+from tune.files import content_digest, written_aside
+from tune.models import read_json
 
 DIGESTS = "digests.json"
 WHOLE = ("model.safetensors", "pytorch_model.bin")

@@ -26,7 +26,7 @@ from torch.serialization import _get_layout
 from tune.checkpointers.disk import found_damage, shape_differences
 from tune.distributed import uncut
 from tune.errors import TuneError
-from tune.files.atomic import CHECKPOINT
+from tune.files import CHECKPOINT
 
 # Frozen parameters are not saved: they come from the checkpoint that the model was built from.
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)

@@ -20,10 +20,19 @@ from tune.checkpointers.disk import (
 )
 from tune.distributed import World, check_plan, from_its_stage, full_tensor, local_shard, parallelize
 from tune.errors import TuneError, explained
-from tune.models import Decoder, HuggingFaceModel, build, hf
-from tune.models.config_file import ConfigFile
+from tune.models import (
+    ConfigFile,
+    Decoder,
+    HuggingFaceModel,
+    Names,
+    OnDisk,
+    build,
+    disk_names,
+    disk_parts,
+    hf,
+    stored_tensors,
+)
 from tune.models.families import supported
-from tune.models.names import Names, OnDisk, disk_names, disk_parts, stored_tensors
 from tune.quantization import NF4Weight, quantize_linears
 from tune.tokenizers import Tokenizer
 

@@ -20,12 +20,9 @@ from tune.checkpointers.disk import SAFETENSORS_DTYPES, DiskTensor, disk_tensors
 from tune.checkpointers.weights import Pretrained, hf_tensors
 from tune.distributed import DTYPES, World
 from tune.errors import TuneError
-from tune.files.atomic import CHECKPOINT, exported, require_replaceable
+from tune.files import CHECKPOINT, exported, require_replaceable
 from tune.lookup import in_shell
-from tune.models import build
-from tune.models.build import as_reward_model
-from tune.models.config_file import ConfigFile, read_json
-from tune.models.names import Names, disk_names
+from tune.models import ConfigFile, Names, as_reward_model, build, disk_names, read_json
 from tune.quantization import Compressor
 from tune.secrets import without_secrets
 from tune.tokenizers import Tokenizer

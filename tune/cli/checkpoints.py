@@ -15,7 +15,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--verify", action="store_true", help="read all files, to name what is not as it was written")
     options = parser.parse_args(arguments)
     path = options.run
-    from tune.checkpointers.disk import found_damage
+    from tune.checkpointers import found_damage
 
     run = read(path)
     shown = {"loss", "reward", run.settings.get("checkpointer.keep_best")}

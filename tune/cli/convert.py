@@ -29,7 +29,7 @@ def convert(source: Path, out: Path) -> list[str]:
     if not source.exists():
         raise TuneError(f"{source}: there is no such file or folder.")
     if source.is_file():
-        from tune.convert.from_gguf import import_gguf
+        from tune.convert import import_gguf
 
         return import_gguf(source, out)
     if not any(source.glob("consolidated*.pth")) and not (source / "params.json").exists():
@@ -38,7 +38,7 @@ def convert(source: Path, out: Path) -> list[str]:
             f"{source} is not in Meta's format: it has neither consolidated.00.pth nor params.json; found {found}. For "
             "a GGUF model name the file itself. A folder in Hugging Face layout needs no conversion."
         )
-    from tune.convert.from_meta import import_meta
+    from tune.convert import import_meta
 
     return import_meta(source, out)
 

@@ -21,7 +21,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     hub_id, revision = options.hub_id, options.revision
     out = options.out or Path(hub_id.rpartition("/")[2])
-    from tune.checkpointers.writing import HUB_ID
+    from tune.checkpointers import HUB_ID
 
     with hub(hub_id, revision) as huggingface_hub:
         model = huggingface_hub.HfApi().model_info(hub_id, revision=revision)
@@ -35,7 +35,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
 def require_its_own(out: Path, hub_id: str) -> None:
     """Raises TuneError if the folder `out` holds something else than this model of the hub, or a part of it."""
-    from tune.checkpointers.writing import HUB_ID
+    from tune.checkpointers import HUB_ID
 
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return

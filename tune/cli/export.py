@@ -13,7 +13,7 @@ from typing import Any
 
 from tune.cli.convert import new_folder
 from tune.errors import TuneError
-from tune.files.atomic import CHECKPOINT
+from tune.files import CHECKPOINT
 from tune.lookup import in_shell, local_path
 
 # What a run folder may have made. It can come from another person, and a component can be any function.
@@ -46,8 +46,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         raise TuneError(f"{recipe}, which is for Ollama, exists already. Name another --out, or move it")
     with new_folder(out):
         from tune import convert, peft
-        from tune.models.config_file import ConfigFile
-        from tune.peft.named import exported_folder
+        from tune.models import ConfigFile
+        from tune.peft import exported_folder
         from tune.tokenizers import Tokenizer
 
         if options.step is not None:

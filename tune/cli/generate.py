@@ -73,7 +73,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         parser.error("--tp: an actor of Ray has the whole model; start processes that share it with torchrun")
     if options.prompt is None and options.prompts is None and sys.stdin.isatty():
         parser.error("give --prompt TEXT, --prompts FILE, or prompts on standard input")
-    from tune.datasets.prompts import placed_rows
+    from tune.datasets import placed_rows
 
     if options.out and options.out.suffix.lower() in (".csv", ".tsv", ".arrow", ".txt"):
         parser.error(f"--out {options.out}: answers are written as .jsonl or .parquet, not as {options.out.suffix}")
@@ -111,7 +111,7 @@ def opened(options: Namespace, world: Any, tell: Any) -> tuple[Any, Any, dict[st
 def sampling_settings(folder: Path, **given: float | None) -> tuple[dict[str, Any], str]:
     """The sampler's settings: those `given`, and for the others what generation_config.json in the `folder` says, which
     is the most likely token where it does not say do_sample. Also in words."""
-    from tune.tokenizers.folder import mapping_in
+    from tune.tokenizers import mapping_in
 
     file = mapping_in(folder / "generation_config.json")
     settings = {name: file.get(name) for name in SAMPLING} if file.get("do_sample") else {"temperature": 0.0}
@@ -132,7 +132,7 @@ class Answerer:
 
     def __init__(self, options: Namespace, rows: list[tuple[str, Any]]):
         from tune import distributed
-        from tune.datasets.prompts import open_prompts
+        from tune.datasets import open_prompts
         from tune.generation import Sampler
 
         self.world, self.samples = distributed.init(options.device, tp=options.tp), options.samples

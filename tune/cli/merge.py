@@ -13,7 +13,7 @@ from typing import Any
 
 from tune.cli.convert import new_folder
 from tune.errors import TuneError
-from tune.files.atomic import CHECKPOINT
+from tune.files import CHECKPOINT
 from tune.lookup import local_path
 
 
@@ -47,8 +47,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if (options.density and options.method == "linear") or (options.seed and "dare" not in str(options.method)):
         raise TuneError(f"--density is for ties and dare, and --seed for dare; the method is {options.method}")
     with new_folder(options.out):
-        from tune.peft import merge
-        from tune.peft.named import adapter_folder
+        from tune.peft import adapter_folder, merge
 
         merge(options.base, [*map(adapter_folder, options.adapter)], options.out, **combination)
 
@@ -57,7 +56,7 @@ def average(run: Path, steps: Sequence[int] | None, out: Path) -> None:
     """Write the model whose weights, adapters merged, are the means of those of the checkpoints of `run`, in fp32."""
     import torch
 
-    from tune.checkpointers.weights import full_tensors
+    from tune.checkpointers import full_tensors
     from tune.cli.export import at_step, write
     from tune.models import Decoder, build, hf
 

@@ -20,13 +20,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from tune import config
-from tune.config.check import combine
-from tune.config.text import Layer, parse
+from tune.config import Layer, combine, parse
 from tune.errors import TuneError
 from tune.launchers import count
 from tune.lookup import in_shell, local_path
-from tune.migrate import migrate
-from tune.migrate.migration import PEERS, STATUSES, Migration, NotConverted, Setting, leaves, peer_of, show
+from tune.migrate import PEERS, STATUSES, Migration, NotConverted, Setting, leaves, migrate, peer_of, show
 from tune.secrets import without_secrets
 
 COMMAND = re.compile(r"^[^#\n]*?(?:\btrl (?P<trl>\w+)|(?P<script>\w+)\.py)(?P<options> .*--\w.*)$", re.MULTILINE)

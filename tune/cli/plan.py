@@ -69,7 +69,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         parser.error(f"--price {options.price:g}: it must be 0 or more")
 
     gc.disable()  # what an import makes stays: to look for garbage in it takes a quarter of its time
-    from tune.plan.planning import CHOSEN, Job, calibrate  # imports torch
+    from tune.plan import CHOSEN, Job, calibrate
 
     gc.freeze()  # nor is it looked for while layouts are traced, or at the end
     gc.enable()

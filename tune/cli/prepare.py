@@ -23,9 +23,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     options, rest = parse_options(parser, arguments)
     cfg = settings(options.recipe, rest)
 
-    from tune.datasets import Stream
-    from tune.datasets.display import parts_of
-    from tune.datasets.warnings import warnings_about
+    from tune.datasets import Stream, parts_of, warnings_about
 
     tokenizer = config.instantiate(cfg.tokenizer)
     if "max_prompt_len" in cfg:

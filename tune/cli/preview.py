@@ -17,9 +17,7 @@ from tune.cli.prepare import prompts_of, settings
 from tune.cli.run import parse_options
 from tune.collators import IGNORE
 from tune.config import instantiate, instantiate_data
-from tune.datasets.display import MARKS, first_rows, histogram, marked, parts_of
-from tune.datasets.stream import Stream
-from tune.datasets.warnings import warnings_about
+from tune.datasets import MARKS, Stream, first_rows, histogram, marked, parts_of, warnings_about
 from tune.errors import TuneError, explained
 from tune.launchers import count
 from tune.lookup import did_you_mean

@@ -5,7 +5,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from tune.errors import TuneError, explained
-from tune.files.atomic import INDEX
+from tune.files import INDEX
 from tune.lookup import local_path, needs
 
 
@@ -24,10 +24,9 @@ def push(source: Path, repo: str, private: bool = False, token_file: Path | None
         import huggingface_hub
         from huggingface_hub import errors
         from huggingface_hub.utils import validate_repo_id
-    from tune.checkpointers.disk import has_weights
-    from tune.models.config_file import read_json
-    from tune.peft.files import CONFIG
-    from tune.peft.named import exported_folder
+    from tune.checkpointers import has_weights
+    from tune.models import read_json
+    from tune.peft import CONFIG, exported_folder
 
     wrong = f"'{repo}' is no name for a repository: OWNER/NAME of letters, digits and - _ ."
     with explained(wrong, errors.HFValidationError):

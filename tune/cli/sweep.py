@@ -65,7 +65,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     from ray import tune as ray_tune
     from ray.tune.schedulers import ASHAScheduler
 
-    from tune.checkpointers.best import more_is_better
+    from tune.checkpointers import more_is_better
 
     mode = "max" if more_is_better(options.metric, told_by_tasks(options.metric, cfg)) else "min"
     place = {"recipe": str(recipe.absolute()), "settings": settings, "out": str(out), "metric": options.metric}
@@ -159,7 +159,7 @@ def train(parameters: dict[str, Any]) -> None:
     """In a worker of Ray Tune: the run as a process, whose metrics are reported. Where Ray ends it early, it saves."""
     from ray import tune as ray_tune
 
-    from tune.distributed.restarts import end_with_parent
+    from tune.distributed import end_with_parent
 
     place, run = parameters["place"], parameters["run"]
     os.chdir(place["folder"])

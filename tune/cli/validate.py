@@ -32,7 +32,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     gc.disable()  # what an import makes stays: to look for garbage in it takes a quarter of its time
     from tune import devices
     from tune.rules import Finding, Level
-    from tune.validate.checks import validate  # imports torch
+    from tune.validate import validate
 
     kind, capability = options.device, None
     rows = None if options.all else ROWS

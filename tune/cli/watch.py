@@ -15,8 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from tune.lookup import local_path
-from tune.records import Record, number, read
-from tune.records.page import TEMPLATES, changed, samples, seconds, uses
+from tune.records import TEMPLATES, Record, changed, number, read, samples, seconds, uses
 
 LINES, BLOCKS = 8, " ▁▂▃▄▅▆▇█"  # of the curve
 CURVES = ("validation_loss", "validation_reward", "grad_norm", "lr")  # that have a line of their own, first

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from tune.errors import TuneError
-from tune.files.atomic import exported
+from tune.files import exported
 from tune.lookup import needs
-from tune.models.hf import without_bars
+from tune.models import without_bars
 
 # transformers splits text into words as GPT-2 does unless it knows the vocabulary (`tokenizer.ggml.pre`). That is right
 # for the first set; the second also splits digits.

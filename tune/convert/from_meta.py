@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tune.checkpointers.disk import load_torch_file
-from tune.checkpointers.writing import sound, write_tensors
+from tune.checkpointers import load_torch_file, sound, write_tensors
 from tune.errors import TuneError
-from tune.files.atomic import exported
-from tune.models.config_file import read_json
+from tune.files import exported
+from tune.models import read_json
 
 # Meta's name -> ours, and the dimension along which model-parallel files divide it (None: each has all of it).
 NAMES: dict[str, tuple[str, int | None]] = {

@@ -5,7 +5,7 @@ from typing import Any
 
 from tune.convert.to_gguf import llama_cpp_tensors, require_supported
 from tune.errors import TuneError
-from tune.files.atomic import written_aside
+from tune.files import written_aside
 from tune.peft import LoRALinear, adapted_modules
 
 

@@ -10,16 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tune.checkpointers.weights import Pretrained, full_tensors
-from tune.checkpointers.writing import with_progress
+from tune.checkpointers import Pretrained, full_tensors, with_progress
 from tune.errors import TuneError
-from tune.files.atomic import written_aside
+from tune.files import written_aside
 from tune.lookup import needs
-from tune.models import Decoder
-from tune.models.moe import ExpertsConfig
-from tune.models.rope import SCALINGS, RopeConfig
-from tune.tokenizers import Tokenizer
-from tune.tokenizers.ranks import LLAMA3_WORDS, QWEN_WORDS
+from tune.models import SCALINGS, Decoder, ExpertsConfig, RopeConfig
+from tune.tokenizers import LLAMA3_WORDS, QWEN_WORDS, Tokenizer
 
 LARGEST = torch.finfo(torch.float16).max
 

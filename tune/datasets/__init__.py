@@ -19,11 +19,16 @@ Where a new one goes:
 """
 
 from tune.datasets.dataset import Dataset, pack
+from tune.datasets.display import MARKS, first_rows, histogram, marked, parts_of
+from tune.datasets.formats.messages import checked_messages, conversation
 from tune.datasets.from_path import load, ray
-from tune.datasets.loader import DataLoader, GlobalBatch, validation_batches
+from tune.datasets.loader import DataLoader, GlobalBatch, require_batches, validation_batches
 from tune.datasets.mix import Mixture, mix
-from tune.datasets.prompts import Prompt, PromptLoader, Prompts, load_prompts
+from tune.datasets.prompts import Prompt, PromptLoader, Prompts, load_prompts, open_prompts, placed_rows
 from tune.datasets.rows import RowReader
 from tune.datasets.scores import add_scores, require_kept
+from tune.datasets.sources.opening import open_source
 from tune.datasets.stream import Stream
-from tune.files.contents import cache_folder
+from tune.datasets.user_functions import called
+from tune.datasets.warnings import beyond_positions, warnings_about
+from tune.files import cache_folder

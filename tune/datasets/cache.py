@@ -25,8 +25,7 @@ from tune.datasets.accounting import Accounting
 from tune.datasets.samples import Chunk, Samples, write
 from tune.datasets.sources.data_files import File
 from tune.errors import TuneError
-from tune.files.atomic import written_aside
-from tune.files.contents import content_digest
+from tune.files import content_digest, written_aside
 
 ARRAYS = ("tokens", "labels", "lengths", "supervised", "digests")
 OF_THIS_RUN = ("source", "ignored_files", "prepared", "prepared_in")  # not read from the files

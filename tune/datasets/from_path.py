@@ -23,7 +23,7 @@ from tune.datasets.stream import Stream
 from tune.datasets.user_functions import load_function, sources_of
 from tune.datasets.workers import available_cores, map_chunks
 from tune.errors import TuneError
-from tune.files.contents import cache_folder
+from tune.files import cache_folder
 from tune.lookup import did_you_mean
 from tune.tokenizers import Tokenizer
 from tune.types import Fraction, NonNegativeInt, PositiveInt

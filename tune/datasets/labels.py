@@ -14,8 +14,7 @@ from tune.collators import IGNORE, Sample
 from tune.datasets.formats.content import Chat, Content, Plain, Tokens
 from tune.datasets.formats.messages import ROLES, is_empty_answer
 from tune.errors import TuneError
-from tune.tokenizers import Message, Span, Tokenizer, require_unicode
-from tune.tokenizers.supervision import around_content
+from tune.tokenizers import Message, Span, Tokenizer, around_content, require_unicode
 
 TrainOn = Literal["assistant", "all", "last"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
 

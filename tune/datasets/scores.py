@@ -17,7 +17,7 @@ from tune.datasets.mix import Mixture
 from tune.datasets.stream import Stream
 from tune.distributed import World
 from tune.errors import TuneError
-from tune.files.atomic import written_aside
+from tune.files import written_aside
 
 SUMMED = 1 << 16  # rows at a time
 

@@ -1,12 +1,16 @@
 """Process group and mesh, sharding with FSDP2, activation memory, signals: one path for 1 to N processes."""
 
 from tune.distributed.activations import wrap_forward
-from tune.distributed.exchanges import summed
-from tune.distributed.inference import PackedWeights, inference
+from tune.distributed.context_parallel import split
+from tune.distributed.exchanges import Peers, summed
+from tune.distributed.expert_parallel import share_experts, shared_experts
+from tune.distributed.inference import LARGE, PackedWeights, inference
 from tune.distributed.interrupt import Interrupt
 from tune.distributed.pace import PACE
 from tune.distributed.parallelize import (
     DTYPES,
+    allocate,
+    cast_by_fsdp,
     clip_grad_norm_,
     parallelize,
     repeated_blocks,
@@ -16,9 +20,11 @@ from tune.distributed.parallelize import (
     stored_dtype,
     units_of,
 )
-from tune.distributed.pipeline import Pipeline, from_its_stage, uncut
+from tune.distributed.pipeline import Pipeline, from_its_stage, split_blocks, uncut
 from tune.distributed.plans import check_plan
+from tune.distributed.ray_train import is_ray_worker, report
+from tune.distributed.restarts import end_with_parent, launcher_store
 from tune.distributed.shards import full_tensor, layout_of, local_shard, norm_of_squares, sum_of_squares
 from tune.distributed.tensor_parallel import share, undivided
 from tune.distributed.traffic import bytes_sent
-from tune.distributed.world import World, init, join
+from tune.distributed.world import World, device_type, init, join

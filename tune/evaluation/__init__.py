@@ -2,6 +2,7 @@
 file that needs that library), and `log_likelihoods`; `InTraining` asks it, and prompts, as a training goes on.
 Losses on validation data, the accuracy and the routing are metrics that the model gives itself."""
 
+from tune.evaluation.harness import HarnessModel
 from tune.evaluation.in_training import InTraining
 from tune.evaluation.likelihoods import log_likelihoods
 from tune.evaluation.tasks import Tasks, exact_match, metrics, require_numbers

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from tune.datasets.prompts import open_prompts, placed_rows
+from tune.datasets import open_prompts, placed_rows
 from tune.distributed import World
 from tune.evaluation.tasks import Tasks, metrics
 from tune.generation import Sampler, answer

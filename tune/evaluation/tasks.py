@@ -15,11 +15,11 @@ from unittest import mock
 import numpy as np
 from torch import nn
 
-from tune.datasets.formats.messages import checked_messages, conversation
+from tune.datasets import checked_messages, conversation
 from tune.distributed import World
 from tune.errors import TuneError
 from tune.lookup import did_you_mean, needs
-from tune.models.hf import without_bars
+from tune.models import without_bars
 from tune.tokenizers import Message, Tokenizer
 
 

@@ -5,3 +5,4 @@
 
 from tune.files import lock
 from tune.files.atomic import CHECKPOINT, INDEX, exported, require_replaceable, written_aside
+from tune.files.contents import cache_folder, content_digest

@@ -6,6 +6,7 @@ from tune.generation.continuation import Continuation
 from tune.generation.own_answers import own_answers
 from tune.generation.reward_model import RewardModel
 from tune.generation.rollout import (
+    EXAMPLES,
     Environment,
     Episode,
     Reward,
@@ -16,5 +17,5 @@ from tune.generation.rollout import (
     rollout,
     statistics,
 )
-from tune.generation.sampler import Completion, Sampler, answer, choose
+from tune.generation.sampler import PREFILL_TOKENS, Completion, Sampler, answer, choose
 from tune.generation.vllm_engine import VLLM

@@ -12,8 +12,7 @@ from tune.distributed import World
 from tune.generation.rollout import Episode
 from tune.losses import score
 from tune.models import Decoder
-from tune.tokenizers import Tokenizer
-from tune.tokenizers.supervision import PROBE
+from tune.tokenizers import PROBE, Tokenizer
 from tune.types import PositiveInt
 
 

@@ -14,9 +14,7 @@ import torch
 from torch import nn
 
 from tune.collators import IGNORE, Batch, Sample, collate
-from tune.datasets import Prompt
-from tune.datasets.formats.messages import checked_messages
-from tune.datasets.user_functions import called
+from tune.datasets import Prompt, called, checked_messages
 from tune.distributed import World
 from tune.errors import TuneError
 from tune.generation.sampler import Completion, Sampler

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tune.collators import Batch
 from tune.distributed import World, inference
 from tune.errors import TuneError
-from tune.losses.chunks import Rows, normalize
+from tune.losses import Rows, normalize
 from tune.models import Decoder, HuggingFaceModel
 from tune.tokenizers import Tokenizer
 from tune.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share, UnitInterval, mismatch

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tune.errors import TuneError
-from tune.tokenizers import Message
-from tune.tokenizers.supervision import PROBE, common_prefix
+from tune.tokenizers import PROBE, Message, common_prefix
 
 # Behind these stand calls as JSON: Qwen and Hermes, Mistral, Llama 3, Phi-4. Llama 3 writes a call alone, too.
 _CALLS = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|<\|tool_call\|>")

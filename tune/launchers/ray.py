@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from tune.errors import TuneError
-from tune.files.atomic import CHECKPOINT
+from tune.files import CHECKPOINT
 from tune.launchers import count
 from tune.lookup import in_shell
 from tune.ray_cluster import LIMIT, connect, quiet, require_answer

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tune.errors import TuneError
-from tune.files.atomic import CHECKPOINT
+from tune.files import CHECKPOINT
 from tune.launchers import count
 
 NOTICE = 600  # seconds before the time limit in which the last checkpoint is saved, or a fifth of a short limit

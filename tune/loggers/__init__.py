@@ -1,3 +1,3 @@
 """Metrics and the sinks that take them."""
 
-from tune.loggers.sinks import Sink
+from tune.loggers.sinks import WANDB_OFF, Console, Files, Sink, WandbOptions, lines_after, open_sinks, require_installed

@@ -5,7 +5,7 @@ count of the whole optimizer step. `LogProbs` returns values per token, `LastTok
 makes its loss of them. All but the last take shares of the output weight's rows (`takes_shares`).
 """
 
-from tune.losses.chunks import takes_shares
+from tune.losses.chunks import LOGITS, Rows, normalize, takes_shares
 from tune.losses.divergences import Divergence, ForwardKL, JensenShannon, MostProbable, ReverseKL, Teacher, TopK
 from tune.losses.linear_cross_entropy import LinearCrossEntropy
 from tune.losses.log_probs import LogProbs, TokenLogProbs, per_document

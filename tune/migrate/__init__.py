@@ -1,3 +1,4 @@
 """Settings of ours from configs of other libraries, whose words are tables in `peers/`."""
 
 from tune.migrate.migrate import migrate
+from tune.migrate.migration import PEERS, STATUSES, Migration, NotConverted, Setting, leaves, peer_of, show

@@ -14,8 +14,7 @@ import yaml
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tune.config import read_file
-from tune.config.check import signature_of
+from tune.config import read_file, signature_of
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
 

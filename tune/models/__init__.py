@@ -1,9 +1,12 @@
 """Models, built from config.json. One decoder for all families; families/ has how each config.json is read; hf.py
 wraps any other causal language model of transformers."""
 
-from tune.models.build import build, prepare_scores
+from tune.models.build import as_reward_model, build, prepare_scores
+from tune.models.config_file import ConfigFile, read_json
 from tune.models.context import KeyValueCache
-from tune.models.decoder import Decoder, DecoderConfig, TrainableModel
-from tune.models.hf import HuggingFaceModel, hf
-from tune.models.names import Names
+from tune.models.decoder import Decoder, DecoderConfig, TrainableModel, weight_flops
+from tune.models.hf import HuggingFaceModel, hf, without_bars
+from tune.models.moe import Dispatch, ExpertLinear, ExpertsConfig, grouped_product
+from tune.models.names import Names, OnDisk, disk_names, disk_parts, own_name, peft_name, stored_tensors
+from tune.models.rope import SCALINGS, RopeConfig
 from tune.models.routing import balance_loss

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from tune.errors import TuneError
 from tune.lookup import absent, did_you_mean, in_shell, is_on_the_hub
-from tune.tokenizers.folder import mapping_in
+from tune.tokenizers import mapping_in
 
 T = TypeVar("T")
 # Fields without effect on what the model computes in training.

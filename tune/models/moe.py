@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tune.distributed.exchanges import Peers
+from tune.distributed import Peers
 from tune.models.context import Context
 from tune.models.layers import ACTIVATIONS, MLP, MLPConfig
 from tune.models.routing import Router, RouterConfig, RoutingStats

@@ -7,9 +7,9 @@ PEFT's format.
 from tune.peft.adapters import adapted_modules, initialize, switched_off
 from tune.peft.adding import add_adapters
 from tune.peft.dropout import set_dropout_keys
-from tune.peft.files import adapter, digest, export_adapter, export_trained, load_adapter, read_adapter, start
+from tune.peft.files import CONFIG, adapter, digest, export_adapter, export_trained, load_adapter, read_adapter, start
 from tune.peft.lora import LoRA, LoRALinear
 from tune.peft.merging import give_memory, merge, open_on_disk
-from tune.peft.named import open_model, resolve_model
+from tune.peft.named import adapter_folder, exported_folder, open_model, resolve_model
 from tune.peft.reference import Reference
 from tune.peft.tokens import untrained_tokens

@@ -10,8 +10,7 @@ from torch import nn
 
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
-from tune.models.moe import ExpertLinear
-from tune.models.names import Names
+from tune.models import ExpertLinear, Names
 from tune.peft.adapters import Adapter, adapted_modules, initialize, is_tied
 from tune.peft.files import load_adapter
 from tune.peft.lora import KINDS, LoRA, LoRAExperts, LowRank, matches

@@ -12,16 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from tune.checkpointers import Pretrained, export
-from tune.checkpointers.disk import DiskTensor, headers, require_floats, shape_differences
-from tune.checkpointers.weights import load_shard
-from tune.checkpointers.writing import require_finite_on_all, save_tensors
+from tune.checkpointers import (
+    DiskTensor,
+    Pretrained,
+    export,
+    headers,
+    load_shard,
+    require_finite_on_all,
+    require_floats,
+    save_tensors,
+    shape_differences,
+)
 from tune.distributed import World, from_its_stage, full_tensor, local_shard, uncut
 from tune.errors import TuneError
-from tune.files.atomic import exported, require_replaceable
-from tune.files.contents import content_digest
-from tune.models.config_file import read_json
-from tune.models.names import Names, OnDisk, disk_parts, own_name, peft_name
+from tune.files import content_digest, exported, require_replaceable
+from tune.models import Names, OnDisk, disk_parts, own_name, peft_name, read_json
 from tune.peft.adapters import Adapter, adapted_modules, initialize, is_tied
 from tune.peft.lora import LoRA, LoRAExperts, LowRank
 from tune.peft.tokens import TokenRows

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tune.distributed import full_tensor, summed
 from tune.errors import TuneError
-from tune.models.moe import Dispatch, ExpertLinear, grouped_product
+from tune.models import Dispatch, ExpertLinear, grouped_product
 from tune.peft.dropout import THIRD, dropout, mix, prepare_dropout
 from tune.quantization import NF4Weight, Rounding
 from tune.types import Fraction, PositiveFloat, PositiveInt

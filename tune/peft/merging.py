@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tune import distributed
-from tune.checkpointers import Pretrained, export, open_checkpoint
-from tune.checkpointers.writing import card, name_of
+from tune.checkpointers import Pretrained, card, export, name_of, open_checkpoint
 from tune.errors import TuneError
-from tune.models.config_file import ConfigFile
-from tune.models.names import Names
+from tune.models import ConfigFile, Names
 from tune.peft.adapters import adapted_modules
 from tune.peft.adding import add_adapters
 from tune.peft.files import load_adapter, read_adapter

@@ -10,14 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tune.checkpointers import check, open_checkpoint
-from tune.distributed import DTYPES
-from tune.distributed.parallelize import allocate, repeated_blocks, units_of
-from tune.distributed.tensor_parallel import share
+from tune.distributed import DTYPES, allocate, repeated_blocks, share, units_of
 from tune.errors import TuneError
-from tune.files.atomic import CHECKPOINT
+from tune.files import CHECKPOINT
 from tune.lookup import in_shell, local_path
-from tune.models import HuggingFaceModel
-from tune.models.config_file import ConfigFile, read_json
+from tune.models import ConfigFile, HuggingFaceModel, read_json
 from tune.peft.adapters import adapted_modules
 from tune.peft.adding import add_adapters
 from tune.peft.files import CONFIG, load_adapter, read_adapter

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tune.checkpointers.disk import DiskTensor, disk_tensors
+from tune.checkpointers import DiskTensor, disk_tensors
 from tune.distributed import full_tensor
-from tune.models.names import Names
+from tune.models import Names
 
 CHUNK = 16_384  # rows that are compared at one time
 ALIKE, SMALL = 0.999, 0.1  # cosine similarity; share of the median norm

@@ -4,4 +4,8 @@ They follow from what a recipe computes (objectives) of shortened models on fake
 and by the roofline (speed) of a device. `layout_of` takes the best one for the processes of a run (parallel=auto).
 """
 
+from tune.plan.alter import alter
 from tune.plan.layout import layout_of
+from tune.plan.memory import GIB
+from tune.plan.planning import CHOSEN, Job, calibrate
+from tune.plan.trace import in_equal_shares

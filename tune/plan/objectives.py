@@ -16,11 +16,9 @@ from tune.collators import IGNORE, Batch, Sample, collate
 from tune.config import instantiate
 from tune.distributed import DTYPES
 from tune.errors import TuneError
-from tune.generation.rollout import EXAMPLES
-from tune.generation.sampler import PREFILL_TOKENS, Sampler, choose
+from tune.generation import EXAMPLES, PREFILL_TOKENS, Sampler, choose
 from tune.lookup import locate
-from tune.models import balance_loss, build, hf
-from tune.models.config_file import ConfigFile
+from tune.models import ConfigFile, balance_loss, build, hf
 from tune.models.families import supported
 from tune.plan.trace import Subject, shorten
 

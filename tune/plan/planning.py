@@ -18,21 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tune.config import instantiate
-from tune.datasets.loader import require_batches
-from tune.datasets.warnings import beyond_positions
+from tune.datasets import beyond_positions, require_batches
 from tune.devices import Device
-from tune.distributed import DTYPES, repeated_blocks
-from tune.distributed.inference import LARGE
-from tune.distributed.parallelize import cast_by_fsdp
-from tune.distributed.pipeline import split_blocks
+from tune.distributed import DTYPES, LARGE, cast_by_fsdp, repeated_blocks, split_blocks
 from tune.errors import TuneError
 from tune.plan.alter import alter
 from tune.plan.memory import GIB, IN_STEP, PARTS, Checkpointing, Layout, Stage, bytes_of_states, memory
 from tune.plan.objectives import as_rows, full_rows, read_together, subjects
 from tune.plan.speed import seconds
 from tune.plan.trace import Trace, trace
-from tune.run import flops_per_token
-from tune.run.hardware import planned_memory
+from tune.run import flops_per_token, planned_memory
 from tune.types import as_given
 
 # The settings of a layout that a search chooses.

@@ -28,10 +28,18 @@ from torch.utils.flop_counter import flop_registry
 
 from tune.collators import Batch
 from tune.devices import Device
-from tune.distributed import DTYPES, repeated_blocks, share, stored_dtype, units_of, wrap_forward
-from tune.distributed.context_parallel import split
-from tune.distributed.expert_parallel import share_experts, shared_experts
-from tune.distributed.parallelize import cast_by_fsdp
+from tune.distributed import (
+    DTYPES,
+    cast_by_fsdp,
+    repeated_blocks,
+    share,
+    share_experts,
+    shared_experts,
+    split,
+    stored_dtype,
+    units_of,
+    wrap_forward,
+)
 from tune.losses import chunks
 from tune.models import attention, moe
 from tune.quantization import nf4

@@ -1,6 +1,6 @@
 """Run folders as they stand: what one says of its run, and the page that shows one or several."""
 
-from tune.records.page import write_report
+from tune.records.page import TEMPLATES, changed, samples, seconds, uses, write_report
 from tune.records.record import (
     Record,
     differences,

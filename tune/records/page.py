@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from tune import config
 from tune.errors import TuneError
-from tune.files.atomic import written_aside
+from tune.files import written_aside
 from tune.lookup import in_shell
 from tune.records.record import Record, differences, json_object, number, read
 from tune.secrets import without_secrets

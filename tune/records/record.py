@@ -16,8 +16,7 @@ import numpy as np
 
 from tune import config
 from tune.errors import TuneError
-from tune.files import lock
-from tune.files.atomic import CHECKPOINT, written_aside
+from tune.files import CHECKPOINT, lock, written_aside
 from tune.lookup import in_shell
 from tune.secrets import without_secrets
 

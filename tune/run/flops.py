@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tune.devices import named
-from tune.models.decoder import Decoder, weight_flops
+from tune.models import Decoder, weight_flops
 
 
 def peak_flops(device: torch.device) -> float | None:

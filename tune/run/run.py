@@ -18,16 +18,25 @@ from torch import nn
 
 from tune import config, records
 from tune.checkpointers import Checkpointer
-from tune.datasets import DataLoader, Dataset, Mixture, PromptLoader, Stream
-from tune.datasets.display import MARKS, first_rows, marked, parts_of
-from tune.datasets.loader import require_batches
-from tune.datasets.warnings import beyond_positions, warnings_about
+from tune.datasets import (
+    MARKS,
+    DataLoader,
+    Dataset,
+    Mixture,
+    PromptLoader,
+    Stream,
+    beyond_positions,
+    first_rows,
+    marked,
+    parts_of,
+    require_batches,
+    warnings_about,
+)
 from tune.distributed import PACE, Interrupt, World, bytes_sent, repeated_blocks, undivided
 from tune.errors import TuneError
-from tune.files import lock
-from tune.files.atomic import CHECKPOINT
+from tune.files import CHECKPOINT, lock
 from tune.generation import Sampler
-from tune.loggers.sinks import WANDB_OFF, Console, Files, Sink, WandbOptions, lines_after, open_sinks, require_installed
+from tune.loggers import WANDB_OFF, Console, Files, Sink, WandbOptions, lines_after, open_sinks, require_installed
 from tune.lookup import in_shell
 from tune.peft import untrained_tokens
 from tune.quantization import count_parameters

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tune import records
-from tune.checkpointers import checkpoint_at
-from tune.checkpointers.disk import sampled_digest
-from tune.distributed import World
-from tune.distributed.restarts import launcher_store
+from tune.checkpointers import checkpoint_at, sampled_digest
+from tune.distributed import World, launcher_store
 from tune.errors import TuneError
-from tune.files.atomic import CHECKPOINT, require_replaceable
+from tune.files import CHECKPOINT, require_replaceable
 from tune.lookup import in_shell, local_path
 
 OF_MODELS = ("config.json", "adapter_config.json")

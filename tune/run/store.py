@@ -20,11 +20,10 @@ from typing import Any
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 
-from tune.checkpointers.checkpointer import STORED
-from tune.checkpointers.disk import DIGESTS, found_damage
+from tune.checkpointers import DIGESTS, STORED, found_damage
 from tune.distributed import World
 from tune.errors import TuneError
-from tune.files.atomic import CHECKPOINT, written_aside
+from tune.files import CHECKPOINT, written_aside
 from tune.secrets import without_secrets
 
 PAUSE = 2.0  # seconds between looks at what is new

@@ -15,7 +15,7 @@ from types import FrameType
 
 from tune import records
 from tune.distributed import World
-from tune.files.atomic import CHECKPOINT, written_aside
+from tune.files import CHECKPOINT, written_aside
 
 WAITING = ("torch/distributed/", "tune/distributed/world.py")  # frames of a process that waits for others
 

@@ -1,5 +1,7 @@
 """Text to tokens and conversations to supervised text, as the model's own tokenizer files say."""
 
 from tune.tokenizers.chat_template import ChatTemplate, Message, Span
-from tune.tokenizers.supervision import supervised_spans
+from tune.tokenizers.folder import mapping_in
+from tune.tokenizers.ranks import LLAMA3_WORDS, QWEN_WORDS
+from tune.tokenizers.supervision import PROBE, around_content, common_prefix, supervised_spans
 from tune.tokenizers.tokenizer import Tokenizer, require_unicode

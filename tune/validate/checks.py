@@ -27,25 +27,28 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tune import checkpointers, datasets, distributed, evaluation, optimizers, peft
-from tune.checkpointers import open_checkpoint, require_same_vocabulary
-from tune.checkpointers.best import Best
-from tune.checkpointers.reading import cut_short, require_continuable, require_none_later
+from tune.checkpointers import (
+    Best,
+    cut_short,
+    open_checkpoint,
+    require_continuable,
+    require_none_later,
+    require_same_vocabulary,
+)
 from tune.config import inherited, instantiate, instantiate_data, instantiate_weighted, local_folder
-from tune.datasets.display import parts_of
-from tune.datasets.loader import require_batches
-from tune.datasets.sources.opening import open_source
-from tune.datasets.warnings import beyond_positions, warnings_about
+from tune.datasets import beyond_positions, open_source, parts_of, require_batches, warnings_about
 from tune.devices import DEVICES
-from tune.distributed.world import World, device_type
+from tune.distributed import World, device_type
 from tune.errors import TuneError, explained
-from tune.files.atomic import CHECKPOINT
+from tune.files import CHECKPOINT
 from tune.generation import Reward, Sampler, check_prompts
-from tune.loggers.sinks import require_installed
+from tune.loggers import require_installed
 from tune.lookup import locate, needs
 from tune.losses import MostProbable
-from tune.models.build import prepare_scores
+from tune.models import prepare_scores
+from tune.plan import Job, alter
 from tune.rules import Facts, Finding, Level, judge
-from tune.run.hardware import disk_note
+from tune.run import disk_note, run_folder
 from tune.tokenizers import Tokenizer
 
 PLACE = re.compile(r"([\w./\[\]-]+(?::\d+)?): (.+)", re.DOTALL)

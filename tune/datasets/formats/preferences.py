@@ -8,7 +8,7 @@ from typing import Any
 from tune.datasets.formats.content import Answers, Chat, Content, Dropped, Plain, Row, Tokens, require
 from tune.datasets.formats.messages import checked_messages, checked_tools, conversation, question_of
 from tune.errors import TuneError
-from tune.tokenizers.supervision import common_prefix
+from tune.tokenizers import common_prefix
 
 QUESTIONS = ("question", "instruction", "query", "problem", "input")
 
