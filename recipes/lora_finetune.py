@@ -20,7 +20,7 @@ from tune.run import Run, profile
 
 @config.entrypoint("lora_finetune")
 def main(cfg):
-    world = distributed.init(cfg.device, **layout_of(cfg))
+    world = distributed.init(cfg.device, max_seq_len=cfg.max_seq_len, **layout_of(cfg.parallel, cfg))
     run = Run("lora_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
@@ -36,16 +36,27 @@ def main(cfg):
         types = checkpointers.exported_types(model, cfg.model.path)
         quantization.round_linears(model, cfg.quantization.qat, types, cfg.dtype)
     distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
+    datasets.require_batches(
+        cfg.global_batch_size, cfg.micro_batch_size, world.data_size, world.num_stages,
+        accumulate=not cfg.optimizer_in_backward,
+    )  # fmt: skip
 
     tokenizer = instantiate(cfg.tokenizer)
-    dataset, validation = instantiate_data(cfg, tokenizer, model.config.vocab_size)
+    dataset, validation = instantiate_data(
+        cfg.dataset, cfg.validation_dataset, tokenizer, vocab_size=model.config.vocab_size,
+        max_seq_len=cfg.max_seq_len, packed=cfg.packed,
+    )  # fmt: skip
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
     data = datasets.DataLoader(
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
         seed=cfg.seed, accumulate=not cfg.optimizer_in_backward, pad_to=pad_to,
     )  # fmt: skip
     evaluations = evaluation.InTraining(tokenizer, model, world, run.info, **cfg.evaluate)
-    run.describe(model, data, tokenizer, validation)
+    run.describe(
+        model, data, tokenizer, validation, base=cfg.model.path, dtype=cfg.dtype, master_dtype=cfg.master_dtype,
+        compile=cfg.compile, activation_checkpointing=cfg.memory.activation_checkpointing,
+        merged=cfg.model.path if cfg.export.merge else None, keep=cfg.checkpointer.get("keep"),
+    )  # fmt: skip
     run.info(adapted.table())
 
     distributed.parallelize(
@@ -74,7 +85,7 @@ def main(cfg):
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
     with run:  # closes its files and loggers, however the training ends
-        steps = run.track(data, start, total=len(data), until=checkpointer.is_over)
+        steps = run.track(data, start, total=len(data), checkpointer=checkpointer)
         for step, batch in profile(steps, run.path / "profile", world, **cfg.profiler):
             if step == 1 and validation and cfg.validate_first:
                 with run.pause():

@@ -41,7 +41,7 @@ from tune.run import Run, profile
 
 @config.entrypoint("ppo_finetune")
 def main(cfg):
-    world = distributed.init(cfg.device, **layout_of(cfg))
+    world = distributed.init(cfg.device, **layout_of(cfg.parallel, cfg))
     run = Run("ppo_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
@@ -76,7 +76,12 @@ def main(cfg):
     longest = cfg.max_prompt_len + sampler.max_new_tokens
     pad_to = longest if cfg.compile else None  # batches of one shape
     evaluations = evaluation.InTraining(tokenizer, model, world, run.info, **cfg.evaluate)
-    run.describe_prompts(model, data, sampler, longest)
+    run.describe_prompts(
+        model, data, sampler, longest=longest, samples=cfg.samples_per_prompt, micro_batch_size=cfg.micro_batch_size,
+        dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
+        activation_checkpointing=cfg.memory.activation_checkpointing,
+        merged=cfg.model.path if cfg.export.merge else None, keep=cfg.checkpointer.get("keep"),
+    )  # fmt: skip
     if adapted:
         run.info(adapted.table())
 
@@ -146,7 +151,7 @@ def main(cfg):
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
     with run:  # closes its files and loggers, however the training ends
-        steps = run.track(data, start, total=len(data), until=checkpointer.is_over)
+        steps = run.track(data, start, total=len(data), checkpointer=checkpointer)
         for step, prompts in profile(steps, run.path / "profile", world, **cfg.profiler):
             if step == 1 and validation and cfg.validate_first:
                 with run.pause():

@@ -25,6 +25,7 @@ IMPORTED = (
     "tune.optimizers",
     "tune.peft",
     "tune.quantization",
+    "tune.run",
 )
 
 

@@ -241,11 +241,11 @@ def test_what_cannot_be_cut(checkpoint, tmp_path):
 
 
 def test_too_few_micro_batches():
-    require_batches(2, 16, 2, True, stages=4)
+    require_batches(16, 2, 2, 4)
     with pytest.raises(
         TuneError, match=r"parallel\.pp: 4 stages .* 2 micro-batch\(es\): .* global_batch_size to 16 or more"
     ):
-        require_batches(2, 8, 2, True, stages=4)
+        require_batches(8, 2, 2, 4)
 
 
 def test_processes_that_are_no_pipeline():

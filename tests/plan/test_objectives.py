@@ -90,7 +90,7 @@ def test_peak_of_completions_of_a_family(of_family, more, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("micro_batch_size", [4, 16])
 def test_a_search_knows_what_groups_share(micro_batch_size, checkpoint):
-    common = [f"model.path={checkpoint}", "dataset.path=x", "reward=preflight.test_objectives.length_modulo"]
+    common = [f"model.path={checkpoint}", "dataset.path=x", "reward=plan.test_objectives.length_modulo"]
     sizes = ["group_size=4", "prompts_per_step=4", "max_prompt_len=400", f"micro_batch_size={micro_batch_size}"]
     job = Job(config.load("grpo", [*common, *sizes, "sampling.max_new_tokens=20", "sampling.max_rows=4"]), EXACT, 1)
     peaks = [job.plan(job.layout(), line).peak for line in (False, True)]
@@ -110,7 +110,7 @@ def compare_completions(folder, tmp_path, monkeypatch, more, is_rollout=None, re
     cfg = config.load("grpo", [
         f"model.path={folder}", f"dataset.path={tmp_path / 'prompts.jsonl'}", f"output_dir={tmp_path / 'run'}",
         f"max_prompt_len={length}", "sampling.max_new_tokens=40", "max_steps=2", "device=cpu", "dtype=fp32",
-        "reward=preflight.test_objectives.length_modulo", "checkpointer.async=false", *more,
+        "reward=plan.test_objectives.length_modulo", "checkpointer.async=false", *more,
     ])  # fmt: skip
     job = Job(cfg, EXACT, 1)
     plan, recorder = job.plan(job.layout()), Recorder(EXACT, "fp32", False)

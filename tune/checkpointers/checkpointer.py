@@ -112,6 +112,11 @@ class Checkpointer:
         self.saved, self.reported, self.writing = 0, 0, 0
         self.resumed: dict[int, Path] = {}  # by step the checkpoints of the folder that training continues from
         is_first_here = os.environ.get("LOCAL_RANK") == "0" and (folder.parent / STORED).exists()
+        if (keep_best or on_nan == "rollback") and sum(world.all_gather(is_first_here)) > 1:
+            raise TuneError(
+                "output_dir: checkpointer.keep_best and on_nan=rollback read checkpoints while training, of which each "
+                "node has only its part with a URL. Give a folder that all nodes share, or leave both out"
+            )
         self.tidies = world.is_main or is_first_here  # the one process of a folder that renames and removes in it
         self.group = _background_group(dist.group.WORLD, world.timeout)
         self.background = ThreadPoolExecutor(max_workers=1)

@@ -45,6 +45,12 @@ def main(arguments: list[str] | None = None) -> None:
     except TuneError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except AttributeError as error:  # of OmegaConf, whose import takes time: a copied recipe has other settings
+        if type(error).__name__ != "ConfigAttributeError":
+            raise
+        key = getattr(error, "full_key", "")
+        print(f"error: {key}: tune {verb} reads this setting, and the recipe has none of that name", file=sys.stderr)
+        sys.exit(2)
     except BrokenPipeError:  # `tune cat NAME | head`
         sys.stderr.close()
     except KeyboardInterrupt:

@@ -24,6 +24,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     cfg = settings(options.recipe, rest)
 
     from tune.datasets import Stream, parts_of, warnings_about
+    from tune.validate import data_of
 
     tokenizer = config.instantiate(cfg.tokenizer)
     if "max_prompt_len" in cfg:
@@ -31,7 +32,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         for name, prompts in prompts_of(cfg, tokenizer).items():
             print(f"{name}: {prompts.table()}")
         return
-    dataset, validation = config.instantiate_data(cfg, tokenizer)
+    dataset, validation = data_of(cfg, tokenizer)
     for part in filter(None, (dataset, validation)):
         if isinstance(part, Stream):
             print(without_secrets(f"{part.name} is streamed: nothing of it is kept. Its first rows:"))

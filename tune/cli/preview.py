@@ -16,11 +16,12 @@ from rich.text import Text
 from tune.cli.prepare import prompts_of, settings
 from tune.cli.run import parse_options
 from tune.collators import IGNORE
-from tune.config import instantiate, instantiate_data
+from tune.config import instantiate
 from tune.datasets import MARKS, Stream, first_rows, histogram, marked, parts_of, warnings_about
 from tune.errors import TuneError, explained
 from tune.launchers import count
 from tune.lookup import did_you_mean
+from tune.validate import data_of
 
 STYLES = {True: ("black on pale_green1", "black on pale_green3"), False: ("grey62", "grey50")}
 BAR = 40  # characters of the longest bar
@@ -54,7 +55,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             for prompt in found.prompts[: options.rows]:
                 print(f"\nprompt {prompt.index}: {len(prompt.tokens):,} tokens\n{tokenizer.decode(prompt.tokens)}")
         return
-    dataset, validation = instantiate_data(cfg, tokenizer)
+    dataset, validation = data_of(cfg, tokenizer)
     training, held_out = parts_of(dataset, "training"), parts_of(validation, "validation")
     tables = [each.accounting.table() for each in (dataset, validation) if each]
     if options.source is not None:

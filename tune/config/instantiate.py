@@ -49,17 +49,20 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
     return made
 
 
-def instantiate_data(cfg: DictConfig, tokenizer: Any, vocab_size: int | None = None) -> tuple[Any, Any]:
-    """The training and validation datasets: `cfg.dataset`, and `cfg.validation_dataset` or what `cfg.dataset` holds out
-    or None. Raises TuneError if a token is not one of the model's `vocab_size`."""
-    kind = getattr(locate(cfg.loss[COMPONENT]), "rows", None)  # what the loss compares
-    rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed} | ({"kind": kind} if kind else {})
-    dataset = instantiate(cfg.dataset, tokenizer, **rows)
+def instantiate_data(
+    training: DictConfig, held_out: DictConfig, tokenizer: Any, *, vocab_size: int | None = None, **rows: Any
+) -> tuple[Any, Any]:
+    """The datasets to train and to validate on, which the settings name: that of `training`, and that of `held_out`, or
+    what the first one holds out itself, or None.
+
+    `rows` are further arguments of both, such as `max_seq_len`. `held_out` takes over how columns are read, see
+    `inherited`; its `path` is null where there is none. Raises TuneError if a token is not one of the model's
+    `vocab_size`.
+    """
+    dataset = instantiate(training, tokenizer, **rows)
     validation = dataset.validation
-    if cfg.validation_dataset.get("path", True):  # another component than `load` may have no path
-        validation = instantiate(
-            cfg.validation_dataset, tokenizer, **rows, **inherited(cfg.validation_dataset, cfg.dataset)
-        )
+    if held_out.get("path", True):  # another component than `load` may have no path
+        validation = instantiate(held_out, tokenizer, **rows, **inherited(held_out, training))
     for part in filter(None, (dataset, validation)) if vocab_size else ():
         part.require_vocabulary(vocab_size)
     return dataset, validation

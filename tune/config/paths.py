@@ -31,9 +31,12 @@ def find_config(name: str) -> Path:
 
 
 def find_default(recipe: Path, name: str) -> Path:
-    """The file of the config that `recipe` names as its default: beside it, as in a copy of `tune cp`, or ours."""
-    beside = recipe.parent / f"{name.removesuffix('.yaml')}.yaml"
-    return beside if beside.is_file() else find_config(name)
+    """The file of the settings of `recipe`: of its own name next to it, as a copy has it; of the `name` that it gives
+    itself, next to it; or one of the library's configs."""
+    for beside in (recipe.with_suffix(".yaml"), recipe.with_name(f"{name.removesuffix('.yaml')}.yaml")):
+        if beside.is_file():
+            return beside
+    return find_config(name)
 
 
 def local_folder(output_dir: str) -> Path:

@@ -65,7 +65,7 @@ class DataLoader:
             self.steps_per_epoch = -(-len(dataset) // global_batch_size)
             whole = steps_of(epochs, self.steps_per_epoch)
             self._steps = whole if max_steps is None else min(whole, max_steps)
-        require_batches(world.data_size, global_batch_size, micro_batch_size, accumulate)
+        require_batches(global_batch_size, micro_batch_size, world.data_size, accumulate=accumulate)
         self._step, self._position = 0, Position()
 
     def __len__(self) -> int:
@@ -162,10 +162,10 @@ def _micro_batches(
 
 
 def require_batches(
-    ranks: int, global_batch_size: int, micro_batch_size: int, accumulate: bool, stages: int = 1
+    global_batch_size: int, micro_batch_size: int, ranks: int, stages: int = 1, *, accumulate: bool = True
 ) -> None:
-    """Raises TuneError if a global batch is not so many micro-batches on each of the data-parallel `ranks`, or these
-    are fewer than the `stages` of a pipeline."""
+    """Raises TuneError if a global batch is not a number of micro-batches on each of the data-parallel `ranks` (one,
+    unless `accumulate`), or these are fewer than the `stages` of a pipeline."""
     together = ranks * micro_batch_size
     if stages * together > global_batch_size and global_batch_size % together == 0:
         raise TuneError(

@@ -17,16 +17,16 @@ from tune.plan.planning import Job
 from tune.types import as_given
 
 
-def layout_of(cfg: DictConfig) -> dict[str, Any]:
-    """The group `parallel` of a recipe's settings, and `max_seq_len`, as `tune.distributed.init` takes them. With
-    `parallel.auto`, `cfg` is given the fastest layout that fits, with its micro-batch, checkpointing and offload: on
-    all processes what the first one finds, which tells it.
+def layout_of(parallel: DictConfig, cfg: DictConfig) -> dict[str, Any]:
+    """The group `parallel` of the settings `cfg`, as `tune.distributed.init` takes it. With `parallel.auto`, `cfg` is
+    given the fastest layout that fits, with its micro-batch, checkpointing and offload: on all processes what the first
+    one finds, which tells it.
 
     Raises:
         TuneError: nothing fits, or the recipe, a setting or the device is not planned.
     """
-    if cfg.parallel.get("auto"):
-        here = distributed.join(cfg.device, cfg.parallel.timeout)
+    if parallel.get("auto"):
+        here = distributed.join(cfg.get("device", "auto"), parallel.timeout)
         box: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
@@ -42,9 +42,8 @@ def layout_of(cfg: DictConfig) -> dict[str, Any]:
             raise box[0]
         for key, value in box[0].items():
             OmegaConf.update(cfg, key, value)
-        cfg.parallel.auto = False  # config.yaml says what was chosen
-    length = {"max_seq_len": cfg.max_seq_len} if "max_seq_len" in cfg else {}
-    return length | {str(name): value for name, value in cfg.parallel.items() if name != "auto"}
+        parallel.auto = False  # config.yaml says what was chosen
+    return {str(name): value for name, value in parallel.items() if name != "auto"}
 
 
 def best(settings: dict[str, Any], device: Device, processes: int) -> dict[str, Any]:

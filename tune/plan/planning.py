@@ -172,7 +172,7 @@ class Job:
         if samples := self.subjects[-1].place == "rollout":
             mine = self._prompts(layout) * group
         else:
-            require_batches(layout.data, rows, micro, not layout.optimizer_in_backward, layout.pp)
+            require_batches(rows, micro, layout.data, layout.pp, accumulate=not layout.optimizer_in_backward)
             mine = rows // layout.data
         layout = replace(layout, micro_batches=-(-mine // micro))
         plain = layout.size == 1 and not self.casts and not layout.cpu_offload  # as `parallelize` has it

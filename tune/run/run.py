@@ -9,8 +9,8 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -29,7 +29,6 @@ from tune.datasets import (
     first_rows,
     marked,
     parts_of,
-    require_batches,
     warnings_about,
 )
 from tune.distributed import PACE, Interrupt, World, bytes_sent, repeated_blocks, undivided
@@ -50,6 +49,19 @@ from tune.secrets import without_secrets
 from tune.tokenizers import Tokenizer
 
 T = TypeVar("T")
+DType: TypeAlias = Literal["bf16", "fp32"]
+
+
+class Work(NamedTuple):
+    """A step's work: the tokens of a `row` of a micro-batch, of the `longest` document and of a `mean` one; the `rows`
+    and about the `tokens` of a step; the rows of a micro-batch."""
+
+    row: int
+    longest: int
+    mean: int
+    rows: int
+    tokens: int
+    micro_batch_size: int
 
 
 class Run:
@@ -83,13 +95,14 @@ class Run:
         self.path = config.local_folder(chosen)
         world.of_main(lambda: lock.hold(self.path))  # before anything in it is changed
         is_url = "://" in chosen
-        self.store = Store(chosen, self.path, world, settings.get("checkpointer") or {}) if is_url else None
+        self.store = Store(chosen, self.path, world) if is_url else None
         # The command that continues this run, in words.
         self.again = f"the same command with output_dir={in_shell(chosen)}{'' if resume == 'auto' else ' resume=auto'}"
         self.resume = world.broadcast(run_folder.resumption(self.path, resume))
         mark = self.path / f".{world.broadcast(uuid.uuid4().hex)}"
-        known = self.path, self.resume, mark, recipe, bool(settings.get("adapter"))
-        if refusal := world.broadcast(run_folder.refusal(*known) if world.is_main else ""):
+        if refusal := world.broadcast(
+            run_folder.refusal(self.path, self.resume, mark, recipe) if world.is_main else ""
+        ):
             raise TuneError(refusal)
         if self.store is None:
             run_folder.require_shared(mark, world)
@@ -118,11 +131,6 @@ class Run:
         found = judge(Facts(self.settings, device.type, self.world.size, capability))
         if errors := [str(finding) for finding in found if finding.level is Level.ERROR]:
             raise TuneError("\n  ".join(errors))
-        if size := self.settings.get("global_batch_size"):
-            accumulate = not self.settings.get("optimizer_in_backward")
-            require_batches(
-                self.world.data_size, size, self.settings.micro_batch_size, accumulate, self.world.num_stages
-            )
         for finding in found:
             self.info(f"{'changed' if finding.level is Level.HEAL else 'warning'}: {finding}")
 
@@ -213,30 +221,32 @@ class Run:
         else:
             self.info(f"{self.path} takes lines again: nothing is missing")
 
-    def _describe_model(self, model: nn.Module, row: int, longest: int, mean: int, rows: int, tokens: int) -> None:
-        """Report the processes, the model, its memory and what is sent. The lengths in tokens are those of a row of a
-        micro-batch, and of documents the longest and the mean. A step has so many rows and about so many tokens."""
-        cfg = self.settings
+    def describe_model(
+        self, model: nn.Module, work: Work, *, dtype: DType, master_dtype: DType, compile: Any = False,
+        activation_checkpointing: str = "none", keep: int | None = None, merged: str | None = None,
+    ) -> None:  # fmt: skip
+        """Report the processes, the model, its memory, and what processes send each other in a step of this `work`.
+
+        The types and `compile` are those of `tune.distributed.parallelize`; `keep` is the number of checkpoints that
+        are kept, and `merged` the folder of a base that adapters are merged into, for the room on the disk.
+        """
         trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
         self.info(f"model: {count_parameters(model):,} parameters, {trainable:,} trainable")
         tp = self.world.mesh["tp"].size()
         parts, shared = tp * self.world.num_stages, (tp, self.world.loss_parallel)
-        planned = planned_memory(model, cfg.dtype, cfg.master_dtype, self.world.shards.shape[-1] * parts, *shared)
+        planned = planned_memory(model, dtype, master_dtype, self.world.shards.shape[-1] * parts, *shared)
         if self.world.zero_stage in (1, 2):
-            planned["gathered in a step"] = planned_memory(model, cfg.dtype, cfg.dtype, parts, *shared)["weights"]
+            planned["gathered in a step"] = planned_memory(model, dtype, dtype, parts, *shared)["weights"]
         held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
         self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
         if self.world.size > 1:
-            self._describe_mesh(model, -(-rows // self.world.data_size), tokens / self.world.data_size)
-        keep = OmegaConf.select(cfg, "checkpointer.keep")
-        merged = cfg.model.path if (cfg.get("export") or {}).get("merge") else None
-        if self.world.is_main and (note := disk_note(self.path, model, cfg.master_dtype, keep, merged)):
+            self._describe_mesh(model, work, dtype, master_dtype)
+        if self.world.is_main and (note := disk_note(self.path, model, master_dtype, keep, merged)):
             self.info(f"warning: {note}")
-        self.flops_per_token = flops_per_token(model, mean)
-        scores = score_bytes(
-            model, cfg.dtype, (cfg.micro_batch_size, row), longest, cfg.compile, cfg.memory.activation_checkpointing
-        )
+        self.flops_per_token = flops_per_token(model, work.mean)
+        shape = work.micro_batch_size, work.row
+        scores = score_bytes(model, dtype, shape, work.longest, compile, activation_checkpointing)
         if scores and self.world.device.type != "cpu":
             self.info(
                 "attention of this model has soft caps or sinks, for which there is no kernel: its scores take up to "
@@ -244,16 +254,15 @@ class Run:
                 "a smaller max_seq_len or micro_batch_size"
             )
 
-    def _describe_mesh(self, model: nn.Module, rows: int, tokens: float) -> None:
-        """A step has so many rows and tokens of a process."""
-        cfg, mesh, experts = self.settings, self.world.mesh, self.world.experts
+    def _describe_mesh(self, model: nn.Module, work: Work, dtype: DType, master_dtype: DType) -> None:
+        mesh, experts = self.world.mesh, self.world.experts
+        rows, tokens = -(-work.rows // self.world.data_size), work.tokens / self.world.data_size
         axes = [f"{axis} {size}" for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True) if size > 1]
         shared = f", of which ep {experts['ep'].size()} share the experts" if experts else ""
         self.info(f"mesh: {' x '.join(axes)}{shared}; processes that follow each other share the last axis")
         sent = bytes_sent(
-            model, self.world, cfg.dtype, cfg.master_dtype, tokens=tokens,
-            micro_batches=-(-rows // cfg.micro_batch_size),
-        )  # fmt: skip
+            model, self.world, dtype, master_dtype, tokens=tokens, micro_batches=-(-rows // work.micro_batch_size)
+        )
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         by_axis = ", ".join(f"{axis} {size / 2**20:,.1f}" for axis, size in sent.items())
         by_axis += ", tp not counted, as the model has a plan" if sizes["tp"] > 1 and "tp" not in sent else ""
@@ -270,25 +279,30 @@ class Run:
         data: DataLoader,
         tokenizer: Tokenizer,
         validation: Dataset | Mixture | Stream | None = None,
+        *,
+        base: str | None = None,
+        **how: Any,
     ) -> None:
         """Report the model, the data and warnings about them; data.json and first_row.txt keep those of the data.
-        Raises TuneError if a process has other data."""
+        `base` is the folder that the weights are from, and `how` are the arguments of `describe_model`. Raises
+        TuneError if a process has other data."""
         self._require_same_data(data.dataset, validation)
         accounting = data.dataset.accounting
         longest = data.dataset.max_seq_len if isinstance(data.dataset, Stream) else accounting.longest
         mean = accounting.tokens // max(1, accounting.samples)
-        rows = self.settings.global_batch_size
+        rows = data.global_batch_size
         tokens = accounting.tokens * rows // accounting.training_rows if accounting.training_rows else longest * rows
-        self._describe_model(model, accounting.row_capacity or longest, longest, mean, rows, tokens)
+        row = accounting.row_capacity or longest
+        self.describe_model(model, Work(row, longest, mean, rows, tokens, data.micro_batch_size), **how)
         self.info(accounting.table())
         if note := beyond_positions(model, accounting.longest):
             self.info(f"warning: {note}")
-        (row,) = first_rows(data.dataset, tokenizer)
-        self.first_row = "\n".join(map(marked, row))
-        start = marked(row[0], short=True).rstrip()
+        (first,) = first_rows(data.dataset, tokenizer)
+        self.first_row = "\n".join(map(marked, first))
+        start = marked(first[0], short=True).rstrip()
         self.info(f"the first row ({'what is learned'.join(MARKS)}; first_row.txt has all of it):\n{start}")
-        special = tokenizer.special_ids.keys() & row[0].sample.tokens.tolist()
-        if self.world.is_main and (untrained := untrained_tokens(model, self.settings.model.path, special)):
+        special = tokenizer.special_ids.keys() & first[0].sample.tokens.tolist()
+        if self.world.is_main and base and (untrained := untrained_tokens(model, base, special)):
             names = ", ".join(f"{tokenizer.special_ids[each]} ({each})" for each in untrained)
             self.info(
                 f"warning: the data have {names}, whose rows of the embedding or the head were never trained, and stay "
@@ -304,13 +318,16 @@ class Run:
                 self.info(f"warning: {warning}")
         self.stream = data.dataset if isinstance(data.dataset, Stream) else None
 
-    def describe_prompts(self, model: nn.Module, data: PromptLoader, sampler: Sampler, longest: int) -> None:
-        """Report the model, the prompts, how often they are drawn, and if nothing ends what is sampled. Prompts with
-        what is sampled have up to `longest` tokens. Raises TuneError if a process has other prompts."""
+    def describe_prompts(
+        self, model: nn.Module, data: PromptLoader, sampler: Sampler, *, longest: int, samples: int,
+        micro_batch_size: int, **how: Any,
+    ) -> None:  # fmt: skip
+        """Report the model, the prompts, how often they are drawn, and if nothing ends what is sampled. A prompt gets
+        that many `samples`, with which it has up to `longest` tokens; `how` are the arguments of `describe_model`.
+        Raises TuneError if a process has other prompts."""
         self._require_same_data(data.dataset)
-        samples = self.settings.get("group_size") or self.settings.samples_per_prompt
-        rows = self.settings.prompts_per_step * samples
-        self._describe_model(model, longest, longest, longest, rows, rows * longest)
+        rows = data.prompts_per_step * samples
+        self.describe_model(model, Work(longest, longest, longest, rows, rows * longest, micro_batch_size), **how)
         self.info(data.dataset.table())
         if not (sampler.stop_ids or sampler.stop_strings):
             self.info("warning: the tokenizer has no eos_token: nothing ends a completion. Set sampling.stop_strings")
@@ -329,11 +346,9 @@ class Run:
             reached = f"max_steps={data.max_steps:,} is not reached: epochs={data.epochs} ends before"
             self.info(f"warning: {reached}. Raise epochs")
 
-    def track(
-        self, data: Iterable[T], start: int, total: int, until: Callable[[], bool] = lambda: False
-    ) -> Iterator[T]:
-        """Iterate over optimizer steps, from the one after `start` and not beyond what `until` says, and time how long
-        each waits for data."""
+    def track(self, data: Iterable[T], start: int, total: int, checkpointer: Checkpointer | None = None) -> Iterator[T]:
+        """Iterate over optimizer steps, from the one after `start` and not beyond where the `checkpointer` says that
+        the training is over, and time how long each waits for data."""
         if self.world.is_main:
             self.path.mkdir(parents=True, exist_ok=True)
         self.world.of_main(lambda: lock.hold(self.path, make=True))
@@ -361,12 +376,12 @@ class Run:
         self.step_began = begin
         tell = self.info if self.world.is_main else functools.partial(print, file=sys.stderr, flush=True)
         if self.store:
-            self.store.start(tell)
+            self.store.start(tell, checkpointer.keep if checkpointer else None)
         watchdog = Watchdog(self.path / "stacks", self.world, tell, apart=self.store is not None)
         try:
             for step in itertools.count(start + 1):
                 watchdog.beat(step)
-                if until() or (item := next(items, None)) is None:
+                if (checkpointer and checkpointer.is_over()) or (item := next(items, None)) is None:
                     return
                 PACE.intervals.append((begin, time.perf_counter(), 1.0))
                 self.data_seconds = time.perf_counter() - begin

@@ -3,7 +3,6 @@
 import contextlib
 import glob
 import itertools
-import json
 import os
 import socket
 import time
@@ -58,15 +57,14 @@ def resumption(path: Path, resume: str) -> str:
     return "auto" if is_restart and any(path.glob(f"checkpoints/{CHECKPOINT}")) else resume
 
 
-def refusal(path: Path, resume: str, mark: Path, recipe: str | None, adapts: bool) -> str:
+def refusal(path: Path, resume: str, mark: Path, recipe: str | None) -> str:
     """Make the folder, and the empty file `mark` in it. Returns why the run cannot use the folder, or not continue what
-    is in it, as that is of another `recipe` (None: unknown), or of one that trained an adapter where this one does not
-    (`adapts`), or the reverse; "" if it can."""
+    is in it, as that is of another `recipe` (None: unknown); "" if it can."""
     if resume == "never" and ((path / "config.yaml").exists() or (path / "checkpoints").exists()):
         return f"output_dir: {path} holds a run already, and resume=never. Give another output_dir, or resume=auto"
     try:
         _require_no_other_files(path)
-        _require_same_kind(path, resume, recipe, adapts)
+        _require_same_recipe(path, resume, recipe)
         for name in ("model", "adapter"):  # found out now, and not when the result is to be written
             require_replaceable(path / name)
         path.mkdir(parents=True, exist_ok=True)
@@ -105,7 +103,7 @@ def _require_no_other_files(path: Path) -> None:
         )
 
 
-def _require_same_kind(path: Path, resume: str, recipe: str | None, adapts: bool) -> None:
+def _require_same_recipe(path: Path, resume: str, recipe: str | None) -> None:
     found = continued(path, resume)
     for key, folder in (("resume", found and found.parents[1]), ("output_dir", path)):
         had_recipe = records.recipe_of(folder) if folder else None
@@ -113,13 +111,6 @@ def _require_same_kind(path: Path, resume: str, recipe: str | None, adapts: bool
             raise TuneError(
                 f"{key}: {folder} is of the recipe {had_recipe}, and this one is {recipe}. Continue with {had_recipe}, "
                 "or give another output_dir"
-            )
-    with contextlib.suppress(OSError, ValueError):  # what is damaged is told when it is read
-        if found and ("adapter" in json.loads((found / "state.json").read_text(encoding="utf-8"))) != adapts:
-            had, has = ("no adapter", "one") if adapts else ("an adapter", "none")
-            raise TuneError(
-                f"resume: {found} is of another training: it has {had}, and this one trains {has}. Continue with that "
-                "recipe and its settings, or give another output_dir"
             )
 
 

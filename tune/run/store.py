@@ -13,9 +13,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
@@ -38,15 +37,15 @@ MARK = ".part-"  # with a rank: all files of its node are there
 
 class Store:
     """The copy of the run folder `folder` at `url`. On each node one process uploads what was written there; the first
-    of all says what is complete. `checkpointer` are its settings. Who begins last owns the store: others stop.
+    of all says what is complete. Who begins last owns the store: others stop.
 
     Raises:
-        TuneError: on all processes, the store cannot be read or written; or a setting needs a shared folder.
+        TuneError: on all processes, the store cannot be read or written.
     """
 
-    def __init__(self, url: str, folder: Path, world: World, checkpointer: Mapping[str, Any]):
+    def __init__(self, url: str, folder: Path, world: World):
         self.name, self.folder, self.world = without_secrets(url), folder, world
-        self.keep: int | None = checkpointer.get("keep")
+        self.keep: int | None = None
         self.owner: bytes = world.broadcast(uuid.uuid4().bytes)
         first = int(os.environ.get("LOCAL_RANK", world.rank)) == 0
         self.nodes = [rank for rank, is_first in enumerate(world.all_gather(first)) if is_first]
@@ -55,11 +54,6 @@ class Store:
         self.there, self.next_files = set[str](), 0.0
         self.ended = threading.Event()
         self.thread: threading.Thread | None = None
-        if len(self.nodes) > 1 and (checkpointer.get("keep_best") or checkpointer.get("on_nan") == "rollback"):
-            raise TuneError(
-                "output_dir: checkpointer.keep_best and on_nan=rollback read checkpoints while training, of which each "
-                "node has only its part with a URL. Give a folder that all nodes share, or leave both out"
-            )
         mark, mine = folder / STORED, self.owner.hex()
 
         def write_mark() -> None:
@@ -154,8 +148,10 @@ class Store:
         """The checkpoints on this disk, the newest first."""
         return sorted((path.name for path in self.folder.glob(f"checkpoints/{CHECKPOINT}")), reverse=True)
 
-    def start(self, tell: Callable[[str], None]) -> None:
-        """Upload in a thread from here on. All processes must call it."""
+    def start(self, tell: Callable[[str], None], keep: int | None = None) -> None:
+        """Upload in a thread from here on, and keep the newest `keep` checkpoints there (None: all). All processes must
+        call it."""
+        self.keep = keep
 
         def begin() -> None:
             if self.world.is_main:

@@ -1,4 +1,4 @@
 """What is wrong with a run, before it starts. A check is the function that the run itself calls; a rule goes to
 `tune.rules`."""
 
-from tune.validate.checks import validate
+from tune.validate.checks import data_of, validate

@@ -20,7 +20,7 @@ import fsspec
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from packaging.requirements import Requirement
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -102,6 +102,10 @@ class Told:
             return check(*given, **others)
         except TuneError as error:
             self.add(str(error), place)
+        except (ConfigAttributeError, ConfigKeyError) as error:  # a copied recipe may have other settings
+            if not self.settings:
+                what = "what needs it was not checked: the recipe has no such setting"
+                self.add(what, str(error.full_key), Level.INFO)
         except Exception as error:
             if not self.settings and not isinstance(error, OmegaConfBaseException):
                 raise
@@ -121,7 +125,7 @@ def validate(
     kind = device or told("device", lambda: device_type(cfg.device)) or "cpu"
     told.findings += judge(Facts(cfg, kind, processes, capability), strict)
     with _world(processes, kind, told) as world, Uninitialised():
-        _check(told, world, rows, recipe)
+        told("", _check, told, world, rows, recipe)
     return sorted(told.findings, key=lambda finding: (finding.place, finding.level != Level.ERROR))
 
 
@@ -173,8 +177,9 @@ def _check(told: Told, world: World | None, rows: int | None, recipe: str | None
         told("parallel.auto", _require_planned, cfg, world.size)
     sizes_are_right = not any(each.startswith(("global_batch_size:", "micro_batch_size:")) for each in told.settings)
     if world and "global_batch_size" in cfg and sizes_are_right:
-        sizes = cfg.global_batch_size, cfg.micro_batch_size, not cfg.get("optimizer_in_backward")
-        told("global_batch_size", require_batches, world.data_size, *sizes, world.num_stages)
+        sizes = cfg.global_batch_size, cfg.micro_batch_size, world.data_size, world.num_stages
+        accumulate = not cfg.get("optimizer_in_backward")
+        told("global_batch_size", require_batches, *sizes, accumulate=accumulate)
     if tokenizer:
         data = _data(told, tokenizer, model, world, rows, rewards)
     elif told.value("dataset._component_") in LOADED:
@@ -237,7 +242,7 @@ def _require_folder(cfg: DictConfig, recipe: str | None) -> None:
         with explained(f"output_dir: {url} cannot be used", ValueError, ImportError):
             fsspec.get_filesystem_class(url.partition("://")[0])
     mark, made = folder / ".validate", [each for each in (folder, *folder.parents) if not each.exists()]
-    found = run_folder.refusal(folder, cfg.get("resume", "auto"), mark, recipe, bool(cfg.get("adapter")))
+    found = run_folder.refusal(folder, cfg.get("resume", "auto"), mark, recipe)
     with suppress(OSError):
         mark.unlink(missing_ok=True)
         for each in made:
@@ -391,12 +396,12 @@ def _data(
     if is_limited and fraction * (rows or 0) < 20:  # so few may be none by chance
         given.dataset.validation_fraction = 0.0
     size = getattr(getattr(model, "config", None), "vocab_size", None)
-    found = told("dataset", lambda: instantiate_data(given, tokenizer, size))
+    found = told("dataset", data_of, given, tokenizer, size)
     if found is None:
         return None
     is_whole = not is_limited or isinstance(found[0], datasets.Stream) or found[0].accounting.rows < (rows or 0)
     if is_whole and fraction and not given.dataset.validation_fraction:
-        found = told("dataset", lambda: instantiate_data(cfg, tokenizer, size)) or found
+        found = told("dataset", data_of, cfg, tokenizer, size) or found
     dataset, validation = found
     if model and told.value("on_policy.share"):
         most = cfg.on_policy.max_new_tokens
@@ -415,6 +420,14 @@ def _data(
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
         seed=cfg.seed, accumulate=not cfg.optimizer_in_backward,
     ))  # fmt: skip
+
+
+def data_of(cfg: DictConfig, tokenizer: Tokenizer, vocab_size: int | None = None) -> tuple[Any, Any]:
+    """The datasets that a recipe makes of its settings, to train and to validate on."""
+    rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed}
+    if kind := getattr(locate(cfg.loss._component_), "rows", None):  # what the loss compares
+        rows["kind"] = kind
+    return instantiate_data(cfg.dataset, cfg.validation_dataset, tokenizer, vocab_size=vocab_size, **rows)
 
 
 def _require_continuable(told: Told, made: Made, data: Any, optimizer: Optimizer | None) -> None:

@@ -1,0 +1,102 @@
+"""A copied recipe may call its settings as it likes: it runs, and the verbs that look at it first say no nonsense."""
+
+import json
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import slow_but
+from omegaconf import OmegaConf
+
+from tune import cli
+
+RECIPES = (
+    "full_finetune", "lora_finetune", "preference_finetune", "reward_finetune", "distill", "grpo", "ppo_finetune",
+    "evaluate",
+)  # fmt: skip
+REWARD = "def length(row, completion):\n    return float(len(completion) % 5)\n"
+
+
+@pytest.fixture
+def here(checkpoint: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("rewarding.py").write_text(REWARD)
+    Path("model").symlink_to(checkpoint)
+    Path("chats.jsonl").symlink_to(chats)
+    pairs = ({"instruction": word, "chosen": f"{word} sat", "rejected": "no"} for word in ("cat", "dog", "mat", "rug"))
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": word}) + "\n" for word in ("cat", "dog", "mat")))
+    return tmp_path
+
+
+def values(recipe: str) -> dict[str, object]:
+    """Of a short run."""
+    given: dict[str, object] = {"model.path": "model", "dataset.path": "chats.jsonl", "device": "cpu", "dtype": "fp32"}
+    if recipe == "evaluate":
+        return given
+    given |= {"max_steps": 1, "master_dtype": "fp32", "output_dir": "run", "micro_batch_size": 2}
+    if recipe in ("grpo", "ppo_finetune"):
+        given |= {"dataset.path": "prompts.jsonl", "reward": "rewarding.length", "prompts_per_step": 2}
+        return given | {"sampling.max_new_tokens": 4, "max_prompt_len": 32}
+    given |= {"global_batch_size": 4, "max_seq_len": 128}
+    if recipe in ("preference_finetune", "reward_finetune"):
+        given |= {"dataset.path": "pairs.jsonl"}
+    return given | ({"teacher.path": "model", "teacher.dtype": "fp32"} if recipe == "distill" else {})
+
+
+def rename(recipe: str, keys: list[str]) -> None:
+    """Copy a recipe, with other names of these settings in both files."""
+    cli.main(["cp", recipe, "mine.py", "--force"])
+    script, text = (Path(f"mine.{suffix}").read_text() for suffix in ("py", "yaml"))
+    for key in keys:
+        script = re.sub(rf"\bcfg\.{key}\b", f"cfg.my_{key}", script)
+        text = re.sub(rf"^{key}:", f"my_{key}:", text, flags=re.MULTILINE)
+        text = re.sub(rf"\$\{{{key}\b", f"${{my_{key}", text)
+    Path("mine.py").write_text(script)
+    Path("mine.yaml").write_text(text)
+
+
+def settings(recipe: str, keys: list[str]) -> list[str]:
+    found = values(recipe).items()
+    return [f"{'my_' if key.split('.')[0] in keys else ''}{key}={value}" for key, value in found]
+
+
+def top_level(recipe: str) -> list[str]:
+    file = Path(__file__).parents[2] / "configs" / f"{recipe}.yaml"
+    return [str(key) for key in OmegaConf.load(file)]
+
+
+def run(*arguments: str) -> int:
+    """A verb's exit status."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        cli.main([*arguments])
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return 0
+
+
+@pytest.mark.parametrize("recipe", slow_but(["full_finetune"], RECIPES))
+def test_all_settings_renamed(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = top_level(recipe)
+    rename(recipe, keys)
+    assert run("validate", "mine.py", *settings(recipe, keys)) == 0
+    assert run("run", "mine.py", *settings(recipe, keys)) == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_setting_renamed(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`tune validate` finds no error. It imports no copy: one process looks at all of them."""
+    # By `value`, validate knows of the second model of PPO, whose parameters have a learning rate of their own.
+    for key in (key for key in top_level(recipe) if key != "value"):
+        rename(recipe, [key])
+        assert run("validate", "mine.py", *settings(recipe, [key])) == 0, (key, capsys.readouterr().out)
+        for verb in ("preview", "prepare", "plan") if "tokenizer" in top_level(recipe) else ():
+            assert run(verb, "mine.py", *settings(recipe, [key])) in (0, 2), (key, verb)
