@@ -43,7 +43,7 @@ def settings(folder: str, *overrides: str) -> Any:
 
 def step_of(cfg: Any) -> Callable[[], None]:
     """A training step in the layout of `cfg`, as the recipe takes it."""
-    world = distributed.init("cpu", **layout_of(cfg))
+    world = distributed.init("cpu", max_seq_len=cfg.max_seq_len, **layout_of(cfg.parallel, cfg))
     with torch.device("meta"):
         model = config.instantiate(cfg.model)
     weights = checkpointers.Pretrained(cfg.model.path, model)

@@ -154,9 +154,11 @@ def test_validation_rows_are_read_as_training_rows_are(checkpoint, write):
     paths = [f"dataset.path={write(*rows)}", f"validation_dataset.path={write(rows[0], name='held_out.jsonl')}"]
     columns = ["dataset.columns={messages: talk}", "dataset.extra_columns=[weight]"]
     cfg = config.load("full_finetune", [f"model.path={checkpoint}", *paths, *columns])
-    training, validation = instantiate_data(cfg, Tokenizer(str(checkpoint)))
+    tokenizer = Tokenizer(str(checkpoint))
+    training, validation = instantiate_data(cfg.dataset, cfg.validation_dataset, tokenizer, max_seq_len=128)
     assert list(training.columns) == list(validation.columns) == ["weight"]
     other = write({"words": chat()["messages"], "weight": 1}, name="held_out.jsonl")
     own = [f"validation_dataset.path={other}", "validation_dataset.columns={messages: words}"]
     cfg = config.load("full_finetune", [f"model.path={checkpoint}", paths[0], *columns, *own])
-    assert len(instantiate_data(cfg, Tokenizer(str(checkpoint)))[1].lengths) == 1
+    _, validation = instantiate_data(cfg.dataset, cfg.validation_dataset, tokenizer, max_seq_len=128)
+    assert len(validation.lengths) == 1

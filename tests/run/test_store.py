@@ -16,10 +16,12 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import torch
 from fsspec.implementations.dirfs import DirFileSystem
 from helpers import HANGS
 
 from tune import distributed
+from tune.checkpointers import Checkpointer
 from tune.checkpointers.disk import digest_of, found_damage, replace_json, write_digests
 from tune.cli import main
 from tune.config import local_folder
@@ -80,8 +82,8 @@ def test_the_folder_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_uploaded_comes_back_on_an_empty_machine(url: str, tmp_path: Path, world) -> None:
-    first = Store(url, tmp_path / "a", world, {"keep": 1})
-    first.start(print)
+    first = Store(url, tmp_path / "a", world)
+    first.start(print, keep=1)
     for step in (1, 2, 3):
         path = write_checkpoint(tmp_path / "a", step, best=1)
         wait_until(lambda path=path: path.name in names(url))
@@ -93,12 +95,12 @@ def test_what_is_uploaded_comes_back_on_an_empty_machine(url: str, tmp_path: Pat
     assert names(url) == ["step-00000001", "step-00000003"]
     fsspec.url_to_fs(url)[0].pipe_file(f"{url}/checkpoints/step-00000004/__0_0.distcp", b"half")
 
-    second = Store(url, tmp_path / "b", world, {"keep": 1})
+    second = Store(url, tmp_path / "b", world)
     for path in (tmp_path / "a").rglob("*"):
         if path.is_file() and path.name != ".store":
             assert (tmp_path / "b" / path.relative_to(tmp_path / "a")).read_bytes() == path.read_bytes()
     assert not (tmp_path / "b" / "checkpoints" / "step-00000004").exists()
-    second.start(print)
+    second.start(print, keep=1)
     assert names(url, ".distcp") == ["step-00000001", "step-00000003"]
     wait_until(lambda: first._try())
     assert "another run has begun to write there" in first._try()
@@ -108,7 +110,7 @@ def test_what_is_uploaded_comes_back_on_an_empty_machine(url: str, tmp_path: Pat
 def test_a_folder_stays_locked_while_it_is_uploaded(url: str, tmp_path: Path, world) -> None:
     lock.hold(tmp_path, make=True)
     (tmp_path / "log.txt").write_text("begun\n")
-    found = Store(url, tmp_path, world, {"keep": 1})
+    found = Store(url, tmp_path, world)
     found.start(print)
     found.finish(None)
     files, root = fsspec.url_to_fs(url)
@@ -126,45 +128,45 @@ def state(folder: Path, step: int) -> dict:
 
 def test_what_a_checkpoint_says_of_the_best_one_is_renewed(url: str, tmp_path: Path, world) -> None:
     """At the end a step is saved, then measured. Whoever continues, also where there is an older copy, knows it."""
-    first = Store(url, tmp_path / "a", world, {"keep": 2})
-    first.start(print)
+    first = Store(url, tmp_path / "a", world)
+    first.start(print, keep=2)
     write_checkpoint(tmp_path / "a", 1, best=1)
     path = write_checkpoint(tmp_path / "a", 2, best=1)
     wait_until(lambda: len(names(url)) == 2)
-    Store(url, tmp_path / "older", world, {"keep": 2})
+    Store(url, tmp_path / "older", world)
     assert state(tmp_path / "older", 2)["best"]["step"] == 1
     for note in (1, 2):  # twice between two looks
         replace_json(path / "state.json", {"step": 2, "best": {"step": 2}, "note": note})
     first.finish(None)
     for machine in ("older", "new", "a"):
-        Store(url, tmp_path / machine, world, {"keep": 2})
+        Store(url, tmp_path / machine, world)
         assert state(tmp_path / machine, 2) == {"step": 2, "best": {"step": 2}, "note": 2}
 
     replace_json(path / "state.json", {"step": 2, "best": {"step": 1}})  # and the machine is lost before it is uploaded
-    again = Store(url, tmp_path / "a", world, {"keep": 2})
+    again = Store(url, tmp_path / "a", world)
     assert state(tmp_path / "a", 2)["best"]["step"] == 1
     again.start(print)
     again.finish(None)
-    Store(url, tmp_path / "new", world, {"keep": 2})
+    Store(url, tmp_path / "new", world)
     assert state(tmp_path / "new", 2)["best"]["step"] == 1
 
 
 def test_a_checkpoint_of_another_attempt_with_the_same_step(url: str, tmp_path: Path, world) -> None:
     write_checkpoint(tmp_path / "a", 1)
-    found = Store(url, tmp_path / "a", world, {"keep": 2})
+    found = Store(url, tmp_path / "a", world)
     found.start(print)
     found.finish(None)
     path = write_checkpoint(tmp_path / "b", 1)
     (path / "__0_0.distcp").write_bytes(b"of another attempt")
     write_digests(path, {}, "state.json", "__0_0.distcp")
-    Store(url, tmp_path / "b", world, {"keep": 2})
+    Store(url, tmp_path / "b", world)
     assert (path / "__0_0.distcp").read_bytes() == bytes([1]) * 1000
 
 
 @pytest.mark.parametrize("name", ["model/../../outside.txt", "checkpoints/../digests.json"])
 def test_a_store_names_no_file_outside_of_the_folder(name: str, url: str, tmp_path: Path, world, monkeypatch) -> None:
     write_checkpoint(tmp_path / "a", 1)
-    found = Store(url, tmp_path / "a", world, {"keep": 2})
+    found = Store(url, tmp_path / "a", world)
     found.start(print)
     found.finish(None)
     find, get_file = DirFileSystem.find, DirFileSystem.get_file
@@ -175,12 +177,12 @@ def test_a_store_names_no_file_outside_of_the_folder(name: str, url: str, tmp_pa
     monkeypatch.setattr(DirFileSystem, "get_file", gets_all)
     monkeypatch.setattr(DirFileSystem, "find", lambda files, below="": [*find(files, below), name])
     with pytest.raises(TuneError, match=re.escape(name)):
-        Store(url, tmp_path / "b", world, {"keep": 2})
+        Store(url, tmp_path / "b", world)
     assert not (tmp_path / "outside.txt").exists()
 
 
 def test_a_failure_is_told_once_and_tried_again(url: str, tmp_path: Path, world, monkeypatch) -> None:
-    found = Store(url, tmp_path / "a", world, {"keep": 2})
+    found = Store(url, tmp_path / "a", world)
     told: list[str] = []
     put_file = found.files.put_file
 
@@ -204,25 +206,25 @@ def test_a_failure_is_told_once_and_tried_again(url: str, tmp_path: Path, world,
 
 def test_what_was_not_uploaded_is_uploaded_by_the_next_start(url: str, tmp_path: Path, world) -> None:
     write_checkpoint(tmp_path / "a", 1)
-    found = Store(url, tmp_path / "a", world, {"keep": 2})
+    found = Store(url, tmp_path / "a", world)
     found.start(print)
     found.finish(None)
     assert names(url) == ["step-00000001"]
     (tmp_path / "a" / "checkpoints" / "step-00000001" / "__0_0.distcp").write_bytes(b"cut short")
-    Store(url, tmp_path / "a", world, {"keep": 2})
+    Store(url, tmp_path / "a", world)
     assert (tmp_path / "a" / "checkpoints" / "step-00000001" / "__0_0.distcp").read_bytes() == bytes([1]) * 1000
 
 
 @pytest.mark.parametrize("wrong", ["nosuch://bucket/run", "file:///proc/run", "http://127.0.0.1:1/run"])
 def test_a_url_that_cannot_be_used(wrong: str, tmp_path: Path, world) -> None:
     with pytest.raises(TuneError, match=r"output_dir: .* cannot be used: .*\. Is the address right"):
-        Store(wrong, tmp_path, world, {})
+        Store(wrong, tmp_path, world)
 
 
 def test_a_local_folder_that_cannot_be_made(url: str, tmp_path: Path, world) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TuneError, match=re.escape(f"{tmp_path}/file/run")):
-        Store(url, tmp_path / "file" / "run", world, {})
+        Store(url, tmp_path / "file" / "run", world)
 
 
 class SecondNode:
@@ -243,9 +245,19 @@ def test_nodes_must_not_share_the_disk(url: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("LOCAL_RANK", "0")
     (tmp_path / ".store").write_text(b"the first one's".hex())
     with pytest.raises(TuneError, match=r"each node writes to a disk of its own, and .* is shared\. Set TUNE_LOCAL"):
-        Store(url, tmp_path, SecondNode(), {})
-    with pytest.raises(TuneError, match="keep_best and on_nan=rollback read checkpoints while training"):
-        Store(url, tmp_path, SecondNode(), {"keep_best": "validation_loss"})
+        Store(url, tmp_path, SecondNode())
+
+
+@pytest.mark.parametrize("reads", [{"keep_best": "validation_loss"}, {"on_nan": "rollback"}])
+def test_what_reads_checkpoints_while_training_wants_all_of_them(
+    reads: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    (tmp_path / ".store").write_text("")
+    model = torch.nn.Linear(1, 1)
+    others = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "schedule": None, "data": None}
+    with pytest.raises(TuneError, match=r"^output_dir: checkpointer\.keep_best"):
+        Checkpointer(tmp_path / "checkpoints", SecondNode(), **others, **reads)
 
 
 class Node:
@@ -276,7 +288,7 @@ def test_nodes_upload_parts_of_the_same_checkpoints(tmp_path: Path, monkeypatch:
     with ThreadPoolExecutor(2) as threads:
 
         def started(node: Node) -> Store:
-            found = Store(url, tmp_path / f"{node.rank}", node, {"keep": 1})
+            found = Store(url, tmp_path / f"{node.rank}", node)
             found.start(print)
             return found
 
