@@ -179,7 +179,7 @@ LOCKED = (
 
 @pytest.mark.parametrize("place", ["folder", "URL"])
 def test_a_second_start_while_a_run_writes_a_checkpoint(place, inputs, run_recipe, contents, monkeypatch):
-    """It is refused before it has tidied, also after the first upload, and the first run ends as if nothing had been."""
+    """It is refused before it has tidied, also after the first upload, and the first run ends as without it."""
     folder, save, other = inputs.run, checkpointer.dcp.save, []
     settings = inputs.settings("max_steps=3", "checkpointer.async=false")
     if place == "URL":

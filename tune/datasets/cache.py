@@ -124,7 +124,7 @@ def _read(folder: Path, accounting: Accounting) -> Samples | None:
         return None
     except OSError:  # whose advice is another one
         raise
-    except Exception:  # a damaged header is anything to NumPy: a zip file, the end of a file, a number that is too large
+    except Exception:  # a damaged header is anything to NumPy: a zip file, a number that is too large
         return None
     for name, value in about.pop("accounting").items():
         if name not in OF_THIS_RUN:

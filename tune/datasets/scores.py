@@ -102,5 +102,5 @@ def _kept(file: Path) -> np.ndarray | None:
 def _digest(values: np.ndarray) -> bytes:
     """Stands after the array in its file."""
     digest = hashlib.sha256(f"{values.dtype.str} {values.shape}".encode())
-    digest.update(np.ascontiguousarray(values))
+    digest.update(np.ascontiguousarray(values).data)
     return digest.digest()
