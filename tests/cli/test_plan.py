@@ -168,7 +168,8 @@ def test_wrong_inputs(name, checkpoint, capsys):
 
 
 def test_completions(checkpoint, capsys):
-    """The steps of sampling grow with what is sampled; a process has the cache of its own prompts."""
+    """The steps of sampling grow with what is sampled; a process has the cache of its own prompts. The last token of a
+    completion is a label alone."""
     common = ["grpo", f"model.path={checkpoint}", "--device", "h100", *COMPLETIONS]
 
     def planned(*arguments):
@@ -176,7 +177,7 @@ def test_completions(checkpoint, capsys):
 
     one, longer = planned(*common), planned(*common, "sampling.max_new_tokens=512")
     assert longer["seconds"]["rollout"] == pytest.approx(2 * one["seconds"]["rollout"], rel=0.1)
-    assert one["tokens_per_step"] == 8 * 8 * (1024 + 256) and one["bottleneck"] == "rollout"
+    assert one["tokens_per_step"] == 8 * 8 * (1024 + 256 - 1) and one["bottleneck"] == "rollout"
     assert planned(*common, "updates=3")["seconds"]["products"] == 3 * one["seconds"]["products"]
     two = planned(*common, "--world-size", "2", "micro_batch_size=1")
     assert two["memory_gib"]["activations"] < 0.6 * one["memory_gib"]["activations"]

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from evaluation.task_files import write_tasks
 from helpers import HANGS
+from run_folders import write_run
 
 from tune import cli, config
 from tune.checkpointers.best import more_is_better
-from tune.cli.sweep import ranked, row, swept, told_by_tasks, value_of
+from tune.cli.sweep import compare, ranked, row, swept, told_by_tasks, value_of
 from tune.errors import TuneError
 
 RECIPE = """\
@@ -39,6 +40,77 @@ main()
 """
 
 
+def read_table(text: str, metric: str) -> list[dict[str, str]]:
+    """The rows of the table that a sweep prints, by the names of its columns."""
+    lines = text.splitlines()
+    start = next(number for number, line in enumerate(lines) if metric in line.split())
+    names = lines[start].split()
+    places = [lines[start].index(f" {name}") + 1 if number else 0 for number, name in enumerate(names)]
+    cells = [
+        [line[place:end].strip() for place, end in zip(places, [*places[1:], None], strict=True)]
+        for line in lines[start + 1 :]
+    ]
+    return [dict(zip(names, row, strict=True)) for row in cells if row[-1].startswith("/")]
+
+
+def require_figures_of_files(table: list[dict[str, str]], rows: list[dict], metric: str) -> None:
+    """Every cell, and what sweep.json has, is what metrics.jsonl and run.json of its run say."""
+    assert [each["run"] for each in table] == [each["folder"] for each in rows]
+    for shown, kept in zip(table, rows, strict=True):
+        steps = [json.loads(line) for line in (Path(shown["run"]) / "metrics.jsonl").read_text().splitlines()]
+        measured = [step for step in steps if metric in step][-1:]
+        late = f" (step {measured[0]['step']})" if measured and measured[0] != steps[-1] else ""
+        assert shown[metric] == (f"{measured[0][metric]}{late}" if measured else ""), shown
+        assert int(shown["steps"]) == kept["steps"] == steps[-1]["step"]
+        assert shown["state"] == kept["state"]
+        assert kept["value"] == (measured[0][metric] if measured else None)
+        state = json.loads((Path(shown["run"]) / "run.json").read_text())["state"]
+        assert state == "done" if kept["state"] == "done" else kept["state"] in ("failed", "ended early")
+        assert {name: shown[name] for name in kept["settings"]} == kept["settings"]
+
+
+@pytest.mark.parametrize("metric", ["validation_loss", "validation_reward"])
+def test_every_figure_of_a_sweep_is_that_of_the_files(
+    metric: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In both directions. One run was measured before its last step, one never, one ended early, and one failed."""
+    runs = [{"optimizer.lr": value} for value in ("1", "2", "3", "4", "5", "6")]
+    values = {"1": 0.30000000004, "2": 0.3, "3": None, "4": 0.5, "5": 0.4, "6": 0.45}
+    steps = {"1": 12, "2": 12, "3": 12, "4": 6, "5": 12, "6": 10}
+    of_states = {"4": "running", "5": "failed"}
+    for lr, value in values.items():
+        folder = write_run(tmp_path, f"lr={lr}", steps=steps[lr], lr=float(lr), state=of_states.get(lr, "done"))
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [{name: each for name, each in line.items() if name != "validation_loss"} for line in lines]
+        for line in lines[: 8 if lr == "6" else None] if value else ():
+            line[metric] = value + 0.001 * (len(lines) - line["step"])
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    more = metric == "validation_reward"
+    assert compare(tmp_path, runs, metric, more, ["lr=5"])
+    shown = capsys.readouterr().out
+    rows = json.loads((tmp_path / "sweep.json").read_text())
+    table = read_table(shown, metric)
+    require_figures_of_files(table, rows, metric)
+    best_first = ["4", "6", "1", "2"] if more else ["2", "1", "6", "4"]
+    assert [each["optimizer.lr"] for each in table] == [*best_first, "3", "5"]
+    assert ("highest" if more else "lowest") in shown.splitlines()[-1]
+    assert [each["state"] for each in rows if each["settings"]["optimizer.lr"] in "45"] == (["ended early", "failed"])
+
+
+def test_a_sweep_that_failed_has_no_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, "lr=1", state="failed")
+    assert compare(tmp_path, [{"lr": "1"}, {"lr": "2"}], "loss", False, ["lr=1", "lr=2"])
+    shown = capsys.readouterr().out
+    assert "best" not in shown and "report.html" in shown
+    rows = read_table(shown, "loss")
+    assert [(row["loss"], row["steps"], row["state"]) for row in rows] == [
+        (str(2 / 12), "12", "failed"), ("", "0", "failed"),
+    ]  # fmt: skip
+    (tmp_path / "none").mkdir()
+    assert compare(tmp_path / "none", [{"lr": "1"}], "loss", False, ["lr=1"])
+    assert "best" not in capsys.readouterr().out and not (tmp_path / "none" / "report.html").exists()
+
+
 @pytest.mark.slow
 def test_runs_that_fall_behind_end_early_and_the_best_is_first(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(RECIPE)
@@ -55,6 +127,7 @@ def test_runs_that_fall_behind_end_early_and_the_best_is_first(tmp_path: Path) -
     early = [each for each in rows if each["state"] == "ended early"]
     assert early and all(5 <= each["steps"] < 30 for each in early)
     assert done.stdout.splitlines()[-10].split()[:3] == ["lr", "rank", "loss"]
+    require_figures_of_files(read_table(done.stdout, "loss"), rows, "loss")
     assert (tmp_path / "out" / "report.html").exists()
 
 
@@ -78,7 +151,12 @@ def test_the_best_of_a_sweep_is_first(checkpoint: Path, tmp_path: Path) -> None:
         "choice/acc": True, "choice/acc_norm": True, "rolling/bits_per_byte": False, "loss": False, "reward": True,
         "kl": False,
     }.items():  # fmt: skip
-        assert more_is_better(metric, told_by_tasks(metric, cfg)) == more, metric
+        assert more_is_better(metric, told_by_tasks(metric, [cfg])) == more, metric
+    both = [  # tasks that are swept over
+        config.load("full_finetune", ["model.path=" + str(checkpoint), "dataset.path=d", f"evaluate.tasks=[{each}]"])
+        for each in json.loads(tasks)
+    ]
+    assert told_by_tasks("choice/acc", both) == told_by_tasks("choice/acc", [cfg])
     rows = [
         {"run": name, "state": state, "value": value, "step": 9, "steps": 9}
         for name, state, value in (
@@ -116,6 +194,7 @@ def test_component_arguments_are_checked_before_anything_starts(
         (["lr"], "'lr' is not KEY=A,B"),
         (["lr=1"], "lr=1 has one value. Give several, with commas: lr=A,B"),
         (["lr=1,2", "lr=3,4"], "lr is given twice"),
+        (["lr=1,2,1"], "lr has the value 1 twice"),
     ],
 )
 def test_wrong_values(over: list[str], message: str) -> None:

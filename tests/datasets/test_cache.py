@@ -202,7 +202,7 @@ def test_what_one_process_finds_wrong_is_told_by_those_who_wait(chunks, cache, c
     assert len(prepared(make_chunks(), "key", Accounting(), cache)) == 2  # who did not wait tries again
 
 
-@pytest.mark.parametrize("damage", ["cut", "absent", "about"])
+@pytest.mark.parametrize("damage", ["cut", "absent", "about", "no object", "a bit of the shape", "a bit of the header"])
 def test_damaged_files_are_made_anew(chunks, cache, damage):
     make_chunks, made = chunks
     prepared(make_chunks(), "key", Accounting(), cache)
@@ -210,8 +210,13 @@ def test_damaged_files_are_made_anew(chunks, cache, damage):
         os.truncate(cache / "key" / "tokens.npy", 140)
     elif damage == "absent":
         (cache / "key" / "lengths.npy").unlink()
+    elif damage.startswith("a bit"):
+        file = cache / "key" / "tokens.npy"
+        content = bytearray(file.read_bytes())
+        content[content.index(b"(8,") + 1 if damage == "a bit of the shape" else 8] ^= 64 if "header" in damage else 12
+        file.write_bytes(content)
     else:
-        (cache / "key" / "about.json").write_text("{")
+        (cache / "key" / "about.json").write_text("{" if damage == "about" else "[]")
     assert prepared(make_chunks(), "key", Accounting(), cache).tokens.tolist() == [7] * 5 + [9] * 3
     assert len(made) == 2
 

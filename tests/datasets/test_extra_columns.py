@@ -170,28 +170,59 @@ def test_what_could_part_a_group_is_refused(tokenizer, tmp_path, options):
 def test_scores_of_tokens_are_added_up_piece_by_piece(tmp_path, monkeypatch, capsys):
     """Not all at once on the device. Progress counts rows."""
     monkeypatch.setattr("tune.datasets.scores.TELL", -1)
-    world, sizes, add_up = distributed.init("cpu"), [], World.sum
+    sizes, add_up = [], World.sum
     monkeypatch.setattr("tune.datasets.scores.SUMMED", 16)
     monkeypatch.setattr(World, "sum", lambda self, value: sizes.append(len(value)) or add_up(self, value))
     samples = pairs(10)
-
-    def add():
-        add_scores(
-            Dataset.from_samples(samples, 40), "twice",
-            lambda batch: 2 * batch.tokens.flatten()[batch.supervised][:, None],
-            world, micro_batch_size=2, pad_to=None, folder=tmp_path, made_of=[],
-        )  # fmt: skip
-
-    add()
-    (file,) = tmp_path.glob("twice-*.npy")
+    file = twice(samples, tmp_path)
     expected = np.concatenate([2 * np.where(sample.labels < 0, 0, sample.tokens) for sample in samples])
     assert np.load(file).flatten().tolist() == expected.tolist()
     assert max(sizes) == 16 and sum(sizes) == len(expected) > 64
     assert re.findall(r"([\d,]+) of ([\d,]+) rows", capsys.readouterr().err) == [
         (str(done), "10") for done in (2, 4, 6, 8, 10)
     ]
+
+
+def twice(samples, folder):
+    """The file in which the scores of the samples are kept: of each token twice its number."""
+    add_scores(
+        Dataset.from_samples(samples, 40), "twice", lambda batch: 2 * batch.tokens.flatten()[batch.supervised][:, None],
+        distributed.init("cpu"), micro_batch_size=2, pad_to=None, folder=folder, made_of=[],
+    )  # fmt: skip
+    (file,) = folder.glob("twice-*.npy")
+    return file
+
+
+DAMAGE = {
+    "cut short": lambda whole: whole[:-9],
+    "cut in the header": lambda whole: whole[:20],
+    "empty": lambda whole: b"",
+    "text": lambda whole: b"not an array\n" * 9,
+    "the begin of a zip file": lambda whole: b"PK\x03\x04" + whole[4:],
+    "a bit of a value": lambda whole: changed(whole, -50, 64),
+    "a bit of the shape": lambda whole: changed(whole, whole.index(b"'shape': (") + 10, 1),
+    "a bit of the type": lambda whole: changed(whole, whole.index(b"<f4"), 2),
+    "a bit of the header's length": lambda whole: changed(whole, 8, 64),
+}
+
+
+def changed(whole, place, bits):
+    place %= len(whole)
+    return whole[:place] + bytes([whole[place] ^ bits]) + whole[place + 1 :]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_scores_that_are_damaged_are_computed_again(damage, tmp_path):
+    """They are neither a traceback nor numbers of a training."""
+    samples = pairs(10)
+    file = twice(samples, tmp_path)
     whole = file.read_bytes()
-    for damaged in (whole[:-9], whole[:20], b""):  # is computed again
-        file.write_bytes(damaged)
-        add()
-        assert file.read_bytes() == whole
+    file.write_bytes(DAMAGE[damage](whole))
+    assert twice(samples, tmp_path).read_bytes() == whole
+
+
+def test_scores_that_are_whole_are_read(tmp_path, monkeypatch, capsys):
+    samples = pairs(10)
+    file = twice(samples, tmp_path)
+    monkeypatch.setattr("tune.datasets.scores.validation_batches", lambda *_: pytest.fail("they are computed again"))
+    assert twice(samples, tmp_path) == file and capsys.readouterr().err == ""

@@ -1,5 +1,6 @@
 """A run writes into a folder of its own: not over another recipe's training, a model or data."""
 
+import importlib.util
 import shutil
 
 import distill
@@ -38,6 +39,22 @@ def test_the_folder_of_another_recipe_is_refused_without_a_checkpoint(inputs, ru
     assert "output_dir: " in message and "full_finetune" in message and "lora_finetune" in message
     assert "full_finetune" in told("lora_finetune", inputs.settings())
     assert contents(inputs.run) == before
+
+
+def test_the_folder_of_a_recipe_is_refused_to_a_copy_of_it(inputs, told, tmp_path, capsys):
+    """`tune validate` finds what the run of the copy does. The copy may be named by its settings, too."""
+    main(["cp", "full_finetune", str(tmp_path / "mine.py")])
+    for recipe in ("mine.py", "mine.yaml"):
+        message = told(str(tmp_path / recipe), inputs.settings())
+        assert "full_finetune" in message and "mine" in message
+    assert told(str(tmp_path / "mine.py"), inputs.settings(f"output_dir={inputs.folder / 'new'}")) == ""
+    spec = importlib.util.spec_from_file_location("mine", tmp_path / "mine.py")
+    mine = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mine)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr("sys.argv", ["mine.py", *inputs.settings()])
+        mine.main()
+    assert f"{inputs.run} is of the recipe full_finetune" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change", ["notes", "folder", "edited", "index lost"])

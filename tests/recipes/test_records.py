@@ -11,9 +11,12 @@ import preference_finetune
 import pytest
 from browser import Browser
 from records.test_report import curves, needs_browser, shown  # noqa: F401
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tune import cli, distributed, records
 from tune.loggers import sinks
+from tune.run.hardware import size_in_words
 
 DEMO = Path(__file__).parents[2] / ".demo" / "run"
 
@@ -65,6 +68,49 @@ def test_figures_of_a_run_are_those_in_its_files(inputs, run_recipe, capsys):
     assert f"<strong>{sum(step['tokens'] for step in steps):,}</strong>" in page
     speed = sum(step["tokens_per_second"] for step in steps) / 3
     assert f"<strong>{records.number(speed)}</strong>" in page
+
+
+PLANNED = {
+    "AdamW": (full_finetune, []),
+    "Muon": (full_finetune, ["optimizer._component_=tune.optimizers.Muon", "packed=true"]),
+    "SGD": (full_finetune, ["optimizer._component_=torch.optim.SGD", "optimizer.momentum=0.9", "master_dtype=bf16"]),
+    "adapters on NF4": (lora_finetune, ["quantization.weights=nf4", "dtype=bf16", "adapter.dora=true"]),
+    "labelled answers": (preference_finetune, ["loss._component_=tune.losses.KTO"]),
+}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_figures_of_a_plan_are_those_of_the_run(name, inputs, run_recipe, capsys):
+    """All rows are as long as they may be, as a plan counts them. Of states the counter of steps is left out."""
+    recipe, more = PLANNED[name]
+    text, folder = "the cat sat on a mat " * 60, inputs.folder / "new"
+    data = [{"text": f"cat {number} {text}"} for number in range(12)]
+    if recipe is preference_finetune:
+        data = [{"prompt": f"cat {number + 10}", "completion": text, "label": number % 2 == 0} for number in range(12)]
+    rows = inputs.write_rows(*data)
+    settings = inputs.settings(*rows, "dataset.too_long=truncate", f"output_dir={folder}", *more)
+    assert run_recipe(settings, recipe) == 0
+    capsys.readouterr()
+    cli.main(["plan", recipe.__name__, *settings, "--device", "cpu", "--json"])
+    plan = json.loads(capsys.readouterr().out)
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["tokens"] for step in steps] == [plan["tokens_per_step"]] * 2
+    assert plan["tokens"] == sum(step["tokens"] for step in steps)
+    assert plan["steps"] == json.loads((folder / "run.json").read_text())["steps"] == len(steps)
+    sizes = {"model": 0, "optimizer": 0}
+    saved = FileSystemReader(folder / "checkpoints" / "step-00000002").read_metadata().state_dict_metadata
+    for key, tensor in saved.items():
+        if isinstance(tensor, TensorStorageMetadata) and not key.endswith(".step"):
+            sizes[key.partition(".")[0]] += tensor.size.numel() * tensor.properties.dtype.itemsize
+    planned = {part: plan["memory_gib"][part] * 2**30 for part in ("weights", "gradients", "optimizer", "checkpoint")}
+    assert planned["gradients"] == sizes["model"] and planned["weights"] >= sizes["model"]
+    assert recipe is lora_finetune or planned["weights"] == sizes["model"]
+    assert planned["optimizer"] == pytest.approx(sizes["optimizer"], rel=1e-4)
+    kept = sum(sizes.values())
+    assert plan["checkpoint_gib"] * 2**30 == pytest.approx(kept, rel=1e-4)
+    assert planned["checkpoint"] == pytest.approx(kept, rel=1e-4)  # on a CPU a copy of it is in the same memory
+    cli.main(["plan", recipe.__name__, *settings, "--device", "cpu"])
+    assert f"a checkpoint {size_in_words(plan['checkpoint_gib'] * 2**30)}" in capsys.readouterr().out
 
 
 def test_a_run_that_fails(inputs, run_recipe):

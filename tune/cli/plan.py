@@ -124,6 +124,8 @@ def without_data(recipe: str, rest: list[str]) -> DictConfig:
 
 def show(found: dict[str, Any], plans: list[Any]) -> None:
     """The first of the `plans`, as `found` has it, and why the others are not it."""
+    from tune.run import size_in_words
+
     console, best = Console(soft_wrap=True, highlight=False), plans[0]
     title = f"memory at its peak, in: {found['peak_at']}"
     sizes = Table("GiB of each process", "", title=title, title_justify="left")
@@ -145,7 +147,7 @@ def show(found: dict[str, Any], plans: list[Any]) -> None:
     console.print(sizes, times)
     console.print(f"it {verdict}: {found['devices']} x {found['device']}, {best.tokens:,} tokens a step")
     console.print(f"{found['tokens_per_second']:,.0f} tokens/s per device, MFU {found['mfu']:.1%}")
-    console.print(f"{what}: {duration}{cost}; a checkpoint {found['checkpoint_gib']:,.2f} GiB")
+    console.print(f"{what}: {duration}{cost}; a checkpoint {size_in_words(found['checkpoint_gib'] * 2**30)}")
     console.print(f"bound by {BOUNDS[found['bottleneck']][0]}" if best.fits else "too little memory")
     console.print(f"to change: {found['change']}")
     if len(plans) > 1:

@@ -111,6 +111,12 @@ def with_folder(default: str | None, recipe: Path, settings: list[str]) -> tuple
     return ([*settings, f"output_dir={new}"] if "output_dir" in cfg else settings), Path(new)
 
 
+def run_name(recipe: Path) -> str | None:
+    """What the recipe calls its runs, the NAME in its `Run("NAME", ...)`, read without running it; None without one."""
+    found = re.search(r"""\bRun\(\s*["']([^"']+)["']""", recipe.read_text(encoding="utf-8"))
+    return found[1] if found else None
+
+
 def default_config(recipe: Path) -> str | None:
     """The default of the recipe's `@config.entrypoint("default")`, read without running it; None without one."""
     found = re.search(

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -57,9 +57,11 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if out.exists() and not (out / "ray").is_dir() and (not out.is_dir() or any(out.iterdir())):
         raise TuneError(f"--out {out} is not the folder of a sweep. Name one that is absent or empty")
     runs = [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
-    default, cfg = default_config(recipe), None
-    for run in runs if default else ():  # wrong keys and values are found before anything starts
-        cfg = config.load(str(default), [*settings, *(f"{key}={value}" for key, value in run.items())])
+    default = default_config(recipe)
+    found = [  # wrong keys and values are found before anything starts
+        config.load(str(default), [*settings, *(f"{key}={value}" for key, value in run.items())])
+        for run in (runs if default else ())
+    ]
     ray, resources = connect(options.address, os.cpu_count() or 1)
     gpus = int("GPU" in resources) if options.gpus_per_run is None else options.gpus_per_run
     from ray import tune as ray_tune
@@ -67,7 +69,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
     from tune.checkpointers import more_is_better
 
-    mode = "max" if more_is_better(options.metric, told_by_tasks(options.metric, cfg)) else "min"
+    is_more_better = more_is_better(options.metric, told_by_tasks(options.metric, found))
+    mode = "max" if is_more_better else "min"
     place = {"recipe": str(recipe.absolute()), "settings": settings, "out": str(out), "metric": options.metric}
     scheduler = (
         ASHAScheduler("step", options.metric, mode, max_t=10**9, grace_period=options.grace)
@@ -84,24 +87,36 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         failed = [name_of(result.config["run"]) for result in tuner.fit() if result.error]
     finally:
         ray.shutdown()
-    rows = [row(out / name_of(run), run, options.metric, name_of(run) in failed) for run in runs]
+    sys.exit(compare(out, runs, options.metric, is_more_better, failed))
+
+
+def compare(
+    out: Path, runs: Sequence[dict[str, str]], metric: str, more_is_better: bool, failed: Collection[str]
+) -> bool:
+    """Write sweep.json and report.html, and print the table of the runs below `out`, the best one first. `failed` are
+    names of their folders. Returns whether a run has failed. Raises TuneError if none has the metric."""
+    rows = [row(out / name_of(run), run, metric, name_of(run) in failed) for run in runs]
     if not any(row["state"] == "failed" or row["value"] is not None for row in rows):
         known = sorted({name for run in runs for name in records.read(out / name_of(run)).columns})
-        hint = f"{did_you_mean(options.metric, known)} They have {', '.join(known)}"
-        raise TuneError(f"--metric {options.metric}: no run has it.{hint}. tune report {in_shell(out)}/* compares them")
-    rows = ranked(rows, mode == "max")
+        hint = f"{did_you_mean(metric, known)} They have {', '.join(known)}"
+        raise TuneError(f"--metric {metric}: no run has it.{hint}. tune report {in_shell(out)}/* compares them")
+    rows = ranked(rows, more_is_better)
     (out / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    records.write_report([Path(row["folder"]) for row in rows if row["value"] is not None], out / "report.html")
+    measured = [each for each in rows if each["value"] is not None]
+    if measured:
+        records.write_report([Path(each["folder"]) for each in measured], out / "report.html")
     print_table(
-        [(*values, options.metric, "steps", "state", "run")]
+        [(*runs[0], metric, "steps", "state", "run")]
         + [
             (*each["settings"].values(), value_of(each), str(each["steps"]), each["state"], each["folder"])
             for each in rows
         ]
     )
-    best = "highest" if mode == "max" else "lowest"
-    print(f"the {best} {options.metric} is the best, and first; the curves over each other: {out / 'report.html'}")
-    sys.exit(any(row["state"] == "failed" for row in rows))
+    best = f"the {'highest' if more_is_better else 'lowest'} {metric} is the best, and first; "
+    if measured:
+        is_ranked = measured[0]["state"] != "failed"
+        print(f"{best if is_ranked else ''}the curves over each other: {out / 'report.html'}")
+    return any(each["state"] == "failed" for each in rows)
 
 
 def swept(over: Sequence[str], settings: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -119,18 +134,26 @@ def swept(over: Sequence[str], settings: Sequence[str]) -> tuple[dict[str, list[
             return values, [*over[position:], *settings]
         if key in values:
             raise TuneError(f"--over: {key} is given twice")
+        if twice := [value for value in found if found.count(value) > 1]:
+            raise TuneError(f"--over: {key} has the value {twice[0]} twice. Give each value once")
         values[key] = found
     return values, list(settings)
 
 
-def told_by_tasks(metric: str, cfg: Any) -> dict[str, bool | None]:
-    """Whether more is better, by the metrics of the run's tasks, if `metric` can be one of these."""
-    names = cfg and OmegaConf.select(cfg, "evaluate.tasks")
-    if not names or "/" not in metric:
-        return {}
-    from tune.evaluation import Tasks
+def told_by_tasks(metric: str, found: Sequence[Any]) -> dict[str, bool | None]:
+    """Whether more is better, by the metrics of the tasks of the runs with these settings, if `metric` can be one."""
+    told: dict[str, bool | None] = {}
+    if "/" not in metric:
+        return told
+    seen: list[Any] = []
+    for cfg in found:
+        of_tasks = OmegaConf.select(cfg, "evaluate.tasks"), OmegaConf.select(cfg, "evaluate.include_path")
+        if of_tasks[0] and of_tasks not in seen:
+            from tune.evaluation import Tasks
 
-    return Tasks(names, config.instantiate(cfg.tokenizer), cfg.evaluate.get("include_path")).higher_is_better
+            seen.append(of_tasks)
+            told |= Tasks(of_tasks[0], config.instantiate(cfg.tokenizer), of_tasks[1]).higher_is_better
+    return told
 
 
 def ranked(rows: list[dict[str, Any]], more_is_better: bool) -> list[dict[str, Any]]:
@@ -142,7 +165,7 @@ def ranked(rows: list[dict[str, Any]], more_is_better: bool) -> list[dict[str, A
 def value_of(row: dict[str, Any]) -> str:
     """The last value of the metric, and its step if that is not the last."""
     late = f" (step {row['step']})" if row["step"] not in (None, row["steps"]) else ""
-    return f"{row['value']}{late}"
+    return "" if row["value"] is None else f"{row['value']}{late}"
 
 
 def separated(text: str) -> list[str]:

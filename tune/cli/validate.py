@@ -7,10 +7,11 @@ import json
 import sys
 from argparse import ArgumentParser
 from dataclasses import asdict
+from pathlib import Path
 
 from tune import config
 from tune.cli.prepare import recipe_of
-from tune.cli.run import parse_options
+from tune.cli.run import parse_options, run_name
 from tune.errors import TuneError
 from tune.launchers import count
 
@@ -43,7 +44,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             kind, capability = "cpu" if known.is_host else "cuda", known.capability
         cfg, problems = config.read(*recipe_of(options.recipe, rest))
         machine = {"processes": options.world_size, "device": kind, "capability": capability}
-        recipe = options.recipe if options.recipe in config.list_recipes() else None  # of others it is not written
+        is_config = options.recipe.endswith((".yaml", ".yml"))
+        file = Path(options.recipe).with_suffix(".py") if is_config else config.find_recipe(options.recipe)
+        recipe = run_name(file) if file.is_file() else None
         found = validate(cfg, problems, **machine, rows=rows, strict=options.strict, recipe=recipe)
     except TuneError as error:  # an option that is unknown, a recipe or a config that is not there
         found = [Finding(Level.ERROR, "", str(error))]

@@ -118,8 +118,12 @@ def _read(folder: Path, accounting: Accounting) -> Samples | None:
     try:
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
         names = [*ARRAYS, *(f"column-{name}" for name in about["columns"])]
-        arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="c")) for name in names}
-    except (FileNotFoundError, ValueError, EOFError, KeyError):
+        arrays = {name: _mapped(folder / f"{name}.npy") for name in names}
+    except FileNotFoundError:
+        return None
+    except OSError:  # whose advice is another one
+        raise
+    except Exception:  # a damaged header is anything to NumPy: a zip file, a number that is too large
         return None
     for name, value in about.pop("accounting").items():
         if name not in OF_THIS_RUN:
@@ -128,6 +132,14 @@ def _read(folder: Path, accounting: Accounting) -> Samples | None:
     columns = {name: arrays.pop(f"column-{name}") for name in about.pop("columns")}
     fields: dict[str, Any] = {**arrays, **about, "columns": columns}
     return Samples(**fields)
+
+
+def _mapped(file: Path) -> np.ndarray:
+    """Raises ValueError if the file is not as long as its header says."""
+    values = np.load(file, mmap_mode="c")
+    if values.offset + values.nbytes != file.stat().st_size:
+        raise ValueError(f"{file} is damaged")
+    return np.asarray(values)
 
 
 @contextmanager

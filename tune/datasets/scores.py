@@ -1,5 +1,6 @@
 """A column that a model computes once, before the training: log-probs of a reference, rewards."""
 
+import hashlib
 import sys
 import time
 from collections.abc import Callable
@@ -79,15 +80,27 @@ def add_scores(
                 folder.mkdir(parents=True, exist_ok=True)
                 with written_aside(file) as unfinished, unfinished.open("wb") as stream:
                     np.save(stream, values)
+                    stream.write(_digest(values))
         part.add_column(name, values)
 
 
 def _kept(file: Path) -> np.ndarray | None:
-    """What is kept in a file. What cannot be read is computed again, on all processes."""
+    """What is kept in a file. What cannot be read, or is not as it was written, is computed again, on all processes."""
     try:
-        return np.load(file)
+        with file.open("rb") as stream:
+            values = np.load(stream)
+            if stream.read() != _digest(values):
+                raise ValueError("its digest differs")
+            return values
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # a damaged header is anything to NumPy: a zip file, an array larger than memory
         print(f"warning: {file} is damaged ({error}): what it kept is computed again", file=sys.stderr, flush=True)
         return None
+
+
+def _digest(values: np.ndarray) -> bytes:
+    """Stands after the array in its file."""
+    digest = hashlib.sha256(f"{values.dtype.str} {values.shape}".encode())
+    digest.update(np.ascontiguousarray(values).data)
+    return digest.digest()

@@ -160,11 +160,11 @@ def _moments(stage: Stage, layout: Layout, plain: bool) -> Iterator[tuple[str, f
     yield "optimizer step", 0.0, 0.0, 0.0, adds * trace.whole.master / shards
 
 
-def bytes_of_states(make: Callable[[Any], Any], dtype: torch.dtype = torch.float32) -> float:
+def bytes_of_states(make: Callable[[Any], Any], dtype: torch.dtype = torch.float32, in_blocks: bool = True) -> float:
     """Bytes that the optimizer that `make` gives of groups keeps for each element of a matrix, by a step."""
     matrix = nn.Parameter(torch.zeros(512, 512, dtype=dtype))
     matrix.grad = torch.zeros_like(matrix)
-    optimizer = make([{"params": [matrix], "in_blocks": True}])
+    optimizer = make([{"params": [matrix], "in_blocks": in_blocks}])
     with torch.compiler.set_stance("force_eager"):
         optimizer.step()
 

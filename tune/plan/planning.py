@@ -22,6 +22,7 @@ from tune.datasets import beyond_positions, require_batches
 from tune.devices import Device
 from tune.distributed import DTYPES, LARGE, cast_by_fsdp, repeated_blocks, split_blocks
 from tune.errors import TuneError
+from tune.optimizers import parameter_groups
 from tune.plan.alter import alter
 from tune.plan.memory import GIB, IN_STEP, PARTS, Checkpointing, Layout, Stage, bytes_of_states, memory
 from tune.plan.objectives import as_rows, full_rows, read_together, subjects
@@ -118,12 +119,14 @@ class Job:
         self.hidden, self.note = getattr(model.config, "hidden_size", 0), beyond_positions(model, cfg.max_seq_len)
         self.chosen = tuple(key for key in CHOSEN if "parallel." not in key or _field(key) in cfg.parallel)
         self.subjects = subjects(cfg, model)
-        self.flops = flops_per_token(model, cfg.max_seq_len)
+        row = full_rows(cfg, 1)
+        self.row_tokens = row.num_tokens  # also of the mismatched answer that comes with a labelled one
+        self.flops = flops_per_token(model, row.num_tokens // len(row.documents.lengths))
         self.casts = bool(cast_by_fsdp(model, cfg.dtype, cfg.master_dtype))
-        self.states = bytes_of_states(functools.partial(instantiate, cfg.optimizer), DTYPES[cfg.master_dtype])
-        trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
         kept = planned_memory(model, cfg.dtype, cfg.master_dtype, shards=1)["gradients"]  # they are like the weights
-        self.checkpoint_gib = kept + trained * self.states / GIB
+        trained, states = _states(cfg, model)
+        self.states = states / max(1, trained)
+        self.checkpoint_gib = kept + states / GIB
         every, last, self.copies = cfg.checkpointer.every, cfg.max_steps, ""
         if cfg.checkpointer.get("async"):
             self.copies = "beside" if every and not (last and last <= every) else "end"
@@ -187,7 +190,7 @@ class Job:
         found = traced(layout.activation_checkpointing, plain, plain and layout.micro_batches > 1)
         stages, hop = [Stage(found)], 0.0
         if layout.pp > 1:
-            hop = micro * self.cfg.max_seq_len * self.hidden * DTYPES[self.cfg.dtype].itemsize / layout.cp
+            hop = micro * self.row_tokens * self.hidden * DTYPES[self.cfg.dtype].itemsize / layout.cp
             stages = self._stages(found, layout, hop)
         spent = [seconds(each, layout, self.states, plain, self.device, hop) for each in stages]
         longest, needed = max(spent, key=lambda each: sum(each.values())), []
@@ -212,11 +215,11 @@ class Job:
             parts, longest["rollout"] = self._rollout(found, layout, plain, frozen)
             needed.append(("rollout", parts, 0.0))
         # A thread puts the next rows together beside the step.
-        longest["input"] = max(0.0, mine * self.cfg.max_seq_len * INPUT - sum(longest.values()))
+        longest["input"] = max(0.0, mine * self.row_tokens * INPUT - sum(longest.values()))
         moment, parts, _ = max(needed, key=lambda each: sum(each[1].values()))
         return Plan(
             layout, self.device, moment, parts, max(host for *_, host in needed), longest,
-            rows * self.cfg.max_seq_len, self.flops, self.chosen,
+            rows * self.row_tokens, self.flops, self.chosen,
         )  # fmt: skip
 
     def _prompts(self, layout: Layout) -> int:
@@ -328,6 +331,18 @@ class Job:
                     break
 
 
+def _states(cfg: DictConfig, model: Any) -> tuple[int, float]:
+    """The number of trained parameters, and bytes of the optimizer's states for all of them. Muon has other states for
+    embedding and head than for blocks."""
+    trained, states = 0, 0.0
+    for group in parameter_groups(model, lr=0.0):
+        number = sum(each.numel() for each in group["params"])
+        make = functools.partial(instantiate, cfg.optimizer)
+        trained += number
+        states += number * bytes_of_states(make, DTYPES[cfg.master_dtype], group["in_blocks"])
+    return trained, states
+
+
 def _powers(number: int, most: int) -> list[int]:
     """The powers of 2 that divide a number, up to another."""
     return [2**n for n in range(most.bit_length()) if number % 2**n == 0]
@@ -356,7 +371,8 @@ def calibrate(run: Path, device: Device) -> Device:
     cfg = cast(DictConfig, OmegaConf.load(files["config.yaml"]))
     if "group_size" in cfg:
         raise TuneError("--calibrate: what a run samples is of any length. Take a run of full_finetune")
-    cfg.max_seq_len = round(median(each["tokens"] for each in steps) / cfg.global_batch_size)
+    rows = cfg.global_batch_size * full_rows(cfg, 1).num_tokens / cfg.max_seq_len
+    cfg.max_seq_len = round(median(each["tokens"] for each in steps) / rows)
     device = replace(device, cores=os.cpu_count() or 1) if device.is_host else device
     job = Job(cfg, device, json.loads(files["run.json"].read_text(encoding="utf-8"))["processes"])
     plan = job.plan(job.layout())

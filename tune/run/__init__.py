@@ -1,6 +1,6 @@
 """A run: its folder, its lock, its messages and metrics, its clocks and its watchdog."""
 
 from tune.run.flops import flops_per_token
-from tune.run.hardware import disk_note, planned_memory
+from tune.run.hardware import disk_note, planned_memory, size_in_words
 from tune.run.profiler import profile
 from tune.run.run import Run
