@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 from helpers import free_port, save_checkpoint  # noqa: E402
 
-from tune.cli import without_data
+from tune.cli.plan import without_data  # noqa: E402
 from tune.devices import DEVICES  # noqa: E402
 from tune.plan import Job, calibrate  # noqa: E402
 

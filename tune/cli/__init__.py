@@ -71,6 +71,3 @@ def _require_folders(verb: str, arguments: list[str]) -> None:
 
             where = f"what a run with this output_dir writes on its machine is {local_folder(url)}"
             raise TuneError(f"{url}: tune {verb} reads folders; {where}. Give that, or fetch the run first")
-
-
-from tune.cli.plan import without_data
