@@ -100,7 +100,7 @@ def main(cfg):
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
     with run:  # closes its files and loggers, however the training ends
-        steps = run.track(data, start, total=len(data), checkpointer=checkpointer)
+        steps = run.track(data, start, total=len(data), checkpointer=checkpointer, seed=cfg.seed)
         for step, batch in profile(steps, run.path / "profile", world, **cfg.profiler):
             if step == 1 and validation and cfg.validate_first:
                 with run.pause():

@@ -47,7 +47,8 @@ from tune.files import CHECKPOINT, lock, written_aside
 from tune.lookup import in_shell
 from tune.types import PositiveInt
 
-OF_ITSELF = {"step", "groups", "best", "metrics", "optimizer", "updates"}  # in state.json, of the checkpointer
+# In state.json, of the checkpointer itself.
+OF_ITSELF = {"step", "groups", "best", "metrics", "optimizer", "updates", "stopped"}
 PAIRS = "__pairs__"
 STORED = ".store"  # in a run folder that is uploaded: each node has its own, with what its processes write
 
@@ -124,6 +125,7 @@ class Checkpointer:
         self.told = ""  # why the last checkpoint was not written
         self.unwritten = ""  # what could not be written at last
         self.ends = False  # whether this is the last step
+        self.stopped = False  # by the recipe's own decision
         self.metrics: dict[int, dict[str, float]] = {}  # of steps that are not yet reported to Ray
 
     def resume(self, resume: str) -> int:
@@ -157,7 +159,7 @@ class Checkpointer:
         self._restore(path, small, extra)
         if "schedule" not in extra:  # after the rates, which some compute anew and others go on from
             self.small["schedule"].load_state_dict(_from_json(small["schedule"]))
-        self.updates = small["updates"]
+        self.updates, self.stopped = small["updates"], small["stopped"]
         self.best.load_state_dict(small.get("best", {}))
         self.saved = self.reported = small["step"]
         self.resumed[self.saved] = path
@@ -176,7 +178,7 @@ class Checkpointer:
             now = f"It is {self.best} now" if self.best.step else "It is looked for anew"
             self.tell(f"warning: the checkpoint of step {best}, with the best {self.best.metric}, is gone. {now}")
             if before == self.folder:
-                self._note_best(self.saved)
+                self._renew_notes(self.saved)
 
     def _place(self, step: int) -> Path | None:
         """Where the checkpoint of a step is: in this folder, or in the one that training has continued from."""
@@ -300,7 +302,7 @@ class Checkpointer:
             self.best.take(step, metrics[str(self.best.metric)])
             vars(self.best).update(self.world.broadcast(vars(self.best)))  # rank 0 knows which are written
         is_best = measured and self.best.step == step
-        if measured and self.is_over():
+        if measured and self.best.is_over:
             self.tell(f"stopped: {self.best} was the best, and the last {self.best.patience} were no better")
         soon = self.writing + max(1, (self.every or 0) // 10)  # then it is tried again, if rank 0 knows that it failed
         is_due = self.every and (
@@ -312,8 +314,13 @@ class Checkpointer:
             self.save(step)
 
     def is_over(self) -> bool:
-        """Whether `keep_best` has not become better for as long as `patience` says."""
-        return self.best.is_over
+        """Whether `keep_best` has not become better for as long as `patience` says, or the recipe has called `stop`."""
+        return self.stopped or self.best.is_over
+
+    def stop(self) -> None:
+        """End the training with this step: call it before `step`, on all processes. The checkpoint of the step keeps
+        it, so that the same command trains no further."""
+        self.stopped = True
 
     def save(self, step: int, wait: bool = False, metrics: Mapping[str, Any] | None = None) -> None:
         """Save now, and with `wait`, wait until it is written. In the checkpoint of a step that is saved already, only
@@ -325,7 +332,7 @@ class Checkpointer:
         if self.world.is_main:  # of others there is no checkpoint
             self.best.values = {each: value for each, value in self.best.values.items() if self._has(each, step)}
         if step == saved:
-            self._note_best(step)
+            self._renew_notes(step)
             self._settled(step, (self.best.value, self.best.step))
             return
         self.unwritten = ""
@@ -336,7 +343,7 @@ class Checkpointer:
         small = json.dumps(
             {
                 "step": step, "groups": self._changed(), "best": self.best.state_dict(), "metrics": metrics,
-                "optimizer": _kind(self.optimizer), "updates": self.updates, **parts,
+                "optimizer": _kind(self.optimizer), "updates": self.updates, "stopped": self.stopped, **parts,
             }
         )  # fmt: skip
         tensors = {
@@ -373,14 +380,15 @@ class Checkpointer:
         if wait:
             self._written()
 
-    def _note_best(self, step: int) -> None:
-        """Renew the note of the best one in the checkpoint of a step."""
-        if self.world.is_main and self.best.metric:
+    def _renew_notes(self, step: int) -> None:
+        """Renew in the checkpoint of a step what is decided after it was saved: which step is the best, and a stop."""
+        if self.world.is_main and (self.best.metric or self.stopped):
             file = self.folder / f"step-{step:08d}" / "state.json"
+            notes = {"best": self.best.state_dict(), "stopped": self.stopped}
             try:
-                replace_json(file, json.loads(file.read_text(encoding="utf-8")) | {"best": self.best.state_dict()})
+                replace_json(file, json.loads(file.read_text(encoding="utf-8")) | notes)
             except OSError as error:  # the other processes go on
-                self.unwritten = f"which step was the best, in {file}"
+                self.unwritten = f"which step was the best, and whether the training stopped, in {file}"
                 self.tell(f"warning: {file} could not be written, to note the best {self.best}: {error.strerror}")
 
     def wait(self) -> int:
@@ -447,7 +455,7 @@ class Checkpointer:
             self.tell(f"warning: {what}. It has the best {self.best.metric}: the next best is taken")
             self.best.choose(self.best.values.keys() - {self.best.step})
             if self.saved:
-                self._note_best(self.saved)
+                self._renew_notes(self.saved)
         return None
 
     def _collect(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from tune.distributed.pace import PACE
 from tune.distributed.restarts import end_with_parent, launcher_store, of_this_start
@@ -109,7 +110,8 @@ class World:
         return highest[0]
 
     def fetch(self, **values: torch.Tensor | float) -> dict[str, float]:
-        """The `values` as Python numbers: one synchronisation with the device for all of them."""
+        """The `values` as Python numbers: one synchronisation with the device for all of them. Sharded ones (DTensors)
+        are gathered, on all ranks."""
         wanted = [self._fp64(value) for value in values.values()]
         found = torch.stack([*wanted, *PACE.sent]).tolist()
         PACE.collect(found[len(wanted) :])
@@ -118,6 +120,8 @@ class World:
     def _fp64(self, value: torch.Tensor | float) -> torch.Tensor:
         """A new fp64 tensor: on the GPU with CUDA, else on the host (mps has no fp64)."""
         device = self.device if self.device.type == "cuda" else torch.device("cpu")
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
         if isinstance(value, torch.Tensor):
             return value.detach().to(device, torch.float64, copy=True)
         return torch.full((), value, dtype=torch.float64, device=device)  # unlike torch.tensor, does not synchronise

@@ -2,16 +2,19 @@
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
 import math
 import os
+import random
 import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -346,9 +349,15 @@ class Run:
             reached = f"max_steps={data.max_steps:,} is not reached: epochs={data.epochs} ends before"
             self.info(f"warning: {reached}. Raise epochs")
 
-    def track(self, data: Iterable[T], start: int, total: int, checkpointer: Checkpointer | None = None) -> Iterator[T]:
+    def track(
+        self, data: Iterable[T], start: int, total: int, checkpointer: Checkpointer | None = None, seed: int = 0
+    ) -> Iterator[T]:
         """Iterate over optimizer steps, from the one after `start` and not beyond where the `checkpointer` says that
-        the training is over, and time how long each waits for data."""
+        the training is over, and time how long each waits for data.
+
+        In each step the generators of torch, NumPy and `random` are a function of the `seed`, the step and the data
+        rank: what a recipe draws is the same when it is run again, also from a checkpoint.
+        """
         if self.world.is_main:
             self.path.mkdir(parents=True, exist_ok=True)
         self.world.of_main(lambda: lock.hold(self.path, make=True))
@@ -385,6 +394,7 @@ class Run:
                     return
                 PACE.intervals.append((begin, time.perf_counter(), 1.0))
                 self.data_seconds = time.perf_counter() - begin
+                seed_generators(seed, step, self.world.data_rank)
                 yield item
                 begin = time.perf_counter()
                 self.save_seconds = begin - self.step_began  # what comes behind a step's log is its checkpoint
@@ -461,6 +471,14 @@ class Run:
         for sink in self.sinks:
             sink.metrics(step, values)
         self._report_disk()
+
+
+def seed_generators(*numbers: int) -> None:
+    """Seed the generators of torch (on all devices), NumPy and `random` with a function of these numbers."""
+    state = int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest())
+    torch.manual_seed(state)
+    np.random.seed(state)
+    random.seed(state)
 
 
 def over_slow_links(sizes: dict[str, int], ep: int, here: int) -> Iterator[str]:
