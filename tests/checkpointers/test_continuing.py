@@ -156,3 +156,65 @@ def test_where_all_steps_are_refused_nothing_is_left_to_export(tmp_path):
     assert not training.checkpointer.accepts(1, [0], loss=float("nan"))
     with pytest.raises(TuneError, match="on_nan"):
         training.checkpointer.finish()
+
+
+def test_a_group_without_parameters_keeps_its_settings(tmp_path):
+    """As a stage of a pipeline has, of which other stages have the parameters."""
+
+    def with_an_empty_group(groups):
+        return torch.optim.AdamW([*groups, {"params": [], "weight_decay": 0.5}])
+
+    Training(tmp_path, with_an_empty_group).take([1], saves=[1])
+    training = Training(tmp_path, with_an_empty_group)
+    training.checkpointer.resume("auto")
+    training.take([2])
+    empty = training.optimizer.param_groups[2]
+    assert (empty["params"], empty["weight_decay"], empty["betas"]) == ([], 0.5, (0.9, 0.999))
+
+
+class Means:
+    """A mean of each weight's gradients, which it has from the first step on."""
+
+    def __init__(self):
+        self.means = {}
+
+    def state_dict(self):
+        return {"means": dict(self.means), "known": [*self.means]}
+
+    def load_state_dict(self, state):
+        self.means = state["means"]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_state_that_is_made_by_the_first_step(steps, tmp_path):
+    """A second optimizer, and an object of one's own."""
+    plain, first = (Training(tmp_path / name, OPTIMIZERS["SGD"], extra={}) for name in ("plain", "saved"))
+    for training in (plain, first):
+        extra(training)
+    for step in range(1, steps + 1):
+        advance(first, step)
+        advance(plain, step)
+    first.checkpointer.save(steps)
+    second = Training(tmp_path / "saved", OPTIMIZERS["SGD"], extra={})
+    extra(second)
+    assert second.checkpointer.resume("auto") == steps
+    for step in range(steps + 1, STEPS + 1):
+        advance(plain, step)
+        advance(second, step)
+    torch.testing.assert_close(second.weights(), plain.weights(), rtol=0, atol=0)
+    torch.testing.assert_close(second.means.means, plain.means.means, rtol=0, atol=0)
+
+
+def extra(training):
+    training.second = torch.optim.AdamW(training.model.used.parameters(), lr=0.1)
+    training.means = Means()
+    training.checkpointer.small |= {"second": training.second, "means": training.means}
+
+
+def advance(training, step):
+    training.model(torch.arange(4.0) + step, step).square().sum().backward()
+    for name, parameter in training.model.used.named_parameters():
+        training.means.means[name] = 0.5 * training.means.means.get(name, 0) + parameter.grad
+    training.second.step()
+    training.optimizer.zero_grad()
+    training.schedule.step()

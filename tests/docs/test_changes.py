@@ -75,6 +75,23 @@ def test_average(reader, run, checkpoint, dtype):
     torch.testing.assert_close(exported(resumed), exported(whole), rtol=0, atol=0)
 
 
+def test_stop(reader, run):
+    follow(reader, "A stop of your own")
+    folder = run("good_enough=100", "validate_every=2")
+    assert [step["step"] for step in logged(folder)] == [1, 2]
+    before = exported(folder)
+    assert [step["step"] for step in logged(run("good_enough=100", "validate_every=2"))] == [1, 2]
+    torch.testing.assert_close(exported(folder), before, rtol=0, atol=0)
+
+
+def test_noise(reader, run):
+    follow(reader, "Noise on the embeddings")
+    plain, whole = run("noise_alpha=0", folder="plain"), run("noise_alpha=50", folder="whole")
+    assert logged(plain)[0]["loss"] != pytest.approx(logged(whole)[0]["loss"], rel=1e-3)
+    again = run("noise_alpha=50", f"resume={whole / 'checkpoints' / 'step-00000002'}", folder="again")
+    torch.testing.assert_close(exported(again), exported(whole), rtol=0, atol=0)
+
+
 def test_frozen_layers(reader, run, checkpoint):
     follow(reader, "The first layers frozen")
     folder = run("frozen_layers=2")

@@ -73,3 +73,26 @@ def test_norms_by_block_on_two_processes(here: Path) -> None:
     assert names
     for step, other in zip(one, two, strict=True):
         assert {name: other[name] for name in names} == pytest.approx({name: step[name] for name in names}, rel=1e-4)
+
+
+SECOND = "    second = torch.optim.AdamW([each for each in model.parameters() if each.ndim == 1], lr=1e-3)\n"
+FIRST = (
+    "instantiate(cfg.optimizer, [group | {'params': [p for p in group['params'] if p.ndim > 1]} for group in groups])"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_two_optimizers(processes: int, here: Path) -> None:
+    """Plain code, with the second one as `extra`: it continues as if it had not stopped."""
+    change("    optimizer = instantiate(cfg.optimizer, groups)\n", f"    optimizer = {FIRST}\n{SECOND}")
+    change(
+        "tell=run.info, tasks=evaluations.tasks,", 'tell=run.info, tasks=evaluations.tasks, extra={"second": second},'
+    )
+    change("                optimizer.step()\n", "                optimizer.step()\n                second.step()\n")
+    change("            optimizer.zero_grad()\n", "            optimizer.zero_grad()\n            second.zero_grad()\n")
+    train("one", CONSTANT, processes=processes)
+    train("parts", CONSTANT, "max_steps=2", processes=processes)
+    train("parts", CONSTANT, processes=processes)
+    one, other = (load_file(f"{run}/model/model.safetensors") for run in ("one", "parts"))
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     _get_fqns,
+    _init_optim_state,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -40,6 +41,7 @@ from tune.checkpointers.reading import (
     elsewhere,
     require_none_later,
     require_same,
+    whole_states,
 )
 from tune.distributed import World, is_ray_worker, report, reshard
 from tune.errors import TuneError
@@ -74,8 +76,9 @@ class Checkpointer:
     as `more_is_better` has it; for a task's metric, `tasks.higher_is_better` says which. After `patience` values in a
     row that were no better, the training `is_over`.
 
-    `extra` is state of your own, by name: averaged weights, counters. Plain values are saved as JSON. Tensors, also
-    sharded ones, are loaded in place, so that the object must have them before it is restored.
+    `extra` is state of your own, by name: averaged weights, counters, a second optimizer. Plain values are saved as
+    JSON. Tensors, also sharded ones, are loaded in place where the object has them before it is restored, as an
+    optimizer is made to; an object without any gets whole ones.
     """
 
     def __init__(
@@ -153,6 +156,12 @@ class Checkpointer:
                 f"{', '.join(sorted(self.small))}. Continue with that recipe, or give another output_dir"
             )
         _, extra = self._states()
+        if lazy := [name for name in self.small if small[name] is None and name not in extra]:
+            for optimizer in (self.small[name] for name in lazy):
+                if isinstance(optimizer, torch.optim.Optimizer):
+                    _init_optim_state(optimizer)
+            _, extra = self._states()
+            extra = whole_states(path, "extra", {*lazy} - extra.keys()) | extra
         for name in self.small.keys() - extra.keys() - {"schedule"}:  # they refuse a checkpoint of another training
             self.small[name].load_state_dict(_from_json(small[name]))
         require_none_later(small["step"], self.newest())
@@ -217,6 +226,9 @@ class Checkpointer:
             if torch.is_tensor(settings.get("lr")):  # as torchao's optimizers want it
                 group["lr"] = torch.full_like(settings["lr"], changed["lr"])
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
+        for group, restored in zip(self.optimizer.param_groups, groups, strict=True):
+            if not group["params"]:  # of such a group, torch forgets the settings
+                group |= {name: value for name, value in restored.items() if name != "params"}
         for name, parameter in self.model.named_parameters():
             if not _get_fqns(self.model, name) & with_states:  # it had no gradient yet
                 self.optimizer.state.pop(parameter, None)

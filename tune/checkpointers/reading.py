@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -118,6 +119,19 @@ def cut_short(path: Path) -> str:
 def elsewhere(model: nn.Module) -> Collection[str]:
     """The names of what only other stages of a pipeline have."""
     return uncut(model).state_dict().keys() - model.state_dict().keys()
+
+
+def whole_states(path: Path, group: str, names: Collection[str]) -> dict[str, Any]:
+    """The states that a checkpoint has in `group` under these names, as DCP reads into them: whole tensors without
+    values, in the dicts and lists in which they were saved."""
+    found = Reader(path).read_metadata()
+    states: dict[str, Any] = {}
+    for key, place in (found.planner_data or {}).items():
+        if place[:1] == (group,) and place[1] in names:
+            saved = found.state_dict_metadata[key]
+            is_tensor = isinstance(saved, metadata.TensorStorageMetadata)
+            set_element(states, place[1:], torch.empty(saved.size, dtype=saved.properties.dtype) if is_tensor else None)
+    return states
 
 
 class Reader(dcp.FileSystemReader):
