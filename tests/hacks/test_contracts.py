@@ -85,7 +85,10 @@ FIRST = (
 @pytest.mark.parametrize("processes", [1, 2])
 def test_two_optimizers(processes: int, here: Path) -> None:
     """Plain code, with the second one as `extra`: it continues as if it had not stopped."""
-    change("    optimizer = instantiate(cfg.optimizer, groups)\n", f"    optimizer = {FIRST}\n{SECOND}")
+    change(
+        "    optimizer = instantiate(cfg.optimizer, groups)\n",
+        f"    optimizer = instantiate(cfg.optimizer, {MATRICES})\n{SECOND}",
+    )
     change(
         "tell=run.info, tasks=evaluations.tasks,", 'tell=run.info, tasks=evaluations.tasks, extra={"second": second},'
     )

@@ -218,7 +218,7 @@ class Checkpointer:
                 f"resume: {path} cannot be read into this model and optimizer: {cause_of(error)}. Restore their "
                 "settings; or, if the files are damaged, remove that folder and continue from the checkpoint before it"
             ) from error
-        groups = optimizer["param_groups"]
+        groups: Any = optimizer["param_groups"]
         if len(groups) != (count := len(small["groups"])):
             raise TuneError(f"resume: {path} has {count} parameter groups, not {len(groups)}. Restore parameter_groups")
         for group, settings, changed in zip(groups, self.settings, small["groups"], strict=True):
