@@ -75,10 +75,9 @@ def test_norms_by_block_on_two_processes(here: Path) -> None:
         assert {name: other[name] for name in names} == pytest.approx({name: step[name] for name in names}, rel=1e-4)
 
 
+MATRICES = "[group | {'params': [each for each in group['params'] if each.ndim > 1]} for group in groups]"
 SECOND = "    second = torch.optim.AdamW([each for each in model.parameters() if each.ndim == 1], lr=1e-3)\n"
-FIRST = (
-    "instantiate(cfg.optimizer, [group | {'params': [p for p in group['params'] if p.ndim > 1]} for group in groups])"
-)
+FIRST = f"    optimizer = instantiate(cfg.optimizer, {MATRICES})\n"
 
 
 @pytest.mark.slow
@@ -87,7 +86,7 @@ def test_two_optimizers(processes: int, here: Path) -> None:
     """Plain code, with the second one as `extra`: it continues as if it had not stopped."""
     change(
         "    optimizer = instantiate(cfg.optimizer, groups)\n",
-        f"    optimizer = instantiate(cfg.optimizer, {MATRICES})\n{SECOND}",
+        FIRST + SECOND,
     )
     change(
         "tell=run.info, tasks=evaluations.tasks,", 'tell=run.info, tasks=evaluations.tasks, extra={"second": second},'

@@ -128,7 +128,7 @@ def whole_states(path: Path, group: str, names: Collection[str]) -> dict[str, An
     states: dict[str, Any] = {}
     for key, place in (found.planner_data or {}).items():
         if place[:1] == (group,) and place[1] in names:
-            saved = found.state_dict_metadata[key]
+            saved: Any = found.state_dict_metadata[key]
             is_tensor = isinstance(saved, metadata.TensorStorageMetadata)
             set_element(states, place[1:], torch.empty(saved.size, dtype=saved.properties.dtype) if is_tensor else None)
     return states
