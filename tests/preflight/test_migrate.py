@@ -639,6 +639,19 @@ dataset: {_component_: torchtune.datasets.alpaca_dataset}
             {"loss.cross_entropy": 0.5},
         ),
         ("llama_factory", None, L + "stage: dpo\npref_loss: simpo\n", {"loss.beta": 0.1, "loss.gamma": 0.5}),
+        ("llama_factory", None, "model: a/b\ntrain_dataset: c/d\npeft_config: {name: lora, r: 32}\n",
+         {"adapter.rank": 32, "adapter.alpha": 16, "adapter.dropout": 0.05, "optimizer.weight_decay": 0.01,
+          "seed": 42}),
+        ("torchtune", None, TORCHTUNE_RECIPE.replace("llama3_8b", "lora_llama3_8b"),
+         {"adapter.rank": 8, "adapter.alpha": 16}),
+        ("torchtune", None, TORCHTUNE_RECIPE.replace("llama3_8b", "lora_llama3_8b, lora_rank: 64"),
+         {"adapter.rank": 64, "adapter.alpha": 16}),
+        ("torchtune", None, TORCHTUNE_RECIPE + "optimizer: {_component_: torch.optim.AdamW}\n",
+         {"optimizer.lr": 0.001}),
+        ("axolotl", None, A + "qat: {activation_dtype: int8}\n", {"quantization.qat": "int8"}),
+        ("axolotl", None, A + "pretraining_dataset: [{path: c/d}]\nmax_steps: 9\nexcess_length_strategy: null\n",
+         {"dataset.streaming": True, "dataset.too_long": "split"}),
+        ("llama_factory", None, L + "stage: sft\nproject: mine\n", {"logger.wandb.project": None}),  # trackio's
     ],
 )  # fmt: skip
 def test_what_a_peer_takes_where_the_file_says_nothing(peer, method, text, expected, tmp_path):
@@ -646,6 +659,14 @@ def test_what_a_peer_takes_where_the_file_says_nothing(peer, method, text, expec
     run = converted(text, tmp_path, peer, method)
     verb.check(run)
     assert {key: ours(run).get(key) for key in expected} == expected
+
+
+def test_each_dataset_of_torchtune_learns_what_its_builder_takes(tmp_path):
+    sources = "{_component_: torchtune.datasets.alpaca_dataset}, {_component_: torchtune.datasets.samsum_dataset}"
+    off = "{_component_: torchtune.datasets.alpaca_cleaned_dataset, train_on_input: false}"
+    text = TORCHTUNE_RECIPE.replace("{_component_: torchtune.datasets.alpaca_dataset}", f"[{sources}, {off}]")
+    parts = [*ours(converted(text, tmp_path))["dataset.sources"].values()]
+    assert [each.get("train_on", "assistant") for each in parts] == ["all", "assistant", "assistant"]
 
 
 def test_what_of_the_peers_defaults_is_lost_is_said(tmp_path):

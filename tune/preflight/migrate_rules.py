@@ -381,6 +381,8 @@ def _put(run: Migration, group: str, source: Arguments) -> None:
     for name, setting in source.items():
         if run.takes(f"{group}.{name}"):
             run.set(f"{group}.{name}", setting.value, *setting.sources, note="; ".join(setting.notes))
+        elif (name, setting.value) == ("train_on", "assistant"):
+            run.said.update(dict.fromkeys(setting.sources, ("same by default", "answers alone are learned")))
         else:
             run.said.update(dict.fromkeys(setting.sources, ("no counterpart", f"{run.recipe} has no {group}.{name}")))
 
