@@ -651,6 +651,13 @@ dataset: {_component_: torchtune.datasets.alpaca_dataset}
         ("axolotl", None, A + "qat: {activation_dtype: int8}\n", {"quantization.qat": "int8"}),
         ("axolotl", None, A + "pretraining_dataset: [{path: c/d}]\nmax_steps: 9\nexcess_length_strategy: null\n",
          {"dataset.streaming": True, "dataset.too_long": "split"}),
+        ("llama_factory", None, L + "stage: ppo\n", {"kl": 0.2, "value_weight": 0.1, "sampling.top_p": 0.7}),
+        ("trl", "sft", SOURCE, {"dataset.too_long": "truncate"}),  # also texts
+        ("trl", "sft", SOURCE + "packing: true\npacking_strategy: bfd_split\n", {"dataset.too_long": "split"}),
+        ("trl", "sft", SOURCE + "packing_strategy: wrapped\n", {"dataset.too_long": "truncate"}),
+        ("trl", "ppo", SOURCE + "total_episodes: 800\n", {"prompts_per_step": 8, "max_steps": 100}),
+        ("torchtune", None, TORCHTUNE_RECIPE.replace("alpaca", "wikitext") + "tokenizer: {max_seq_len: 9}\n",
+         {"dataset.too_long": "truncate"}),
         ("llama_factory", None, L + "stage: sft\nproject: mine\n", {"logger.wandb.project": None}),  # trackio's
     ],
 )  # fmt: skip

@@ -13,7 +13,7 @@ from tune import config
 from tune.cli import migrate as verb
 from tune.config.check import combine, signature_of
 from tune.config.text import Layer
-from tune.preflight.migration import PEERS, leaves, look_up, migrate, table
+from tune.preflight.migration import NOTHING, OFF, PEERS, leaves, look_up, migrate, table
 
 PEER_DEFAULTS = yaml.safe_load(Path(__file__).with_name("peer_defaults.yaml").read_text())
 DEFAULTS = {name: config.read_file(config.find_config(name)) for name in config.list_recipes()}
@@ -53,7 +53,7 @@ SHOWN = {
     "checkpointer.async",
     "optimizer.fused",
 }
-# What is learned of messages is for the user to decide, and the report says so (test_what_is_learned_of_messages...).
+# What is learned of messages is for the user to decide: the report says so, which a test below holds.
 TO_DECIDE = {"assistant_only_loss"}
 
 
@@ -282,6 +282,48 @@ def test_each_key_has_a_default_of_the_peer_or_a_reason_why_not(peer):
     reasons = {key: [each for each in WITHOUT_DEFAULT[peer] if re.fullmatch(each, key)] for key in keys}
     assert [key for key in sorted(keys - known) if not reasons[key]] == []
     assert {*WITHOUT_DEFAULT[peer]} == {each for key in keys - known for each in reasons[key]}
+
+
+WITH_ANOTHER = "read where another key asks for it"
+NEUTRAL = "this value changes nothing"
+LOST = {  # defaults of keys that have no counterpart, and why nothing is lost
+    r"(trl\.)?ref_model_.*|(entropy|sapo|vespo|apollo|badam|q?galore|dion|eaft|asft|lisa|relora)_.*": WITH_ANOTHER,
+    r"(freeze_trainable|oft|export|vllm|sglang|swanlab|profiler|generation|otel|video|audio|fp8)_.*": WITH_ANOTHER,
+    r"discopop_tau|f_alpha_divergence_coef|loraplus_lr_embedding|init_special_tokens|hub_strategy": WITH_ANOTHER,
+    r"peft_config\.(freeze|cast)_.*|trl\.(reroll|reward_num)_.*|num_generation_samples": WITH_ANOTHER,
+    r"project|metric_logger\.\w+": "of another logger",
+    r"f_divergence_type": "the divergence of DPO",
+    r"repetition_penalty|gamma|top_entropy_quantile|trl\.skip_zero_advantage_batches": NEUTRAL,
+    r"multi_objective_aggregation": "of several rewards the sum is taken",
+    r"qat\.group_size": "said where qat.weight_dtype is",
+    r"reward_model_type": "said where reward_model is (test_methods)",
+    r"dataset\.(add_eos|split_across_pack)": "texts end with EOS here too, and pieces go on in the next row",
+    r"lr_scheduler\.(num_cycles|last_epoch)": "half a cosine, from its beginning",
+    r"optimizer\.(block_wise|min_8bit_size|optim_bits|percentile_clipping|alpha)": "as theirs",
+}
+
+
+def test_no_default_without_a_counterpart_is_lost_in_silence():
+    defaults = [("trl", each) for each in TRL.values()]
+    defaults += [("llama_factory", each) for each in LLAMA_FACTORY.values()] + [("axolotl", AXOLOTL)]
+    defaults += [
+        ("torchtune", {f"{groups_of(name)[0]}.{key}": value for key, value in each["defaults"].items()})
+        for name, each in COMPONENTS.items()
+    ]
+    lost = {
+        key
+        for peer, each in defaults
+        for key, value in each.items()
+        if look_up(peer, key)[0] == "lacking" and value not in NOTHING and str(value).lower() not in OFF
+    }
+    assert [key for key in sorted(lost) if not any(re.fullmatch(each, key) for each in LOST)] == []
+    assert [each for each in LOST if not any(re.fullmatch(each, key) for key in lost)] == []
+
+
+def test_what_is_learned_of_messages_is_said_where_the_file_does_not_say_it():
+    base = {"model_name_or_path": "a/b", "dataset_name": "c/d"}
+    silent, said = (migrate(base | each, "trl", "sft", RECIPES) for each in ({}, {"assistant_only_loss": False}))
+    assert ours(said)["dataset.train_on"] == "all" and any("assistant_only_loss" in each for each in silent.faults())
 
 
 def test_the_tables_name_the_releases_that_their_defaults_are_of():

@@ -13,6 +13,7 @@ from tune.preflight.migration import Migration, Setting
 
 FILES = ("json", "csv", "parquet", "text", "arrow")  # names of `datasets`' readers, not of data
 LAYERS = {"output_proj": ["o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"], "output": ["lm_head"]}  # torchtune's
+TEXTS = r"_component_=torchtune\.datasets\.(text_completion|wikitext|cnn_dailymail_articles)_dataset"
 COMPARE = ("preference_finetune", "reward_finetune")
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 BREAKS = "LLaMA-Factory puts one line break between an instruction and its input, tune two"
@@ -157,6 +158,30 @@ def compared(run: Migration) -> None:
         run.said.update(dict.fromkeys(nll.sources, ("same by default", "only CPO has it")))
 
 
+def ppo_target(run: Migration, key: str, value: float) -> None:
+    """LLaMA-Factory's PPO is that of TRL 0.9, with weights that no key of its files changes."""
+    if run.recipe == "ppo_finetune":
+        run.put(key, 0.2, ["kl"], note=f"there it begins at 0.2 and follows the target {value}; here it stays")
+        run.put(key, 0.1, ["value_weight"])
+    else:
+        run.said[key] = "same by default", "only stage: ppo has it"
+
+
+def too_long(run: Migration, key: str, value: str) -> None:
+    """TRL cuts the end of what is too long, also of a text, unless this is packed in one of two ways."""
+    if key == "packing_strategy":
+        if value in ("bfd_split", "bfd-requeue", "wrapped") and run.theirs.get("packing"):
+            run.put(key, "split", ["dataset.too_long"])
+        else:
+            run.said[key] = "same by default", "rows are packed whole"
+    elif value != "keep_start":
+        run.said[key] = "no counterpart", "the end of a row is cut, not its beginning"
+    elif run.takes("dataset.too_long"):
+        run.put(key, "truncate", ["dataset.too_long"], implied=True)
+    else:
+        run.said[key] = "same by default", "the end of a row is cut"
+
+
 def epsilon(run: Migration, key: str, value: float) -> None:
     """One bound of the ratio is both, unless there is another for above."""
     run.put(key, value, ["loss.low"])
@@ -183,7 +208,11 @@ def batch(run: Migration) -> None:
     elif run.takes("prompts_per_step"):
         group = run.settings.get("group_size", Setting(1, [])).value
         note = f"{note} are completions there; {group} of each prompt"
-        run.set("prompts_per_step", max(1, rows // group), *used, note=note)
+        prompts = max(1, rows // group)
+        run.set("prompts_per_step", prompts, *used, note=note)
+        if (last := run.settings.get("max_steps")) and "total_episodes" in last.sources:
+            last.value = max(1, last.value // prompts)
+            last.notes.append("completions there, steps here")
     elif run.takes("global_batch_size"):
         run.set("global_batch_size", whole.value or rows, *used, *whole.sources, note="" if whole.value else note)
     if micro.sources and run.takes("micro_batch_size"):
@@ -275,6 +304,10 @@ def data(run: Migration) -> None:
     chats = [key for key, value in run.theirs.items() if key.endswith("].type") and value == "chat_template"]
     if template and chats and all(key.endswith("].type") for key in template.sources):
         run.refuse("tokenizer.chat_template", f"beside {chats[0]}=chat_template all have the checkpoint's own")
+    if run.peer == "torchtune" and "max_seq_len" in run.settings and run.takes("dataset.too_long"):
+        builders = [key for key, value in run.theirs.items() if re.search(TEXTS, f"{key}={value}")]
+        if builders:
+            run.set("dataset.too_long", "truncate", *builders, *run.settings["max_seq_len"].sources)
     sources, held_out = _items(run, "_data"), _items(run, "_val")
     if "dataset_name" in run.theirs:  # TRL's scripts validate on a split of the same data, if at all
         split = held_out[0]["split"] if held_out else Setting("test", ["eval_strategy"])
