@@ -439,9 +439,12 @@ def test_faults_are_those_of_the_method(tmp_path):
 
 
 def test_types_of_computation(tmp_path):
-    for text, kind in (("bf16: true", None), ("fp16: true", None), ("{}", "fp32"), ("bf16: false", "fp32")):
-        found = ours(converted(L + text.replace("{}", ""), tmp_path))
-        assert found.get("dtype") == kind
+    full, on_cpu = "finetuning_type: full\n", "use_cpu: true\n"
+    for text, kind in (
+        ("bf16: true", None), ("fp16: true", None), (full, "fp32"), (full + "bf16: false", "fp32"),
+        ("", None), ("bf16: false", None), (on_cpu + "bf16: false", "fp32"),  # the base of LoRA in its own type
+    ):  # fmt: skip
+        assert ours(converted(L + text, tmp_path)).get("dtype") == kind, text
     run = converted(T + "fp16: true", tmp_path)  # where bf16 is the default
     assert {entry.key: entry.status for entry in run.entries()}["fp16"] == "differs"
     run = converted(A + "bf16: false\nfp16: true", tmp_path)
@@ -658,6 +661,8 @@ dataset: {_component_: torchtune.datasets.alpaca_dataset}
         ("trl", "ppo", SOURCE + "total_episodes: 800\n", {"prompts_per_step": 8, "max_steps": 100}),
         ("torchtune", None, TORCHTUNE_RECIPE.replace("alpaca", "wikitext") + "tokenizer: {max_seq_len: 9}\n",
          {"dataset.too_long": "truncate"}),
+        ("torchtune", None, TORCHTUNE_RECIPE + "optimizer: {_component_: torch.optim.RMSprop, eps: 0.1}\n",
+         {"optimizer.eps": 0.1, "optimizer.lr": 0.01}),
         ("llama_factory", None, L + "stage: sft\nproject: mine\n", {"logger.wandb.project": None}),  # trackio's
     ],
 )  # fmt: skip
@@ -674,6 +679,14 @@ def test_each_dataset_of_torchtune_learns_what_its_builder_takes(tmp_path):
     text = TORCHTUNE_RECIPE.replace("{_component_: torchtune.datasets.alpaca_dataset}", f"[{sources}, {off}]")
     parts = [*ours(converted(text, tmp_path))["dataset.sources"].values()]
     assert [each.get("train_on", "assistant") for each in parts] == ["all", "assistant", "assistant"]
+
+
+@pytest.mark.parametrize(("method", "value"), [("rloo", None), ("grpo", None), ("ppo", "./r")])
+def test_a_reward_model_of_trl_is_a_value_model_for_ppo_alone(method, value, tmp_path):
+    key = "reward_model_path" if method == "ppo" else "reward_model_name_or_path"
+    run = converted(SOURCE + f"{key}: ./r\n", tmp_path, "trl", method)
+    assert (ours(run)["reward"], ours(run).get("value.path")) == (JUDGE, value)
+    assert status(run)[key] == "converted"
 
 
 def test_what_of_the_peers_defaults_is_lost_is_said(tmp_path):

@@ -44,14 +44,13 @@ GROUPS = {  # of torchtune: the part of the config that names such a component
     r".*Logger": ["metric_logger"],
     r".*get_cosine": ["lr_scheduler"],
 }
-# Settings of ours that change no number of a training, so that `tune migrate` leaves them as they are here.
-SHOWN = {
-    "output_dir",
-    "logger.console_every",
-    "profiler.steps",
-    "evaluate.max_new_tokens",
-    "checkpointer.async",
-    "optimizer.fused",
+SHOWN = {  # settings of ours that change no number of a training, so that they stay as they are here
+    "output_dir",  # where it is written
+    "logger.console_every",  # which steps are printed; the log has all
+    "profiler.steps",  # how many steps are traced, if any
+    "evaluate.max_new_tokens",  # of answers that are shown
+    "checkpointer.async",  # when a checkpoint is written
+    "optimizer.fused",  # the kernel of the same update
 }
 # What is learned of messages is for the user to decide: the report says so, which a test below holds.
 TO_DECIDE = {"assistant_only_loss"}
@@ -110,7 +109,7 @@ QUICK = [("sft", True), *((method, False) for method in ("cpo", "gkd", "grpo", "
 
 @pytest.mark.parametrize(("method", "has_adapter"), slow_but(QUICK, [*QUICK[:1], *((each, False) for each in TRL)]))
 def test_trl(method, has_adapter):
-    base = {"model_name_or_path": "a/b", "dataset_name": "c/d", "use_peft": has_adapter}
+    base = {"model_name_or_path": "a/b", "dataset_name": "c/d", "use_peft": has_adapter, "load_in_4bit": has_adapter}
     base |= {"teacher_model_name_or_path": "a/c"} if method in ("gkd", "distillation") else {}
     base |= {"sft_model_path": "a/s", "reward_model_path": "a/r"} if method == "ppo" else {}
     assert differences(base, TRL[method], "trl", method) == {}
@@ -120,6 +119,7 @@ def test_trl(method, has_adapter):
 def test_llama_factory(stage):
     base = {"model_name_or_path": "a/b", "dataset": "c", "stage": stage, "template": "qwen", "do_train": True}
     base |= {"reward_model": "r/m"} if stage == "ppo" else {}
+    base |= {"quantization_bit": 4} if stage == "sft" else {}
     assert differences(base, LLAMA_FACTORY["hparams"], "llama_factory", None) == {}
 
 

@@ -9,6 +9,7 @@ from collections import defaultdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from tune.config.check import signature_of
 from tune.preflight.migration import Migration, Setting
 
 FILES = ("json", "csv", "parquet", "text", "arrow")  # names of `datasets`' readers, not of data
@@ -33,7 +34,7 @@ def reward_model(run: Migration, key: str, value: str) -> None:
     if run.peer == "llama_factory" and run.theirs.get("reward_model_type", "lora") != "full":
         note = "an adapter there: tune merge makes a model of it"
     run.put(key, {"_component_": "tune.generation.RewardModel", "path": folder}, target, note)
-    if run.peer == "trl":
+    if run.peer == "trl" and run.recipe == "ppo_finetune":
         run.put(key, folder, ["value.path"])
 
 
@@ -226,7 +227,11 @@ def precision(run: Migration) -> None:
     computed = bf16 if bf16.value is not None else weights
     is_bf16 = said["bf16"] in ("true", "auto", "full") or (computed is weights and "bf" in said["weights"])
     is_fp16 = said["fp16"] == "true" or (not is_bf16 and said["weights"] in ("fp16", "float16"))
-    if computed.value is not None or is_fp16:
+    is_off = not (is_bf16 or is_fp16 or weights.sources)
+    if run.peer == "llama_factory" and run.has_adapter and is_off and not run.theirs.get("use_cpu"):
+        why = "same by default", "a base that is not trained computes in its own type there, which is bf16 as a rule"
+        run.said.update(dict.fromkeys([*bf16.sources, *fp16.sources], why))
+    elif computed.value is not None or is_fp16:
         note = "fp16 overflows at 65,504 and needs a loss scale: bf16 does not" if is_fp16 else ""
         kind = "bf16" if is_bf16 or is_fp16 else "fp32"
         run.set("dtype", kind, *computed.sources, *fp16.sources, note=note)
@@ -245,8 +250,10 @@ def optimizer(run: Migration) -> None:
         if "optimizer.betas" not in run.settings:  # torchtune has both in one key
             run.set("optimizer.betas", [first.value, second.value], *first.sources, *second.sources)
     else:
-        betas, eps = run.pop("optimizer.betas"), run.pop("optimizer.eps")
-        used = [*first.sources, *second.sources, *betas.sources, *eps.sources]
+        used = [*first.sources, *second.sources, *run.pop("optimizer.betas").sources]
+        # adam_epsilon is Adam's alone; torchtune's eps is that of any optimizer.
+        if run.peer != "torchtune" or "eps" not in signature_of(name.value).parameters:
+            used += run.pop("optimizer.eps").sources
         run.said.update(dict.fromkeys(used, ("no counterpart", f"{name.value} has none")))
 
 
@@ -272,7 +279,7 @@ def schedule(run: Migration) -> None:
 
 
 def layers(run: Migration) -> None:
-    """The layers that get an adapter."""
+    """The layers that get an adapter, and how the others are kept."""
     named, linear, rank = run.pop("_targets"), run.pop("_target_linear"), run.settings.get("adapter.rank")
     if not run.has_adapter or linear.value is False:
         why = "off there too" if run.has_adapter else "no adapter is trained"
@@ -285,6 +292,9 @@ def layers(run: Migration) -> None:
         run.set("adapter.target_modules", named.value or ["q_proj", "v_proj"], *named.sources)  # PEFT's, of a Llama
     if "adapter.alpha" not in run.settings and rank:  # LLaMA-Factory's rule
         run.set("adapter.alpha", 2 * rank.value, *rank.sources)
+    if not run.settings.get("quantization.weights", Setting(None, [])).value:
+        used = run.pop("quantization.double").sources
+        run.said.update(dict.fromkeys(used, ("same by default", "no weights are quantised")))
     if "adapter.path" in run.settings:
         for key in [key for key in run.settings if re.fullmatch(r"adapter\.(?!path|dropout).*", key)]:
             sources = run.pop(key).sources
