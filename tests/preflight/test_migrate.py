@@ -689,6 +689,25 @@ def test_a_reward_model_of_trl_is_a_value_model_for_ppo_alone(method, value, tmp
     assert status(run)[key] == "converted"
 
 
+@pytest.mark.parametrize(
+    ("peer", "method", "text", "dropout"),
+    [
+        ("trl", "dpo", SOURCE + "use_peft: true\n", 0),
+        ("trl", "dpo", SOURCE + "use_peft: true\ndisable_dropout: false\n", 0.05),
+        ("trl", "kto", SOURCE + "use_peft: true\nlora_dropout: 0.1\n", 0),
+        ("trl", "sft", SOURCE + "use_peft: true\nlora_dropout: 0.1\n", 0.1),
+        ("trl", "grpo", SOURCE + "use_peft: true\n", 0.05),
+        ("llama_factory", None, L + "stage: dpo\nlora_dropout: 0.1\n", 0),
+        ("llama_factory", None, L + "stage: rm\nlora_dropout: 0.1\n", 0.1),
+        ("axolotl", None, A + "rl: orpo\nadapter: lora\nlora_dropout: 0.1\n", 0),
+        ("axolotl", None, A + "adapter: lora\nlora_dropout: 0.1\n", 0.1),
+    ],
+)
+def test_dropout_that_a_trainer_turns_off(peer, method, text, dropout, tmp_path):
+    """TRL's disable_dropout is on for preferences and rewards, and reaches the adapter."""
+    assert ours(converted(text, tmp_path, peer, method))["adapter.dropout"] == dropout
+
+
 def test_what_of_the_peers_defaults_is_lost_is_said(tmp_path):
     run = converted(SOURCE + "loss_type: simpo\n", tmp_path, "trl", "cpo")
     assert [(each.key, each.value) for each in run.lost()] == [("cpo_alpha", 1.0)]

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tune.config.check import signature_of
-from tune.preflight.migration import Migration, Setting
+from tune.preflight.migration import Migration, Setting, holds, table
 
 FILES = ("json", "csv", "parquet", "text", "arrow")  # names of `datasets`' readers, not of data
 LAYERS = {"output_proj": ["o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"], "output": ["lm_head"]}  # torchtune's
@@ -292,6 +292,9 @@ def layers(run: Migration) -> None:
         run.set("adapter.target_modules", named.value or ["q_proj", "v_proj"], *named.sources)  # PEFT's, of a Llama
     if "adapter.alpha" not in run.settings and rank:  # LLaMA-Factory's rule
         run.set("adapter.alpha", 2 * rank.value, *rank.sources)
+    dropout, none = run.settings.get("adapter.dropout"), table(run.peer).get("no_dropout")
+    if none and dropout and dropout.value and holds(none, run.usual | {"method": run.method} | run.theirs):
+        run.set("adapter.dropout", 0.0, note="the trainer there turns off all dropout, also that of adapters")
     if not run.settings.get("quantization.weights", Setting(None, [])).value:
         used = run.pop("quantization.double").sources
         run.said.update(dict.fromkeys(used, ("same by default", "no weights are quantised")))
