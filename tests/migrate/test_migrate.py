@@ -440,9 +440,12 @@ def test_faults_are_those_of_the_method(tmp_path):
 
 
 def test_types_of_computation(tmp_path):
-    for text, kind in (("bf16: true", None), ("fp16: true", None), ("{}", "fp32"), ("bf16: false", "fp32")):
-        found = ours(converted(L + text.replace("{}", ""), tmp_path))
-        assert found.get("dtype") == kind
+    full, on_cpu = "finetuning_type: full\n", "use_cpu: true\n"
+    for text, kind in (
+        ("bf16: true", None), ("fp16: true", None), (full, "fp32"), (full + "bf16: false", "fp32"),
+        ("", None), ("bf16: false", None), (on_cpu + "bf16: false", "fp32"),  # the base of LoRA in its own type
+    ):  # fmt: skip
+        assert ours(converted(L + text, tmp_path)).get("dtype") == kind, text
     run = converted(T + "fp16: true", tmp_path)  # where bf16 is the default
     assert {entry.key: entry.status for entry in run.entries()}["fp16"] == "differs"
     run = converted(A + "bf16: false\nfp16: true", tmp_path)
@@ -640,6 +643,28 @@ dataset: {_component_: torchtune.datasets.alpaca_dataset}
             {"loss.cross_entropy": 0.5},
         ),
         ("llama_factory", None, L + "stage: dpo\npref_loss: simpo\n", {"loss.beta": 0.1, "loss.gamma": 0.5}),
+        ("llama_factory", None, "model: a/b\ntrain_dataset: c/d\npeft_config: {name: lora, r: 32}\n",
+         {"adapter.rank": 32, "adapter.alpha": 16, "adapter.dropout": 0.05, "optimizer.weight_decay": 0.01,
+          "seed": 42}),
+        ("torchtune", None, TORCHTUNE_RECIPE.replace("llama3_8b", "lora_llama3_8b"),
+         {"adapter.rank": 8, "adapter.alpha": 16}),
+        ("torchtune", None, TORCHTUNE_RECIPE.replace("llama3_8b", "lora_llama3_8b, lora_rank: 64"),
+         {"adapter.rank": 64, "adapter.alpha": 16}),
+        ("torchtune", None, TORCHTUNE_RECIPE + "optimizer: {_component_: torch.optim.AdamW}\n",
+         {"optimizer.lr": 0.001}),
+        ("axolotl", None, A + "qat: {activation_dtype: int8}\n", {"quantization.qat": "int8"}),
+        ("axolotl", None, A + "pretraining_dataset: [{path: c/d}]\nmax_steps: 9\nexcess_length_strategy: null\n",
+         {"dataset.streaming": True, "dataset.too_long": "split"}),
+        ("llama_factory", None, L + "stage: ppo\n", {"kl": 0.2, "value_weight": 0.1, "sampling.top_p": 0.7}),
+        ("trl", "sft", SOURCE, {"dataset.too_long": "truncate"}),  # also texts
+        ("trl", "sft", SOURCE + "packing: true\npacking_strategy: bfd_split\n", {"dataset.too_long": "split"}),
+        ("trl", "sft", SOURCE + "packing_strategy: wrapped\n", {"dataset.too_long": "truncate"}),
+        ("trl", "ppo", SOURCE + "total_episodes: 800\n", {"prompts_per_step": 8, "max_steps": 100}),
+        ("torchtune", None, TORCHTUNE_RECIPE.replace("alpaca", "wikitext") + "tokenizer: {max_seq_len: 9}\n",
+         {"dataset.too_long": "truncate"}),
+        ("torchtune", None, TORCHTUNE_RECIPE + "optimizer: {_component_: torch.optim.RMSprop, eps: 0.1}\n",
+         {"optimizer.eps": 0.1, "optimizer.lr": 0.01}),
+        ("llama_factory", None, L + "stage: sft\nproject: mine\n", {"logger.wandb.project": None}),  # trackio's
     ],
 )  # fmt: skip
 def test_what_a_peer_takes_where_the_file_says_nothing(peer, method, text, expected, tmp_path):
@@ -647,6 +672,41 @@ def test_what_a_peer_takes_where_the_file_says_nothing(peer, method, text, expec
     run = converted(text, tmp_path, peer, method)
     verb.check(run)
     assert {key: ours(run).get(key) for key in expected} == expected
+
+
+def test_each_dataset_of_torchtune_learns_what_its_builder_takes(tmp_path):
+    sources = "{_component_: torchtune.datasets.alpaca_dataset}, {_component_: torchtune.datasets.samsum_dataset}"
+    off = "{_component_: torchtune.datasets.alpaca_cleaned_dataset, train_on_input: false}"
+    text = TORCHTUNE_RECIPE.replace("{_component_: torchtune.datasets.alpaca_dataset}", f"[{sources}, {off}]")
+    parts = [*ours(converted(text, tmp_path))["dataset.sources"].values()]
+    assert [each.get("train_on", "assistant") for each in parts] == ["all", "assistant", "assistant"]
+
+
+@pytest.mark.parametrize(("method", "value"), [("rloo", None), ("grpo", None), ("ppo", "./r")])
+def test_a_reward_model_of_trl_is_a_value_model_for_ppo_alone(method, value, tmp_path):
+    key = "reward_model_path" if method == "ppo" else "reward_model_name_or_path"
+    run = converted(SOURCE + f"{key}: ./r\n", tmp_path, "trl", method)
+    assert (ours(run)["reward"], ours(run).get("value.path")) == (JUDGE, value)
+    assert status(run)[key] == "converted"
+
+
+@pytest.mark.parametrize(
+    ("peer", "method", "text", "dropout"),
+    [
+        ("trl", "dpo", SOURCE + "use_peft: true\n", 0),
+        ("trl", "dpo", SOURCE + "use_peft: true\ndisable_dropout: false\n", 0.05),
+        ("trl", "kto", SOURCE + "use_peft: true\nlora_dropout: 0.1\n", 0),
+        ("trl", "sft", SOURCE + "use_peft: true\nlora_dropout: 0.1\n", 0.1),
+        ("trl", "grpo", SOURCE + "use_peft: true\n", 0.05),
+        ("llama_factory", None, L + "stage: dpo\nlora_dropout: 0.1\n", 0),
+        ("llama_factory", None, L + "stage: rm\nlora_dropout: 0.1\n", 0.1),
+        ("axolotl", None, A + "rl: orpo\nadapter: lora\nlora_dropout: 0.1\n", 0),
+        ("axolotl", None, A + "adapter: lora\nlora_dropout: 0.1\n", 0.1),
+    ],
+)
+def test_dropout_that_a_trainer_turns_off(peer, method, text, dropout, tmp_path):
+    """TRL's disable_dropout is on for preferences and rewards, and reaches the adapter."""
+    assert ours(converted(text, tmp_path, peer, method))["adapter.dropout"] == dropout
 
 
 def test_what_of_the_peers_defaults_is_lost_is_said(tmp_path):

@@ -1,67 +1,118 @@
 """A peer's default that a config spells out changes nothing: what the peer takes where the file says nothing is what
 `tune migrate` takes. The defaults are those of the peers' own source (`read_peer_defaults.py`)."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 from helpers import slow_but
+from omegaconf import OmegaConf
 
 from tune import config
 from tune.cli import migrate as verb
-from tune.config.check import signature_of
+from tune.config.check import combine, signature_of
+from tune.config.text import Layer
 from tune.migrate import migrate
-from tune.migrate.migration import leaves, look_up, table
+from tune.migrate.migration import NOTHING, OFF, PEERS, leaves, look_up, table
 
 PEER_DEFAULTS = yaml.safe_load(Path(__file__).with_name("peer_defaults.yaml").read_text())
-RECIPES = {name: dict(leaves(config.read_file(config.find_config(name)))) for name in config.list_recipes()}
+DEFAULTS = {name: config.read_file(config.find_config(name)) for name in config.list_recipes()}
+RECIPES = {name: dict(leaves(values)) for name, values in DEFAULTS.items()}
+TRAINING_ARGUMENTS = PEER_DEFAULTS["transformers"]["TrainingArguments"]
 TRL = {
-    method: PEER_DEFAULTS["trl"]["defaults"]["shared"] | own
-    for method, own in PEER_DEFAULTS["trl"]["defaults"].items()
-    if method != "shared"
+    method: PEER_DEFAULTS["trl"]["shared"]["defaults"] | own["defaults"]
+    for method, own in PEER_DEFAULTS["trl"].items()
+    if method not in ("shared", "read_from")
 }
-# What the script decides and not the class: where a run goes, and what it learns from.
-OF_THE_RUN = {"output_dir", "project", "dataset_text_field", "stage", "loss_type", "logging_steps"}
-# TRL learns questions too where the file says nothing; here that is asked for, and `tune migrate` says so.
-SAID = {"assistant_only_loss"}
+LLAMA_FACTORY = {form: PEER_DEFAULTS["llama_factory"][form]["defaults"] for form in ("hparams", "v1/config")}
+LLAMA_FACTORY["hparams"] = TRAINING_ARGUMENTS["defaults"] | LLAMA_FACTORY["hparams"]
+# Its None leaves the choice to transformers, or to TRL; the warm-up is its own.
+AXOLOTL = PEER_DEFAULTS["axolotl"]["config"]["defaults"]
+AXOLOTL = AXOLOTL | {
+    key: value
+    for key, value in TRAINING_ARGUMENTS["defaults"].items()
+    if key in AXOLOTL and AXOLOTL[key] is None and key != "warmup_steps"
+}
+COMPONENTS = PEER_DEFAULTS["torchtune"]["components"]
+GROUPS = {  # of torchtune: the part of the config that names such a component
+    r"torch\.optim|bitsandbytes": ["optimizer"],
+    r".*\.(rlhf|modules)\.loss": ["loss", "kd_loss"],
+    r"torchtune\.datasets": ["dataset", "dataset_val", "dataset[]", "datasets[]"],
+    r"torchtune\.models\..*lora": ["model"],
+    r".*_tokenizer": ["tokenizer"],
+    r".*profiler": ["profiler"],
+    r".*Logger": ["metric_logger"],
+    r".*get_cosine": ["lr_scheduler"],
+}
+SHOWN = {  # settings of ours that change no number of a training, so that they stay as they are here
+    "output_dir",  # where it is written
+    "logger.console_every",  # which steps are printed; the log has all
+    "profiler.steps",  # how many steps are traced, if any
+    "evaluate.max_new_tokens",  # of answers that are shown
+    "checkpointer.async",  # when a checkpoint is written
+    "optimizer.fused",  # the kernel of the same update
+}
+# What is learned of messages is for the user to decide: the report says so, which a test below holds.
+TO_DECIDE = {"assistant_only_loss"}
 
 
-def ours(values, peer, method):
+def groups_of(component):
+    return next(groups for pattern, groups in GROUPS.items() if re.match(pattern, component))
+
+
+def with_key(values, key, value):
+    """The config with `group.key` or `group[].key` too; a list has one item."""
+    first, _, rest = key.partition(".")
+    name = first.removesuffix("[]")
+    if not rest:
+        return values | {first: value}
+    if name == first:
+        return values | {name: with_key(values.get(name) or {}, rest, value)}
+    return values | {name: [with_key((values.get(name) or [{}])[0], rest, value)]}
+
+
+def settings(run):
+    return run.recipe, {key: each.value for key, each in run.changed().items()}
+
+
+def ours(run):
     """What the settings come to, with the defaults of the components that they name."""
-    run = migrate(values, peer, method, RECIPES)
     verb.check(run)
-    found = RECIPES[run.recipe] | {key: each.value for key, each in run.changed().items()}
-    if any(key.startswith("adapter.") for key in run.changed()):
-        found |= {"adapter._component_": "tune.peft.adapter"}
+    layers = [Layer(DEFAULTS[run.recipe]), Layer(verb.nested(run.changed()))]
+    found = dict(leaves(OmegaConf.to_container(combine(layers)[0])))
     for key in [key for key in found if key.endswith("._component_")]:
         for name, parameter in signature_of(str(found[key])).parameters.items():
             if parameter.default is not parameter.empty:
                 found.setdefault(f"{key.removesuffix('_component_')}{name}", parameter.default)
-    return found
+    return {key: value for key, value in found.items() if key not in SHOWN}
 
 
 def differences(base, defaults, peer, method):
     """By key, the settings of the config alone, and with the key at its default."""
-    alone, found = ours(base, peer, method), {}
+    alone, found = migrate(base, peer, method, RECIPES), {}
+    given, of_alone, before = [key for key, _ in leaves(base)], settings(alone), ours(alone)
     for key, value in defaults.items():
-        if key in base or key in OF_THE_RUN | SAID or look_up(peer, key)[0] != "keys":
+        is_given = any(f"{key.replace('[]', '[0]')}.".startswith(f"{each}.") for each in given)
+        if is_given or key in TO_DECIDE or look_up(peer, key)[0] != "keys":
             continue
-        given = ours(base | {key: value}, peer, method)
-        if given != alone:
+        run = migrate(with_key(base, key, value), peer, method, RECIPES)
+        if settings(run) != of_alone and (after := ours(run)) != before:
             found[key] = [
-                {name: each.get(name) for name in alone.keys() | given.keys() if alone.get(name) != given.get(name)}
-                for each in (alone, given)
+                {name: each.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+                for each in (before, after)
             ]
     return found
 
 
-QUICK = [("sft", True), *((method, False) for method in ("cpo", "gkd", "grpo"))]
+QUICK = [("sft", True), *((method, False) for method in ("cpo", "gkd", "grpo", "ppo"))]
 
 
 @pytest.mark.parametrize(("method", "has_adapter"), slow_but(QUICK, [*QUICK[:1], *((each, False) for each in TRL)]))
 def test_trl(method, has_adapter):
-    base = {"model_name_or_path": "a/b", "dataset_name": "c/d", "use_peft": has_adapter}
+    base = {"model_name_or_path": "a/b", "dataset_name": "c/d", "use_peft": has_adapter, "load_in_4bit": has_adapter}
     base |= {"teacher_model_name_or_path": "a/c"} if method in ("gkd", "distillation") else {}
+    base |= {"sft_model_path": "a/s", "reward_model_path": "a/r"} if method == "ppo" else {}
     assert differences(base, TRL[method], "trl", method) == {}
 
 
@@ -69,47 +120,214 @@ def test_trl(method, has_adapter):
 def test_llama_factory(stage):
     base = {"model_name_or_path": "a/b", "dataset": "c", "stage": stage, "template": "qwen", "do_train": True}
     base |= {"reward_model": "r/m"} if stage == "ppo" else {}
-    assert differences(base, PEER_DEFAULTS["llama_factory"]["defaults"], "llama_factory", None) == {}
+    base |= {"quantization_bit": 4} if stage == "sft" else {}
+    assert differences(base, LLAMA_FACTORY["hparams"], "llama_factory", None) == {}
 
 
 @pytest.mark.parametrize("pref_loss", slow_but(["simpo"], ["simpo", "ipo", "orpo"]))
 def test_losses_of_llama_factory(pref_loss):
     base = {"model_name_or_path": "a/b", "dataset": "c", "stage": "dpo", "template": "qwen", "pref_loss": pref_loss}
-    assert differences(base, PEER_DEFAULTS["llama_factory"]["defaults"], "llama_factory", None) == {}
+    assert differences(base, LLAMA_FACTORY["hparams"], "llama_factory", None) == {}
 
 
-@pytest.mark.parametrize("rl", slow_but([None, "grpo"], [None, "dpo", "kto", "orpo", "simpo", "ipo", "grpo"]))
-def test_axolotl(rl):
+@pytest.mark.parametrize("peft_config", [{}, {"name": "lora"}])
+def test_second_form_of_llama_factory(peft_config):
+    base = {"model": "a/b", "train_dataset": "c/d", "template": "qwen", "peft_config": peft_config}
+    assert differences(base, LLAMA_FACTORY["v1/config"], "llama_factory", None) == {}
+
+
+OF_AXOLOTL = {
+    "dpo": {"rl": "dpo"},
+    "kto": {"rl": "kto"},
+    "orpo": {"rl": "orpo"},
+    "simpo": {"rl": "simpo"},
+    "ipo": {"rl": "ipo"},
+    "grpo": {"rl": "grpo"},
+    "sft": {"adapter": "qlora", "load_in_4bit": True, "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True},
+    "qat": {"qat": {"activation_dtype": "int8"}},
+    "pretrain": {"pretraining_dataset": [{"path": "e/f"}], "datasets": None, "max_steps": 10},
+}
+
+
+@pytest.mark.parametrize("form", slow_but(["sft", "grpo"], OF_AXOLOTL))
+def test_axolotl(form):
     """What its own schema leaves open is TRL's."""
     base = {"base_model": "a/b", "datasets": [{"path": "c/d", "type": "chat_template"}], "learning_rate": 1e-4}
-    base |= {"rl": rl} if rl else {}
-    assert differences(base, PEER_DEFAULTS["axolotl"]["defaults"], "axolotl", None) == {}
-    if rl == "grpo":
-        alone = ours(base, "axolotl", None)
-        for key, value in TRL["grpo"].items():
-            if key not in OF_THE_RUN and look_up("axolotl", f"trl.{key}")[0] == "keys":
-                assert ours(base | {"trl": {key: value}}, "axolotl", None) == alone, key
+    base |= OF_AXOLOTL[form]
+    of_grpo = {f"trl.{key}": value for key, value in TRL["grpo"].items() if form == "grpo"}
+    groups = {*base, "datasets[]", "trl"} if form != "pretrain" else {*base, "pretraining_dataset[]"}
+    own = {
+        key: value
+        for key, value in AXOLOTL.items()
+        if of_grpo.get(key) is None and ("." not in key or key.partition(".")[0] in groups)
+    }
+    defaults = of_grpo | own
+    assert differences(base, defaults, "axolotl", None) == {}
 
 
-@pytest.mark.parametrize("loss", ["DPOLoss"])
-def test_torchtune(loss):
-    base = {
-        "model._component_": "torchtune.models.llama3.llama3_8b", "checkpointer.checkpoint_dir": "/m",
-        "loss._component_": f"torchtune.rlhf.loss.{loss}", "optimizer.lr": 1e-5,
-        "optimizer._component_": "torch.optim.AdamW",
-    }  # fmt: skip
-    nested: dict = {}
-    for key, value in base.items():
-        group, name = key.rsplit(".", 1)
-        nested.setdefault(group, {})[name] = value
-    defaults = PEER_DEFAULTS["torchtune"]["defaults"][loss]
-    alone = ours(nested, "torchtune", None)
-    for name, value in defaults.items():
-        given = nested | {"loss": nested["loss"] | {name: value}}
-        assert ours(given, "torchtune", None) == alone, name
+def torchtune_config(component):
+    """A config of torchtune that names this component, and those that it needs."""
+    group = groups_of(component)[0]
+    group = "kd_loss" if "KL" in component else group
+    values = {
+        "model": {"_component_": "torchtune.models.llama3.llama3_8b"},
+        "checkpointer": {"checkpoint_dir": "/m"},
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-5},
+        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+    }
+    if group == "kd_loss":
+        values["teacher_checkpointer"] = {"checkpoint_dir": "/t"}
+    if "PPOLoss" in component:
+        values |= {"ppo_epochs": 2, "value_checkpointer": {"checkpoint_dir": "/v"}}
+    if component.endswith(("hh_rlhf_helpful_dataset", "preference_dataset", "paired_dataset")):
+        values["loss"] = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
+    if group == "optimizer":
+        del values["optimizer"]["lr"]
+    required = dict.fromkeys(COMPONENTS[component]["required"], 10 if group == "lr_scheduler" else "x")
+    return values | {group: values.get(group, {}) | {"_component_": component} | required}, group
+
+
+@pytest.mark.parametrize("component", [each for each in COMPONENTS if "RSO" not in each])
+def test_components_of_torchtune(component):
+    base, group = torchtune_config(component)
+    defaults = {f"{group}.{key}": value for key, value in COMPONENTS[component]["defaults"].items()}
+    assert differences(base, defaults, "torchtune", None) == {}
+
+
+@pytest.mark.parametrize(
+    "component", ["torch.optim.AdamW", "torchtune.modules.loss.ForwardKLLoss", "torchtune.rlhf.loss.PPOLoss"]
+)
+def test_recipes_of_torchtune(component):
+    base, _ = torchtune_config(component)
+    assert differences(base, PEER_DEFAULTS["torchtune"]["recipes"]["defaults"], "torchtune", None) == {}
+
+
+def alternatives(pattern):
+    """The keys that a pattern of a table stands for; a part that may be anything stays as it is."""
+    parts, depth, start = [], 0, 0
+    for index, letter in enumerate(pattern):
+        depth += (letter == "(") - (letter == ")")
+        if letter == "|" and depth == 0:
+            parts, start = [*parts, pattern[start:index]], index + 1
+    parts.append(pattern[start:])
+    if len(parts) > 1:
+        return [key for part in parts for key in alternatives(part)]
+    if optional := re.search(r"(?<!\\)\(([^()]*)\)\?|(\w)\?", pattern):
+        inner = f"({optional[1]})" if optional[1] else optional[2]
+        return [
+            key
+            for each in (inner, "")
+            for key in alternatives(pattern[: optional.start()] + each + pattern[optional.end() :])
+        ]
+    if group := re.search(r"\(([^()]*)\)", pattern):
+        inner = alternatives(group[1]) if "|" in group[1] else [group[1]]
+        return [key for each in inner for key in alternatives(pattern[: group.start()] + each + pattern[group.end() :])]
+    return [re.sub(r"\\([.\[\]])", r"\1", pattern)]
+
+
+def keys_of(part):
+    return {*part["defaults"], *part["required"]}
+
+
+def known_keys(peer):
+    """The keys that the peer's source has, with a default or required."""
+    own = PEER_DEFAULTS[peer]
+    found = {key for name, part in own.items() if name not in ("read_from", "components") for key in keys_of(part)}
+    if peer != "torchtune":
+        return found | keys_of(TRAINING_ARGUMENTS)
+    named = {f"{group}.{key}" for each in COMPONENTS for group in groups_of(each) for key in keys_of(COMPONENTS[each])}
+    return found | named
+
+
+NAMED = "named by each config"
+LATER = "of recipes after the release"
+OLDER = "of older releases"
+NESTED = "of a part that a config gives as a whole"
+CALLBACK = "of a callback"
+WITHOUT_DEFAULT = {  # the keys, and why the release has none
+    "torchtune": {
+        r".*\._component_|(training\.)?(value_|reward_|teacher_)?checkpointer\.checkpoint_dir": NAMED,
+        r"dataset(_val)?\.(name|subset|data_files|column_map\..*)": "arguments of datasets.load_dataset, and columns",
+        r"datasets?\[\]\.(name|subset|data_files|column_map\..*)": "the same",
+        r"(training|inference|orchestration|fsdp|dataloader)\..*|compile\.model|datasets?\[\]\.weight": LATER,
+        r"context_parallel_dim|data_parallel_\w+_dim|(run_val|save)_every_n_steps": LATER,
+        r"dataset(_val)?\.masking_strategy|enable_fp8_training|fp8_recipe_name": LATER,
+        r"loss\.tau": OLDER,
+        r"loss\.kl_coeff": "of GRPO's loss, in recipes that are no part of the release",
+        r"metric_logger\.name": "an argument of wandb.init",
+    },
+    "axolotl": {
+        r"bnb_config_kwargs\..*": "True where the model is loaded in 4 bits (loaders/model.py)",
+        r"test_datasets\[\]\..*|lr_scheduler_kwargs\..*|fsdp_config\.\w+|expert_parallel_size": NESTED,
+        r"datasets\[\]\.(text_column|type\.field_human)|adam_eps|eta_min": OLDER,
+    },
+    "llama_factory": {
+        r"(peft|quant|dist|optim|lr_scheduler|fsdp)_config\..*|deepspeed\..*|lr_scheduler_kwargs\..*": NESTED,
+        r"(cp|ep|tp|context_parallel|expert_model_parallel|(tensor|pipeline)_model_parallel)_size": "1, of Megatron",
+        r"per_gpu_train_batch_size|warmup_ratio|no_cuda": OLDER,
+        r"early_stopping_(patience|steps)": CALLBACK,
+    },
+    "trl": {
+        r"(dataset_mixture|fsdp_config|deepspeed|lr_scheduler_kwargs)\..*": NESTED,
+        r"model|torch_dtype|max_(seq_length|seq_len|prompt_length)|wandb_project|overwrite_output_dir": OLDER,
+        r"per_gpu_train_batch_size|warmup_ratio|no_cuda": OLDER,
+        r"early_stopping_(patience|steps)": CALLBACK,
+    },
+}
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_each_key_has_a_default_of_the_peer_or_a_reason_why_not(peer):
+    known = known_keys(peer)
+    keys = {key for pattern in table(peer)["keys"] for key in alternatives(str(pattern))}
+    reasons = {key: [each for each in WITHOUT_DEFAULT[peer] if re.fullmatch(each, key)] for key in keys}
+    assert [key for key in sorted(keys - known) if not reasons[key]] == []
+    assert {*WITHOUT_DEFAULT[peer]} == {each for key in keys - known for each in reasons[key]}
+
+
+WITH_ANOTHER = "read where another key asks for it"
+NEUTRAL = "this value changes nothing"
+LOST = {  # defaults of keys that have no counterpart, and why nothing is lost
+    r"(trl\.)?ref_model_.*|(entropy|sapo|vespo|apollo|badam|q?galore|dion|eaft|asft|lisa|relora)_.*": WITH_ANOTHER,
+    r"(freeze_trainable|oft|export|vllm|sglang|swanlab|profiler|generation|otel|video|audio|fp8)_.*": WITH_ANOTHER,
+    r"discopop_tau|f_alpha_divergence_coef|loraplus_lr_embedding|init_special_tokens|hub_strategy": WITH_ANOTHER,
+    r"peft_config\.(freeze|cast)_.*|trl\.(reroll|reward_num)_.*|num_generation_samples": WITH_ANOTHER,
+    r"project|metric_logger\.\w+": "of another logger",
+    r"f_divergence_type": "the divergence of DPO",
+    r"repetition_penalty|gamma|top_entropy_quantile|trl\.skip_zero_advantage_batches": NEUTRAL,
+    r"multi_objective_aggregation": "of several rewards the sum is taken",
+    r"qat\.group_size": "said where qat.weight_dtype is",
+    r"reward_model_type": "said where reward_model is (test_methods)",
+    r"dataset\.(add_eos|split_across_pack)": "texts end with EOS here too, and pieces go on in the next row",
+    r"lr_scheduler\.(num_cycles|last_epoch)": "half a cosine, from its beginning",
+    r"optimizer\.(block_wise|min_8bit_size|optim_bits|percentile_clipping|alpha)": "as theirs",
+}
+
+
+def test_no_default_without_a_counterpart_is_lost_in_silence():
+    defaults = [("trl", each) for each in TRL.values()]
+    defaults += [("llama_factory", each) for each in LLAMA_FACTORY.values()] + [("axolotl", AXOLOTL)]
+    defaults += [
+        ("torchtune", {f"{groups_of(name)[0]}.{key}": value for key, value in each["defaults"].items()})
+        for name, each in COMPONENTS.items()
+    ]
+    lost = {
+        key
+        for peer, each in defaults
+        for key, value in each.items()
+        if look_up(peer, key)[0] == "lacking" and value not in NOTHING and str(value).lower() not in OFF
+    }
+    assert [key for key in sorted(lost) if not any(re.fullmatch(each, key) for each in LOST)] == []
+    assert [each for each in LOST if not any(re.fullmatch(each, key) for key in lost)] == []
+
+
+def test_what_is_learned_of_messages_is_said_where_the_file_does_not_say_it():
+    base = {"model_name_or_path": "a/b", "dataset_name": "c/d"}
+    silent, said = (migrate(base | each, "trl", "sft", RECIPES) for each in ({}, {"assistant_only_loss": False}))
+    assert ours(said)["dataset.train_on"] == "all" and any("assistant_only_loss" in each for each in silent.faults())
 
 
 def test_the_tables_name_the_releases_that_their_defaults_are_of():
-    for peer, read in PEER_DEFAULTS.items():
-        named = table(peer)["read_from"]
-        assert {name: str(version) for name, version in named.items()}.items() <= read["read_from"].items()
+    for peer in PEERS:
+        named = {name: str(version) for name, version in table(peer)["read_from"].items()}
+        assert PEER_DEFAULTS[peer]["read_from"].items() <= named.items()

@@ -40,7 +40,10 @@ def migrate(
     for key, value in found.items():
         run.set(key, name if key == "recipe" else value, *([source] if source in theirs else []))
     for key, value in theirs.items():
-        run.read(key, value)
+        if value is not None:
+            run.read(key, value)
+    for key in [key for key, value in theirs.items() if value is None]:
+        run.read(key, None, implied=True)  # the peer's default
     for key in [key for key in usual if key not in theirs]:
         run.read(key, usual[key], implied=True)
     for finish in rules.FINISH:

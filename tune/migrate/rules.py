@@ -9,10 +9,12 @@ from collections import defaultdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tune.migrate.migration import Migration, Setting
+from tune.config import signature_of
+from tune.migrate.migration import Migration, Setting, holds, table
 
 FILES = ("json", "csv", "parquet", "text", "arrow")  # names of `datasets`' readers, not of data
 LAYERS = {"output_proj": ["o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"], "output": ["lm_head"]}  # torchtune's
+TEXTS = r"_component_=torchtune\.datasets\.(text_completion|wikitext|cnn_dailymail_articles)_dataset"
 COMPARE = ("preference_finetune", "reward_finetune")
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 BREAKS = "LLaMA-Factory puts one line break between an instruction and its input, tune two"
@@ -32,7 +34,7 @@ def reward_model(run: Migration, key: str, value: str) -> None:
     if run.peer == "llama_factory" and run.theirs.get("reward_model_type", "lora") != "full":
         note = "an adapter there: tune merge makes a model of it"
     run.put(key, {"_component_": "tune.generation.RewardModel", "path": folder}, target, note)
-    if run.peer == "trl":
+    if run.peer == "trl" and run.recipe == "ppo_finetune":
         run.put(key, folder, ["value.path"])
 
 
@@ -157,6 +159,30 @@ def compared(run: Migration) -> None:
         run.said.update(dict.fromkeys(nll.sources, ("same by default", "only CPO has it")))
 
 
+def ppo_target(run: Migration, key: str, value: float) -> None:
+    """LLaMA-Factory's PPO is that of TRL 0.9, with weights that no key of its files changes."""
+    if run.recipe == "ppo_finetune":
+        run.put(key, 0.2, ["kl"], note=f"there it begins at 0.2 and follows the target {value}; here it stays")
+        run.put(key, 0.1, ["value_weight"])
+    else:
+        run.said[key] = "same by default", "only stage: ppo has it"
+
+
+def too_long(run: Migration, key: str, value: str) -> None:
+    """TRL cuts the end of what is too long, also of a text, unless this is packed in one of two ways."""
+    if key == "packing_strategy":
+        if value in ("bfd_split", "bfd-requeue", "wrapped") and run.theirs.get("packing"):
+            run.put(key, "split", ["dataset.too_long"])
+        else:
+            run.said[key] = "same by default", "rows are packed whole"
+    elif value != "keep_start":
+        run.said[key] = "no counterpart", "the end of a row is cut, not its beginning"
+    elif run.takes("dataset.too_long"):
+        run.put(key, "truncate", ["dataset.too_long"], implied=True)
+    else:
+        run.said[key] = "same by default", "the end of a row is cut"
+
+
 def epsilon(run: Migration, key: str, value: float) -> None:
     """One bound of the ratio is both, unless there is another for above."""
     run.put(key, value, ["loss.low"])
@@ -183,7 +209,11 @@ def batch(run: Migration) -> None:
     elif run.takes("prompts_per_step"):
         group = run.settings.get("group_size", Setting(1, [])).value
         note = f"{note} are completions there; {group} of each prompt"
-        run.set("prompts_per_step", max(1, rows // group), *used, note=note)
+        prompts = max(1, rows // group)
+        run.set("prompts_per_step", prompts, *used, note=note)
+        if (last := run.settings.get("max_steps")) and "total_episodes" in last.sources:
+            last.value = max(1, last.value // prompts)
+            last.notes.append("completions there, steps here")
     elif run.takes("global_batch_size"):
         run.set("global_batch_size", whole.value or rows, *used, *whole.sources, note="" if whole.value else note)
     if micro.sources and run.takes("micro_batch_size"):
@@ -197,7 +227,11 @@ def precision(run: Migration) -> None:
     computed = bf16 if bf16.value is not None else weights
     is_bf16 = said["bf16"] in ("true", "auto", "full") or (computed is weights and "bf" in said["weights"])
     is_fp16 = said["fp16"] == "true" or (not is_bf16 and said["weights"] in ("fp16", "float16"))
-    if computed.value is not None or is_fp16:
+    is_off = not (is_bf16 or is_fp16 or weights.sources)
+    if run.peer == "llama_factory" and run.has_adapter and is_off and not run.theirs.get("use_cpu"):
+        why = "same by default", "a base that is not trained computes in its own type there, which is bf16 as a rule"
+        run.said.update(dict.fromkeys([*bf16.sources, *fp16.sources], why))
+    elif computed.value is not None or is_fp16:
         note = "fp16 overflows at 65,504 and needs a loss scale: bf16 does not" if is_fp16 else ""
         kind = "bf16" if is_bf16 or is_fp16 else "fp32"
         run.set("dtype", kind, *computed.sources, *fp16.sources, note=note)
@@ -216,8 +250,10 @@ def optimizer(run: Migration) -> None:
         if "optimizer.betas" not in run.settings:  # torchtune has both in one key
             run.set("optimizer.betas", [first.value, second.value], *first.sources, *second.sources)
     else:
-        betas, eps = run.pop("optimizer.betas"), run.pop("optimizer.eps")
-        used = [*first.sources, *second.sources, *betas.sources, *eps.sources]
+        used = [*first.sources, *second.sources, *run.pop("optimizer.betas").sources]
+        # adam_epsilon is Adam's alone; torchtune's eps is that of any optimizer.
+        if run.peer != "torchtune" or "eps" not in signature_of(name.value).parameters:
+            used += run.pop("optimizer.eps").sources
         run.said.update(dict.fromkeys(used, ("no counterpart", f"{name.value} has none")))
 
 
@@ -243,7 +279,7 @@ def schedule(run: Migration) -> None:
 
 
 def layers(run: Migration) -> None:
-    """The layers that get an adapter."""
+    """The layers that get an adapter, and how the others are kept."""
     named, linear, rank = run.pop("_targets"), run.pop("_target_linear"), run.settings.get("adapter.rank")
     if not run.has_adapter or linear.value is False:
         why = "off there too" if run.has_adapter else "no adapter is trained"
@@ -256,6 +292,12 @@ def layers(run: Migration) -> None:
         run.set("adapter.target_modules", named.value or ["q_proj", "v_proj"], *named.sources)  # PEFT's, of a Llama
     if "adapter.alpha" not in run.settings and rank:  # LLaMA-Factory's rule
         run.set("adapter.alpha", 2 * rank.value, *rank.sources)
+    dropout, none = run.settings.get("adapter.dropout"), table(run.peer).get("no_dropout")
+    if none and dropout and dropout.value and holds(none, run.usual | {"method": run.method} | run.theirs):
+        run.set("adapter.dropout", 0.0, note="the trainer there turns off all dropout, also that of adapters")
+    if not run.settings.get("quantization.weights", Setting(None, [])).value:
+        used = run.pop("quantization.double").sources
+        run.said.update(dict.fromkeys(used, ("same by default", "no weights are quantised")))
     if "adapter.path" in run.settings:
         for key in [key for key in run.settings if re.fullmatch(r"adapter\.(?!path|dropout).*", key)]:
             sources = run.pop(key).sources
@@ -275,6 +317,10 @@ def data(run: Migration) -> None:
     chats = [key for key, value in run.theirs.items() if key.endswith("].type") and value == "chat_template"]
     if template and chats and all(key.endswith("].type") for key in template.sources):
         run.refuse("tokenizer.chat_template", f"beside {chats[0]}=chat_template all have the checkpoint's own")
+    if run.peer == "torchtune" and "max_seq_len" in run.settings and run.takes("dataset.too_long"):
+        builders = [key for key, value in run.theirs.items() if re.search(TEXTS, f"{key}={value}")]
+        if builders:
+            run.set("dataset.too_long", "truncate", *builders, *run.settings["max_seq_len"].sources)
     sources, held_out = _items(run, "_data"), _items(run, "_val")
     if "dataset_name" in run.theirs:  # TRL's scripts validate on a split of the same data, if at all
         split = held_out[0]["split"] if held_out else Setting("test", ["eval_strategy"])
@@ -381,6 +427,8 @@ def _put(run: Migration, group: str, source: Arguments) -> None:
     for name, setting in source.items():
         if run.takes(f"{group}.{name}"):
             run.set(f"{group}.{name}", setting.value, *setting.sources, note="; ".join(setting.notes))
+        elif (name, setting.value) == ("train_on", "assistant"):
+            run.said.update(dict.fromkeys(setting.sources, ("same by default", "answers alone are learned")))
         else:
             run.said.update(dict.fromkeys(setting.sources, ("no counterpart", f"{run.recipe} has no {group}.{name}")))
 
