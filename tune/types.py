@@ -1,6 +1,7 @@
 """Types that carry a range, for annotating settings and the arguments of components; whether a value from YAML fits a
 type, and what to tell the user if it does not."""
 
+import inspect
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
@@ -119,6 +120,15 @@ def show(value: Any) -> str:
 def as_given(value: Any) -> str:
     """A value as it stands on the command line."""
     return value if isinstance(value, str) else show(value)
+
+
+def is_plain(kind: Any) -> bool:
+    """Whether YAML has values for a type, beside null. Of no annotation it is not known, and so it has."""
+    if kind is inspect.Parameter.empty:
+        return True
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else [kind]
+    kinds = [each for each in _expressible(kinds) if each not in (NoneType, Any)]
+    return any(all(map(is_plain, get_args(each)[1:])) if get_origin(each) in GROUPS else True for each in kinds)
 
 
 def _expressible(kinds: Iterable[Any]) -> list[Any]:

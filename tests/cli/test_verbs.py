@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,18 @@ def test_ls_says_what_each_recipe_and_config_is_for(capsys: pytest.CaptureFixtur
     assert set(described) == {*config.list_recipes(), *(f"{name}.yaml" for name in config.list_configs())}
     assert all(described.values())
     assert " ".join(described["full_finetune"]).startswith("Supervised fine-tuning of all parameters")
+
+
+@pytest.mark.parametrize("recipe", config.list_recipes())
+def test_ls_of_a_recipe_lists_what_its_components_also_take(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["ls", recipe])
+    shown = capsys.readouterr().out
+    assert shown.startswith(config.find_config(recipe).read_text(encoding="utf-8"))
+    listed = re.findall(r"^#   ([\w.]+)=(.*)$", shown, flags=re.MULTILINE)
+    assert listed and not {"checkpointer.extra", "checkpointer.tell"} & {key for key, _ in listed}
+    unwritten = [f"{key}={value}" for key, value in listed]
+    before = {*config.read(recipe, [])[1]}
+    assert not {each for each in config.read(recipe, unwritten)[1] if not each.startswith("checkpointer.keep")} - before
 
 
 def test_cat_tells_a_recipe_from_its_config(capsys: pytest.CaptureFixture[str]) -> None:
