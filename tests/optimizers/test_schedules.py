@@ -50,13 +50,15 @@ def test_without_warmup_as_in_transformers(ours, arguments, theirs, their_argume
     assert rates(ours, 50, warmup=0, **arguments) == pytest.approx(rates(reference, 50), rel=1e-12)
 
 
-def test_inverse_square_root_after_warmup_as_in_transformers():
+@pytest.mark.parametrize("warmup", [1, 4])
+def test_inverse_square_root_after_warmup_as_in_transformers(warmup):
     transformers = pytest.importorskip("transformers")
 
     def reference(optimizer, steps):
-        return transformers.get_scheduler("inverse_sqrt", optimizer, num_warmup_steps=4, num_training_steps=steps)
+        return transformers.get_scheduler("inverse_sqrt", optimizer, num_warmup_steps=warmup, num_training_steps=steps)
 
-    assert rates(inverse_square_root, 50, warmup=4)[4:] == pytest.approx(rates(reference, 50)[4:], rel=1e-12)
+    found, expected = rates(inverse_square_root, 50, warmup=warmup), rates(reference, 50)
+    assert found[warmup:] == pytest.approx(expected[warmup:], rel=1e-12)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
