@@ -291,8 +291,10 @@ def by_hand(name, checkpoint, rows, steps=3):
         start, answer = (
             tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer + "<|im_end|>")
         )
-        logits = model(torch.tensor([start + answer])).logits[0, len(start) - 1 : -1]
-        return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None]).sum()
+        log_p = model(torch.tensor([start + answer])).logits[0, len(start) - 1 : -1].log_softmax(-1)
+        if model is not frozen:
+            entropies.append(-(log_p.exp() * log_p).sum(-1).detach())
+        return log_p.gather(1, torch.tensor(answer)[:, None]).sum()
 
     def ratio(row, answer):
         with torch.no_grad():
@@ -300,12 +302,14 @@ def by_hand(name, checkpoint, rows, steps=3):
         return log_prob(model, row, answer) - reference
 
     for _ in range(steps):
+        entropies = []
         good = [ratio(row, row["chosen"]) for row in rows]
         bad = [[ratio(row, each) for each in row["rejected"]] for row in rows]
         if name == "DPO":
             margins = [0.1 * (one - other) for one, others in zip(good, bad, strict=True) for other in others]
             loss = torch.stack([-torch.nn.functional.logsigmoid(margin) for margin in margins]).mean()
             figures = {"rewards/margins": torch.stack(margins).mean().item()}
+            figures["entropy"] = torch.cat(entropies).mean().item()
         else:
             bad = [other for others in bad for other in others]
             following = [*rows[1:], rows[0]]
