@@ -71,3 +71,10 @@ def test_dora_scales_what_dropout_leaves(name, checkpoint):
         torch.testing.assert_close(layer(input), expected)
         inputs, weight = layer.operands(input)
         torch.testing.assert_close(inputs @ weight.T, expected)
+
+
+def test_a_share_of_the_features_has_its_part_of_the_mask():
+    keys, seed, input = torch.arange(9, dtype=torch.int32) * 977, torch.tensor(5, dtype=torch.int32), torch.ones(9, 40)
+    whole = dropout(input, 0.5, keys, seed)
+    assert not torch.equal(whole[:, 20:], whole[:, :20])
+    assert torch.equal(dropout(input[:, 20:], 0.5, keys, seed, first=20), whole[:, 20:])
