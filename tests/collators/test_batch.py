@@ -54,11 +54,19 @@ def test_columns_per_token_and_per_document_come_along():
         plain = sample(*tokens)
         return replace(plain, columns={"advantage": np.full(len(tokens), advantage, dtype=np.float32), "kind": kind})
 
-    rows = [[with_columns(0.5, 3, 5, 6)], [with_columns(-1, 4, 7), with_columns(2, 5, 8)]]
+    exact = 0.5 + 2**-20  # what a log-prob has, and half precision has not
+    rows = [[with_columns(exact, 3, 5, 6)], [with_columns(-1, 4, 7), with_columns(2, 5, 8)]]
     batch = collate(rows, pad_to=3)
-    assert batch.columns["advantage"].tolist() == [[0.5, 0.5, 0], [-1, 2, 0]]
+    assert batch.columns["advantage"].tolist() == [[exact, exact, 0], [-1, 2, 0]]
     assert batch.columns["kind"].tolist() == [3, 0, 4, 5, 0]  # that of padding is 0
     assert batch.columns["kind"].dtype == torch.int64
     joined = collate([*rows, []])
-    assert joined.columns["advantage"].tolist() == [[0.5, 0.5, -1, 2]]
+    assert joined.columns["advantage"].tolist() == [[exact, exact, -1, 2]]
     assert joined.to("meta").columns["kind"].is_meta
+
+
+def test_the_first_answer_of_a_group_is_compared_with_each_of_the_others():
+    """Padding in a row between two groups is no answer."""
+    answers = [replace(sample(5, 6), columns={"answer": number}) for number in (0, 1, 2, 0, 1)]
+    batch = collate([answers[:3], answers[3:]], pad_to=7)
+    assert batch.pairs.tolist() == [[0, 0, 4], [1, 2, 5]]

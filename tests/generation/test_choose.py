@@ -59,9 +59,18 @@ def test_top_is_that_of_transformers(top_k, top_p, min_p):
     kept = _kept(LOGITS.log_softmax(dim=-1), top_k, top_p, min_p, ALL)
     assert torch.equal(kept.isfinite(), expected.isfinite())
     draws = torch.rand(5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    draws[:2] = torch.tensor([0, 1 - 2**-53], dtype=torch.float64)  # the ends, where ids that are left out may be
     ids, log_probs = choose(LOGITS, draws, **settings)
     assert expected.gather(1, ids[:, None]).isfinite().all()
     assert_close(log_probs, LOGITS.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0])  # of the whole distribution
+
+
+@pytest.mark.parametrize(("top_p", "count"), [(0.5, 1), (0.75, 2), (0.875, 3)])
+def test_top_p_takes_no_more_where_the_probabilities_add_up_to_it(top_p, count):
+    logits = torch.tensor([[0.125, 0.5, 0.0625, 0.25, 0.0625]]).log()
+    kept = _kept(logits, None, top_p, None, ALL).isfinite()
+    assert kept.sum() == count
+    assert torch.equal(kept, transformers.TopPLogitsWarper(top_p)(None, logits).isfinite())
 
 
 @pytest.mark.parametrize(

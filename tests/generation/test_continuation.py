@@ -10,6 +10,7 @@ from generation.test_sampler import model as model
 from tune.collators import Batch
 from tune.errors import TuneError
 from tune.generation import Continuation, Sampler
+from tune.models.context import KeyValueCache
 
 
 class Reads(list):
@@ -96,3 +97,11 @@ def test_on_a_device_that_is_not_the_cpu(model):
     moved(Batch.of([[5] * 7]).to(device), cache=cache)
     tokens = torch.zeros(1, 9, dtype=torch.long, device=device)
     assert moved(tokens, positions=cache.extend([7], device, 9), cache=cache).shape == (1, 1, model.config.vocab_size)
+
+
+def test_what_a_window_of_8_still_has():
+    """Tokens come together up to its end; from the ninth token on, the first is lost."""
+    cache = KeyValueCache([8, 30], rows=1, capacity=30)
+    assert [cache.together(start) for start in (1, 7, 8, 20)] == [7, 1, 1, 1]
+    assert cache.keeps_all(8) and not cache.keeps_all(9)
+    assert not KeyValueCache([None, 30], rows=1, capacity=30).keeps_all(1)  # a state has none of its tokens

@@ -9,6 +9,7 @@ from tune.checkpointers import load_model
 from tune.collators import Sample, collate
 from tune.datasets import GlobalBatch
 from tune.generation import Sampler, own_answers
+from tune.generation.sampler import uniforms
 
 STOP = 2
 
@@ -70,10 +71,23 @@ def test_a_share_of_documents_whatever_the_micro_batches(model):
     changed = {index for index, (tokens, _) in documents(whole).items() if tokens != rows[index].tokens.tolist()}
     assert 5 < len(changed) < 20
     assert all(documents(whole)[index][1] == rows[index].labels.tolist() for index in set(range(40)) - changed)
+    # Those whose first number is low would all begin with tokens of the low end of the distribution.
+    first = [next(uniforms(0, 1, index, 0)) for index in sorted(changed)]
+    assert min(first) < 0.3 < 0.7 < max(first)
     apart = answered(model, [[[rows[2 * pair], rows[2 * pair + 1]]] for pair in reversed(range(20))], share=0.3)
     assert documents(apart) == documents(whole)
-    assert documents(answered(model, [[[row] for row in rows]], share=0.3, number=2)) != documents(whole)
-    assert documents(answered(model, [[[row] for row in rows]], share=0.3, seed=1)) != documents(whole)
+    for other in ({"number": 2}, {"seed": 1}):
+        found = documents(answered(model, [[[row] for row in rows]], share=0.3, **other))
+        assert {index for index, (tokens, _) in found.items() if tokens != rows[index].tokens.tolist()} != changed
+
+
+def test_an_answer_begins_behind_the_last_gap(model):
+    """Of three answers, and one label wide."""
+    learned = np.array([2, 3, 6, 7, 9, 10])
+    sample = Sample(np.arange(20, 32), np.where(np.isin(np.arange(12), learned), np.arange(21, 33), -100), 0)
+    tokens, labels = documents(answered(model, [[[sample]]]))[0]
+    assert tokens[:10] == sample.tokens[:10].tolist() and tokens[10:] != sample.tokens[10:].tolist()
+    assert labels == [-100] * 9 + tokens[10:] + [-100]
 
 
 def test_a_prompt_without_room_keeps_its_answer(model, monkeypatch):
@@ -90,6 +104,8 @@ def test_ids_of_the_padding_end_an_answer(model):
     rows = [[[conversation(index)] for index in range(8)]]
     whole, cut = documents(answered(model, rows)), documents(answered(model, rows, vocab_size=150))
     assert max(max(tokens) for tokens, _ in whole.values()) >= 150
+    edge = max(token for tokens, _ in whole.values() for token in tokens[9:])  # no id of a vocabulary of that size
+    assert max(max(tokens) for tokens, _ in documents(answered(model, rows, vocab_size=edge)).values()) < edge
     for index, (tokens, labels) in cut.items():
         own = whole[index][0][9:]
         kept = next((at for at, token in enumerate(own) if token >= 150), len(own))

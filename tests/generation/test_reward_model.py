@@ -12,6 +12,7 @@ from tune import distributed
 from tune.datasets import Prompt
 from tune.errors import TuneError
 from tune.generation import Episode, Reward, RewardModel
+from tune.generation.reward_model import _scored
 from tune.models import Decoder
 from tune.tokenizers import Tokenizer
 
@@ -90,3 +91,13 @@ def test_scores_that_are_no_numbers_are_refused(judge, world):
 
     with pytest.raises(TuneError, match="broken gives nan"):
         Reward("broken", Broken()).of([Episode(Prompt(0, [5], {}))], Tokenizer(str(judge)), world)
+
+
+def test_what_was_cut_is_scored_where_it_ends(checkpoint):
+    """A completion that a stop string ended loses none of its tokens, and gets the end of turn."""
+    tokenizer, messages = Tokenizer(str(checkpoint)), [{"role": "user", "content": "the cat"}]
+    asked = tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    prompt, said = Prompt(0, asked, {}, messages), tokenizer.encode("sat")
+    assert _scored(Episode(prompt, tokens=said, finish="length"), tokenizer) == asked + said
+    stopped = _scored(Episode(prompt, tokens=said, finish="stop"), tokenizer)
+    assert stopped == asked + said + tokenizer.encode("<|im_end|>\n")

@@ -134,6 +134,19 @@ def test_ends(finish, turns, asked, room, tokenizer, world, prompt):
     assert statistics([[episode]], [])["truncated_share"][0] == (episode.finish != "stop")
 
 
+def test_rewards_add_up_by_name_and_by_weight(prompt, tokenizer, world):
+    """By name they count as they are, in `reward` with their weights; tokens are those of the completion alone."""
+    rewards = [Reward("long", lambda row, text: 3.0, 0.5), Reward("short", lambda row, text: -4.0, 2.0)]
+    ((episode,),) = rollout(None, Scripted(([5, 6, 7], "stop")), tokenizer, [prompt], rewards, world, samples=1, step=1)
+    assert episode.rewards == {"long": 3.0, "short": -4.0}
+    assert (episode.reward, episode.magnitude) == (0.5 * 3 - 2 * 4, 0.5 * 3 + 2 * 4)
+    episode.add_reward("long", 1.0, 0.5)
+    assert episode.rewards["long"] == 4.0 and episode.reward == 0.5 * 4 - 2 * 4
+    found = statistics([[episode, Episode(prompt, tokens=[5] * 3, rewards={"long": 1.0, "short": 0.0})]], rewards)
+    assert found["reward/long"].tolist() == [5.0, 2] and found["reward"].tolist() == [-6.0, 2]
+    assert found["completion_tokens"].tolist() == [3 + 3, 2]
+
+
 class Fails(Guess):
     def step(self, message):
         raise KeyError("door")

@@ -153,6 +153,18 @@ def test_stop_strings_over_several_tokens(checkpoint):
             assert stop not in tokenizer.decode(completion.tokens[:-1])
 
 
+def test_a_stop_string_that_begins_with_what_a_decoder_drops():
+    """SentencePiece's decoders drop the blank before the first token."""
+    pieces = ["x", " ", "a", "b", " ab"]
+
+    def decode(ids):
+        return "".join(pieces[each] for each in ids).removeprefix(" ")
+
+    sampler = Sampler(max_new_tokens=8, stop_strings=[" ab"], decode=decode)
+    assert sampler.stops([0, 0, 1, 2, 3]) and sampler.stops([0, 0, 4])
+    assert not sampler.stops([0, 0, 1, 2]) and not sampler.stops([0, 0, 0, 2, 3])
+
+
 def test_prompts_are_read_once_and_without_padding(llama):
     shapes = []
     hook = llama[1].embedding.register_forward_hook(lambda module, inputs, output: shapes.append(inputs[0].shape))
@@ -324,6 +336,15 @@ def test_wrong_settings(message):
 def test_wrong_prompts(message, prompts, settings, llama):
     with pytest.raises(TuneError, match=message):
         Sampler(max_new_tokens=8, **settings)(llama[1], prompts)
+
+
+def test_a_prompt_that_just_fits(llama):
+    """Into what the model takes, and into `max_len`."""
+    (longest, short), settings = make_prompts([248, 5]), {"max_new_tokens": 8}
+    assert [len(row[0].tokens) for row in Sampler(**settings)(llama[1], [longest, short])] == [8, 8]
+    assert len(Sampler(**settings, max_len=13)(llama[1], [short])[0][0].tokens) == 8
+    with pytest.raises(TuneError, match=r"the 12 of max_len\. Lower one by 1"):
+        Sampler(**settings, max_len=12)(llama[1], [short])
 
 
 def test_wrong_models(llama):

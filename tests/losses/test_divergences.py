@@ -98,6 +98,13 @@ def test_padded_vocabularies(divergence, teacher_vocabulary, vocab_size, used):
     )
 
 
+def test_both_sides_of_jensen_shannon_count_alike_by_default():
+    hidden, weight, labels, teacher = operands()
+    student_log_p, teacher_log_p = log_softmax(hidden, weight, labels), log_softmax(*teacher[:2], labels)
+    loss = JensenShannon()(hidden, weight, Batch.of(labels, labels), teacher=teacher)
+    assert_close(loss.double(), jensen_shannon(student_log_p, teacher_log_p, beta=0.5), rtol=1e-5, atol=0)
+
+
 @divergences
 def test_the_own_teacher_is_no_distance_away(divergence):
     hidden, weight, labels = make()
@@ -182,24 +189,28 @@ def bucketed(log_p, ids):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25])
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (2.5, None), (1.0, 1.5)])
 @pytest.mark.parametrize("k", [1, 5, 60])
 @divergences
-def test_stored_predictions(divergence, k, temperature, share):
+def test_stored_predictions(divergence, k, temperature, softcap, share):
     """All other ids are one bucket, on both sides."""
     hidden, weight, labels, teacher = operands(teacher_vocabulary=105)
+    teacher = teacher._replace(softcap=2.0 if softcap else None)
     kept = stored(teacher, labels, k, temperature=temperature, vocab_size=97)
-    teacher_log_p = log_softmax(teacher.hidden, teacher.weight[:97], labels, temperature=temperature)
+    teacher_log_p = log_softmax(teacher.hidden, teacher.weight[:97], labels, teacher.softcap, temperature)
     ids = teacher_log_p.topk(k).indices
     assert torch.equal(kept.ids, ids)
     assert_close(kept.log_probs.double(), bucketed(teacher_log_p, ids), rtol=1e-5, atol=1e-6)
-    student_log_p = log_softmax(hidden, weight, labels, temperature=temperature)
+    student_log_p = log_softmax(hidden, weight, labels, softcap, temperature)
     expected = FORMULAS[divergence](bucketed(student_log_p, ids), bucketed(teacher_log_p, ids).detach())
     if share:
-        cross_entropy = F.nll_loss(log_softmax(hidden, weight, labels), labels[labels != -100], reduction="sum")
-        expected = (1 - share) * temperature**2 * expected + share * cross_entropy
+        log_p = log_softmax(hidden, weight, labels, softcap)
+        expected = (1 - share) * temperature**2 * expected + share * F.nll_loss(
+            log_p, labels[labels != -100], reduction="sum"
+        )
     loss_fn = divergence(temperature, share, 7, **OPTIONS.get(divergence, {}))
-    check(loss_fn(hidden, weight, Batch.of(labels, labels), teacher=kept), expected, hidden, weight)
+    loss = loss_fn(hidden, weight, Batch.of(labels, labels), teacher=kept, softcap=softcap)
+    check(loss, expected, hidden, weight)
 
 
 @pytest.mark.parametrize("k", [5, 95])

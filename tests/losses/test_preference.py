@@ -184,6 +184,9 @@ def test_metrics_of_pairs_and_of_labelled_answers():
         },
         rel=1e-5,
     )
+    # A tie is no win, as in TRL: before the first step all rewards are 0.
+    tied = losses.of_rewards(torch.tensor([0.0, 0.5, 0.0]), torch.tensor([0.0, 0.5, 1.0]))
+    assert tied["rewards/accuracies"].tolist() == [0, 3]
     is_good = torch.arange(9) < 4
     found = losses.of_labelled(KTO(), chosen, is_good)
     assert {name: count.item() for name, (_, count) in found.items()} == {

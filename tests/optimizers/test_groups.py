@@ -32,6 +32,15 @@ def test_frozen_parameters_are_left_out_and_ratios_multiply(checkpoint):
     assert not rates
 
 
+def test_the_first_pattern_that_matches_counts(checkpoint):
+    model = load_model(str(checkpoint))
+    for ratios, expected in (({"norm": 2, "blocks": 3}, 2e-3), ({"blocks": 3, "norm": 2}, 3e-3)):
+        groups = parameter_groups(model, 1e-3, lr_ratios=ratios)
+        rates = {id(p): group.get("lr", 1e-3) for group in groups for p in group["params"]}
+        of_norms = [rates[id(p)] for name, p in model.blocks.named_parameters() if "norm" in name]
+        assert of_norms and of_norms == pytest.approx([expected] * len(of_norms))
+
+
 def test_the_rate_of_every_group_is_told():
     def rates(*groups):
         parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in groups]

@@ -46,7 +46,7 @@ def assert_equal(ours, theirs):
 
 def test_muon_is_torchs_muon_for_matrices_of_blocks_and_adamw_for_the_rest():
     ours, theirs = Model(), Model()
-    optimizer = Muon(parameter_groups(ours, 0.02), 0.02, weight_decay=0.1, betas=(0.8, 0.9))
+    optimizer = Muon(parameter_groups(ours, 0.02), 0.02)
     matrices = [block.weight for block in theirs.blocks]
     vectors = [block.bias for block in theirs.blocks]
     embeddings = [theirs.embedding.weight, theirs.head.weight]
@@ -54,7 +54,7 @@ def test_muon_is_torchs_muon_for_matrices_of_blocks_and_adamw_for_the_rest():
     adamw = torch.optim.AdamW(
         [{"params": embeddings, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
         lr=0.02,
-        betas=(0.8, 0.9),
+        betas=(0.9, 0.95),
     )
     assert_equal(train(ours, [optimizer]), train(theirs, [muon, adamw]))
 
@@ -79,6 +79,20 @@ def test_a_stack_of_matrices_is_as_many_matrices_to_muon(sharded):
             ours.load_state_dict(saved)
     assert_equal(distributed.full_tensor(stack.detach()), torch.stack(apart).detach())
     assert len(ours.state) == 1
+
+
+def test_all_of_muons_settings_count():
+    """None of them is the default, and `eps` is as large as the root of a second moment."""
+    ours, theirs = Model(), Model()
+    settings = {"momentum": 0.6, "nesterov": False, "ns_steps": 2}
+    optimizer = Muon(parameter_groups(ours, 0.02), 0.02, weight_decay=0.3, betas=(0.8, 0.9), eps=0.05, **settings)
+    matrices = [block.weight for block in theirs.blocks]
+    vectors = [block.bias for block in theirs.blocks]
+    embeddings = [theirs.embedding.weight, theirs.head.weight]
+    muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.3, adjust_lr_fn="match_rms_adamw", **settings)
+    groups = [{"params": embeddings, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=0.02, betas=(0.8, 0.9), eps=0.05)
+    assert_equal(train(ours, [optimizer]), train(theirs, [muon, adamw]))
 
 
 def test_muon_without_anything_left_for_adamw():
@@ -118,19 +132,20 @@ def test_continued_from_its_state(make):
 def test_adafactor_of_sharded_parameters_is_torchs():
     mesh = distributed.init("cpu").mesh["dp_shard"]
     start = [torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.ones(4)]
-    gradients = [torch.full((5, 3), 0.1).cumsum(0), torch.arange(4.0)]
+    gradients = [torch.full((5, 3), 0.1).cumsum(0), torch.arange(4.0)]  # those of a step, times its number
     whole = [nn.Parameter(tensor.clone()) for tensor in start]
     sharded = [nn.Parameter(distribute_tensor(tensor, mesh, [Shard(0)])) for tensor in start]
     theirs = torch.optim.Adafactor(whole, lr=0.1, weight_decay=0.1)
     ours = Adafactor(sharded, lr=0.1, weight_decay=0.1)
-    for _ in range(3):
+    for step in (1, 2, 3):
         for gradient, each, shards in zip(gradients, whole, sharded, strict=True):
-            each.grad = gradient.clone()
-            shards.grad = distribute_tensor(gradient.clone(), mesh, [Shard(0)])
+            each.grad = gradient * step
+            shards.grad = distribute_tensor(gradient * step, mesh, [Shard(0)])
         theirs.step()
         ours.step()
     assert_equal([parameter.full_tensor() for parameter in sharded], whole)
     assert len(ours.state) == len(theirs.state) == 2
+    assert [ours.state[each]["step"] for each in sharded] == [3, 3]
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, Adafactor, Muon])

@@ -50,13 +50,15 @@ def test_without_warmup_as_in_transformers(ours, arguments, theirs, their_argume
     assert rates(ours, 50, warmup=0, **arguments) == pytest.approx(rates(reference, 50), rel=1e-12)
 
 
-def test_inverse_square_root_after_warmup_as_in_transformers():
+@pytest.mark.parametrize("warmup", [1, 4])
+def test_inverse_square_root_after_warmup_as_in_transformers(warmup):
     transformers = pytest.importorskip("transformers")
 
     def reference(optimizer, steps):
-        return transformers.get_scheduler("inverse_sqrt", optimizer, num_warmup_steps=4, num_training_steps=steps)
+        return transformers.get_scheduler("inverse_sqrt", optimizer, num_warmup_steps=warmup, num_training_steps=steps)
 
-    assert rates(inverse_square_root, 50, warmup=4)[4:] == pytest.approx(rates(reference, 50)[4:], rel=1e-12)
+    found, expected = rates(inverse_square_root, 50, warmup=warmup), rates(reference, 50)
+    assert found[warmup:] == pytest.approx(expected[warmup:], rel=1e-12)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -95,6 +97,7 @@ def test_warmup_rises_in_equal_steps_from_above_zero_to_the_full_rate():
     values = rates(constant, 10, warmup=4)
     assert values == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])
     assert rates(constant, 10, warmup=0.4) == values
+    assert rates(constant, 3, warmup=1) == [1.0, 2.0, 2.0]  # one step, and not all
 
 
 def test_min_ratio_is_where_the_shape_ends():
@@ -110,11 +113,13 @@ def test_min_ratio_is_where_the_shape_ends():
 def test_warmup_stable_decay():
     values = rates(warmup_stable_decay, 10, decay=0.4, min_ratio=0.5)
     assert values == pytest.approx([2.0] * 7 + [1.75, 1.5, 1.25])
+    assert rates(warmup_stable_decay, 10) == pytest.approx([2.0] * 9 + [1.0])  # the last fifth by default
 
 
 def test_inverse_square_root():
     values = rates(inverse_square_root, 100, warmup=4)
     assert values[4:] == pytest.approx([2.0 * (4 / step) ** 0.5 for step in range(4, 100)])
+    assert rates(inverse_square_root, 100)[3:] == pytest.approx([2.0 * (3 / step) ** 0.5 for step in range(3, 100)])
 
 
 def test_more_warmup_than_steps_is_refused():

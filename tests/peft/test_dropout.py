@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from tune.checkpointers import load_model
 from tune.collators import Batch
+from tune.peft import LoRA, add_adapters
 from tune.peft.dropout import dropout, prepare_dropout, set_dropout_keys
 
 SAMPLES, LENGTH, WIDTH = 2, 100, 50
@@ -48,3 +50,31 @@ def test_masks_are_independent(other):
 def test_a_mask_is_that_of_the_token_wherever_it_stands():
     torch.testing.assert_close(mask(sample=1)[0], mask()[1])
     torch.testing.assert_close(mask(position=40)[:, :60], mask()[:, 40:])
+
+
+@pytest.mark.parametrize("name", ["q_proj", "lm_head"])
+def test_dora_scales_what_dropout_leaves(name, checkpoint):
+    """As in PEFT: y = W x + (m / n - 1) W d + m / n s B A d, where d is x with dropout and n the norms of W + s B A."""
+    model = load_model(str(checkpoint))
+    add_adapters(model, LoRA(rank=4, alpha=12, dropout=0.5, dora=True, target_modules=[name]))
+    layer = model.head if name == "lm_head" else model.blocks[0].attention.query
+    keys, input = torch.arange(6, dtype=torch.int32)[None] * 977, torch.randn(1, 6, layer.in_features)
+    layer.train().dropout_keys = keys
+    with torch.no_grad():
+        layer.lora_b.normal_(std=0.1)
+        layer.magnitude.mul_(1.5)
+        dropped = dropout(input, 0.5, keys, layer.layer_seed)
+        assert 0.3 < (dropped == 0).float().mean() < 0.7
+        low_rank = 12 / 4 * layer.lora_b @ layer.lora_a
+        ratio = layer.magnitude / (layer.weight + low_rank).norm(dim=1)
+        expected = input @ layer.weight.T + dropped @ (ratio[:, None] * (layer.weight + low_rank) - layer.weight).T
+        torch.testing.assert_close(layer(input), expected)
+        inputs, weight = layer.operands(input)
+        torch.testing.assert_close(inputs @ weight.T, expected)
+
+
+def test_a_share_of_the_features_has_its_part_of_the_mask():
+    keys, seed, input = torch.arange(9, dtype=torch.int32) * 977, torch.tensor(5, dtype=torch.int32), torch.ones(9, 40)
+    whole = dropout(input, 0.5, keys, seed)
+    assert not torch.equal(whole[:, 20:], whole[:, :20])
+    assert torch.equal(dropout(input[:, 20:], 0.5, keys, seed, first=20), whole[:, 20:])

@@ -345,7 +345,7 @@ def test_the_loss_is_that_of_its_formula(baseline, kl, run, checkpoint, tmp_path
     reference = transformers.AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
-    total, count = torch.zeros(()), 0
+    total, count, entropies, divergences = torch.zeros(()), 0, [], []
     for at in range(0, len(samples), 8):
         group = samples[at : at + 8]
         values = [each["reward"] for each in group]
@@ -358,12 +358,14 @@ def test_the_loss_is_that_of_its_formula(baseline, kl, run, checkpoint, tmp_path
             prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
             logits = model(torch.tensor([[*prompt, *each["tokens"]]])).logits[0, len(prompt) - 1 : -1]
             log_probs = logits.log_softmax(-1).gather(1, torch.tensor(each["tokens"])[:, None])
+            entropies += torch.distributions.Categorical(logits=logits.detach()).entropy().tolist()
             total = total - (each["reward"] - mean) * log_probs.sum()
             if kl and len(set(values)) > 1:
                 with torch.no_grad():
                     theirs = reference(torch.tensor([[*prompt, *each["tokens"]]])).logits[0, len(prompt) - 1 : -1]
                     theirs = theirs.log_softmax(-1).gather(1, torch.tensor(each["tokens"])[:, None])
                 ratio = theirs - log_probs
+                divergences += (ratio.exp() - 1 - ratio)[:, 0].tolist()
                 total = total + kl * (ratio.exp() - 1 - ratio).sum()
             count += len(each["tokens"])
     loss = total / count
@@ -372,6 +374,9 @@ def test_the_loss_is_that_of_its_formula(baseline, kl, run, checkpoint, tmp_path
     assert step["supervised_tokens"] == count
     assert step["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
     assert step["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert step["entropy"] == pytest.approx(sum(entropies) / count, rel=1e-5)
+    if kl:
+        assert step["kl"] == pytest.approx(sum(divergences) / count, rel=1e-4)
 
 
 @pytest.mark.parametrize(

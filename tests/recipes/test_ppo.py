@@ -118,6 +118,83 @@ def test_returns_are_rewards_less_the_log_ratio_to_the_reference(run, checkpoint
     assert abs(step["return"] - step["reward"]) > 0.1
 
 
+def test_two_updates_are_those_of_the_formulas(run, checkpoint, tmp_path):
+    """By hand, with the models of transformers: every figure of the second update, whose ratios and values have moved.
+
+    Some of both are clipped, the temperature is not 1, and the value model has learned something."""
+    scores, other = reward_model(tmp_path / "scores"), save_checkpoint(tmp_path / "other", initializer_range=0.08)
+    scores.model.embed_tokens.padding_idx = None  # or a sampled padding token would have no gradient
+    policy, reference = (
+        transformers.AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (checkpoint, other)
+    )
+    (step,) = run(
+        "max_steps=1", "updates=2", "gae_lambda=0.8", "kl=0.3", f"reference={other}",
+        f"value.path={tmp_path / 'scores'}", "sampling.temperature=0.7", "value_weight=0.6", "value_clip=0.52",
+        "loss.low=0.1", "loss.high=0.15",
+        "optimizer._component_=torch.optim.SGD", "optimizer.lr=0.02", "parameter_groups.lr_ratios={^value: 0.4}",
+        "max_grad_norm=null", "micro_batch_size=5",
+    )  # fmt: skip
+    tokenizer, texts = transformers.AutoTokenizer.from_pretrained(checkpoint), []
+    for each in [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]:
+        asked = [{"role": "user", "content": each["row"]["instruction"]}]
+        text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+        texts.append((torch.tensor([[*prompt, *each["tokens"]]]), len(prompt), each["reward"]))
+
+    def log_softmax(model, tokens, start):
+        return (model(tokens).logits[0, start - 1 : -1] / 0.7).log_softmax(-1)
+
+    def of_tokens(model):
+        return torch.cat([log_softmax(model, ids, at).gather(1, ids[0, at:, None])[:, 0] for ids, at, _ in texts])
+
+    def values_of():
+        hidden = [scores.model(ids).last_hidden_state[0, at - 1 : -1] for ids, at, _ in texts]
+        return torch.cat(hidden) @ scores.score.weight[0]
+
+    with torch.no_grad():
+        old, sampled = values_of(), of_tokens(policy)
+        penalties, advantages = -0.3 * (sampled - of_tokens(reference)), []
+    for at, (ids, start, reward) in enumerate(texts):
+        first = sum(ids.shape[1] - start for ids, start, _ in texts[:at])
+        own, after = [], 0.0
+        for place in reversed(range(first, first + ids.shape[1] - start)):
+            is_last = not own
+            delta = penalties[place] + (reward if is_last else old[place + 1]) - old[place]
+            after = delta + 0.8 * after
+            own.insert(0, after)
+        advantages += own
+    advantages = torch.tensor(advantages)
+    returns, normed = advantages + old, (advantages - advantages.mean()) / advantages.std(correction=0)
+    both = [*policy.parameters(), *scores.parameters()]
+    for _ in range(2):
+        entropies = [log_softmax(policy, ids, at) for ids, at, _ in texts]
+        entropies = -torch.cat([(each.exp() * each).sum(-1) for each in entropies]).detach()
+        difference, values = of_tokens(policy) - sampled, values_of()
+        ratio, moved = difference.exp(), values - old
+        clipped = ratio.clamp(0.9, 1.15)
+        of_policy = torch.maximum(-ratio * normed, -clipped * normed).mean()
+        near = old + moved.clamp(-0.52, 0.52)
+        of_values = torch.maximum((values - returns) ** 2, (near - returns) ** 2).mean() / 2
+        loss = of_policy + 0.6 * of_values
+        loss.backward()
+        expected = {
+            "loss": loss, "policy_loss": of_policy, "value_loss": of_values, "value": values.mean(),
+            "return": returns.mean(), "entropy": entropies.mean(),
+            "clipped_share": (-clipped * normed > -ratio * normed).float().mean(),
+            "mismatch_kl": (ratio - difference - 1).mean(),
+            "grad_norm": torch.nn.utils.get_total_norm([each.grad for each in both if each.grad is not None]),
+        }  # fmt: skip
+        with torch.no_grad():
+            for rate, model in ((0.02, policy), (0.008, scores)):
+                for each in model.parameters():
+                    if each.grad is not None:
+                        each -= rate * each.grad
+                        each.grad = None
+    expected = {name: value.item() for name, value in expected.items()}
+    assert 0.02 < expected["clipped_share"] < 0.9 and 0.02 < (moved.abs() > 0.52).float().mean() < 0.98
+    assert {name: step[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
 def test_advantages_are_those_of_the_formula():
     draw = np.random.default_rng(0)
     lengths, decay = (4, 1, 6), 0.9

@@ -286,13 +286,15 @@ def by_hand(name, checkpoint, rows, steps=3):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0)
     rows = [row for row in rows if row["chosen"] not in row["rejected"]]
 
-    def log_prob(model, row, answer):
+    def log_prob(model, row, answer, reduction="sum"):
         prompt = f"<|im_start|>user\n{row['instruction']}<|im_end|>\n<|im_start|>assistant\n"
         start, answer = (
             tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer + "<|im_end|>")
         )
-        logits = model(torch.tensor([start + answer])).logits[0, len(start) - 1 : -1]
-        return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None]).sum()
+        log_p = model(torch.tensor([start + answer])).logits[0, len(start) - 1 : -1].log_softmax(-1)
+        if model is not frozen:
+            entropies.append(-(log_p.exp() * log_p).sum(-1).detach())
+        return getattr(log_p.gather(1, torch.tensor(answer)[:, None]), reduction)()
 
     def ratio(row, answer):
         with torch.no_grad():
@@ -300,11 +302,19 @@ def by_hand(name, checkpoint, rows, steps=3):
         return log_prob(model, row, answer) - reference
 
     for _ in range(steps):
+        entropies = []
         good = [ratio(row, row["chosen"]) for row in rows]
         bad = [[ratio(row, each) for each in row["rejected"]] for row in rows]
         if name == "DPO":
             margins = [0.1 * (one - other) for one, others in zip(good, bad, strict=True) for other in others]
             loss = torch.stack([-torch.nn.functional.logsigmoid(margin) for margin in margins]).mean()
+            figures = {"rewards/margins": torch.stack(margins).mean().item()}
+            figures |= {"entropy": torch.cat(entropies).mean().item(), "supervised_tokens": len(torch.cat(entropies))}
+        elif name == "SimPO":  # of means over the answer's tokens, and not those of the prompt
+            better = [log_prob(model, row, row["chosen"], "mean") for row in rows]
+            worse = [[log_prob(model, row, each, "mean") for each in row["rejected"]] for row in rows]
+            margins = [2 * (one - other) for one, others in zip(better, worse, strict=True) for other in others]
+            loss = torch.stack([-torch.nn.functional.logsigmoid(margin - 1) for margin in margins]).mean()
             figures = {"rewards/margins": torch.stack(margins).mean().item()}
         else:
             bad = [other for others in bad for other in others]
@@ -323,7 +333,7 @@ def by_hand(name, checkpoint, rows, steps=3):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", slow_but(["DPO"], ["DPO", "KTO"]))
+@pytest.mark.parametrize("name", slow_but(["DPO", "SimPO"], ["DPO", "SimPO", "KTO"]))
 def test_a_loop_of_transformers_gives_the_same(name, run, checkpoint, pairs):
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
     constant = "schedule._component_=tune.optimizers.constant"
@@ -331,6 +341,7 @@ def test_a_loop_of_transformers_gives_the_same(name, run, checkpoint, pairs):
     for ours, theirs in zip(steps, by_hand(name, checkpoint, rows), strict=True):
         assert {each: ours[each] for each in theirs} == pytest.approx(theirs, rel=1e-3, abs=1e-5)
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["tokens"] > ours["supervised_tokens"]
 
 
 def test_commands(checkpoint, pairs, run_recipe, tmp_path, capsys):

@@ -198,6 +198,8 @@ def test_steps_are_those_of_the_formula_on_transformers_model(center, rows, pair
         assert step["rewards/accuracies"] == pytest.approx((chosen > rejected).float().mean().item())
         optimizer.zero_grad()
         loss.backward()
+        norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
+        assert step["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)  # AdamW does not show a factor
         optimizer.step()
     assert len(steps) == 20
     assert steps[-1]["loss"] < 0.8 * steps[0]["loss"]
