@@ -21,7 +21,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from tune import distributed
-from tune.evaluation import HarnessModel
+from tune.evaluation.harness import HarnessModel
 from tune.peft import open_model
 
 

@@ -86,10 +86,13 @@ def packages() -> list[str]:
 
 
 def public(face: Path) -> list[str]:
-    """What is public of a package: what its `__init__.py` imports from its own modules, or defines."""
+    """What is public of a package: what its `__init__.py` lists in `__all__`; without it, what it imports from its own
+    modules, or defines."""
     names: list[str] = []
     for statement in ast.parse(face.read_text(encoding="utf-8")).body:
         match statement:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=listed):
+                return sorted(ast.literal_eval(listed))
             case ast.ImportFrom(module=str(module)) if f".{face.parent.name}." in f".{module}":
                 names += [alias.name for alias in statement.names]
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name) if not name.startswith("_"):

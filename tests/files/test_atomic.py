@@ -74,4 +74,4 @@ def test_there_is_one_way_to_write_aside():
     house = Path(tune.__file__).parent
     renaming = re.compile(r"os\.replace|\.rename\(|unfinished\.replace")
     found = {str(file.relative_to(house)) for file in house.rglob("*.py") if renaming.search(file.read_text())}
-    assert found == {"atomic.py", "checkpointers/checkpointer.py", "checkpointers/writing.py"}
+    assert found == {"files/atomic.py", "checkpointers/checkpointer.py", "checkpointers/writing.py"}

@@ -43,3 +43,25 @@ from tune.checkpointers.writing import (
     with_progress,
     write_tensors,
 )
+
+# Other names are for the packages of `tune` alone.
+__all__ = [
+    "Checkpointer",
+    "Pretrained",
+    "Random",
+    "add_tokens",
+    "card",
+    "check",
+    "checkpoint_at",
+    "export",
+    "exported_types",
+    "hf_tensors",
+    "load_frozen",
+    "load_model",
+    "model_card",
+    "open_checkpoint",
+    "read_trained",
+    "require_finite",
+    "require_frozen",
+    "require_same_vocabulary",
+]

@@ -6,3 +6,24 @@ from tune.config.instantiate import inherited, instantiate, instantiate_data, in
 from tune.config.load import flat, load, read, read_file, save, saved
 from tune.config.paths import find_config, find_default, find_recipe, list_configs, list_recipes, local_folder
 from tune.config.text import Layer, parse
+
+# Other names are for the packages of `tune` alone.
+__all__ = [
+    "entrypoint",
+    "find_config",
+    "find_default",
+    "find_recipe",
+    "flat",
+    "inherited",
+    "instantiate",
+    "instantiate_data",
+    "instantiate_weighted",
+    "list_configs",
+    "list_recipes",
+    "load",
+    "local_folder",
+    "read",
+    "read_file",
+    "save",
+    "saved",
+]

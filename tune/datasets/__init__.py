@@ -32,3 +32,25 @@ from tune.datasets.stream import Stream
 from tune.datasets.user_functions import called
 from tune.datasets.warnings import beyond_positions, warnings_about
 from tune.files import cache_folder
+
+# Other names are for the packages of `tune` alone.
+__all__ = [
+    "DataLoader",
+    "Dataset",
+    "GlobalBatch",
+    "Mixture",
+    "Prompt",
+    "PromptLoader",
+    "Prompts",
+    "RowReader",
+    "Stream",
+    "add_scores",
+    "load",
+    "load_prompts",
+    "mix",
+    "pack",
+    "ray",
+    "require_batches",
+    "require_kept",
+    "validation_batches",
+]

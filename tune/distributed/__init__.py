@@ -28,3 +28,37 @@ from tune.distributed.shards import full_tensor, layout_of, local_shard, norm_of
 from tune.distributed.tensor_parallel import share, undivided
 from tune.distributed.traffic import bytes_sent
 from tune.distributed.world import World, device_type, init, join
+
+# Other names are for the packages of `tune` alone.
+__all__ = [
+    "DTYPES",
+    "PACE",
+    "Interrupt",
+    "PackedWeights",
+    "Pipeline",
+    "World",
+    "bytes_sent",
+    "check_plan",
+    "clip_grad_norm_",
+    "from_its_stage",
+    "full_tensor",
+    "inference",
+    "init",
+    "join",
+    "layout_of",
+    "local_shard",
+    "norm_of_squares",
+    "parallelize",
+    "repeated_blocks",
+    "require_layout",
+    "reshard",
+    "set_gradient_sync",
+    "share",
+    "stored_dtype",
+    "sum_of_squares",
+    "summed",
+    "uncut",
+    "undivided",
+    "units_of",
+    "wrap_forward",
+]

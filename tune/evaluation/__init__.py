@@ -2,9 +2,24 @@
 file that needs that library), and `log_likelihoods`; `InTraining` asks it, and prompts, as a training goes on.
 Losses on validation data, the accuracy and the routing are metrics that the model gives itself."""
 
-from tune.evaluation.harness import HarnessModel
 from tune.evaluation.in_training import InTraining
 from tune.evaluation.likelihoods import log_likelihoods
 from tune.evaluation.tasks import Tasks, exact_match, metrics, require_numbers
 from tune.evaluation.validation import accuracy, add, evaluate, means, routing, validate
 from tune.evaluation.work import require_work
+
+# Other names are for the packages of `tune` alone.
+__all__ = [
+    "Tasks",
+    "accuracy",
+    "add",
+    "evaluate",
+    "exact_match",
+    "log_likelihoods",
+    "means",
+    "metrics",
+    "require_numbers",
+    "require_work",
+    "routing",
+    "validate",
+]

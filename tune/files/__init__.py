@@ -6,3 +6,6 @@
 from tune.files import lock
 from tune.files.atomic import CHECKPOINT, INDEX, exported, require_replaceable, written_aside
 from tune.files.contents import cache_folder, content_digest
+
+# Other names are for the packages of `tune` alone.
+__all__ = []

@@ -19,3 +19,24 @@ from tune.generation.rollout import (
 )
 from tune.generation.sampler import PREFILL_TOKENS, Completion, Sampler, answer, choose
 from tune.generation.vllm_engine import VLLM
+
+# Other names are for the packages of `tune` alone.
+__all__ = [
+    "VLLM",
+    "Completion",
+    "Continuation",
+    "Environment",
+    "Episode",
+    "Reward",
+    "RewardModel",
+    "Sampler",
+    "answer",
+    "check_prompts",
+    "choose",
+    "counts",
+    "is_live",
+    "micro_batches",
+    "own_answers",
+    "rollout",
+    "statistics",
+]

@@ -2,3 +2,8 @@
 
 from tune.migrate.migrate import migrate
 from tune.migrate.migration import PEERS, STATUSES, Migration, NotConverted, Setting, leaves, peer_of, show
+
+# Other names are for the packages of `tune` alone.
+__all__ = [
+    "migrate",
+]

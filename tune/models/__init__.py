@@ -10,3 +10,17 @@ from tune.models.moe import Dispatch, ExpertLinear, ExpertsConfig, grouped_produ
 from tune.models.names import Names, OnDisk, disk_names, disk_parts, own_name, peft_name, stored_tensors
 from tune.models.rope import SCALINGS, RopeConfig
 from tune.models.routing import balance_loss
+
+# Other names are for the packages of `tune` alone.
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "HuggingFaceModel",
+    "KeyValueCache",
+    "Names",
+    "TrainableModel",
+    "balance_loss",
+    "build",
+    "hf",
+    "prepare_scores",
+]

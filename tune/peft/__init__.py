@@ -13,3 +13,28 @@ from tune.peft.merging import give_memory, merge, open_on_disk
 from tune.peft.named import adapter_folder, exported_folder, open_model, resolve_model
 from tune.peft.reference import Reference
 from tune.peft.tokens import untrained_tokens
+
+# Other names are for the packages of `tune` alone.
+__all__ = [
+    "LoRA",
+    "LoRALinear",
+    "Reference",
+    "adapted_modules",
+    "adapter",
+    "add_adapters",
+    "digest",
+    "export_adapter",
+    "export_trained",
+    "give_memory",
+    "initialize",
+    "load_adapter",
+    "merge",
+    "open_model",
+    "open_on_disk",
+    "read_adapter",
+    "resolve_model",
+    "set_dropout_keys",
+    "start",
+    "switched_off",
+    "untrained_tokens",
+]

@@ -14,3 +14,19 @@ from tune.records.record import (
     recipe_of,
     start,
 )
+
+# Other names are for the packages of `tune` alone.
+__all__ = [
+    "Record",
+    "differences",
+    "end",
+    "find",
+    "identity",
+    "is_run",
+    "json_object",
+    "number",
+    "read",
+    "recipe_of",
+    "start",
+    "write_report",
+]

@@ -5,3 +5,13 @@ from tune.tokenizers.folder import mapping_in
 from tune.tokenizers.ranks import LLAMA3_WORDS, QWEN_WORDS
 from tune.tokenizers.supervision import PROBE, around_content, common_prefix, supervised_spans
 from tune.tokenizers.tokenizer import Tokenizer, require_unicode
+
+# Other names are for the packages of `tune` alone.
+__all__ = [
+    "ChatTemplate",
+    "Message",
+    "Span",
+    "Tokenizer",
+    "require_unicode",
+    "supervised_spans",
+]

@@ -2,3 +2,8 @@
 `tune.rules`."""
 
 from tune.validate.checks import data_of, validate
+
+# Other names are for the packages of `tune` alone.
+__all__ = [
+    "validate",
+]
