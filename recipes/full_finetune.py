@@ -47,7 +47,7 @@ def main(cfg):
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
         seed=cfg.seed, accumulate=not cfg.optimizer_in_backward, pad_to=pad_to,
     )  # fmt: skip
-    evaluations = evaluation.InTraining(tokenizer, model, world, run.info, **cfg.evaluate)
+    evaluator = evaluation.Evaluator(run, model, tokenizer, world, **cfg.evaluate)
     run.describe(
         model, data, tokenizer, validation, base=cfg.model.path, dtype=cfg.dtype, master_dtype=cfg.master_dtype,
         compile=cfg.compile, activation_checkpointing=cfg.memory.activation_checkpointing,
@@ -64,27 +64,30 @@ def main(cfg):
 
     pipeline = distributed.Pipeline(model, world)
     loss_fn = instantiate(cfg.loss)
+
+    def validate():
+        """The loss on the validation data."""
+        batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
+        return evaluation.evaluate(model, batches, loss_fn, world)
+
+    if validation:
+        evaluator.add(validate, every=cfg.validate_every, first=cfg.validate_first)
     groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
     optimizer = instantiate(cfg.optimizer, groups)
     in_backward = optimizers.InBackward(optimizer) if cfg.optimizer_in_backward else None
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
     checkpointer = instantiate(
         cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
-        data=data, tell=run.info, tasks=evaluations.tasks,
+        data=data, tell=run.info, tasks=evaluator.tasks,
     )  # fmt: skip
     start = checkpointer.resume(run.resume)
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
     with run:  # closes its files and loggers, however the training ends
         steps = run.track(data, start, total=len(data), checkpointer=checkpointer, seed=cfg.seed)
+        if start == 0:
+            evaluator(0)
         for step, batch in profile(steps, run.path / "profile", world, **cfg.profiler):
-            if step == 1 and validation and cfg.validate_first:
-                with run.pause():
-                    batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
-                    run.record(0, evaluation.evaluate(model, batches, loss_fn, world))
-            if step == 1 and evaluations.are_due(0):
-                with run.pause():
-                    run.append("samples.jsonl", evaluations.samples(model, 0))
             total_loss = torch.zeros((), device=world.device)
             for micro_batch in pipeline.turns(batch.micro_batches):
                 micro_batch = micro_batch.to(world.device)
@@ -119,14 +122,8 @@ def main(cfg):
             is_end = step == len(data) or interrupted
             if is_end:
                 checkpointer.save(step, wait=True, metrics=metrics)  # what is measured then can fail
-            if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
-                with run.pause():
-                    batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
-                    metrics |= evaluation.evaluate(model, batches, loss_fn, world)
-            if evaluations.are_due(step, is_end) and not interrupted:
-                with run.pause():
-                    metrics |= evaluations.metrics(model)
-                    run.append("samples.jsonl", evaluations.samples(model, step))
+            if not interrupted:
+                metrics |= evaluator(step, is_end)
             run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **metrics)
             checkpointer.step(step, now=is_end, **metrics)
             if interrupted:

@@ -77,7 +77,7 @@ def main(cfg):
     data = datasets.PromptLoader(dataset, cfg.prompts_per_step, cfg.epochs, max_steps=cfg.max_steps, seed=cfg.seed)
     longest = cfg.max_prompt_len + sampler.max_new_tokens
     pad_to = longest if cfg.compile and not environment else None  # batches of one shape
-    evaluations = evaluation.InTraining(tokenizer, model, world, run.info, **cfg.evaluate)
+    evaluator = evaluation.Evaluator(run, model, tokenizer, world, **cfg.evaluate)
     run.describe_prompts(
         model, data, sampler, longest=longest, samples=cfg.group_size, micro_batch_size=cfg.micro_batch_size,
         dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
@@ -147,25 +147,23 @@ def main(cfg):
         means = evaluation.means(generation.statistics(groups, rewards, environment), world)
         return world.fetch(**{f"validation_{name}": value for name, value in means.items()})
 
+    if validation:
+        evaluator.add(validate, every=cfg.validate_every, first=cfg.validate_first)
     groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
     optimizer = instantiate(cfg.optimizer, groups)
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
     checkpointer = instantiate(
         cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
-        data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluations.tasks,
+        data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluator.tasks,
     )  # fmt: skip
     start = checkpointer.resume(run.resume)
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
     with run:  # closes its files and loggers, however the training ends
         steps = run.track(data, start, total=len(data), checkpointer=checkpointer, seed=cfg.seed)
+        if start == 0:
+            evaluator(0)
         for step, prompts in profile(steps, run.path / "profile", world, **cfg.profiler):
-            if step == 1 and validation and cfg.validate_first:
-                with run.pause():
-                    run.record(0, validate())
-            if step == 1 and evaluations.are_due(0):
-                with run.pause():
-                    run.append("samples.jsonl", evaluations.samples(model, 0))
             with run.timed("rollout_seconds"):
                 rollout = sample_live(prompts, step)
             samples = [each for group in rollout for each in with_advantages(group)]
@@ -203,13 +201,8 @@ def main(cfg):
             is_end = step == len(data) or interrupted
             if is_end:
                 checkpointer.save(step, wait=True, metrics=metrics)  # what is measured then can fail
-            if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
-                with run.pause():
-                    metrics |= validate()
-            if evaluations.are_due(step, is_end) and not interrupted:
-                with run.pause():
-                    metrics |= evaluations.metrics(model)
-                    run.append("samples.jsonl", evaluations.samples(model, step))
+            if not interrupted:
+                metrics |= evaluator(step, is_end)
             run.append("samples.jsonl", [episode.record(step) for group in rollout for episode in group])
             run.log(step, **metrics)  # type: ignore[arg-type]
             checkpointer.step(step, now=is_end, **metrics)

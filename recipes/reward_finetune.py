@@ -88,6 +88,9 @@ def main(cfg):
         batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
         return world.fetch(**evaluation.means(evaluation.validate(model, batches, measure), world))
 
+    evaluator = evaluation.Evaluator(run, model, tokenizer, world)
+    if validation:
+        evaluator.add(validate, every=cfg.validate_every, first=cfg.validate_first)
     groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
     optimizer = instantiate(cfg.optimizer, groups)
     in_backward = optimizers.InBackward(optimizer) if cfg.optimizer_in_backward else None
@@ -101,10 +104,9 @@ def main(cfg):
 
     with run:  # closes its files and loggers, however the training ends
         steps = run.track(data, start, total=len(data), checkpointer=checkpointer, seed=cfg.seed)
+        if start == 0:
+            evaluator(0)
         for step, batch in profile(steps, run.path / "profile", world, **cfg.profiler):
-            if step == 1 and validation and cfg.validate_first:
-                with run.pause():
-                    run.record(0, validate())
             totals: dict[str, torch.Tensor] = {}
             for index, micro_batch in enumerate(batch.micro_batches, 1):
                 is_last = index == len(batch.micro_batches)
@@ -137,9 +139,8 @@ def main(cfg):
             is_end = step == len(data) or interrupted
             if is_end:
                 checkpointer.save(step, wait=True, metrics=metrics)  # what is measured then can fail
-            if validation and not interrupted and (is_end or (cfg.validate_every and step % cfg.validate_every == 0)):
-                with run.pause():
-                    metrics |= validate()
+            if not interrupted:
+                metrics |= evaluator(step, is_end)
             run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **metrics)
             checkpointer.step(step, now=is_end, **metrics)
             if interrupted:

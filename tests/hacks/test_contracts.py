@@ -88,9 +88,7 @@ def test_two_optimizers(processes: int, here: Path) -> None:
         "    optimizer = instantiate(cfg.optimizer, groups)\n",
         FIRST + SECOND,
     )
-    change(
-        "tell=run.info, tasks=evaluations.tasks,", 'tell=run.info, tasks=evaluations.tasks, extra={"second": second},'
-    )
+    change("tell=run.info, tasks=evaluator.tasks,", 'tell=run.info, tasks=evaluator.tasks, extra={"second": second},')
     change("                optimizer.step()\n", "                optimizer.step()\n                second.step()\n")
     change("            optimizer.zero_grad()\n", "            optimizer.zero_grad()\n            second.zero_grad()\n")
     train("one", CONSTANT, processes=processes)

@@ -37,6 +37,7 @@ def run(clock, monkeypatch, tmp_path):
     monkeypatch.setattr(module.run_folder, "require_shared", lambda path, world: None)  # the other three do not exist
     world = SimpleNamespace(
         rank=1,
+        data_rank=1,
         size=4,
         is_main=False,
         device=torch.device("cpu"),

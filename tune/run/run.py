@@ -352,8 +352,8 @@ class Run:
     def track(
         self, data: Iterable[T], start: int, total: int, checkpointer: Checkpointer | None = None, seed: int = 0
     ) -> Iterator[T]:
-        """Iterate over optimizer steps, from the one after `start` and not beyond where the `checkpointer` says that
-        the training is over, and time how long each waits for data.
+        """Begin to write into the folder, and iterate over optimizer steps: from the one after `start`, and not beyond
+        where the `checkpointer` says that the training is over. Each is timed, and how long it waits for data.
 
         In each step the generators of torch, NumPy and `random` are a function of the `seed`, the step and the data
         rank: what a recipe draws is the same when it is run again, also from a checkpoint.
@@ -381,6 +381,9 @@ class Run:
             sink.start(start, total)
         if self.has_begun and start:
             self._log_missing(start)
+        return self._steps(data, start, checkpointer, seed)
+
+    def _steps(self, data: Iterable[T], start: int, checkpointer: Checkpointer | None, seed: int) -> Iterator[T]:
         items, begin = iter(data), time.perf_counter()
         self.step_began = begin
         tell = self.info if self.world.is_main else functools.partial(print, file=sys.stderr, flush=True)

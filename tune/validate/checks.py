@@ -366,7 +366,7 @@ def _data(
     if "evaluate" in cfg and world:
         for other, nothing in (("tasks", []), ("prompts", None)):  # both are told, not the first that is wrong
             asked = {**cfg.evaluate, other: nothing}
-            found = told("evaluate", evaluation.InTraining, tokenizer, model, world, print, **asked)
+            found = told("evaluate", evaluation.Evaluator, None, model, tokenizer, world, **asked)
             if found and found.tasks:
                 told("checkpointer", Best, cfg.checkpointer.get("keep_best"), None, found.tasks.higher_is_better)
     if "max_prompt_len" in cfg:

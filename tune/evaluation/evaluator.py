@@ -1,0 +1,107 @@
+"""What is measured of a model as its training goes on."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from tune.datasets import open_prompts, placed_rows
+from tune.distributed import World
+from tune.evaluation.tasks import Tasks, metrics
+from tune.generation import Sampler, answer
+from tune.tokenizers import Tokenizer
+
+
+class Measurement(NamedTuple):
+    measure: Callable[[], dict[str, float]]
+    every: int | None
+    first: bool
+
+    def is_due(self, step: int, is_end: float) -> bool:
+        if step == 0:
+            return self.first
+        return bool(is_end) or bool(self.every and step % self.every == 0)
+
+
+class Evaluator:
+    """Calls what measures a model, each when it is due: `tasks` as `Tasks` has them, answers to the `prompts` of a
+    file, and what is added with `add`, such as a validation.
+
+    `prompts` is a `.txt` with one in each line, or rows as `tune generate` reads them. Tasks and prompts are due
+    `every` so many optimizer steps and at the end, prompts also before the first step. `run` is a `tune.run.Run`: it
+    excludes the time, and writes the answers into samples.jsonl.
+
+    Raises:
+        TuneError: as `Tasks` does; or the file cannot be read.
+    """
+
+    def __init__(
+        self,
+        run: Any,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        world: World,
+        *,
+        every: int | None = None,
+        tasks: Sequence[str] = (),
+        include_path: str | None = None,
+        limit: float | None = None,
+        num_fewshot: int | None = None,
+        apply_chat_template: bool = False,
+        prompts: str | None = None,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+    ):
+        how = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
+        self.tasks = Tasks(tasks, tokenizer, include_path, model=model, group="evaluate.", **how)  # type: ignore[arg-type]
+        self.prompts = open_prompts(tokenizer, placed_rows(prompts, "evaluate.prompts")) if prompts else []
+        self.run, self.model, self.tokenizer, self.world = run, model, tokenizer, world
+        self.sampler = Sampler(
+            max_new_tokens=max_new_tokens, temperature=temperature, stop_ids=tokenizer.stop_ids
+        )  # of the same samples at each step: what changes is the model
+        self.step = 0  # that is measured
+        self.added: list[Measurement] = []
+        self.own: list[Measurement] = []
+        if self.tasks:
+            self.own.append(Measurement(self._of_tasks, every, first=False))
+        if self.prompts:
+            self.own.append(Measurement(self._answers, every, first=True))
+
+    def add(self, measure: Callable[[], dict[str, float]], every: int | None = None, first: bool = False) -> None:
+        """Call `measure` for its metrics `every` so many optimizer steps, at the end, and with `first` before the first
+        step. All processes call it."""
+        self.added.append(Measurement(measure, every, first))
+
+    def __call__(self, step: int, is_end: float = False) -> dict[str, float]:
+        """The metrics that are due after a step; those of step 0, before the first one, are recorded too. All processes
+        call it."""
+        found: dict[str, float] = {}
+        self.step = step
+        for each in [*self.added, *self.own]:
+            if each.is_due(step, is_end):
+                with self.run.pause():
+                    found |= each.measure()
+        if step == 0 and found:
+            self.run.record(0, found)
+        return found
+
+    def _of_tasks(self) -> dict[str, float]:
+        """By `task/metric`."""
+        return metrics(self.tasks(self.model, self.world, bootstrap_iters=0), self.world)
+
+    def _answers(self) -> dict[str, float]:
+        asked = {each.index: each.tokens for each in self.prompts}
+        found = answer(self.model, self.sampler, self.tokenizer, asked, self.world)
+        text = " ".join(found[0][0].text.split())
+        shown = text if len(text) <= 200 else f"{text[:197]}..."
+        self.run.info(f"step {self.step}, the first of {len(found)} prompts: {shown}")
+        samples = [
+            {
+                "step": self.step, "index": prompt.index,
+                "prompt": prompt.messages[-1]["content"] if prompt.messages else prompt.row["prompt"],
+                "text": completion.text, "finish": completion.finish, "tokens": completion.tokens,
+            }
+            for prompt in self.prompts if self.world.is_main for completion in found[prompt.index]
+        ]  # fmt: skip
+        self.run.append("samples.jsonl", samples)
+        return {}
