@@ -229,7 +229,7 @@ def test_adapters_with_dropout(checkpoint, chats, held_out, settings, monkeypatc
         loss = F.cross_entropy(model(tokens).logits[0], labels, reduction="sum")
         return loss, loss
 
-    monkeypatch.setattr("tune.run.run.peak_flops", lambda device: 1e12)
+    monkeypatch.setattr("tune.run.training_run.peak_flops", lambda device: 1e12)
     logged = run(
         "lora_finetune", tmp_path / "run", *settings, f"model.path={checkpoint}", f"adapter.path={tmp_path / 'start'}",
         "parameter_groups.lr_ratios={lora_b: 2}",

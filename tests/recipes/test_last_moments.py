@@ -12,8 +12,7 @@ import torch
 from tune import config, distributed, evaluation, loggers
 from tune.checkpointers import checkpointer
 from tune.errors import TuneError
-from tune.run import Run
-from tune.run import run as training_run
+from tune.run import Run, training_run
 
 pytestmark = pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
 

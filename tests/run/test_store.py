@@ -111,7 +111,7 @@ def test_a_folder_stays_locked_while_it_is_uploaded(url: str, tmp_path: Path, wo
     lock.hold(tmp_path, make=True)
     (tmp_path / "log.txt").write_text("begun\n")
     found = Store(url, tmp_path, world)
-    found.start(print)
+    found.start(print, keep=2)
     found.finish(None)
     files, root = fsspec.url_to_fs(url)
     assert [path.rpartition("/")[2] for path in files.find(root) if "/." not in path] == ["log.txt"]
@@ -145,7 +145,7 @@ def test_what_a_checkpoint_says_of_the_best_one_is_renewed(url: str, tmp_path: P
     replace_json(path / "state.json", {"step": 2, "best": {"step": 1}})  # and the machine is lost before it is uploaded
     again = Store(url, tmp_path / "a", world)
     assert state(tmp_path / "a", 2)["best"]["step"] == 1
-    again.start(print)
+    again.start(print, keep=2)
     again.finish(None)
     Store(url, tmp_path / "new", world)
     assert state(tmp_path / "new", 2)["best"]["step"] == 1
@@ -154,7 +154,7 @@ def test_what_a_checkpoint_says_of_the_best_one_is_renewed(url: str, tmp_path: P
 def test_a_checkpoint_of_another_attempt_with_the_same_step(url: str, tmp_path: Path, world) -> None:
     write_checkpoint(tmp_path / "a", 1)
     found = Store(url, tmp_path / "a", world)
-    found.start(print)
+    found.start(print, keep=2)
     found.finish(None)
     path = write_checkpoint(tmp_path / "b", 1)
     (path / "__0_0.distcp").write_bytes(b"of another attempt")
@@ -167,7 +167,7 @@ def test_a_checkpoint_of_another_attempt_with_the_same_step(url: str, tmp_path: 
 def test_a_store_names_no_file_outside_of_the_folder(name: str, url: str, tmp_path: Path, world, monkeypatch) -> None:
     write_checkpoint(tmp_path / "a", 1)
     found = Store(url, tmp_path / "a", world)
-    found.start(print)
+    found.start(print, keep=2)
     found.finish(None)
     find, get_file = DirFileSystem.find, DirFileSystem.get_file
 
@@ -207,7 +207,7 @@ def test_a_failure_is_told_once_and_tried_again(url: str, tmp_path: Path, world,
 def test_what_was_not_uploaded_is_uploaded_by_the_next_start(url: str, tmp_path: Path, world) -> None:
     write_checkpoint(tmp_path / "a", 1)
     found = Store(url, tmp_path / "a", world)
-    found.start(print)
+    found.start(print, keep=2)
     found.finish(None)
     assert names(url) == ["step-00000001"]
     (tmp_path / "a" / "checkpoints" / "step-00000001" / "__0_0.distcp").write_bytes(b"cut short")
@@ -289,7 +289,7 @@ def test_nodes_upload_parts_of_the_same_checkpoints(tmp_path: Path, monkeypatch:
 
         def started(node: Node) -> Store:
             found = Store(url, tmp_path / f"{node.rank}", node)
-            found.start(print)
+            found.start(print, keep=1)
             return found
 
         def write(step: int, *ranks: int) -> None:

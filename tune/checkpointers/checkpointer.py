@@ -152,8 +152,8 @@ class Checkpointer:
         small = json.loads((path / "state.json").read_text(encoding="utf-8"))
         if (found := small.keys() - OF_ITSELF) != self.small.keys():
             raise TuneError(
-                f"resume: {path} is of another recipe: it has the state of {', '.join(sorted(found))}, this one of "
-                f"{', '.join(sorted(self.small))}. Continue with that recipe, or give another output_dir"
+                f"resume: {path} is of another training: it has the state of {', '.join(sorted(found))}, this one of "
+                f"{', '.join(sorted(self.small))}. Continue with its recipe and settings, or give another output_dir"
             )
         _, extra = self._states()
         if lazy := [name for name in self.small if small[name] is None and name not in extra]:

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from tune.errors import TuneError
 from tune.loggers.sinks import NonFatal, Sink, WeightsAndBiases
 from tune.run import Run
-from tune.run import run as module
+from tune.run import training_run as module
 
 
 class Kept(Sink):

@@ -55,7 +55,7 @@ T = TypeVar("T")
 DType: TypeAlias = Literal["bf16", "fp32"]
 
 
-class Work(NamedTuple):
+class StepSize(NamedTuple):
     """A step's work: the tokens of a `row` of a micro-batch, of the `longest` document and of a `mean` one; the `rows`
     and about the `tokens` of a step; the rows of a micro-batch."""
 
@@ -225,7 +225,7 @@ class Run:
             self.info(f"{self.path} takes lines again: nothing is missing")
 
     def describe_model(
-        self, model: nn.Module, work: Work, *, dtype: DType, master_dtype: DType, compile: Any = False,
+        self, model: nn.Module, work: StepSize, *, dtype: DType, master_dtype: DType, compile: Any = False,
         activation_checkpointing: str = "none", keep: int | None = None, merged: str | None = None,
     ) -> None:  # fmt: skip
         """Report the processes, the model, its memory, and what processes send each other in a step of this `work`.
@@ -257,7 +257,7 @@ class Run:
                 "a smaller max_seq_len or micro_batch_size"
             )
 
-    def _describe_mesh(self, model: nn.Module, work: Work, dtype: DType, master_dtype: DType) -> None:
+    def _describe_mesh(self, model: nn.Module, work: StepSize, dtype: DType, master_dtype: DType) -> None:
         mesh, experts = self.world.mesh, self.world.experts
         rows, tokens = -(-work.rows // self.world.data_size), work.tokens / self.world.data_size
         axes = [f"{axis} {size}" for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True) if size > 1]
@@ -296,7 +296,7 @@ class Run:
         rows = data.global_batch_size
         tokens = accounting.tokens * rows // accounting.training_rows if accounting.training_rows else longest * rows
         row = accounting.row_capacity or longest
-        self.describe_model(model, Work(row, longest, mean, rows, tokens, data.micro_batch_size), **how)
+        self.describe_model(model, StepSize(row, longest, mean, rows, tokens, data.micro_batch_size), **how)
         self.info(accounting.table())
         if note := beyond_positions(model, accounting.longest):
             self.info(f"warning: {note}")
@@ -330,7 +330,7 @@ class Run:
         Raises TuneError if a process has other prompts."""
         self._require_same_data(data.dataset)
         rows = data.prompts_per_step * samples
-        self.describe_model(model, Work(longest, longest, longest, rows, rows * longest, micro_batch_size), **how)
+        self.describe_model(model, StepSize(longest, longest, longest, rows, rows * longest, micro_batch_size), **how)
         self.info(data.dataset.table())
         if not (sampler.stop_ids or sampler.stop_strings):
             self.info("warning: the tokenizer has no eos_token: nothing ends a completion. Set sampling.stop_strings")
