@@ -100,3 +100,36 @@ def test_each_setting_renamed(recipe: str, here: Path, capsys: pytest.CaptureFix
         assert run("validate", "mine.py", *settings(recipe, [key])) == 0, (key, capsys.readouterr().out)
         for verb in ("preview", "prepare", "plan") if "tokenizer" in top_level(recipe) else ():
             assert run(verb, "mine.py", *settings(recipe, [key])) in (0, 2), (key, verb)
+
+
+DELETED = {  # of a group: its lines in the script, without it
+    "profiler": [('profile(steps, run.path / "profile", world, **cfg.profiler)', "steps"), (", profile\n", "\n")],
+    "evaluate": [(", **cfg.evaluate)", ")")],
+    "memory": [
+        ("compile=cfg.compile, activation_checkpointing=cfg.memory.activation_checkpointing,", "compile=cfg.compile,"),
+        ("        activation_checkpointing=cfg.memory.activation_checkpointing,\n", ""),
+        ("        activation_offload=cfg.memory.activation_offload, cpu_offload=cfg.memory.cpu_offload,\n", ""),
+    ],
+    "logger": [(", **cfg.logger)", ")")],
+    "parameter_groups": [(", **cfg.parameter_groups)", ")")],
+    "quantization": [],
+    "export": [(", dtype=cfg.export.dtype", "")],
+}
+
+
+def test_groups_deleted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All groups that a copy does not read, from both files."""
+    cli.main(["cp", "full_finetune", "mine.py"])
+    script, text = (Path(f"mine.{suffix}").read_text() for suffix in ("py", "yaml"))
+    for group, lines in DELETED.items():
+        for before, after in lines:
+            assert script.count(before) == 1, before
+            script = script.replace(before, after)
+        text = re.sub(rf"^{group}:.*\n(?:[ #].*\n)*?(?=\S|\n|\Z)", "", text, flags=re.MULTILINE)
+    script = re.sub(r"    if cfg\.quantization\.\w+:\n(?:        .*\n)+", "", script)
+    text = re.sub(r"  chunk_tokens: \$\{memory.*\n", "", text)
+    Path("mine.py").write_text(script)
+    Path("mine.yaml").write_text(text)
+    assert not [group for group in DELETED if f"cfg.{group}" in script or re.search(rf"^{group}:", text, re.MULTILINE)]
+    assert run("validate", "mine.py", *settings("full_finetune", [])) == 0, capsys.readouterr().out
+    assert run("run", "mine.py", *settings("full_finetune", [])) == 0, capsys.readouterr().err
