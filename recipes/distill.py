@@ -153,7 +153,7 @@ def main(cfg):
         cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
         data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluator.tasks,
     )  # fmt: skip
-    start = checkpointer.resume(run.resume)
+    start = checkpointer.resume(run.resume)  # cfg.resume, as all ranks see it
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
     with run:  # closes its files and loggers, however the training ends
@@ -172,8 +172,9 @@ def main(cfg):
                 is_last = index == len(batch.micro_batches)
                 peft.set_dropout_keys(model, cfg.seed, step, micro_batch)
                 distributed.set_gradient_sync(model, is_last)
+                # The model calls loss_fn with the weight of its head: a sum over the supervised tokens.
                 loss = model(micro_batch, loss_fn) + balance_loss(model)
-                loss = loss / max(1, batch.num_supervised)
+                loss = loss / max(1, batch.num_supervised)  # of all ranks: gradients are summed, not averaged
                 if in_backward:  # the last moment before weights change
                     checkpointers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
                 loss.backward()
@@ -185,12 +186,13 @@ def main(cfg):
                 grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
             metrics = world.fetch(  # the one wait for the device in a step
                 loss=world.sum(total_loss),
-                grad_norm=grad_norm,
+                grad_norm=grad_norm,  # of all ranks already
                 interrupted=world.any(interrupt.requested),
                 **evaluation.routing(model, world),
             )
             interrupted = metrics.pop("interrupted")
             metrics |= optimizers.learning_rates(optimizer)
+            # If they are not finite: on_nan stops, leaves the step out, or goes back to a checkpoint. Steps go on.
             if checkpointer.accepts(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):
                 optimizer.step()
             schedule.step()
@@ -198,7 +200,7 @@ def main(cfg):
 
             is_end = step == len(data) or interrupted
             if is_end:
-                checkpointer.save(step, wait=True, metrics=metrics)  # what is measured then can fail
+                checkpointer.save(step, wait=True, metrics=metrics)  # before the last evaluation, which can fail
             if not interrupted:
                 metrics |= evaluator(step, is_end)
             run.log(
@@ -211,6 +213,7 @@ def main(cfg):
                 run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
                 sys.exit(130)
 
+        # With keep_best, the model gets the weights of the best checkpoint.
         run.finish(checkpointer, interrupt)
         card = checkpointers.model_card("distill", cfg.model.path, dataset.accounting.source)
         where = peft.export_trained(

@@ -156,7 +156,7 @@ def main(cfg):
         cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
         data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluator.tasks,
     )  # fmt: skip
-    start = checkpointer.resume(run.resume)
+    start = checkpointer.resume(run.resume)  # cfg.resume, as all ranks see it
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
     with run:  # closes its files and loggers, however the training ends
@@ -200,7 +200,7 @@ def main(cfg):
 
             is_end = step == len(data) or interrupted
             if is_end:
-                checkpointer.save(step, wait=True, metrics=metrics)  # what is measured then can fail
+                checkpointer.save(step, wait=True, metrics=metrics)  # before the last evaluation, which can fail
             if not interrupted:
                 metrics |= evaluator(step, is_end)
             run.append("samples.jsonl", [episode.record(step) for group in rollout for episode in group])
@@ -217,6 +217,7 @@ def main(cfg):
                 f"reward: no completion of {len(data)} steps could be learned from: the rewards of a group were equal"
                 f"{left_out}. The model has not changed and is not exported. Use other prompts or a finer reward"
             )
+        # With keep_best, the model gets the weights of the best checkpoint.
         run.finish(checkpointer, interrupt)
         card = checkpointers.model_card("grpo", cfg.model.path, dataset.name)
         where = peft.export_trained(

@@ -149,7 +149,7 @@ def main(cfg):
         cfg.checkpointer, run.path / "checkpoints", world, model=both, optimizer=optimizer, schedule=schedule,
         data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluator.tasks,
     )  # fmt: skip
-    start = checkpointer.resume(run.resume)
+    start = checkpointer.resume(run.resume)  # cfg.resume, as all ranks see it
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
     with run:  # closes its files and loggers, however the training ends
@@ -200,7 +200,7 @@ def main(cfg):
 
             is_end = step == len(data) or interrupted
             if is_end:
-                checkpointer.save(step, wait=True, metrics=metrics)  # what is measured then can fail
+                checkpointer.save(step, wait=True, metrics=metrics)  # before the last evaluation, which can fail
             if not interrupted:
                 metrics |= evaluator(step, is_end)
             run.append("samples.jsonl", [episode.record(step) for group in rollout for episode in group])
@@ -211,6 +211,7 @@ def main(cfg):
                 run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
                 sys.exit(130)
 
+        # With keep_best, the model gets the weights of the best checkpoint.
         run.finish(checkpointer, interrupt)
         card = checkpointers.model_card("ppo_finetune", cfg.model.path, dataset.name)
         where = peft.export_trained(

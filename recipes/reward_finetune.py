@@ -99,7 +99,7 @@ def main(cfg):
         cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
         data=data, tell=run.info, base=weights if lora else None, adapter=lora,
     )  # fmt: skip
-    start = checkpointer.resume(run.resume)
+    start = checkpointer.resume(run.resume)  # cfg.resume, as all ranks see it
     interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
     with run:  # closes its files and loggers, however the training ends
@@ -124,13 +124,14 @@ def main(cfg):
             else:
                 grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
             metrics = world.fetch(  # the one wait for the device in a step
-                grad_norm=grad_norm,
+                grad_norm=grad_norm,  # of all ranks already
                 interrupted=world.any(interrupt.requested),
                 **evaluation.routing(model, world),
                 **evaluation.means(totals, world),
             )
             interrupted = metrics.pop("interrupted")
             metrics |= optimizers.learning_rates(optimizer)
+            # If they are not finite: on_nan stops, leaves the step out, or goes back to a checkpoint. Steps go on.
             if checkpointer.accepts(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):
                 optimizer.step()
             schedule.step()
@@ -138,7 +139,7 @@ def main(cfg):
 
             is_end = step == len(data) or interrupted
             if is_end:
-                checkpointer.save(step, wait=True, metrics=metrics)  # what is measured then can fail
+                checkpointer.save(step, wait=True, metrics=metrics)  # before the last evaluation, which can fail
             if not interrupted:
                 metrics |= evaluator(step, is_end)
             run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **metrics)
@@ -148,6 +149,7 @@ def main(cfg):
                 run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
                 sys.exit(130)
 
+        # With keep_best, the model gets the weights of the best checkpoint.
         run.finish(checkpointer, interrupt)
         card = checkpointers.model_card("reward_finetune", cfg.model.path, dataset.accounting.source)
         where = peft.export_trained(
