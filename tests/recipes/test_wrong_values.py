@@ -45,6 +45,7 @@ KNOWN = [
     ("full_finetune", "tokenizer={_component_: os.getcwd}"),
     ("full_finetune", "seed=99999999999999999999"),
     ("full_finetune", f"seed={'[' * 3000}{']' * 3000}"),
+    ("full_finetune", f"resume={'x' * 300}"),
     ("lora_finetune", "evaluate.tasks=[null]"),
     ("ppo_finetune", "reward=${oc.env:NOT_SET}"),
     ("evaluate", "model.path=0.0"),
@@ -175,6 +176,13 @@ def test_what_an_evaluation_refuses(given, key, here):
 
 def test_random_wrong_values(here):
     assert draw_and_check(seconds=6, most=40) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_text_that_is_no_name_of_a_file(recipe, here):
+    for key in keys(recipe):
+        require_agreement(recipe, f"{key}={'x' * 300}")
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from torch.serialization import _get_layout
 
 from tune.checkpointers.disk import found_damage, shape_differences
 from tune.distributed import uncut
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.files import CHECKPOINT
 
 # Frozen parameters are not saved: they come from the checkpoint that the model was built from.
@@ -49,9 +49,11 @@ def read_trained(model: nn.Module, checkpoint: Path) -> None:
 
 def checkpoint_at(path: Path) -> Path:
     """The checkpoint that `resume` names: itself, or the newest of a run. Raises TuneError if it is not complete."""
-    inside = sorted(path.glob(CHECKPOINT)) or sorted(path.glob(f"checkpoints/{CHECKPOINT}"))
-    found = path if path.name.startswith("step-") else inside[-1] if inside else path
-    if not (found / ".metadata").exists() or not (found / "state.json").exists():
+    with explained(f"resume: {path} cannot be read", OSError):  # a name too long for a file, a folder of others
+        inside = sorted(path.glob(CHECKPOINT)) or sorted(path.glob(f"checkpoints/{CHECKPOINT}"))
+        found = path if path.name.startswith("step-") else inside[-1] if inside else path
+        is_complete = (found / ".metadata").exists() and (found / "state.json").exists()
+    if not is_complete:
         raise TuneError(f"resume: {path} is neither a complete checkpoint (step-*) nor a run folder that has one")
     return found
 

@@ -2,6 +2,7 @@
 its beginning what the list of verbs says."""
 
 import argparse
+import errno
 import importlib
 import io
 import re
@@ -53,6 +54,11 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
     except BrokenPipeError:  # `tune cat NAME | head`
         sys.stderr.close()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"error: {error.filename}: {error.strerror}. Give another name", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -2,8 +2,8 @@
 
 import functools
 import inspect
+import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -83,7 +83,7 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
         yield "teacher.top_k", "answers that the student samples are not there before. Set on_policy.share=0."
     reference = value("reference")
     known = ["adapter_off"] if "kl" in cfg else ["precomputed", "adapter_off"]
-    if reference not in (None, *known, value("model.path")) and not Path(reference).is_dir():
+    if reference not in (None, *known, value("model.path")) and not os.path.isdir(reference):
         hint = did_you_mean(reference, known)
         yield "reference", f"{reference} is neither {' nor '.join(known)} nor the folder of a model.{hint}"
     loss = value("loss._component_")

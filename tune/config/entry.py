@@ -141,6 +141,8 @@ def _explanation(error: Exception, cfg: DictConfig) -> str | None:
         folder = in_shell(cfg.get("output_dir") or "THE_FOLDER_OF_THIS_RUN")
         full = f"the disk is full ({error.strerror})"
         return f"{full}: make room and run the same command with output_dir={folder}, it continues where it can"
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"{error.filename}: {error.strerror}. Give another name"
     if name in ("DistBackendError", "DistNetworkError", "DistStoreError") or "gloo/transport" in text:
         if "trying to connect" in text or "waiting for clients" in text:
             return f"{APART} {text.splitlines()[0]}"

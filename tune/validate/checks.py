@@ -4,8 +4,10 @@ Each check is the function that the recipe calls; one that fails is a finding, a
 made are left out.
 """
 
+import errno
 import inspect
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -107,7 +109,9 @@ class Told:
                 what = "what needs it was not checked: the recipe has no such setting"
                 self.add(what, str(error.full_key), Level.INFO)
         except Exception as error:
-            if not self.settings and not isinstance(error, OmegaConfBaseException):
+            if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+                self.add(f"'{error.filename}' is too long for the name of a file", place)
+            elif not self.settings and not isinstance(error, OmegaConfBaseException):
                 raise
         return None
 
@@ -241,7 +245,7 @@ def _require_folder(cfg: DictConfig, recipe: str | None) -> None:
     if "://" in url:
         with explained(f"output_dir: {url} cannot be used", ValueError, ImportError):
             fsspec.get_filesystem_class(url.partition("://")[0])
-    mark, made = folder / ".validate", [each for each in (folder, *folder.parents) if not each.exists()]
+    mark, made = folder / ".validate", [each for each in (folder, *folder.parents) if not os.path.exists(each)]
     found = run_folder.refusal(folder, cfg.get("resume", "auto"), mark, recipe)
     with suppress(OSError):
         mark.unlink(missing_ok=True)
