@@ -174,6 +174,10 @@ def test_what_an_evaluation_refuses(given, key, here):
     assert not (here / "new").exists()
 
 
+def test_a_group_and_a_key_in_it_that_are_both_wrong(here):
+    require_agreement("ppo_finetune", "parallel=99999999999999999999", "parallel.auto=${.}")
+
+
 def test_random_wrong_values(here):
     assert draw_and_check(seconds=6, most=40) > 0
 

@@ -95,7 +95,8 @@ class Told:
         if any(each.message == text and (is_once or each.place == place) for each in self.findings):
             return
         known = {each.place for each in self.findings if each.level is Level.ERROR}
-        if level is Level.WARN or not any(f"{each}.".startswith(f"{place}.") for each in known if place):
+        follows = any(f"{each}.".startswith(f"{place}.") for each in known if place)
+        if level is Level.WARN or not follows or (is_cause and place not in known):
             self.findings.append(Finding(level, place, text))
 
     def __call__(self, place: str, check: Callable[..., Any], *given: Any, **others: Any) -> Any:
