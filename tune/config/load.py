@@ -123,6 +123,7 @@ def _take(layer: text.Layer, key: str, given: str) -> list[str]:
     except RecursionError:
         return [f"{key}: its value is nested too deep to be read."]
     except OmegaConfBaseException as error:
+        layer.forget(key)
         return [f"{key}: '{given}' has a ${{ that does not name another setting: {str(error).splitlines()[0]}."]
     layer.note(key, given)  # of a list: its text may be a name
     for name in reversed(key.split(".")):
