@@ -116,7 +116,8 @@ def require_agreement(recipe: str, *wrong: str) -> None:
     problems, errors = found_by_both(recipe, *wrong)
     found = {each.partition(":")[0] for each in errors}  # of several about one setting, validate says the first
     assert {each.partition(":")[0] for each in problems} <= found
-    assert not problems or any(key.partition("=")[0] in each for each in problems for key in wrong)
+    names = [each.partition("=")[0].removesuffix("._component_") for each in wrong]
+    assert not problems or any(name in each for each in problems for name in names)
     assert os.path.exists("run") is False
 
 
@@ -192,4 +193,4 @@ def test_a_text_that_is_no_name_of_a_file(recipe, here):
 
 @pytest.mark.slow
 def test_many_random_wrong_values(here):
-    assert draw_and_check(seconds=60, most=2000) > 0
+    assert draw_and_check(seconds=600, most=300) == 300
