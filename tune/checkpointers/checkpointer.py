@@ -168,7 +168,7 @@ class Checkpointer:
         self._restore(path, small, extra)
         if "schedule" not in extra:  # after the rates, which some compute anew and others go on from
             self.small["schedule"].load_state_dict(_from_json(small["schedule"]))
-        self.updates, self.stopped = small["updates"], small["stopped"]
+        self.updates, self.stopped = small["updates"], small.get("stopped", False)
         self.best.load_state_dict(small.get("best", {}))
         self.saved = self.reported = small["step"]
         self.resumed[self.saved] = path
