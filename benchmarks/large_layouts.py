@@ -30,7 +30,7 @@ from tune.collators import Batch
 from tune.distributed import local_shard
 from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy, chunks
-from tune.models import balance_loss, build, moe
+from tune.models import build, moe
 from tune.plan import in_equal_shares
 
 MODELS = {
@@ -93,7 +93,7 @@ def step(folder, processes, rank, axes, tokens):
     batch = Batch.of(numbers, numbers)
     with fake, mock.patch.object(chunks, "local_shard", place), mock.patch.object(moe, "on_processes", in_equal_shares):
         for each in pipeline.turns([batch]):
-            loss = model(each, LinearCrossEntropy()) + balance_loss(model)
+            loss = model(each, LinearCrossEntropy())
             for due, _ in pipeline.due(loss):
                 due.backward()
     world.finish()

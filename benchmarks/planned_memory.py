@@ -30,7 +30,6 @@ from tune.collators import Batch
 from tune.devices import DEVICES
 from tune.distributed import pipeline as pipeline_parallel
 from tune.losses import chunks
-from tune.models import balance_loss
 from tune.plan import GIB
 from tune.plan.planning import Job, _meshes
 from tune.plan.trace import Recorder, _kernels
@@ -108,7 +107,7 @@ def tracked(cfg: Any, processes: int, rows: int, checkpointing: Any, more: dict[
         tracker: Any = FSDPMemTracker(model) if {*more} <= {"tp", "cp"} else Counter(model)
         with tracker:
             for turn in pipeline.turns([batch] * times):
-                loss = model(turn, loss_fn) + balance_loss(model)
+                loss = model(turn, loss_fn)
                 for due, is_last in pipeline.due(loss):
                     distributed.set_gradient_sync(model, is_last)
                     due.backward()

@@ -20,7 +20,6 @@ Every setting is in configs/distill.yaml. Copy this file (`tune cp distill my.py
 """
 
 import gc
-import sys
 
 import torch
 
@@ -38,9 +37,8 @@ from tune import (
 from tune.config import instantiate, instantiate_data
 from tune.errors import explained
 from tune.generation import Sampler, own_answers
-from tune.models import balance_loss
 from tune.plan import layout_of
-from tune.run import Run, profile
+from tune.run import Run
 from tune.tokenizers import Tokenizer
 
 
@@ -154,27 +152,23 @@ def main(cfg):
         data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluator.tasks,
     )  # fmt: skip
     start = checkpointer.resume(run.resume)  # cfg.resume, as all ranks see it
-    interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
     with run:  # closes its files and loggers, however the training ends
-        steps = run.track(data, start, total=len(data), checkpointer=checkpointer, seed=cfg.seed)
+        steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
         if start == 0:
             evaluator(0)
-        for step, batch in profile(steps, run.path / "profile", world, **cfg.profiler):
+        for step, batch in steps:  # until Ctrl-C: then a checkpoint is saved
             if cfg.on_policy.share:
                 batch = own_answers(
                     batch, model, sampler, world, step=step, share=cfg.on_policy.share,
                     vocab_size=tokenizer.vocab_size, pad_to=pad_to,
                 )  # fmt: skip
             total_loss = torch.zeros((), device=world.device)
-            for index, micro_batch in enumerate(batch.micro_batches, 1):
-                micro_batch = micro_batch.to(world.device)
-                is_last = index == len(batch.micro_batches)
-                peft.set_dropout_keys(model, cfg.seed, step, micro_batch)
+            for micro_batch, is_last in batch:
                 distributed.set_gradient_sync(model, is_last)
-                # The model calls loss_fn with the weight of its head: a sum over the supervised tokens.
-                loss = model(micro_batch, loss_fn) + balance_loss(model)
-                loss = loss / max(1, batch.num_supervised)  # of all ranks: gradients are summed, not averaged
+                # The model calls loss_fn with the weight of its head: a sum over this rank's supervised tokens. It is
+                # divided by the number of those of all ranks, as gradients are summed over ranks, not averaged.
+                loss = model(micro_batch, loss_fn) / max(1, batch.num_supervised)
                 if in_backward:  # the last moment before weights change
                     checkpointers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
                 loss.backward()
@@ -187,10 +181,8 @@ def main(cfg):
             metrics = world.fetch(  # the one wait for the device in a step
                 loss=world.sum(total_loss),
                 grad_norm=grad_norm,  # of all ranks already
-                interrupted=world.any(interrupt.requested),
                 **evaluation.routing(model, world),
             )
-            interrupted = metrics.pop("interrupted")
             metrics |= optimizers.learning_rates(optimizer)
             # If they are not finite: on_nan stops, leaves the step out, or goes back to a checkpoint. Steps go on.
             if checkpointer.accepts(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):
@@ -198,23 +190,12 @@ def main(cfg):
             schedule.step()
             optimizer.zero_grad()
 
-            is_end = step == len(data) or interrupted
-            if is_end:
-                checkpointer.save(step, wait=True, metrics=metrics)  # before the last evaluation, which can fail
-            if not interrupted:
-                metrics |= evaluator(step, is_end)
-            run.log(
-                step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised,
-                without_room=batch.num_without_room, **metrics,
-            )  # fmt: skip
-            checkpointer.step(step, now=is_end, **metrics)
-            if interrupted:
-                saved = checkpointer.wait()
-                run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
-                sys.exit(130)
+            metrics |= evaluator(step)
+            run.log(step, batch, metrics | {"without_room": batch.num_without_room})
+            checkpointer.step(step, metrics, now=run.is_end(step))
 
-        # With keep_best, the model gets the weights of the best checkpoint.
-        run.finish(checkpointer, interrupt)
+        # What is measured at the end; then with keep_best, the model gets the weights of the best checkpoint.
+        run.finish(checkpointer, evaluator)
         card = checkpointers.model_card("distill", cfg.model.path, dataset.accounting.source)
         where = peft.export_trained(
             model, lora, run.path, world, base=weights, tokenizer=tokenizer, card=card, merge=cfg.export.merge

@@ -18,7 +18,6 @@ less the mean of its group. With r = p / p_sampled, the loss of a step is
 Every setting is in configs/grpo.yaml. Copy this file (`tune cp grpo my.py`) and change it.
 """
 
-import sys
 from dataclasses import replace
 
 import torch
@@ -38,9 +37,8 @@ from tune import (
 from tune.config import inherited, instantiate, instantiate_weighted
 from tune.errors import TuneError
 from tune.lookup import locate
-from tune.models import balance_loss
 from tune.plan import layout_of
-from tune.run import Run, profile
+from tune.run import Run
 
 
 @config.entrypoint("grpo")
@@ -157,40 +155,35 @@ def main(cfg):
         data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluator.tasks,
     )  # fmt: skip
     start = checkpointer.resume(run.resume)  # cfg.resume, as all ranks see it
-    interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
     with run:  # closes its files and loggers, however the training ends
-        steps = run.track(data, start, total=len(data), checkpointer=checkpointer, seed=cfg.seed)
+        steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
         if start == 0:
             evaluator(0)
-        for step, prompts in profile(steps, run.path / "profile", world, **cfg.profiler):
+        for step, prompts in steps:  # until Ctrl-C: then a checkpoint is saved
             with run.timed("rollout_seconds"):
                 rollout = sample_live(prompts, step)
             samples = [each for group in rollout for each in with_advantages(group)]
-            micro_batches = generation.micro_batches(samples, cfg.micro_batch_size, world, pad_to)
+            batch = generation.global_batch(
+                samples, cfg.micro_batch_size, world, seed=cfg.seed, step=step, pad_to=pad_to,
+                rows=[group[0].prompt.index for group in rollout],
+            )  # fmt: skip
             metrics = world.fetch(
-                interrupted=world.any(interrupt.requested),
-                tokens=world.sum(sum(batch.num_tokens for batch in micro_batches)),
-                supervised_tokens=world.sum(sum(batch.num_supervised for batch in micro_batches)),
                 **{name: world.sum(count) for name, count in generation.counts(rollout, environment).items()},
                 **evaluation.means(generation.statistics(rollout, rewards, environment), world),
             )
-            interrupted = metrics.pop("interrupted")
-            for _ in range(cfg.updates if metrics["supervised_tokens"] else 0):  # nothing to learn from dead groups
+            for _ in range(cfg.updates if batch.num_supervised else 0):  # nothing to learn from dead groups
                 totals: dict[str, torch.Tensor] = {}
-                for index, micro_batch in enumerate(micro_batches, 1):
-                    micro_batch = micro_batch.to(world.device)
-                    peft.set_dropout_keys(model, cfg.seed, step, micro_batch)
-                    distributed.set_gradient_sync(model, index == len(micro_batches))
+                for micro_batch, is_last in batch:
+                    distributed.set_gradient_sync(model, is_last)
                     measured = measure(micro_batch)
-                    loss = (measured["loss"][0] + balance_loss(model)) / metrics["supervised_tokens"]
+                    loss = measured["loss"][0] / batch.num_supervised
                     loss.backward()
                     evaluation.add(totals, measured)
                 grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
                 found = evaluation.routing(model, world) | evaluation.means(totals, world)
                 metrics |= world.fetch(grad_norm=grad_norm, **found)
-                indices = [prompt.index for prompt in prompts]
-                if checkpointer.accepts(step, indices, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):
+                if checkpointer.accepts(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):
                     optimizer.step()
                 optimizer.zero_grad()
                 if checkpointer.refused:
@@ -198,18 +191,10 @@ def main(cfg):
             metrics |= optimizers.learning_rates(optimizer)
             schedule.step()  # after each step, also one of dead groups: the rate ends where it should
 
-            is_end = step == len(data) or interrupted
-            if is_end:
-                checkpointer.save(step, wait=True, metrics=metrics)  # before the last evaluation, which can fail
-            if not interrupted:
-                metrics |= evaluator(step, is_end)
+            metrics |= evaluator(step)
             run.append("samples.jsonl", [episode.record(step) for group in rollout for episode in group])
-            run.log(step, **metrics)  # type: ignore[arg-type]
-            checkpointer.step(step, now=is_end, **metrics)
-            if interrupted:
-                saved = checkpointer.wait()
-                run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
-                sys.exit(130)
+            run.log(step, batch, metrics)
+            checkpointer.step(step, metrics, now=run.is_end(step))
 
         if not checkpointer.updates:
             left_out = " or with mask_truncated all that differ were cut" if cfg.mask_truncated else ""
@@ -217,8 +202,8 @@ def main(cfg):
                 f"reward: no completion of {len(data)} steps could be learned from: the rewards of a group were equal"
                 f"{left_out}. The model has not changed and is not exported. Use other prompts or a finer reward"
             )
-        # With keep_best, the model gets the weights of the best checkpoint.
-        run.finish(checkpointer, interrupt)
+        # What is measured at the end; then with keep_best, the model gets the weights of the best checkpoint.
+        run.finish(checkpointer, evaluator)
         card = checkpointers.model_card("grpo", cfg.model.path, dataset.name)
         where = peft.export_trained(
             model, lora, run.path, world, base=weights, tokenizer=tokenizer, card=card, merge=cfg.export.merge

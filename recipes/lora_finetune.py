@@ -7,15 +7,12 @@
 Every setting is in configs/lora_finetune.yaml. Copy this file (`tune cp lora_finetune my.py`) and change it.
 """
 
-import sys
-
 import torch
 
 from tune import checkpointers, config, datasets, distributed, evaluation, optimizers, peft, quantization
 from tune.config import instantiate, instantiate_data
-from tune.models import balance_loss
 from tune.plan import layout_of
-from tune.run import Run, profile
+from tune.run import Run
 
 
 @config.entrypoint("lora_finetune")
@@ -37,7 +34,7 @@ def main(cfg):
         quantization.round_linears(model, cfg.quantization.qat, types, cfg.dtype)
     distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
     datasets.require_batches(
-        cfg.global_batch_size, cfg.micro_batch_size, world.data_size, world.num_stages,
+        cfg.global_batch_size, cfg.micro_batch_size, world.data_size,
         accumulate=not cfg.optimizer_in_backward,
     )  # fmt: skip
 
@@ -71,7 +68,6 @@ def main(cfg):
         peft.initialize(model, cfg.seed)
     checkpointers.check(model)
 
-    pipeline = distributed.Pipeline(model, world)
     loss_fn = instantiate(cfg.loss)
 
     def validate():
@@ -90,40 +86,33 @@ def main(cfg):
         data=data, tell=run.info, base=weights, adapter=lora, tasks=evaluator.tasks,
     )  # fmt: skip
     start = checkpointer.resume(run.resume)  # cfg.resume, as all ranks see it
-    interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
     with run:  # closes its files and loggers, however the training ends
-        steps = run.track(data, start, total=len(data), checkpointer=checkpointer, seed=cfg.seed)
+        steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
         if start == 0:
             evaluator(0)
-        for step, batch in profile(steps, run.path / "profile", world, **cfg.profiler):
+        for step, batch in steps:  # until Ctrl-C: then a checkpoint is saved
             total_loss = torch.zeros((), device=world.device)
-            for micro_batch in pipeline.turns(batch.micro_batches):
-                micro_batch = micro_batch.to(world.device)
-                peft.set_dropout_keys(model, cfg.seed, step, micro_batch)
-                # The model calls loss_fn with the weight of its head: a sum over the supervised tokens.
-                loss = model(micro_batch, loss_fn) + balance_loss(model)
-                loss = loss / max(1, batch.num_supervised)  # of all ranks: gradients are summed, not averaged
+            for micro_batch, is_last in batch:  # this process's part, on its device
+                distributed.set_gradient_sync(model, is_last)
+                # The model calls loss_fn with the weight of its head: a sum over this rank's supervised tokens. It is
+                # divided by the number of those of all ranks, as gradients are summed over ranks, not averaged.
+                loss = model(micro_batch, loss_fn) / max(1, batch.num_supervised)
                 if in_backward:  # the last moment before weights change
                     checkpointers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
+                loss.backward()
                 total_loss += loss.detach()
-                # The backward of this loss; with stages that take turns, of none, an earlier one, or all that are left.
-                for due, is_last in pipeline.due(loss):
-                    distributed.set_gradient_sync(model, is_last)
-                    due.backward()
 
             if in_backward:
                 grad_norm = in_backward.norm()
             else:
-                grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm, pipeline)
+                grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
             metrics = world.fetch(  # the one wait for the device in a step
                 loss=world.sum(total_loss),
                 grad_norm=grad_norm,  # of all ranks already
-                interrupted=world.any(interrupt.requested),
                 **evaluation.routing(model, world),
                 **evaluation.accuracy(loss_fn, world),
             )
-            interrupted = metrics.pop("interrupted")
             metrics |= optimizers.learning_rates(optimizer)
             # If they are not finite: on_nan stops, leaves the step out, or goes back to a checkpoint. Steps go on.
             if checkpointer.accepts(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):
@@ -131,20 +120,12 @@ def main(cfg):
             schedule.step()
             optimizer.zero_grad()
 
-            is_end = step == len(data) or interrupted
-            if is_end:
-                checkpointer.save(step, wait=True, metrics=metrics)  # before the last evaluation, which can fail
-            if not interrupted:
-                metrics |= evaluator(step, is_end)
-            run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **metrics)
-            checkpointer.step(step, now=is_end, **metrics)
-            if interrupted:
-                saved = checkpointer.wait()
-                run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
-                sys.exit(130)
+            metrics |= evaluator(step)
+            run.log(step, batch, metrics)
+            checkpointer.step(step, metrics, now=run.is_end(step))
 
-        # With keep_best, the model gets the weights of the best checkpoint.
-        run.finish(checkpointer, interrupt)
+        # What is measured at the end; then with keep_best, the model gets the weights of the best checkpoint.
+        run.finish(checkpointer, evaluator)
         card = checkpointers.model_card("lora_finetune", cfg.model.path, dataset.accounting.source)
         peft.export_adapter(
             model, lora, run.path / "adapter", world, base=cfg.model.path, tokenizer=tokenizer, card=card

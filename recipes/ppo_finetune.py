@@ -16,7 +16,6 @@ advantage is A_t = sum over k of lambda^k d_t+k (GAE), and V learns R = A + V. T
 Every setting is in configs/ppo_finetune.yaml. Copy this file (`tune cp ppo_finetune my.py`) and change it.
 """
 
-import sys
 from dataclasses import replace
 
 import torch
@@ -34,9 +33,8 @@ from tune import (
     quantization,
 )
 from tune.config import inherited, instantiate, instantiate_weighted
-from tune.models import balance_loss
 from tune.plan import layout_of
-from tune.run import Run, profile
+from tune.run import Run
 
 
 @config.entrypoint("ppo_finetune")
@@ -150,27 +148,22 @@ def main(cfg):
         data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluator.tasks,
     )  # fmt: skip
     start = checkpointer.resume(run.resume)  # cfg.resume, as all ranks see it
-    interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
     with run:  # closes its files and loggers, however the training ends
-        steps = run.track(data, start, total=len(data), checkpointer=checkpointer, seed=cfg.seed)
+        steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
         if start == 0:
             evaluator(0)
-        for step, prompts in profile(steps, run.path / "profile", world, **cfg.profiler):
+        for step, prompts in steps:  # until Ctrl-C: then a checkpoint is saved
             with run.timed("rollout_seconds"):
                 rollout = sample(prompts, step)
             samples = [episode.sample() for group in rollout for episode in group]
-            micro_batches = generation.micro_batches(samples, cfg.micro_batch_size, world, pad_to)
-            metrics = world.fetch(
-                interrupted=world.any(interrupt.requested),
-                tokens=world.sum(sum(batch.num_tokens for batch in micro_batches)),
-                supervised_tokens=world.sum(sum(batch.num_supervised for batch in micro_batches)),
-                **evaluation.means(generation.statistics(rollout, rewards), world),
-            )
-            interrupted = metrics.pop("interrupted")
-            micro_batches = [batch.to(world.device) for batch in micro_batches]
+            batch = generation.global_batch(
+                samples, cfg.micro_batch_size, world, seed=cfg.seed, step=step, pad_to=pad_to,
+                rows=[group[0].prompt.index for group in rollout],
+            )  # fmt: skip
+            metrics = world.fetch(**evaluation.means(generation.statistics(rollout, rewards), world))
             both.eval()
-            judgements = [judged(batch) for batch in micro_batches]
+            judgements = [judged(micro_batch) for micro_batch, _ in batch]
             both.train()
             advantages = torch.cat([each for _, each in judgements]).cpu().double()  # squares of large ones cancel
             moments = {"mean": losses.sum_and_count(advantages), "square": losses.sum_and_count(advantages.square())}
@@ -178,19 +171,18 @@ def main(cfg):
             deviation = max(1e-12, square - mean**2) ** 0.5
             for _ in range(cfg.updates):
                 totals: dict[str, torch.Tensor] = {}
-                for index, (micro_batch, judgement) in enumerate(zip(micro_batches, judgements, strict=True), 1):
-                    peft.set_dropout_keys(model, cfg.seed, step, micro_batch)
+                for (micro_batch, is_last), judgement in zip(batch, judgements, strict=True):
                     for each in both.values():
-                        distributed.set_gradient_sync(each, index == len(micro_batches))
+                        distributed.set_gradient_sync(each, is_last)
                     measured = measure(micro_batch, judgement, mean, deviation)
-                    loss = (measured["loss"][0] + balance_loss(model)) / metrics["supervised_tokens"]
+                    loss = measured["loss"][0] / batch.num_supervised
                     loss.backward()
                     evaluation.add(totals, measured)
                 grad_norm = distributed.clip_grad_norm_(both.parameters(), cfg.max_grad_norm)
                 found = evaluation.routing(model, world) | evaluation.means(totals, world)
                 metrics |= world.fetch(grad_norm=grad_norm, **found)
                 finite = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
-                if checkpointer.accepts(step, [prompt.index for prompt in prompts], **finite):
+                if checkpointer.accepts(step, batch.rows, **finite):
                     optimizer.step()
                 optimizer.zero_grad()
                 if checkpointer.refused:
@@ -198,21 +190,13 @@ def main(cfg):
             metrics |= optimizers.learning_rates(optimizer)
             schedule.step()
 
-            is_end = step == len(data) or interrupted
-            if is_end:
-                checkpointer.save(step, wait=True, metrics=metrics)  # before the last evaluation, which can fail
-            if not interrupted:
-                metrics |= evaluator(step, is_end)
+            metrics |= evaluator(step)
             run.append("samples.jsonl", [episode.record(step) for group in rollout for episode in group])
-            run.log(step, **metrics)  # type: ignore[arg-type]
-            checkpointer.step(step, now=is_end, **metrics)
-            if interrupted:
-                saved = checkpointer.wait()
-                run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
-                sys.exit(130)
+            run.log(step, batch, metrics)
+            checkpointer.step(step, metrics, now=run.is_end(step))
 
-        # With keep_best, the model gets the weights of the best checkpoint.
-        run.finish(checkpointer, interrupt)
+        # What is measured at the end; then with keep_best, the model gets the weights of the best checkpoint.
+        run.finish(checkpointer, evaluator)
         card = checkpointers.model_card("ppo_finetune", cfg.model.path, dataset.name)
         where = peft.export_trained(
             model, lora, run.path, world, base=weights, tokenizer=tokenizer, card=card, merge=cfg.export.merge

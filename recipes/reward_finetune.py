@@ -18,15 +18,13 @@ where the conversation ends. The loss of a better and a worse answer to one prom
 Every setting is in configs/reward_finetune.yaml. Copy this file (`tune cp reward_finetune my.py`), and change it.
 """
 
-import sys
-
 import torch
 
 from tune import checkpointers, config, datasets, distributed, evaluation, losses, optimizers, peft, quantization
 from tune.config import instantiate, instantiate_data
-from tune.models import balance_loss, prepare_scores
+from tune.models import prepare_scores
 from tune.plan import layout_of
-from tune.run import Run, profile
+from tune.run import Run
 
 
 @config.entrypoint("reward_finetune")
@@ -78,7 +76,6 @@ def main(cfg):
 
     def measure(batch):
         """The loss and the metrics of a micro-batch: sums, and of how many they are."""
-        batch = batch.to(world.device)
         first, others = batch.pairs
         scores = losses.score(model, batch)
         loss = loss_fn(scores[first], scores[others], batch.columns["margin"][first])
@@ -100,20 +97,17 @@ def main(cfg):
         data=data, tell=run.info, base=weights if lora else None, adapter=lora,
     )  # fmt: skip
     start = checkpointer.resume(run.resume)  # cfg.resume, as all ranks see it
-    interrupt = distributed.Interrupt()  # Ctrl-C and SIGTERM: save, then end; a second one: end
 
     with run:  # closes its files and loggers, however the training ends
-        steps = run.track(data, start, total=len(data), checkpointer=checkpointer, seed=cfg.seed)
+        steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
         if start == 0:
             evaluator(0)
-        for step, batch in profile(steps, run.path / "profile", world, **cfg.profiler):
+        for step, batch in steps:  # until Ctrl-C: then a checkpoint is saved
             totals: dict[str, torch.Tensor] = {}
-            for index, micro_batch in enumerate(batch.micro_batches, 1):
-                is_last = index == len(batch.micro_batches)
-                peft.set_dropout_keys(model, cfg.seed, step, micro_batch.to(world.device))
+            for micro_batch, is_last in batch:
                 distributed.set_gradient_sync(model, is_last)
                 measured = measure(micro_batch)
-                loss = measured["loss"][0] / batch.num_pairs + balance_loss(model) / batch.num_supervised
+                loss = measured["loss"][0] / batch.num_pairs
                 if in_backward:  # the last moment before weights change
                     checkpointers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
                 loss.backward()
@@ -125,11 +119,9 @@ def main(cfg):
                 grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
             metrics = world.fetch(  # the one wait for the device in a step
                 grad_norm=grad_norm,  # of all ranks already
-                interrupted=world.any(interrupt.requested),
                 **evaluation.routing(model, world),
                 **evaluation.means(totals, world),
             )
-            interrupted = metrics.pop("interrupted")
             metrics |= optimizers.learning_rates(optimizer)
             # If they are not finite: on_nan stops, leaves the step out, or goes back to a checkpoint. Steps go on.
             if checkpointer.accepts(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):
@@ -137,20 +129,12 @@ def main(cfg):
             schedule.step()
             optimizer.zero_grad()
 
-            is_end = step == len(data) or interrupted
-            if is_end:
-                checkpointer.save(step, wait=True, metrics=metrics)  # before the last evaluation, which can fail
-            if not interrupted:
-                metrics |= evaluator(step, is_end)
-            run.log(step, tokens=batch.num_tokens, supervised_tokens=batch.num_supervised, **metrics)
-            checkpointer.step(step, now=is_end, **metrics)
-            if interrupted:
-                saved = checkpointer.wait()
-                run.info(f"interrupted: step {saved} is saved, {run.again} continues after it")
-                sys.exit(130)
+            metrics |= evaluator(step)
+            run.log(step, batch, metrics)
+            checkpointer.step(step, metrics, now=run.is_end(step))
 
-        # With keep_best, the model gets the weights of the best checkpoint.
-        run.finish(checkpointer, interrupt)
+        # What is measured at the end; then with keep_best, the model gets the weights of the best checkpoint.
+        run.finish(checkpointer, evaluator)
         card = checkpointers.model_card("reward_finetune", cfg.model.path, dataset.accounting.source)
         where = peft.export_trained(
             model, lora, run.path, world, base=weights, tokenizer=tokenizer, card=card, merge=cfg.export.merge

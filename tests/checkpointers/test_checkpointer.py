@@ -84,7 +84,7 @@ def test_ray_is_told_of_checkpoints_that_all_nodes_see(tmp_path, monkeypatch):
         train(found, step)
         if step == 3:  # at the end a step is saved before it is measured
             found.save(step, wait=True)
-        found.step(step, loss=step / 2)
+        found.step(step, {"loss": step / 2})
     found.wait()
     (tmp_path / checkpointer.STORED).touch()  # from here on uploaded from the disk of each node
     train(found, 4)
@@ -324,14 +324,14 @@ assert make().resume("auto") == 4
 
 told = []
 last = make(keep_best="accuracy", tell=told.append)
-last.step(5, accuracy=0.5)
+last.step(5, {"accuracy": 0.5})
 last.wait()
 with torch.no_grad():
     saved = [parameter.to_local().clone() for parameter in last.model.parameters()]
     for parameter in last.model.parameters():
         parameter += 1
 Path.write_text = full
-last.step(6, accuracy=0.9, now=True)  # the best, and its checkpoint fails on rank 0 alone
+last.step(6, {"accuracy": 0.9}, now=True)  # the best, and its checkpoint fails on rank 0 alone
 last.finish()
 assert all(map(torch.equal, saved, (parameter.to_local() for parameter in last.model.parameters())))
 assert last.unwritten == "the checkpoint of step 6" and (last.best.step, last.saved) == (5, 5)
@@ -362,7 +362,7 @@ def with_a_damaged_best(folder, harm):
     for step, value in enumerate(VALUES, 1):
         train(first, step)
         weights[step] = first.model.weight.detach().clone()
-        first.step(step, accuracy=value)
+        first.step(step, {"accuracy": value})
     file = next((folder / "step-00000002").glob("*.distcp"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 64
@@ -424,7 +424,7 @@ def test_the_best_of_another_folder_is_taken_over_or_looked_for_anew(tmp_path, k
     for step, value in enumerate([0.9, 0.1], 1):
         train(first, step)
         weights[step] = first.model.weight.detach().clone()
-        first.step(step, accuracy=value)
+        first.step(step, {"accuracy": value})
     first.wait()
     if kept == "gone":
         shutil.rmtree(tmp_path / "first" / "step-00000001")
@@ -433,7 +433,7 @@ def test_the_best_of_another_folder_is_taken_over_or_looked_for_anew(tmp_path, k
     for step, value in enumerate([0.5, 0.3], 3):
         train(again, step)
         weights[step] = again.model.weight.detach().clone()
-        again.step(step, accuracy=value)
+        again.step(step, {"accuracy": value})
     again.wait()
     best = 1 if kept == "there" else 3
     there = sorted(path.name for path in (tmp_path / "again").iterdir())
@@ -466,7 +466,7 @@ def test_what_was_best_is_noted_in_a_checkpoint_that_stays_intact(tmp_path):
     first = make(tmp_path, every=1, keep_best="validation_loss")
     train(first, 1)
     first.save(1, wait=True)
-    first.step(1, now=True, validation_loss=0.5)
+    first.step(1, {"validation_loss": 0.5}, now=True)
     first.wait()
     again = make(tmp_path, keep_best="validation_loss")
     assert again.resume("auto") == 1 and again.best.step == 1
@@ -578,7 +578,7 @@ def test_a_best_checkpoint_that_fails_leaves_the_one_before_it(tmp_path, monkeyp
         with monkeypatch.context() as patch:
             if step == 2:
                 patch.setattr(dcp, "save", full)
-            checkpointer.step(step, validation_accuracy=value)
+            checkpointer.step(step, {"validation_accuracy": value})
             if checkpointer.pending:
                 checkpointer.pending.exception()
     assert checkpointer.wait() == 4
@@ -589,16 +589,16 @@ def test_a_best_checkpoint_that_fails_leaves_the_one_before_it(tmp_path, monkeyp
     assert torch.equal(again.model.weight, weights[1])
     assert told[-1] == "the weights are those with the best validation_accuracy, 0.5 at step 1"
 
-    checkpointer.step(5, validation_accuracy=0.8)  # below what could not be written, and above what could
+    checkpointer.step(5, {"validation_accuracy": 0.8})  # below what could not be written, and above what could
     checkpointer.wait()
     assert checkpointer.best.kept == (0.8, 5)
 
 
 def test_a_best_of_what_no_validation_measures_is_refused_at_the_first(tmp_path):
     checkpointer = make(tmp_path, keep_best="validation_los")
-    checkpointer.step(1, loss=1.0)
+    checkpointer.step(1, {"loss": 1.0})
     with pytest.raises(TuneError, match="does not measure validation_los, but validation_loss, validation_accuracy"):
-        checkpointer.step(2, loss=1.0, validation_loss=2.0, validation_accuracy=0.5)
+        checkpointer.step(2, {"loss": 1.0, "validation_loss": 2.0, "validation_accuracy": 0.5})
     assert make(tmp_path, keep_best="validation_loss").resume("auto") == 2  # nothing is lost
 
 

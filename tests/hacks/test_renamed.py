@@ -103,7 +103,7 @@ def test_each_setting_renamed(recipe: str, here: Path, capsys: pytest.CaptureFix
 
 
 DELETED = {  # of a group: its lines in the script, without it
-    "profiler": [('profile(steps, run.path / "profile", world, **cfg.profiler)', "steps"), (", profile\n", "\n")],
+    "profiler": [(", profiler=cfg.profiler", "")],
     "evaluate": [(", **cfg.evaluate)", ")")],
     "memory": [
         ("compile=cfg.compile, activation_checkpointing=cfg.memory.activation_checkpointing,", "compile=cfg.compile,"),

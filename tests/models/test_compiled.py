@@ -10,6 +10,7 @@ from tune.collators import Batch
 from tune.distributed.activations import wrap_forward
 from tune.losses import LinearCrossEntropy
 from tune.models.context import Context
+from tune.peft import set_dropout_keys
 
 pytestmark = pytest.mark.slow
 
@@ -49,13 +50,12 @@ def test_one_graph_for_the_masks_of_all_layers(tmp_path):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     torch.nn.init.normal_(model.blocks[0].mlp.down.lora_b)
     tokens = random_tokens(1, 100)
-    batch = Batch.of(tokens, labels=tokens)
+    batch = Batch.of(tokens, labels=tokens).in_step(0, 1, tokens.numel())
 
     def loss_and_gradients():
         loss = model.train()(batch, LinearCrossEntropy())
         return loss, *torch.autograd.grad(loss, trained)
 
-    peft.set_dropout_keys(model, 0, 1, batch)
     expected = loss_and_gradients()
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
@@ -78,8 +78,8 @@ def test_by_the_compiler_that_users_have(tmp_path):
     tokens = random_tokens(2, 128)
     hidden = model.embedding(tokens).detach().requires_grad_()
     (rope,) = model.ropes.values()
-    batch = Batch.of(tokens, tokens)
-    peft.set_dropout_keys(model, 0, 1, batch)
+    batch = Batch.of(tokens, tokens).in_step(0, 1, tokens.numel())
+    set_dropout_keys(model, (batch,))
     context = Context(rope(batch.positions, None, torch.float32), batch.documents, batch.positions, None)
     inputs = [hidden, *(parameter for parameter in block.parameters() if parameter.requires_grad)]
 

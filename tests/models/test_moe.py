@@ -8,7 +8,7 @@ from tune.checkpointers import load_model
 from tune.collators import Batch
 from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy
-from tune.models import balance_loss, build
+from tune.models import build
 from tune.models.moe import Dispatch, combine, dispatch, grouped_product, product_by_group
 from tune.models.routing import Router, RouterConfig
 
@@ -38,8 +38,9 @@ def shifted(tokens):
 
 def loss_and_gradients(model, tokens, labels, documents=None):
     model.zero_grad()
-    loss = model.train()(Batch.of(tokens, labels, documents), LinearCrossEntropy())
-    (loss + balance_loss(model)).backward()
+    batch = Batch.of(tokens, labels, documents).in_step(0, 0, num_supervised=1)  # sums, of both losses
+    loss = model.train()(batch, LinearCrossEntropy())
+    loss.backward()
     return loss, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 

@@ -12,7 +12,6 @@ from tune import peft
 from tune.collators import Sample, collate
 from tune.distributed.activations import wrap_forward
 from tune.losses import LogProbs
-from tune.models import balance_loss
 
 transformers = pytest.importorskip("transformers")
 
@@ -40,9 +39,9 @@ def model_of(name, folder):
 def found(model, batch):
     """Log-probs, gradients, and the sums of routers."""
     model.zero_grad()
-    log_probs = model.train()(batch, LogProbs()).log_probs
+    log_probs = model.train()(batch.in_step(0, 0, num_supervised=1), LogProbs()).log_probs
     weights = torch.linspace(-1, 1, len(log_probs))
-    ((log_probs * weights).sum() + balance_loss(model)).backward()
+    (log_probs * weights).sum().backward()
     gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     return [log_probs.detach(), *gradients.values(), *([model.routing.take()] if model.routing else [])]
 
@@ -102,8 +101,8 @@ def test_who_computes_each_answer_alone(name, tmp_path):
     if name == "dropout":
         peft.add_adapters(model, peft.LoRA(rank=2, dropout=0.1))
     assert batch.shared is not None
-    peft.set_dropout_keys(model.train(), 0, 0, batch)
-    assert computed(model, batch) == batch.tokens.shape[1]
+    batch = batch.in_step(0, 0, batch.num_supervised)
+    assert computed(model.train(), batch) == batch.tokens.shape[1]
     if name == "dropout":  # in training alone
         assert computed(model.eval(), batch) == batch.shared.tokens.shape[1]
 

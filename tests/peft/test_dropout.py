@@ -20,7 +20,8 @@ def mask(probability=0.3, name="layer", seed=0, step=1, sample=0, position=0):
     batch = Batch.of(torch.zeros(SAMPLES, LENGTH), samples=range(sample, sample + SAMPLES))
     layer = nn.Module()
     prepare_dropout(layer, name, probability)
-    set_dropout_keys(layer, seed, step, replace(batch, positions=batch.positions + position))
+    batch = replace(batch, positions=batch.positions + position).in_step(seed, step, num_supervised=1)
+    set_dropout_keys(layer, (batch,))
     return dropout(torch.ones(SAMPLES, LENGTH, WIDTH), probability, layer.dropout_keys, layer.layer_seed)
 
 

@@ -9,9 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
-from tune import config, distributed, evaluation, loggers
+from tune import checkpointers, config, evaluation, loggers
 from tune.checkpointers import checkpointer
 from tune.errors import TuneError
+from tune.losses import LinearCrossEntropy
 from tune.run import Run, training_run
 
 pytestmark = pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
@@ -48,22 +49,21 @@ def checkpoints(folder):
 
 @pytest.mark.parametrize("clip", ["1.0", "null"])
 def test_an_infinite_gradient_of_a_finite_loss_stops_the_run(recipe, clip, train, closed, monkeypatch, tmp_path):
-    recipe, calls = importlib.import_module(recipe), []
+    recipe, calls, models = importlib.import_module(recipe), [], []
+    loss_of, check = LinearCrossEntropy.__call__, checkpointers.check
 
-    def overflowing(model):
-        """Added to the loss of a micro-batch."""
-        calls.append(model)
-        total = sum(parameter.sum() for parameter in model.parameters() if parameter.requires_grad)
-        nothing = total - total.detach()
+    def overflowing(loss_fn, hidden, *others, **softcap):
+        calls.append(hidden)
         if len(calls) == 5:  # the first of step 3
-            nothing.register_hook(lambda gradient: gradient * torch.inf)
-        return nothing
+            hidden.register_hook(lambda gradient: gradient * torch.inf)
+        return loss_of(loss_fn, hidden, *others, **softcap)
 
-    monkeypatch.setattr(recipe, "balance_loss", overflowing)
+    monkeypatch.setattr(LinearCrossEntropy, "__call__", overflowing)
+    monkeypatch.setattr(checkpointers, "check", lambda model: models.append(model) or check(model))
     with pytest.raises(TuneError, match=r"grad_norm is (inf|nan) at step 3"):
         train(recipe, "checkpointer.every=1", "checkpointer.async=false", f"max_grad_norm={clip}")
     assert closed == ["closed"]
-    assert all(parameter.isfinite().all() for parameter in calls[-1].parameters())
+    assert all(parameter.isfinite().all() for parameter in models[-1].parameters())
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert checkpoints(tmp_path) == ["step-00000001", "step-00000002"]
 
@@ -76,15 +76,15 @@ def test_an_interrupted_run_has_saved_when_it_says_so(recipe, train, closed, cha
         time.sleep(0.5)
         return save(*args, **kwargs)
 
-    def interrupting(run, step, **metrics):
-        log(run, step, **metrics)
+    def interrupting(run, step, *measured):
+        log(run, step, *measured)
         asked.requested = step == 1
 
     def told_with_what_is_there(run, message):
         told.append((message, checkpoints(tmp_path)))
         info(run, message)
 
-    monkeypatch.setattr(distributed, "Interrupt", lambda: asked)
+    monkeypatch.setattr(training_run, "Interrupt", lambda: asked)
     monkeypatch.setattr(checkpointer.dcp, "save", slow)
     monkeypatch.setattr(Run, "log", interrupting)
     monkeypatch.setattr(Run, "info", told_with_what_is_there)
@@ -97,17 +97,23 @@ def test_an_interrupted_run_has_saved_when_it_says_so(recipe, train, closed, cha
     assert [(line["step"], "validation_loss" in line) for line in lines] == [(1, True), (2, False)]  # there is no time
 
 
-def test_the_last_step_is_logged_though_the_run_ended_before(recipe, train, monkeypatch, tmp_path, chats):
+def test_what_is_measured_at_the_end_is_measured_by_the_next_start(recipe, train, monkeypatch, tmp_path, chats):
     recipe, validated = importlib.import_module(recipe), [f"validation_dataset.path={chats}", "validate_every=null"]
-    train(recipe, f"output_dir={tmp_path / 'whole'}")
+    train(recipe, f"output_dir={tmp_path / 'whole'}", *validated)
+    evaluate = evaluation.evaluate
     with monkeypatch.context() as failing:
         failing.setattr(evaluation, "evaluate", mock.Mock(side_effect=OSError("a disk of the network")))
         with pytest.raises(OSError, match="network"):
             train(recipe, *validated)
-    for _ in range(2):  # once
+    assert checkpoints(tmp_path) == ["step-00000004"]
+    count = mock.Mock(side_effect=evaluate)
+    monkeypatch.setattr(evaluation, "evaluate", count)
+    for _ in range(2):
         train(recipe, *validated)
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         whole = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
-        names = ("step", "loss", "grad_norm", "lr")
-        assert [[line[name] for name in names] for line in lines] == [[line[name] for name in names] for line in whole]
-    assert (tmp_path / "log.txt").read_text().count("step 4 was saved, and not logged") == 1
+        names = ("step", "loss", "grad_norm", "lr", "validation_loss")
+        assert [[line.get(name) for name in names] for line in lines] == [
+            [line.get(name) for name in names] for line in whole
+        ]
+    assert count.call_count == 1  # the third start has nothing left to do

@@ -14,8 +14,9 @@ import torch
 from helpers import HANGS, run_processes, save_checkpoint, slow_but
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tune import config
+from tune import checkpointers, config
 from tune.errors import TuneError
+from tune.losses import LinearCrossEntropy
 
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 
@@ -172,14 +173,15 @@ def test_in_backward_wants_one_micro_batch(common, tmp_path):
 
 
 def test_in_backward_does_not_update_on_a_loss_that_is_not_finite(common, tmp_path, monkeypatch):
-    recipe, models, weights = importlib.import_module("full_finetune"), [], []
+    models, weights = [], []
+    loss_of, check = LinearCrossEntropy.__call__, checkpointers.check
 
-    def spoilt(model):
-        weights.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
-        models.append(model)
-        return torch.nan if len(weights) == 3 else 0
+    def spoilt(*operands, **softcap):
+        weights.append({name: tensor.clone() for name, tensor in models[-1].state_dict().items()})
+        return loss_of(*operands, **softcap) * (torch.nan if len(weights) == 3 else 1)
 
-    monkeypatch.setattr(recipe, "balance_loss", spoilt)
+    monkeypatch.setattr(LinearCrossEntropy, "__call__", spoilt)
+    monkeypatch.setattr(checkpointers, "check", lambda model: models.append(model) or check(model))
     settings = ["optimizer_in_backward=true", "max_grad_norm=null", "micro_batch_size=8"]
     with pytest.raises(TuneError, match="loss is nan at step 3"):
         train("full_finetune", tmp_path / "run", *common, *settings)

@@ -26,7 +26,7 @@ def test_the_slowest_of_several():
         ([1.0, 2.0, 1.0], {"slowest_rank": 1, "slowest_excess": 1.0}),
         ([0.0, 2.0], {}),
     ):
-        pace.collect(seconds)
+        pace.add(seconds)
         assert pace.slowest() == pytest.approx(found)
     assert not pace.slowest()  # it is said once
 

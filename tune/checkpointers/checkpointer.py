@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -50,7 +51,7 @@ from tune.lookup import in_shell
 from tune.types import PositiveInt
 
 # In state.json, of the checkpointer itself.
-OF_ITSELF = {"step", "groups", "best", "metrics", "optimizer", "updates", "stopped"}
+OF_ITSELF = {"step", "groups", "best", "optimizer", "updates", "stopped"}
 PAIRS = "__pairs__"
 STORED = ".store"  # in a run folder that is uploaded: each node has its own, with what its processes write
 
@@ -300,9 +301,10 @@ class Checkpointer:
         """The newest complete checkpoint in the folder."""
         return self.world.broadcast(max(self.folder.glob(CHECKPOINT), default=None, key=lambda path: path.name))
 
-    def step(self, step: int, now: bool = False, **metrics: float) -> None:
-        """Call it after each optimizer step: it saves when a checkpoint is due, the best one, or `now`. With
-        `on_error="stop"` it raises TuneError if a checkpoint could not be written; earlier ones are intact."""
+    def step(self, step: int, metrics: Mapping[str, Any] = MappingProxyType({}), now: bool = False) -> None:
+        """Call it after each optimizer step, and what was measured then: it saves when a checkpoint is due, the best
+        one, or `now`, for which it waits. With `on_error="stop"` it raises TuneError if a checkpoint could not be
+        written; earlier ones are intact."""
         if self.pending is not None and self.pending.done():
             self._collect()
         try:
@@ -322,8 +324,8 @@ class Checkpointer:
         )
         self.ends = now
         if now or is_best or self.is_over() or is_due:
-            self.metrics[step] = metrics
-            self.save(step)
+            self.metrics[step] = self.metrics.get(step, {}) | dict(metrics)
+            self.save(step, wait=now)
 
     def is_over(self) -> bool:
         """Whether `keep_best` has not become better for as long as `patience` says, or the recipe has called `stop`."""
@@ -334,10 +336,9 @@ class Checkpointer:
         it, so that the same command trains no further."""
         self.stopped = True
 
-    def save(self, step: int, wait: bool = False, metrics: Mapping[str, Any] | None = None) -> None:
+    def save(self, step: int, wait: bool = False) -> None:
         """Save now, and with `wait`, wait until it is written. In the checkpoint of a step that is saved already, only
-        the note of the best one is renewed. All processes must call it. `metrics` are those of a step that is logged
-        later: should the run end before, they are not lost (`Run.track`)."""
+        the note of the best one is renewed. All processes must call it."""
         saved = self._written()
         self._report(saved)
         self.ends = self.ends or wait
@@ -354,7 +355,7 @@ class Checkpointer:
         parts, extra = self._states()
         small = json.dumps(
             {
-                "step": step, "groups": self._changed(), "best": self.best.state_dict(), "metrics": metrics,
+                "step": step, "groups": self._changed(), "best": self.best.state_dict(),
                 "optimizer": _kind(self.optimizer), "updates": self.updates, "stopped": self.stopped, **parts,
             }
         )  # fmt: skip

@@ -1,6 +1,7 @@
 """Rows of samples to a batch of tensors, with everything that can be computed on the host."""
 
 import itertools
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar
@@ -126,6 +127,9 @@ class Batch:
     num_tokens: int  # without padding
     num_supervised: int
     shared: Shared | None = None  # what a causal model needs to compute of it; None: all
+    # Of the optimizer step that it is a part of, see `in_step`.
+    step_seed: int | None = None
+    supervised_in_step: int | None = None
 
     @classmethod
     def of(
@@ -172,6 +176,16 @@ class Batch:
             num_tokens=tokens.size if num_tokens is None else num_tokens,
             num_supervised=int(supervised.sum()),
         )
+
+    def in_step(self, seed: int, step: int, num_supervised: int) -> "Batch":
+        """This batch as a part of optimizer step `step`, which has `num_supervised` supervised tokens over all ranks.
+
+        Dropout of adapters is then a function of (`seed`, step, sample, position), and the load-balancing loss of
+        experts is divided by `num_supervised`. Without it, the generator of torch draws the dropout, and the divisor
+        is the batch's own number of supervised tokens.
+        """
+        step_seed = zlib.crc32(f"{seed} {step}".encode())
+        return replace(self, step_seed=step_seed, supervised_in_step=num_supervised)
 
     def to(self, device: torch.device | str) -> "Batch":
         return _each_tensor(self, lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))

@@ -20,14 +20,22 @@ from tune.errors import TuneError
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """The rows of one optimizer step and this rank's micro-batches of them; the counts are those of all ranks."""
+    """The rows of one optimizer step and this rank's micro-batches of them; the counts are those of all ranks.
+
+    Iterating gives each micro-batch on the `device`, and whether it is the last one.
+    """
 
     rows: list[int]
     micro_batches: list[Batch]
+    device: torch.device
     num_tokens: int
     num_supervised: int
     num_pairs: int  # of answers to compare: the first of a group with each of the others
     num_without_room: int | None = None  # documents that the student could not answer, where it was to
+
+    def __iter__(self) -> Iterator[tuple[Batch, bool]]:
+        for number, micro_batch in enumerate(self.micro_batches, 1):
+            yield micro_batch.to(self.device), number == len(self.micro_batches)
 
 
 class DataLoader:
@@ -85,13 +93,14 @@ class DataLoader:
             if step == first or not position:
                 order = dataset.order(self.seed, epoch)
             rows = order[position * self.global_batch_size : (position + 1) * self.global_batch_size]
-            yield self._batch(dataset, rows, rows.tolist()), self._position
+            yield self._batch(dataset, rows, rows.tolist(), step + 1), self._position
 
     def _of_stream(self, stream: Stream) -> Iterator[tuple[GlobalBatch, Position]]:
         drawn = stream.draw(self.seed, self.global_batch_size, self._position)
         indices = np.arange(self.global_batch_size)
         for step, (rows, position) in enumerate(drawn, self._step):
-            yield self._batch(rows, indices, (step * self.global_batch_size + indices).tolist()), position
+            names = (step * self.global_batch_size + indices).tolist()
+            yield self._batch(rows, indices, names, step + 1), position
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the step that was given last."""
@@ -103,12 +112,15 @@ class DataLoader:
         require_continuable(state, self._identity(), self._steps, "max_seq_len, packed")
         self._step, self._position = state["step"], Position(**state["position"])
 
-    def _batch(self, data: Dataset | Mixture | DrawnRows, rows: np.ndarray, names: list[int]) -> GlobalBatch:
-        micro_batches = list(_micro_batches(data, rows, self.world, self.micro_batch_size, self.pad_to))
+    def _batch(self, data: Dataset | Mixture | DrawnRows, rows: np.ndarray, names: list[int], step: int) -> GlobalBatch:
+        tokens, supervised, pairs = (
+            int(counts[rows].sum()) for counts in (data.row_tokens, data.row_supervised, data.row_pairs)
+        )
+        parts = _micro_batches(data, rows, self.world, self.micro_batch_size, self.pad_to)
+        micro_batches = [part.in_step(self.seed, step, supervised) for part in parts]
         if torch.cuda.is_initialized():  # from pinned memory it is copied while the GPU computes
             micro_batches = [batch.pin_memory() for batch in micro_batches]
-        counts = (int(each[rows].sum()) for each in (data.row_tokens, data.row_supervised, data.row_pairs))
-        return GlobalBatch(names, micro_batches, *counts)
+        return GlobalBatch(names, micro_batches, self.world.device, tokens, supervised, pairs)
 
     def _identity(self) -> dict[str, Any]:
         return {"fingerprint": self.dataset.fingerprint, "seed": self.seed, "global_batch_size": self.global_batch_size}
@@ -139,7 +151,7 @@ def require_continuable(state: Mapping[str, Any], now: Mapping[str, Any], steps:
 def validation_batches(
     dataset: Dataset | Mixture | Stream, world: World, micro_batch_size: int, pad_to: int | None = None
 ) -> Iterator[tuple[tuple[str, ...], Batch]]:
-    """Every row once over all ranks, and the same number of batches on each.
+    """Every row once over all ranks, and the same number of batches on each, on the device.
 
     A batch comes with the metrics that its loss belongs to: `validation_loss`, and that of its source in a mixture.
     """
@@ -147,7 +159,7 @@ def validation_batches(
     for source, part in parts:
         names = ("validation_loss", f"validation_loss/{source}") if source else ("validation_loss",)
         for batch in _micro_batches(part, np.arange(len(part)), world, micro_batch_size, pad_to):
-            yield names, batch
+            yield names, batch.to(world.device)
 
 
 def _micro_batches(

@@ -57,7 +57,6 @@ def add_scores(
         starts = torch.from_numpy(np.cumsum(part.lengths) - part.lengths).to(world.device)
         last, done = time.monotonic(), 0
         for _, batch in validation_batches(part, world, micro_batch_size, pad_to):
-            batch = batch.to(world.device)
             scores, places, count = score(batch).float(), batch.documents.samples, len(starts)
             if scores.ndim > 1:
                 places = (starts[places][batch.documents.ids] + batch.positions).flatten()[batch.supervised]

@@ -3,14 +3,14 @@
 The forwards and backwards of blocks count, and the waits for data. FSDP communicates before and after them,
 outside of the measured time; what processes exchange inside a block is taken out by `waiting`. Stages of a
 pipeline have other numbers of blocks, as one has the head too: their times are scaled to those of the same
-work. On a GPU, time is measured between events on its stream. They are read once a step, when the host waits
-for the GPU anyway; `World.any` of the next step sends the result, which is therefore that of the step before.
+work. On a GPU, time is measured between events on its stream. `World.any` reads those that the GPU has passed, and
+sends the sum.
 """
 
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,16 +21,15 @@ NOTABLE = 0.1  # more time than the other processes', from which on the slowest 
 
 
 class Pace:
-    """`own` are the seconds that this process has computed and not yet sent, `of_ranks` what each process sent last."""
+    """`of_ranks` are the seconds that each process has computed and sent, since `slowest` was asked last."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.own, self.of_ranks = 0.0, list[float]()
+        self.of_ranks: list[float] = []
         self.scale = 1.0  # of the time of this process's blocks: a mean stage's work over the work that it has
         self.since: Any = None
         # Start, end and scale of each; a script of one's own may never collect them.
         self.intervals: deque[tuple[Any, Any, float]] = deque(maxlen=10_000)
-        self.sent: Iterable[Tensor] = ()
 
     def start(self) -> None:
         self.since = self._now()
@@ -56,14 +55,23 @@ class Pace:
         event.record()
         return event
 
-    def collect(self, of_ranks: list[float]) -> None:
-        """Add up the measured intervals, which the device must have finished, and keep what all ranks have sent."""
+    def take(self) -> float:
+        """The seconds of the intervals that the device has finished; they are not measured again."""
+        seconds, unfinished = 0.0, []
         for start, end, scale in self.intervals:
-            seconds = start.elapsed_time(end) / 1e3 if isinstance(start, torch.cuda.Event) else end - start
-            self.own += scale * seconds
-        self.intervals.clear()
-        self.sent = ()
-        self.of_ranks = of_ranks if any(of_ranks) else self.of_ranks
+            if not isinstance(end, torch.cuda.Event):
+                seconds += scale * (end - start)
+            elif end.query():
+                seconds += scale * start.elapsed_time(end) / 1e3
+            else:
+                unfinished.append((start, end, scale))
+        self.intervals = deque(unfinished, maxlen=self.intervals.maxlen)
+        return seconds
+
+    def add(self, seconds: list[float]) -> None:
+        """Add what each rank has sent."""
+        so_far = self.of_ranks or [0.0] * len(seconds)
+        self.of_ranks = [before + more for before, more in zip(so_far, seconds, strict=True)]
 
     def slowest(self) -> dict[str, float]:
         """The metrics `slowest_rank` and `slowest_excess` (its time divided by the mean of the others, minus 1) of what

@@ -99,23 +99,22 @@ class World:
             dist.all_reduce(total, group=self.mesh.get_group("cp"))
         return total
 
-    def any(self, flag: bool) -> torch.Tensor:
-        """1 if `flag` is set on any rank, else 0. Each rank sends with it how long it has computed, see PACE. Does not
-        synchronise with the device."""
-        highest = self._fp64(0.0).repeat(1 + self.size)
-        highest[0].fill_(float(flag))
-        highest[1 + self.rank].fill_(PACE.own)
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank. The hosts exchange it: nothing waits for the device. Each rank sends with
+        it how long it has computed since the last call, see PACE."""
+        highest = torch.zeros(1 + self.size, dtype=torch.float64)
+        highest[0], highest[1 + self.rank] = flag, PACE.take()
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-        PACE.own, PACE.sent = 0.0, highest[1:]
-        return highest[0]
+        is_set, *seconds = highest.tolist()
+        PACE.add(seconds)
+        return bool(is_set)
 
     def fetch(self, **values: torch.Tensor | float) -> dict[str, float]:
         """The `values` as Python numbers: one synchronisation with the device for all of them. Sharded ones (DTensors)
         are gathered, on all ranks."""
-        wanted = [self._fp64(value) for value in values.values()]
-        found = torch.stack([*wanted, *PACE.sent]).tolist()
-        PACE.collect(found[len(wanted) :])
-        return dict(zip(values, found, strict=False))
+        if not values:
+            return {}
+        return dict(zip(values, torch.stack([self._fp64(value) for value in values.values()]).tolist(), strict=True))
 
     def _fp64(self, value: torch.Tensor | float) -> torch.Tensor:
         """A new fp64 tensor: on the GPU with CUDA, else on the host (mps has no fp64)."""

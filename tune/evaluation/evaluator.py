@@ -1,7 +1,8 @@
 """What is measured of a model as its training goes on."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -12,15 +13,12 @@ from tune.generation import Sampler, answer
 from tune.tokenizers import Tokenizer
 
 
-class Measurement(NamedTuple):
+@dataclass
+class Measurement:
     measure: Callable[[], dict[str, float]]
     every: int | None
     first: bool
-
-    def is_due(self, step: int, is_end: float) -> bool:
-        if step == 0:
-            return self.first
-        return bool(is_end) or bool(self.every and step % self.every == 0)
+    measured_at: int = -1
 
 
 class Evaluator:
@@ -72,18 +70,36 @@ class Evaluator:
         step. All processes call it."""
         self.added.append(Measurement(measure, every, first))
 
-    def __call__(self, step: int, is_end: float = False) -> dict[str, float]:
+    def __call__(self, step: int) -> dict[str, float]:
         """The metrics that are due after a step; those of step 0, before the first one, are recorded too. All processes
-        call it."""
-        found: dict[str, float] = {}
+        call it.
+
+        At the end of the training it measures nothing: `tune.run.Run.finish` does, when the last checkpoint is saved.
+        """
+        if step == 0:
+            metrics = self._measure(step, [part for part in self._all() if part.first])
+            if metrics:
+                self.run.record(step, metrics)
+            return metrics
+        if self.run.is_end(step):
+            return {}
+        return self._measure(step, [part for part in self._all() if part.every and step % part.every == 0])
+
+    def at_end(self, step: int) -> dict[str, float]:
+        """All metrics that were not measured after this step already. All processes call it."""
+        return self._measure(step, [part for part in self._all() if part.measured_at != step])
+
+    def _all(self) -> list[Measurement]:
+        return [*self.added, *self.own]
+
+    def _measure(self, step: int, due: list[Measurement]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
         self.step = step
-        for each in [*self.added, *self.own]:
-            if each.is_due(step, is_end):
-                with self.run.pause():
-                    found |= each.measure()
-        if step == 0 and found:
-            self.run.record(0, found)
-        return found
+        for part in due:
+            with self.run.pause():
+                metrics |= part.measure()
+            part.measured_at = step
+        return metrics
 
     def _of_tasks(self) -> dict[str, float]:
         """By `task/metric`."""

@@ -19,7 +19,7 @@ def evaluate(
     """
 
     def measure(batch: Batch) -> dict[str, Tensor]:
-        loss = model(batch.to(world.device), loss_fn)
+        loss = model(batch, loss_fn)
         return {"loss": torch.stack([loss, torch.full_like(loss, batch.num_supervised * world.is_last_stage)])}
 
     return world.fetch(**means(validate(model, batches, measure), world), **accuracy(loss_fn, world, "validation_"))

@@ -51,6 +51,11 @@ def own_answers(
         num_without_room=world.sum(len(wanted) - len(chosen)),
     )
     whole: dict[str, Any] = {name: int(count) for name, count in counts.items()}
+    of_step = {"supervised_in_step": whole["num_supervised"]}
+    micro_batches = [
+        replace(answers, step_seed=before.step_seed, **of_step)
+        for before, answers in zip(batch.micro_batches, micro_batches, strict=True)
+    ]
     return replace(batch, micro_batches=micro_batches, **whole)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from tune.collators import IGNORE, Batch, Sample, collate
-from tune.datasets import Prompt, called, checked_messages
+from tune.collators import IGNORE, Sample, collate
+from tune.datasets import GlobalBatch, Prompt, called, checked_messages
 from tune.distributed import World
 from tune.errors import TuneError
 from tune.generation.sampler import Completion, Sampler
@@ -251,7 +251,7 @@ def _converse(
     conversations = {id(episode): list(episode.prompt.messages or []) for episode in running}
     running = [episode for episode in running if episode.finish != "room"]
     for turn in range(max_turns):
-        if not world.fetch(any=world.any(bool(running)))["any"]:
+        if not world.any(bool(running)):
             return
         found = sample(
             [[*episode.prompt.tokens, *episode.tokens] for episode in running],
@@ -273,15 +273,31 @@ def _converse(
                 running.append(episode)
 
 
-def micro_batches(
-    samples: Sequence[Sample], micro_batch_size: int, world: World, pad_to: int | None = None
-) -> list[Batch]:
-    """This process's `samples` in batches of `micro_batch_size`, those of a prompt one after the other, the longest
-    first; as many on every process, some of them empty. All processes call it."""
+def global_batch(
+    samples: Sequence[Sample], micro_batch_size: int, world: World, *,
+    seed: int, step: int, rows: Sequence[int] = (), pad_to: int | None = None,
+) -> GlobalBatch:  # fmt: skip
+    """The batch of an optimizer step from this process's `samples`, in micro-batches of `micro_batch_size`, those of a
+    prompt one after the other, the longest first; as many on every process, some of them empty. `rows` are this
+    process's rows of the dataset that they come from, to be named in errors. All processes call it."""
     prompts: dict[bytes, list[Sample]] = {}
     for sample in sorted(samples, key=lambda sample: -len(sample.tokens)):
         prompts.setdefault(sample.tokens[: (sample.labels != IGNORE).argmax() + 1].tobytes(), []).append(sample)
-    rows = [[sample] for sample in chain(*prompts.values())]
-    most = max(world.all_gather(-(-len(rows) // micro_batch_size)))
-    rows += [[]] * (most * micro_batch_size - len(rows))
-    return [collate(rows[at : at + micro_batch_size], pad_to, EXAMPLES) for at in range(0, len(rows), micro_batch_size)]
+    ordered = [[sample] for sample in chain(*prompts.values())]
+    tokens = sum(len(sample.tokens) for sample in samples)
+    supervised = sum(int((sample.labels != IGNORE).sum()) for sample in samples)
+    shares = world.all_gather((len(ordered), tokens, supervised, list(rows)))[
+        :: world.peers.size()
+    ]  # others have the same
+    counts, all_tokens, all_supervised, all_rows = zip(*shares, strict=True)
+    tokens, supervised = sum(all_tokens), sum(all_supervised)
+    micro_batches = -(-max(counts) // micro_batch_size)
+    ordered += [[]] * (micro_batches * micro_batch_size - len(ordered))
+    return GlobalBatch(
+        rows=sorted({*chain(*all_rows)}),
+        micro_batches=[
+            collate(ordered[at : at + micro_batch_size], pad_to, EXAMPLES).in_step(seed, step, supervised)
+            for at in range(0, len(ordered), micro_batch_size)
+        ],
+        device=world.device, num_tokens=tokens, num_supervised=supervised, num_pairs=0,
+    )  # fmt: skip

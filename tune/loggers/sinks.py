@@ -57,8 +57,9 @@ def require_installed(tensorboard: bool, wandb: WandbOptions) -> None:
 
 
 class Files(Sink):
-    """log.txt: every message. metrics.jsonl: one object an optimizer step. A resumed run continues metrics.jsonl and
-    samples.jsonl after the step it resumes from."""
+    """log.txt: every message. metrics.jsonl: one object an optimizer step; what is measured of a step that is logged
+    already is added to its object. A resumed run continues metrics.jsonl and samples.jsonl after the step it resumes
+    from."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -66,6 +67,7 @@ class Files(Sink):
         for file in self.files.values():
             file.open()
         self.one = threading.Lock()  # threads send messages too
+        self.step: int | None = None  # that is logged last
 
     def start(self, step: int, total: int) -> None:
         for file in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
@@ -76,7 +78,30 @@ class Files(Sink):
         self.append("log.txt", text)
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        self.append("metrics.jsonl", json.dumps({"step": step, "time": round(time.time(), 3), **values}))
+        values = {"step": step, "time": round(time.time(), 3), **values}
+        if self.step not in (None, step) or not self._add_to_last(step, values):
+            self.append("metrics.jsonl", json.dumps(values))
+        self.step = step
+
+    def _add_to_last(self, step: int, values: dict[str, float]) -> bool:
+        """Add the values to the last line, if it is of this step. The longer line is written over it at once."""
+        path = self.folder / "metrics.jsonl"
+        begin, logged = lines_after(path, step - 1)
+        if logged != [step] or self.files["metrics.jsonl"].waiting:
+            return False
+        with path.open("r+b", buffering=0) as file:
+            file.seek(begin)
+            before = file.read()
+            logged_values = records.json_object(before)
+            line = json.dumps(logged_values | values | {"time": logged_values["time"]}).encode() + b"\n"
+            for content in (line, before):  # a full disk may take a part of the line: then the one before is restored
+                file.seek(begin)
+                with contextlib.suppress(OSError):
+                    if file.write(content) == len(line):
+                        file.truncate(begin + len(line))
+                        return True
+            file.truncate(begin + len(before))
+        return False
 
     def append(self, name: str, *lines: str) -> None:
         """Add lines to a file in the folder. On a full disk they wait, those of all files."""

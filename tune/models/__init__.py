@@ -9,7 +9,6 @@ from tune.models.hf import HuggingFaceModel, hf, without_bars
 from tune.models.moe import Dispatch, ExpertLinear, ExpertsConfig, grouped_product
 from tune.models.names import Names, OnDisk, disk_names, disk_parts, own_name, peft_name, stored_tensors
 from tune.models.rope import SCALINGS, RopeConfig
-from tune.models.routing import balance_loss
 
 # Other names are for the packages of `tune` alone.
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "KeyValueCache",
     "Names",
     "TrainableModel",
-    "balance_loss",
     "build",
     "hf",
     "prepare_scores",

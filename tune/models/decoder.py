@@ -200,6 +200,10 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         hidden = self.run_blocks(self.embed(tokens), positions, documents, cache)
+        if self.routing is not None and isinstance(batch, Batch):
+            in_step = batch.supervised_in_step
+            supervised = batch.documents.whole.num_supervised.sum() if in_step is None else in_step
+            hidden = self.routing.charge(hidden, self.config.router_loss, supervised)
         if cache is not None and documents is not None:
             hidden = hidden[0][documents.boundaries[1:] - 1, None]
         elif cache is not None:

@@ -135,6 +135,16 @@ class RoutingSums:
         self.rows = torch.stack(rows) if self.rows is None else self.rows + torch.stack(rows)
         self.balance = torch.stack([stats.balance for stats in layers]).mean()
 
+    def charge(self, hidden: Tensor, weight: float, supervised: Tensor | int) -> Tensor:
+        """`hidden` as it is; its backward adds the gradient of the last forward's load-balancing loss, times `weight`
+        and divided by the number of `supervised` tokens: the loss that a recipe reports stays the cross-entropy."""
+        balance, self.balance = self.balance, None
+        if not weight or balance is None or not torch.is_grad_enabled():
+            return hidden
+        divisor = supervised.clamp(min=1) if isinstance(supervised, Tensor) else max(1, supervised)
+        charged: Tensor = _Charged.apply(hidden, balance * weight / divisor)
+        return charged
+
     def take(self) -> Tensor:
         """One row per layer: tokens of each expert, entropy, load-balancing loss, tokens, supervised tokens."""
         assert self.rows is not None, "no forward in training since the last call"
@@ -142,13 +152,14 @@ class RoutingSums:
         return rows
 
 
-def balance_loss(model: nn.Module) -> Tensor | float:
-    """The load-balancing loss of `model`'s last forward in training, to add to the summed loss; 0 without experts.
+class _Charged(torch.autograd.Function):
+    """The first operand; in backward the second, a scalar loss, gets the gradient 1."""
 
-    Its value is 0, so that the reported loss stays the cross-entropy; only its gradient counts.
-    """
-    sums = getattr(model, "routing", None)
-    if sums is None or sums.balance is None:
-        return 0.0
-    balance, sums.balance = sums.balance * model.config.router_loss, None  # type: ignore[union-attr]
-    return balance - balance.detach()
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss = {"dtype": loss.dtype, "device": loss.device}
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones((), **ctx.loss)

@@ -12,6 +12,7 @@ from tune.errors import TuneError
 from tune.lookup import did_you_mean
 from tune.models import ExpertLinear, Names
 from tune.peft.adapters import Adapter, adapted_modules, initialize, is_tied
+from tune.peft.dropout import set_dropout_keys
 from tune.peft.files import load_adapter
 from tune.peft.lora import KINDS, LoRA, LoRAExperts, LowRank, matches
 from tune.peft.tokens import TokenEmbedding, TokenHead, TokenRows
@@ -84,6 +85,7 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
         rows[weight] = kind_of_rows.adapt(module, tokens, rows.get(weight))
     if lora.dropout:
         model.has_dropout = True  # type: ignore[assignment]
+        model.register_forward_pre_hook(set_dropout_keys)
     for module in whole.values():
         module.requires_grad_(True)
     if not next(model.parameters()).is_meta:

@@ -1,6 +1,7 @@
 """Dropout whose mask is a function of (seed, step, sample, position), so that no layout of the training changes it."""
 
 import zlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,17 +33,19 @@ def prepare_dropout(layer: nn.Module, name: str, probability: float) -> None:
     layer.register_buffer("layer_seed", seed, persistent=False)
 
 
-def set_dropout_keys(model: nn.Module, seed: int, step: int, batch: Batch) -> None:
-    """Give the adapters of `model` random bits for the forward of `batch`, which must be on its device. The bits of a
-    token depend on its sample and its position there."""
-    layers = [module for module in model.modules() if getattr(module, "dropout", 0) and hasattr(module, "dropout_keys")]
-    if layers:
+def set_dropout_keys(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Before a forward of `model`: give its adapters random bits for each token of the batch, which depend on the
+    step's seed, the token's sample and its position there. Without a batch in a step (`Batch.in_step`) they have
+    none, and torch's generator draws the dropout."""
+    batch = inputs[0] if inputs else None
+    keys = None
+    if isinstance(batch, Batch) and batch.step_seed is not None:
         batch = getattr(model, "part", lambda batch: batch)(batch)  # that this process computes
-        start = _signed(zlib.crc32(f"{seed} {step}".encode()))
         samples = batch.documents.samples[batch.documents.ids]
-        keys = mix(mix(samples.int() + start) ^ (batch.positions.int() * THIRD))
-        for layer in layers:
-            layer.dropout_keys = keys
+        keys = mix(mix(samples.int() + _signed(batch.step_seed)) ^ (batch.positions.int() * THIRD))
+    for module in model.modules():
+        if hasattr(module, "dropout_keys"):
+            module.dropout_keys = keys  # type: ignore[assignment]
 
 
 def mix(bits: Tensor) -> Tensor:

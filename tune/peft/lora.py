@@ -123,7 +123,8 @@ class LowRank(nn.Module):
         """`input` with dropout; `keys_of` gives the random bits of its rows, of those of the batch's tokens."""
         if not (self.dropout and self.training):
             return input
-        assert self.dropout_keys is not None, "set_dropout_keys must come before a forward in training"
+        if self.dropout_keys is None:
+            return F.dropout(input, self.dropout)
         return dropout(input, self.dropout, keys_of(self.dropout_keys), self.layer_seed, self.first_input)
 
     def full_factors(self, device: torch.device) -> list[Tensor]:

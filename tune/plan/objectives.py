@@ -18,7 +18,7 @@ from tune.distributed import DTYPES
 from tune.errors import TuneError
 from tune.generation import EXAMPLES, PREFILL_TOKENS, Sampler, choose
 from tune.lookup import locate
-from tune.models import ConfigFile, balance_loss, build, hf
+from tune.models import ConfigFile, build, hf
 from tune.models.families import supported
 from tune.plan.trace import Subject, shorten
 
@@ -67,7 +67,7 @@ def subjects(cfg: DictConfig, model: Any) -> list[Subject]:
         return loss_fn(answers.at(first), answers.at(others)).sum()
 
     trained = Subject(
-        *shorten(model), lambda model, batch: loss(model, batch) + balance_loss(model),
+        *shorten(model), lambda model, batch: loss(model, batch),
         cfg.dtype, cfg.master_dtype, cfg.compile, cfg.parallel.get("plan"), cfg.parallel.get("loss_parallel", True),
     )  # fmt: skip
     if samples:

@@ -50,6 +50,11 @@ def end(folder: Path, error: BaseException | None) -> None:
         _note(folder, state="failed", error=without_secrets(f"{kind}{error}"))
 
 
+def is_done(folder: Path) -> bool:
+    """Whether the run in a folder has ended by itself, with all that it was to write."""
+    return _json(folder / "run.json").get("state") == "done"
+
+
 def recipe_of(folder: Path) -> str | None:
     """The recipe of the run in a folder; None if that is not known."""
     return _json(folder / "run.json").get("recipe")

@@ -11,8 +11,8 @@ import random
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from tune.datasets import (
 )
 from tune.distributed import PACE, Interrupt, World, bytes_sent, repeated_blocks, undivided
 from tune.errors import TuneError
+from tune.evaluation import Evaluator
 from tune.files import CHECKPOINT, lock
 from tune.generation import Sampler
 from tune.loggers import WANDB_OFF, Console, Files, Sink, WandbOptions, lines_after, open_sinks, require_installed
@@ -46,6 +47,7 @@ from tune.rules import Facts, Level, judge
 from tune.run import run_folder
 from tune.run.flops import flops_per_token, peak_flops
 from tune.run.hardware import disk_note, peak_memory_gib, planned_memory, score_bytes
+from tune.run.profiler import profile
 from tune.run.store import Store
 from tune.run.watchdog import Watchdog
 from tune.secrets import without_secrets
@@ -53,6 +55,16 @@ from tune.tokenizers import Tokenizer
 
 T = TypeVar("T")
 DType: TypeAlias = Literal["bf16", "fp32"]
+
+
+class Counted(Protocol):
+    """What a step is logged with: how many tokens it has over all ranks, and how many of them are supervised."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_supervised(self) -> int: ...
 
 
 class StepSize(NamedTuple):
@@ -127,6 +139,10 @@ class Run:
         self.data_seconds, self.save_seconds, self.flops_per_token = 0.0, 0.0, 0.0
         self.timings: dict[str, float] = {}
         self.has_begun = False  # on the first process
+        self.step, self.total = 0, 0  # the last step that began, and that of the end
+        self.was_done = False  # whether it starts where an earlier start has ended, with all its results
+        self.interrupt: Interrupt | None = None  # from the first step on
+        self.asked, self.interrupted = 0, False  # the step in which `is_interrupted` was asked last, and its answer
 
     def _apply_rules(self) -> None:
         device = self.world.device
@@ -191,16 +207,33 @@ class Run:
         where = f"continues after step {int(saved.name.removeprefix('step-'))}" if saved else "begins anew"
         return f"Make room: {self.again} {where}"
 
-    def finish(self, checkpointer: Checkpointer, interrupt: Interrupt) -> None:
-        """The training is over: the model gets the weights to export. If a signal has come since the last step, the run
-        ends here. From here on a signal ends it at once, as everything is saved."""
-        checkpointer.finish()
-        if checkpointer.unwritten and self.world.is_main:
-            self.unwritten.append(checkpointer.unwritten)
-        if self.world.any(interrupt.end()):
-            saved = checkpointer.wait()
-            self.info(f"interrupted: step {saved} is saved, {self.again} continues after it")
-            sys.exit(130)
+    def finish(self, checkpointer: Checkpointer | None = None, evaluator: Evaluator | None = None) -> None:
+        """End the training: its last state is saved, what is due at the end is measured, and with `keep_best` the model
+        gets the weights of the best checkpoint.
+
+        If a signal has come, the run ends here, to be continued by the same command. After this call a signal ends it
+        at once, as everything is saved.
+        """
+        self._end_if_interrupted(checkpointer)
+        # What a run that is done measured, it need not measure again when it is started once more.
+        if evaluator and not self.was_done and (metrics := evaluator.at_end(self.step)):
+            self.record(self.step, metrics)
+            if checkpointer:
+                checkpointer.step(self.step, metrics, now=True)
+        if checkpointer:
+            checkpointer.finish()
+            if checkpointer.unwritten and self.world.is_main:
+                self.unwritten.append(checkpointer.unwritten)
+        if self.interrupt:
+            self.interrupt.end()
+        self._end_if_interrupted(checkpointer)
+
+    def _end_if_interrupted(self, checkpointer: Checkpointer | None) -> None:
+        if not self.world.any(self.interrupt is not None and self.interrupt.requested):
+            return
+        saved = checkpointer.wait() if checkpointer else 0
+        self.info(f"interrupted: step {saved} is saved, {self.again} continues after it")
+        sys.exit(130)
 
     def info(self, message: str) -> None:
         """Send a message to the console and log.txt."""
@@ -349,18 +382,48 @@ class Run:
             reached = f"max_steps={data.max_steps:,} is not reached: epochs={data.epochs} ends before"
             self.info(f"warning: {reached}. Raise epochs")
 
-    def track(
-        self, data: Iterable[T], start: int, total: int, checkpointer: Checkpointer | None = None, seed: int = 0
-    ) -> Iterator[T]:
-        """Begin to write into the folder, and iterate over optimizer steps: from the one after `start`, and not beyond
-        where the `checkpointer` says that the training is over. Each is timed, and how long it waits for data.
+    def steps(
+        self, data: Iterable[tuple[int, T]], start: int = 0, checkpointer: Checkpointer | None = None, *,
+        total: int | None = None, seed: int = 0, profiler: Mapping[str, Any] | None = None,
+    ) -> Iterator[tuple[int, T]]:  # fmt: skip
+        """Begin to write into the folder, and iterate over the optimizer steps of `data`, pairs of a step and what it
+        trains on: from the step after `start` to `total` (by default the length of `data`).
+
+        The iteration ends after a step in which the `checkpointer` says that the training is over. After a first Ctrl-C
+        or SIGTERM on any rank `is_end` is true for the running step, in which the recipe saves a checkpoint; then the
+        process exits with code 130. Each step is timed, and how long it waits for data; `profiler` are arguments of
+        `profile`.
 
         In each step the generators of torch, NumPy and `random` are a function of the `seed`, the step and the data
         rank: what a recipe draws is the same when it is run again, also from a checkpoint.
         """
+        if total is None:
+            if not isinstance(data, Sized):
+                raise TuneError(f"total: a {type(data).__name__} has no length. Give the number of optimizer steps")
+            total = len(data)
+        self.step, self.total = start, total
+        self._begin(start)
+        self.interrupt = Interrupt()
+        return profile(self._steps(data, checkpointer, seed), self.path / "profile", self.world, **(profiler or {}))
+
+    def is_interrupted(self, step: int) -> bool:
+        """Whether Ctrl-C or SIGTERM has come on any rank, as it was when this was first asked in this step. All
+        processes call it."""
+        if self.asked != step:
+            self.asked = step
+            self.interrupted = self.world.any(self.interrupt is not None and self.interrupt.requested)
+        return self.interrupted
+
+    def is_end(self, step: int) -> bool:
+        """Whether training ends with this step: it is the last one, or `is_interrupted`. All processes call it."""
+        return self.is_interrupted(step) or step == self.total
+
+    def _begin(self, start: int) -> None:
+        """Begin to write into the folder."""
         if self.world.is_main:
             self.path.mkdir(parents=True, exist_ok=True)
         self.world.of_main(lambda: lock.hold(self.path, make=True))
+        self.was_done = start == self.total and self.world.of_main(lambda: records.is_done(self.path))
         if self.world.is_main:
             sinks = open_sinks(self.path, self.tensorboard, self.wandb, self.settings)
             for sink, message in itertools.product(sinks, self.messages):
@@ -370,7 +433,7 @@ class Run:
             self._report_earlier_starts(start)
             device = self.world.device
             records.start(
-                self.path, start, steps=total, recipe=self.recipe, command=without_secrets(sys.argv),
+                self.path, start, steps=self.total, recipe=self.recipe, command=without_secrets(sys.argv),
                 processes=self.world.size, torch=torch.__version__,
                 device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             )  # fmt: skip
@@ -378,12 +441,11 @@ class Run:
             (self.path / "data.json").write_text(json.dumps(self.data, indent=2) + "\n", encoding="utf-8")
             (self.path / "first_row.txt").write_text(self.first_row, encoding="utf-8")
         for sink in self.sinks:
-            sink.start(start, total)
-        if self.has_begun and start:
-            self._log_missing(start)
-        return self._steps(data, start, checkpointer, seed)
+            sink.start(start, self.total)
 
-    def _steps(self, data: Iterable[T], start: int, checkpointer: Checkpointer | None, seed: int) -> Iterator[T]:
+    def _steps(
+        self, data: Iterable[tuple[int, T]], checkpointer: Checkpointer | None, seed: int
+    ) -> Iterator[tuple[int, T]]:
         items, begin = iter(data), time.perf_counter()
         self.step_began = begin
         tell = self.info if self.world.is_main else functools.partial(print, file=sys.stderr, flush=True)
@@ -391,16 +453,19 @@ class Run:
             self.store.start(tell, checkpointer.keep if checkpointer else None)
         watchdog = Watchdog(self.path / "stacks", self.world, tell, apart=self.store is not None)
         try:
-            for step in itertools.count(start + 1):
-                watchdog.beat(step)
+            while True:
+                watchdog.beat(self.step + 1)
                 if (checkpointer and checkpointer.is_over()) or (item := next(items, None)) is None:
                     return
+                self.step = item[0]
                 PACE.intervals.append((begin, time.perf_counter(), 1.0))
                 self.data_seconds = time.perf_counter() - begin
-                seed_generators(seed, step, self.world.data_rank)
+                seed_generators(seed, self.step, self.world.data_rank)
                 yield item
                 begin = time.perf_counter()
                 self.save_seconds = begin - self.step_began  # what comes behind a step's log is its checkpoint
+                if self.is_interrupted(self.step):
+                    self._end_if_interrupted(checkpointer)
         finally:
             watchdog.end()
 
@@ -413,14 +478,6 @@ class Run:
                 which = f"step {lost[0]} was" if len(lost) == 1 else f"steps {lost[0]} to {lost[-1]} were"
                 said.append(f"{which} trained but not saved, and will be trained again")
             self.info("; ".join([*said, f"changed: {', '.join(changed)}"] if changed else said))
-
-    def _log_missing(self, step: int) -> None:
-        """A run that ends saves, measures, then logs: if it ended in between, the checkpoint knows the last step."""
-        state = self.path / "checkpoints" / f"step-{step:08d}" / "state.json"
-        metrics = json.loads(state.read_text(encoding="utf-8")).get("metrics") if state.exists() else None
-        if metrics and step not in lines_after(self.path / "metrics.jsonl", step - 1)[1]:
-            self.record(step, {name: value for name, value in metrics.items() if value is not None})
-            self.info(f"step {step} was saved, and not logged: it is now, without what was to be measured at its end")
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -436,8 +493,10 @@ class Run:
         yield
         self.timings[name] = time.perf_counter() - begin
 
-    def log(self, step: int, *, tokens: int, supervised_tokens: int, **metrics: float | None) -> None:
-        """Record the metrics of an optimizer step (docs/runs.md says what each counts); None or NaN leaves one out."""
+    def log(self, step: int, batch: Counted, metrics: Mapping[str, float | None]) -> None:
+        """Record the metrics of an optimizer step (docs/runs.md says what each counts), with the tokens of all ranks in
+        its `batch`, and speeds; None or NaN leaves a metric out."""
+        tokens, supervised_tokens = batch.num_tokens, batch.num_supervised
         now = time.perf_counter()
         seconds, self.step_began = now - self.step_began, now
         values = {name: value for name, value in metrics.items() if value is not None}

@@ -1,0 +1,129 @@
+"""Supervised fine-tuning by pipeline parallelism, of all parameters or of LoRA adapters.
+
+    torchrun --nproc-per-node 8 recipes/pipeline_finetune.py model.path=./Llama dataset.path=./chats.jsonl parallel.pp=2
+    torchrun --nproc-per-node 8 recipes/pipeline_finetune.py --config my.yaml adapter.rank=32
+    tune run --nproc-per-node 8 pipeline_finetune --config my.yaml parallel.pp_schedule=interleaved
+
+The processes of the mesh's axis `pp` have stages, each of which has some of the model's blocks. A stage computes the
+forwards of several micro-batches before it gets the gradients of the first one: so backwards come in another order than
+forwards, which is all that this loop has in addition to that of full_finetune. The losses are the same.
+
+Every setting is in configs/pipeline_finetune.yaml. Copy this file (`tune cp pipeline_finetune my.py`) and change it.
+"""
+
+import torch
+
+from tune import checkpointers, config, datasets, distributed, evaluation, optimizers, peft, quantization
+from tune.config import instantiate, instantiate_data
+from tune.plan import layout_of
+from tune.run import Run
+
+
+@config.entrypoint("pipeline_finetune")
+def main(cfg):
+    world = distributed.init(cfg.device, max_seq_len=cfg.max_seq_len, **layout_of(cfg.parallel, cfg))
+    run = Run("pipeline_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
+
+    with torch.device("meta"):
+        model = instantiate(cfg.model)  # its shape only: no memory yet
+    weights = checkpointers.Pretrained(cfg.model.path, model)
+    if cfg.quantization.weights:
+        quantization.quantize_linears(model, double=cfg.quantization.double)
+    lora = instantiate(cfg.adapter) if cfg.adapter else None
+    adapted = peft.add_adapters(model, lora) if lora else None
+    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
+    datasets.require_batches(cfg.global_batch_size, cfg.micro_batch_size, world.data_size, world.num_stages)
+
+    tokenizer = instantiate(cfg.tokenizer)
+    dataset, validation = instantiate_data(
+        cfg.dataset, cfg.validation_dataset, tokenizer, vocab_size=model.config.vocab_size,
+        max_seq_len=cfg.max_seq_len, packed=cfg.packed,
+    )  # fmt: skip
+    pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
+    data = datasets.DataLoader(
+        dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
+        seed=cfg.seed, pad_to=pad_to,
+    )  # fmt: skip
+    evaluator = evaluation.Evaluator(run, model, tokenizer, world, **cfg.evaluate)
+    run.describe(
+        model, data, tokenizer, validation, base=cfg.model.path, dtype=cfg.dtype, master_dtype=cfg.master_dtype,
+        compile=cfg.compile, activation_checkpointing=cfg.memory.activation_checkpointing,
+        merged=cfg.model.path if cfg.export.merge else None, keep=cfg.checkpointer.get("keep"),
+    )  # fmt: skip
+    if adapted:
+        run.info(adapted.table())
+
+    distributed.parallelize(
+        model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
+        activation_checkpointing=cfg.memory.activation_checkpointing,
+        activation_offload=cfg.memory.activation_offload, cpu_offload=cfg.memory.cpu_offload,
+    )  # fmt: skip
+    weights.load(model)
+    peft.start(model, lora, cfg.seed)
+    checkpointers.check(model)
+
+    pipeline = distributed.Pipeline(model, world)
+    loss_fn = instantiate(cfg.loss)
+
+    def validate():
+        """The loss on the validation data."""
+        batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
+        return evaluation.evaluate(model, batches, loss_fn, world)
+
+    if validation:
+        evaluator.add(validate, every=cfg.validate_every, first=cfg.validate_first)
+    groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
+    optimizer = instantiate(cfg.optimizer, groups)
+    schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
+    checkpointer = instantiate(
+        cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
+        data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluator.tasks,
+    )  # fmt: skip
+    start = checkpointer.resume(run.resume)  # cfg.resume, as all ranks see it
+
+    with run:  # closes its files and loggers, however the training ends
+        steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
+        if start == 0:
+            evaluator(0)
+        for step, batch in steps:  # until Ctrl-C: then a checkpoint is saved
+            total_loss = torch.zeros((), device=world.device)
+            for micro_batch in pipeline.turns(batch.micro_batches):
+                micro_batch = micro_batch.to(world.device)
+                # The model calls loss_fn with the weight of its head: a sum over this rank's supervised tokens. It is
+                # divided by the number of those of all ranks, as gradients are summed over ranks, not averaged.
+                loss = model(micro_batch, loss_fn) / max(1, batch.num_supervised)
+                total_loss += loss.detach()
+                # The backward of this loss; with stages that take turns, of none, an earlier one, or all that are left.
+                for due, is_last in pipeline.due(loss):
+                    distributed.set_gradient_sync(model, is_last)
+                    due.backward()
+
+            grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm, pipeline)
+            metrics = world.fetch(  # the one wait for the device in a step
+                loss=world.sum(total_loss),
+                grad_norm=grad_norm,  # of all ranks already
+                **evaluation.routing(model, world),
+                **evaluation.accuracy(loss_fn, world),
+            )
+            metrics |= optimizers.learning_rates(optimizer)
+            # If they are not finite: on_nan stops, leaves the step out, or goes back to a checkpoint. Steps go on.
+            if checkpointer.accepts(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):
+                optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+            metrics |= evaluator(step)
+            run.log(step, batch, metrics)
+            checkpointer.step(step, metrics, now=run.is_end(step))
+
+        # What is measured at the end; then with keep_best, the model gets the weights of the best checkpoint.
+        run.finish(checkpointer, evaluator)
+        card = checkpointers.model_card("pipeline_finetune", cfg.model.path, dataset.accounting.source)
+        where = peft.export_trained(
+            model, lora, run.path, world, base=weights, tokenizer=tokenizer, card=card, merge=cfg.export.merge
+        )
+        run.info(f"done: {where}")
+
+
+if __name__ == "__main__":
+    main()
