@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,8 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 T = TypeVar("T")
+OWN_GROUPS: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()  # that this module has made
+LATEST: "dict[dist.ProcessGroup, World]" = {}  # by its default process group, of which there is one at a time
 ALLOCATOR_SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 
 
@@ -203,7 +206,7 @@ def join(device: Literal["auto", "cpu", "cuda", "mps"] = "auto", timeout: float 
         if store:  # else torch makes one
             rank = int(os.environ.get("RANK", 0))
             place = {"store": of_this_start(store, rank, size), "rank": rank, "world_size": size}
-        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=duration, **place)
+        _init_group(kind, timeout=duration, **place)
     atexit.unregister(_leave)
     atexit.register(_abort)
     return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
@@ -236,6 +239,8 @@ def init(
     whole head. `timeout` is in minutes. It must exceed the longest work of one process for which others wait, such as
     writing a large model.
 
+    A process group that is there already is taken as it is: its timeout stays, and so do those of other groups.
+
     Raises:
         TuneError: the device is not available, or the mesh does not match the number of processes.
     """
@@ -251,7 +256,7 @@ def init(
     virtual = pp_virtual or (2 if pp_schedule == "interleaved" else 1)
     zero_stage = zero_stage if zero_stage is not None else 3 if pp == 1 else 2
     here, duration = join(device, timeout), timedelta(minutes=timeout)
-    size = dist.get_world_size()
+    size, present = dist.get_world_size(), {*dist.distributed_c10d._world.pg_map}
     shards = size // (dp_replicate * cp * tp * pp) if dp_shard == "auto" else dp_shard
     if dp_replicate * shards * cp * tp * pp != size:
         raise TuneError(
@@ -288,9 +293,7 @@ def init(
         ranks = mesh.mesh.view(pp, -1).T.tolist()
         links = [dist.new_subgroups_by_enumeration(ranks)[0] for _ in range(3 if virtual > 1 else 1)]
         links = [mesh.get_group("pp"), *links]
-    for group in dist.distributed_c10d._world.pg_map:  # a mesh makes groups with torch's default
-        if dist.get_backend() != "fake":  # of `tune validate`: no processes, nothing to wait for
-            group.set_timeout(duration)
+    _set_timeouts(present, duration)
     if replicas.size() > 1:
         sharding = DeviceMesh._concatenate([replicas, sharding])
     PACE.device, PACE.scale = here, 1.0
@@ -301,7 +304,75 @@ def init(
         gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(here).uuid))))
         if gpus < size:
             raise TuneError(f"device: {size} processes share {gpus} GPUs. Start one for each GPU, or set device=cpu")
+    _remember(world)
     return world
+
+
+def current_world(world: World | None = None) -> World:
+    """`world`, if it is given. Else the last World that was made over the default process group; else one over that
+    group, whose processes read different data; without a process group, one of a single process, for which a process
+    group is initialized. All processes must make the first call, which makes the groups of a mesh.
+
+    Raises:
+        TuneError: a launcher started several processes, and they have no process group yet.
+    """
+    if world is not None:
+        return world
+    if not dist.is_initialized():
+        if (size := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+            raise TuneError(
+                f"there is no process group, but WORLD_SIZE is {size}. Call tune.distributed.init() or "
+                "torch.distributed.init_process_group() first"
+            )
+        _init_group(device_type("auto"), store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(_leave)
+    default = dist.group.WORLD
+    assert default is not None
+    if default in LATEST:
+        return LATEST[default]
+    here, duration = _device_of(default), _timeout_of(default)
+    shape, present = (1, 1, dist.get_world_size(), 1, 1), {*dist.distributed_c10d._world.pg_map}
+    mesh = init_device_mesh("cuda" if here.type == "cuda" else "cpu", shape, mesh_dim_names=AXES)
+    data = mesh["dp_replicate", "dp_shard"]._flatten("data")
+    peers = mesh["cp", "tp"]._flatten("peers")
+    _set_timeouts(present, duration)
+    made = World(mesh, here, data, peers, mesh["dp_shard"], duration)
+    _remember(made)
+    atexit.register(LATEST.clear)  # whose groups would keep their threads
+    return made
+
+
+def _init_group(kind: str, **place: Any) -> None:
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", **place)
+    OWN_GROUPS.add(dist.group.WORLD)  # type: ignore[arg-type]
+
+
+def _set_timeouts(present: set[dist.ProcessGroup], timeout: timedelta) -> None:
+    """Of the groups that are not `present`, which a mesh has made with torch's default, and of earlier ones."""
+    groups = {*dist.distributed_c10d._world.pg_map}
+    OWN_GROUPS.update(groups - present)
+    if dist.get_backend() != "fake":  # of `tune validate`: no processes, nothing to wait for
+        for group in groups & {*OWN_GROUPS}:
+            group.set_timeout(timeout)
+
+
+def _remember(world: World) -> None:
+    LATEST.clear()
+    LATEST[dist.group.WORLD] = world  # type: ignore[index]
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """The GPU of this process if there is one and the group communicates on it; else the host, or mps for a single
+    process, as in `join`."""
+    kind = device_type("auto")
+    if kind == "cuda" and "nccl" in dist.get_backend_config(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("mps" if kind == "mps" and dist.get_world_size() == 1 else "cpu")
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    backend = group._get_backend(group._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", dist.constants.default_pg_timeout)
 
 
 def device_type(device: str) -> str:
@@ -314,6 +385,7 @@ def device_type(device: str) -> str:
 
 
 def _leave() -> None:
+    LATEST.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()  # groups in cycles join their threads; those that DTensor's caches hold do not

@@ -1,0 +1,69 @@
+"""A World where a script of one's own has, or has not, a process group."""
+
+import subprocess
+import sys
+
+import pytest
+from helpers import run_processes
+
+from tune import distributed
+from tune.errors import TuneError
+
+ONE_PROCESS = """
+import os
+import torch.distributed as dist
+from tune.distributed import current_world
+
+before = dict(os.environ)
+world = current_world()
+assert (world.rank, world.size, world.data_rank, world.data_size) == (0, 1, 0, 1)
+assert world.fetch(sum=world.sum(2.5)) == {"sum": 2.5}
+assert world.all_gather("a") == ["a"]
+assert current_world() is world and current_world(world) is world
+assert dict(os.environ) == before
+"""
+
+THEIRS = """
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from tune import distributed
+from tune.distributed import current_world
+
+def timeout(group):
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=77))
+theirs = dist.new_group([0, 1], timeout=timedelta(seconds=33))
+world = current_world()
+rank = dist.get_rank()
+assert world.timeout == timeout(dist.group.WORLD) == timedelta(seconds=77), world.timeout
+assert (world.rank, world.size, world.data_rank, world.data_size) == (rank, 2, rank, 2)
+assert world.fetch(sum=world.sum(rank + 1.0)) == {"sum": 3.0}
+assert {timeout(group) for group in world.mesh.get_all_groups()} == {timedelta(seconds=77)}
+
+sharing = distributed.init("cpu", tp=2, timeout=5)
+assert current_world() is sharing and sharing.data_size == 1
+assert timeout(dist.group.WORLD) == timedelta(seconds=77)
+assert timeout(theirs) == timedelta(seconds=33)
+assert timeout(sharing.mesh.get_group("cp")) == timedelta(minutes=5)
+dist.destroy_process_group()
+print("done")
+"""
+
+
+def test_a_script_without_a_process_group(tmp_path):
+    (tmp_path / "one.py").write_text(ONE_PROCESS)
+    subprocess.run([sys.executable, str(tmp_path / "one.py")], check=True, capture_output=True, text=True)
+
+
+def test_a_group_of_their_own_stays_as_it_is(tmp_path):
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    assert "done" in run_processes(tmp_path / "theirs.py", 2)
+
+
+def test_several_processes_without_a_group_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(distributed.world.dist, "is_initialized", lambda: False)
+    with pytest.raises(TuneError, match="WORLD_SIZE is 2"):
+        distributed.current_world()
