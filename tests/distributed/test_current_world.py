@@ -19,7 +19,12 @@ world = current_world()
 assert (world.rank, world.size, world.data_rank, world.data_size) == (0, 1, 0, 1)
 assert world.fetch(sum=world.sum(2.5)) == {"sum": 2.5}
 assert world.all_gather("a") == ["a"]
-assert current_world() is world and current_world(world) is world
+assert current_world(world) is world
+assert not dist.is_initialized()
+
+assert world.mesh.size() == 1 and dist.is_initialized()
+assert current_world() is world and world.device.type in ("cpu", "cuda", "mps")
+assert world.fetch(sum=world.sum(2.5)) == {"sum": 2.5}
 assert dict(os.environ) == before
 """
 

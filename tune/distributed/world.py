@@ -308,38 +308,89 @@ def init(
     return world
 
 
+class OneProcess(World):
+    """The World of a process without a process group, which is initialized where the first mesh is needed."""
+
+    rank, size, data_rank, data_size, is_main, num_stages, is_last_stage = 0, 1, 0, 1, True, 1, True
+
+    def __getattr__(self, name: str) -> Any:
+        """Fields that are made when they are first read."""
+        if name == "device":
+            made = {name: _device_of(None)}
+        elif name in ("mesh", "data", "peers", "shards"):
+            if not dist.is_initialized():
+                _init_group(device_type("auto"), store=dist.HashStore(), rank=0, world_size=1, timeout=self.timeout)
+                atexit.register(_leave)
+            made = {each: getattr(_world_over(dist.group.WORLD), each) for each in ("mesh", "data", "peers", "shards")}
+            _remember(self)
+        else:
+            raise AttributeError(name)
+        vars(self).update(made)
+        return made[name]
+
+    def sum(self, value: torch.Tensor | float) -> torch.Tensor:
+        return self._fp64(value)
+
+    def sum_of_parts(self, value: torch.Tensor | float) -> torch.Tensor:
+        return self._fp64(value)
+
+    def any(self, flag: bool) -> torch.Tensor:
+        return self._fp64(float(flag))
+
+    def broadcast(self, value: T) -> T:
+        return value
+
+    def all_gather(self, value: T) -> list[T]:
+        return [value]
+
+    def of_peers(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def of_main(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def barrier(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
 def current_world(world: World | None = None) -> World:
     """`world`, if it is given. Else the last World that was made over the default process group; else one over that
-    group, whose processes read different data; without a process group, one of a single process, for which a process
-    group is initialized. All processes must make the first call, which makes the groups of a mesh.
+    group, whose processes read different data; without a process group, that of a single process. All processes must
+    make the first call over a group: it makes the groups of a mesh.
 
     Raises:
         TuneError: a launcher started several processes, and they have no process group yet.
     """
     if world is not None:
         return world
-    if not dist.is_initialized():
-        if (size := int(os.environ.get("WORLD_SIZE", 1))) > 1:
-            raise TuneError(
-                f"there is no process group, but WORLD_SIZE is {size}. Call tune.distributed.init() or "
-                "torch.distributed.init_process_group() first"
-            )
-        _init_group(device_type("auto"), store=dist.HashStore(), rank=0, world_size=1)
-        atexit.register(_leave)
-    default = dist.group.WORLD
-    assert default is not None
-    if default in LATEST:
+    if dist.is_initialized():
+        default: Any = dist.group.WORLD
+        if default not in LATEST:
+            _remember(_world_over(default))
+            atexit.register(LATEST.clear)  # whose groups would keep their threads
         return LATEST[default]
-    here, duration = _device_of(default), _timeout_of(default)
+    if (size := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+        raise TuneError(
+            f"there is no process group, but WORLD_SIZE is {size}. Call tune.distributed.init() or "
+            "torch.distributed.init_process_group() first"
+        )
+    alone = object.__new__(OneProcess)
+    vars(alone)["timeout"] = dist.constants.default_pg_timeout
+    return alone
+
+
+def _world_over(group: Any) -> World:
+    """The World of a default process group whose processes read different data. Those of FSDP share the weights."""
+    here, timeout = _device_of(group), _timeout_of(group)
     shape, present = (1, 1, dist.get_world_size(), 1, 1), {*dist.distributed_c10d._world.pg_map}
     mesh = init_device_mesh("cuda" if here.type == "cuda" else "cpu", shape, mesh_dim_names=AXES)
     data = mesh["dp_replicate", "dp_shard"]._flatten("data")
     peers = mesh["cp", "tp"]._flatten("peers")
-    _set_timeouts(present, duration)
-    made = World(mesh, here, data, peers, mesh["dp_shard"], duration)
-    _remember(made)
-    atexit.register(LATEST.clear)  # whose groups would keep their threads
-    return made
+    _set_timeouts(present, timeout)
+    return World(mesh, here, data, peers, mesh["dp_shard"], timeout)
 
 
 def _init_group(kind: str, **place: Any) -> None:
@@ -361,13 +412,13 @@ def _remember(world: World) -> None:
     LATEST[dist.group.WORLD] = world  # type: ignore[index]
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """The GPU of this process if there is one and the group communicates on it; else the host, or mps for a single
-    process, as in `join`."""
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """The current GPU, if there is one and the group communicates on it; else the host, or mps for a single process,
+    as in `join`."""
     kind = device_type("auto")
-    if kind == "cuda" and "nccl" in dist.get_backend_config(group):
+    if kind == "cuda" and (group is None or "nccl" in dist.get_backend_config(group)):
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("mps" if kind == "mps" and dist.get_world_size() == 1 else "cpu")
+    return torch.device("mps" if kind == "mps" and (group is None or group.size() == 1) else "cpu")
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
