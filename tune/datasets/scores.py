@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,9 +16,11 @@ from tune.datasets.dataset import Dataset
 from tune.datasets.loader import validation_batches
 from tune.datasets.mix import Mixture
 from tune.datasets.stream import Stream
-from tune.distributed import World
 from tune.errors import TuneError
 from tune.files import written_aside
+
+if TYPE_CHECKING:
+    from tune.distributed import World
 
 SUMMED = 1 << 16  # rows at a time
 
@@ -37,7 +39,7 @@ def add_scores(
     dataset: Dataset | Mixture | Stream,
     name: str,
     score: Callable[[Batch], torch.Tensor],
-    world: World,
+    world: "World",
     *,
     micro_batch_size: int,
     pad_to: int | None,
