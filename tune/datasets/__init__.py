@@ -18,6 +18,7 @@ Where a new one goes:
 - a way to mix: `mix.py`
 """
 
+from tune.collators import Sample, collate, collate_inputs
 from tune.datasets.dataset import Dataset, pack
 from tune.datasets.display import MARKS, first_rows, histogram, marked, parts_of
 from tune.datasets.formats.messages import checked_messages, conversation
@@ -43,8 +44,11 @@ __all__ = [
     "PromptLoader",
     "Prompts",
     "RowReader",
+    "Sample",
     "Stream",
     "add_scores",
+    "collate",
+    "collate_inputs",
     "load",
     "load_prompts",
     "mix",
