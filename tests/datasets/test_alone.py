@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader as TorchLoader
 import tune.datasets
 from tune.checkpointers import load_model
 from tune.collators import Sample, collate, collate_inputs
-from tune.datasets import DataLoader, Dataset, load
+from tune.datasets import DataLoader, Dataset, load, tokenize_conversation
+from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy
 from tune.tokenizers import Tokenizer
 
@@ -104,3 +105,68 @@ def test_what_is_imported():
     lines = "import sys, tune.datasets; print([each for each in sys.modules if 'fsdp' in each or 'pipelin' in each])"
     done = subprocess.run([sys.executable, "-c", lines], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+MESSAGES = [
+    {"role": "user", "content": "the cat"},
+    {"role": "assistant", "content": "sat on the mat"},
+    {"role": "user", "content": "and then"},
+    {"role": "assistant", "content": "it ran"},
+]
+
+
+def test_the_mask_of_a_conversation(folder):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    found = theirs.apply_chat_template(MESSAGES, return_assistant_tokens_mask=True, return_dict=True)
+    sample = tokenize_conversation(Tokenizer(str(folder)), MESSAGES)
+    assert sample.tokens.tolist() == found["input_ids"]
+    assert [label != -100 for label in sample.labels[:-1]] == [bool(each) for each in found["assistant_masks"][1:]]
+    learned = sample.labels[:-1] != -100
+    assert sample.labels[-1] == -100 and (sample.labels[:-1] == sample.tokens[1:])[learned].all()
+
+
+def test_who_is_learned(folder):
+    tokenizer = Tokenizer(str(folder))
+
+    def learned(train_on):
+        labels = tokenize_conversation(tokenizer, MESSAGES, train_on=train_on).labels
+        return tokenizer.decode([label for label in labels.tolist() if label != -100])
+
+    assert learned(["user"]) == learned(("user",)) == "the cat<|im_end|>and then<|im_end|>"
+    assert learned("last") == "it ran<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"train_on": "user"},
+        {"train_on": "assistent"},
+        {"train_on": ["usr"]},
+        {"too_long": "trunc"},
+        {"on_bad_row": "ignore"},
+        {"take": 0},
+        {"max_seq_len": "long"},
+        {"validation_fraction": 1.5},
+        {"columns": ["prompt"]},
+        {"streaming": "yes"},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_arguments_are_checked_as_settings_are(wrong, folder, chats):
+    ((name, value),) = wrong.items()
+    with pytest.raises(TuneError, match=rf"^{name}: ") as error:
+        load(Tokenizer(str(folder)), str(chats), **{"max_seq_len": 128, **wrong})
+    assert str(value[0] if isinstance(value, list) else value) in str(error.value)
+
+
+def test_a_path_is_a_path(folder, chats):
+    assert len(load(Tokenizer(folder), chats, max_seq_len=512)) == 48
+
+
+def test_a_tokenizer_of_transformers_where_ours_is_wanted(folder, chats):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    with pytest.raises(TuneError, match=r"Tokenizer\.of"):
+        load(theirs, str(chats), max_seq_len=128)
+    assert len(load(Tokenizer.of(theirs), str(chats), max_seq_len=512)) == 48
