@@ -3,4 +3,4 @@
 from tune.errors import TuneError
 
 __version__ = "0.1.0"
-__all__ = ["TuneError", "__version__"]
+__all__ = ["TuneError"]

@@ -95,6 +95,11 @@ def test_the_loader_of_a_script_that_knows_no_world(dataset):
     assert not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
 
 
+def test_a_size_in_the_place_of_the_world(dataset):
+    with pytest.raises(TuneError, match=r"global_batch_size=8"):
+        DataLoader(dataset, 8, 2)
+
+
 def test_a_datasets_rows_in_groups_are_lists(make):
     samples = [replace(make.sample(4, 2), columns={"group": index // 2}) for index in range(6)]
     assert [len(Dataset.from_samples(samples, 16)[index]) for index in range(3)] == [2, 2, 2]

@@ -181,7 +181,7 @@ class Checkpointer:
         if (found := small.keys() - OF_ITSELF) != self.small.keys():
             raise TuneError(
                 f"resume: {path} is of another training: it has the state of {', '.join(sorted(found))}, this one of "
-                f"{', '.join(sorted(self.small))}. Continue with its recipe and settings, or give another output_dir"
+                f"{', '.join(sorted(self.small))}. Give the same parts (schedule, data, extra), or another output_dir"
             )
         _, extra = self._states()
         if lazy := [name for name in self.small if _has_tensors(small[name]) and name not in extra]:

@@ -191,7 +191,7 @@ def _chunks(
 def _require_few_bad_rows(seen: Accounting, max_bad_share: float, name: str, which: str = "") -> None:
     bad = seen.dropped[CANNOT_BE_USED]
     if bad > max_bad_share * seen.rows:
-        share = f", more than dataset.max_bad_share={max_bad_share}" if max_bad_share else ""
+        share = f", more than max_bad_share={max_bad_share}" if max_bad_share else ""
         found = f"{name}: {bad:,} of {which}{seen.rows:,} rows cannot be used{share}:"
         raise TuneError("\n  ".join([found, *seen.mistakes]))
 

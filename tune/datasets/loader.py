@@ -160,6 +160,8 @@ def validation_batches(
 
 
 def _world(world: "World | None") -> "World":
+    if isinstance(world, int):
+        raise TuneError(f"world: {world} is no World. Name the sizes: global_batch_size={world}, micro_batch_size=1")
     if world is not None:
         return world
     from tune.distributed import current_world

@@ -140,7 +140,7 @@ class RowReader:
             if value.ndim and (len(samples) > 1 or len(value) != whole):
                 raise TuneError(
                     f"{name} has {len(value)} numbers for a row of {whole} tokens, which must be in one piece: a list "
-                    "of extra_columns has one for each of the input_ids, and is not for dataset.too_long=split"
+                    "of extra_columns has one for each of the input_ids, and is not for too_long=split"
                 )
             value = value.astype(np.float32)
             columns[name] = value[: len(samples[0].tokens)] if value.ndim else value

@@ -29,8 +29,7 @@ def require_kept(name: str, *parts: Any) -> None:
     """Raises TuneError if one of `parts` is a stream, of which nothing can be computed before the training."""
     for stream in (part for part in parts if isinstance(part, Stream)):
         raise TuneError(
-            f"{name}: the rows of {stream.name} are streamed, and not there before the training. Set "
-            "dataset.streaming=false"
+            f"{name}: the rows of {stream.name} are streamed, and not there before the training. Set streaming=false"
         )
 
 
