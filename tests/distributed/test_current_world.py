@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from helpers import run_processes
 
 from tune import distributed
@@ -65,6 +66,15 @@ def test_a_script_without_a_process_group(tmp_path):
 def test_a_group_of_their_own_stays_as_it_is(tmp_path):
     (tmp_path / "theirs.py").write_text(THEIRS)
     assert "done" in run_processes(tmp_path / "theirs.py", 2)
+
+
+@pytest.mark.parametrize(("is_initialized", "index"), [(True, 2), (False, 3)])
+def test_the_gpu_of_a_process_is_the_one_it_has_chosen(is_initialized, index, monkeypatch):
+    gpu = {"is_available": True, "is_initialized": is_initialized, "current_device": 2, "device_count": 8}
+    for name, value in gpu.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert distributed.world._device_of(None) == torch.device("cuda", index)
 
 
 def test_several_processes_without_a_group_are_refused(monkeypatch):

@@ -413,11 +413,16 @@ def _remember(world: World) -> None:
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """The current GPU, if there is one and the group communicates on it; else the host, or mps for a single process,
-    as in `join`."""
+    """The GPU of this process, if there is one and the group communicates on it; else the host, or mps for a single
+    process, as in `join`."""
     kind = device_type("auto")
     if kind == "cuda" and (group is None or "nccl" in dist.get_backend_config(group)):
-        return torch.device("cuda", torch.cuda.current_device())
+        if bound := getattr(group, "bound_device_id", None):
+            return bound
+        if torch.cuda.is_initialized():
+            return torch.device("cuda", torch.cuda.current_device())
+        # As a mesh does, which sets the device of a process that has not.
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     return torch.device("mps" if kind == "mps" and (group is None or group.size() == 1) else "cpu")
 
 
