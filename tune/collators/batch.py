@@ -195,22 +195,27 @@ class Batch:
 
 
 def collate(
-    rows: list[list[Sample]], pad_to: int | None = None, columns: Mapping[str, np.ndarray] | None = None
+    rows: Sequence[Sample | Sequence[Sample]],
+    pad_to: int | None = None,
+    columns: Mapping[str, np.ndarray] | None = None,
 ) -> Batch:
     """A batch `[len(rows), pad_to]`, or with `pad_to=None` all rows joined into one, `[1, total]`, without padding.
 
-    A row is a list of documents. It may be empty, to fill up a batch. `columns` has an example of each column by name,
-    for batches without any document; by default, the columns are those of the first document. In joined rows, documents
-    share what they begin with alike: compiled blocks want the shape that they are given.
+    A row is a document or a list of documents. It may be empty, to fill up a batch. `columns` has an example of each
+    column by name, for batches without any document; by default, the columns are those of the first document. In joined
+    rows, documents share what they begin with alike: compiled blocks want the shape that they are given.
+
+    It is a `collate_fn` of torch.utils.data.DataLoader.
     """
     joined = pad_to is None
-    present = [document for row in rows for document in row]
+    lists = [[row] if isinstance(row, Sample) else [*row] for row in rows]
+    present = [document for row in lists for document in row]
     if pad_to is None:
-        rows, pad_to = [present], max(1, sum(len(document.tokens) for document in present))
+        lists, pad_to = [present], max(1, sum(len(document.tokens) for document in present))
     if columns is None:
         columns = {name: np.asarray(value) for name, value in (present[0].columns if present else {}).items()}
     documents: list[Sample] = []
-    for row in rows:
+    for row in lists:
         padding = pad_to - sum(len(document.tokens) for document in row)
         zeros = {
             name: np.zeros((padding, *each.shape[1:]) if each.ndim else (), each.dtype)
@@ -219,9 +224,9 @@ def collate(
         documents += row
         if padding:
             documents.append(Sample(np.zeros(padding, np.int32), np.full(padding, IGNORE, np.int32), columns=zeros))
-    tokens = np.concatenate([document.tokens for document in documents]).reshape(len(rows), pad_to)
-    labels = np.concatenate([document.labels for document in documents]).reshape(len(rows), pad_to)
-    ids = np.arange(len(documents)).repeat([len(each.tokens) for each in documents]).reshape(len(rows), pad_to)
+    tokens = np.concatenate([document.tokens for document in documents]).reshape(len(lists), pad_to)
+    labels = np.concatenate([document.labels for document in documents]).reshape(len(lists), pad_to)
+    ids = np.arange(len(documents)).repeat([len(each.tokens) for each in documents]).reshape(len(lists), pad_to)
     values = {}
     for name, example in columns.items():
         dtype = np.int64 if example.dtype.kind in "iub" else np.float32

@@ -9,6 +9,7 @@ import numpy as np
 
 from tune.collators import Sample
 from tune.datasets.accounting import Accounting
+from tune.datasets.arguments import require_arguments
 from tune.datasets.dataset import Dataset, drawn_places, permuted, renumbered
 from tune.datasets.formats.formats import Kind
 from tune.datasets.from_path import load
@@ -38,6 +39,7 @@ def mix(
     An epoch ends when every source has been read at least once, when the first one has been, or after so many training
     rows. Without weights a source counts by its size. Raises TuneError for invalid sources or weights.
     """
+    require_arguments(mix, locals())
     _check(sources)
     datasets = {}
     for name, source in sources.items():
