@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tune.distributed import DTYPES
 from tune.errors import TuneError
 from tune.quantization.compressed import dequantize, group_size, quantize
+from tune.quantization.nf4 import block_linears
 
 
 @torch.library.custom_op("tune::rounded", mutates_args=())
@@ -72,7 +73,7 @@ def round_linears(model: nn.Module, kind: str, exported: Mapping[str, torch.dtyp
 
 def quantised_linears(model: Any) -> dict[str, nn.Linear]:
     """The layers that are quantised, by name: those in blocks. Raises TuneError if there are experts, or no layers."""
-    linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) and "." in name}
+    linears = block_linears(model)
     if getattr(model, "routing", None):
         raise TuneError("only dense models are quantised: this one has experts, which each reader stores otherwise")
     if not linears:
