@@ -10,6 +10,7 @@ from tune.distributed.pace import PACE
 from tune.distributed.parallelize import (
     DTYPES,
     allocate,
+    as_dtype,
     cast_by_fsdp,
     clip_grad_norm_,
     parallelize,

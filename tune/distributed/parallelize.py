@@ -31,6 +31,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Types of tensors by their names in settings."""
 
 
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The type that `dtype` means: "bf16", "fp16" or "fp32", or such a type itself. Raises TuneError for others."""
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found is None or found not in DTYPES.values():
+        raise TuneError(f"dtype: {dtype!r} is none of {', '.join(f'{name} ({each})' for name, each in DTYPES.items())}")
+    return found
+
+
 def parallelize(
     model: nn.Module,
     world: World,

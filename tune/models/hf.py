@@ -339,6 +339,17 @@ def _on_disk(model: Any, name: str, whole: Tensor) -> OnDisk:
     )
 
 
+def require_no_peft(model: nn.Module) -> None:
+    """Raises TuneError if `model` has adapters of the library peft."""
+    for name, module in model.named_modules():
+        if type(module).__module__.partition(".")[0] == "peft":
+            where = f" ({name})" if name else ""
+            raise TuneError(
+                f"the model has a {type(module).__name__}{where} of the library peft, whose adapters are not known "
+                "here. Merge them first, model = model.merge_and_unload(), or add adapters with tune.peft.add_adapters"
+            )
+
+
 def without_bars() -> AbstractContextManager:
     """Around calls that have progress bars of tqdm which no setting turns off."""
     from tqdm import tqdm

@@ -169,6 +169,4 @@ def _take_off(model: nn.Module, changes: dict[str, Tensor]) -> None:
             before = changes[name] if magnitude is None else changes[name] * layer._ratio(magnitude)[:, None]
             change = change + before
         changes[name] = change
-        for part in layer.PARTS:
-            delattr(layer, part)
-        layer.__class__ = type(layer).__bases__[-1]
+        layer.remove()

@@ -11,5 +11,6 @@ from tune.quantization.nf4 import (
     dequantize,
     quantize,
     quantize_linears,
+    uncalled_linears,
 )
 from tune.quantization.rounding import Rounding, quantised_linears, round_linears

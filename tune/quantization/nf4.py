@@ -154,13 +154,18 @@ def quantize_linears(model: nn.Module, *, double: bool = False) -> int:
 
 def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """The linear layers inside the modules of `model`, by name. Without the head, which is a child of `model` itself,
-    and without the output projection of `nn.MultiheadAttention`, whose forward reads the weight and not the layer."""
-    uncalled = {module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
+    and without `uncalled_linears`."""
+    uncalled = uncalled_linears(model)
     return {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and "." in name and module not in uncalled
     }
+
+
+def uncalled_linears(model: nn.Module) -> set[nn.Module]:
+    """The output projections of every `nn.MultiheadAttention`, whose forward reads their weights and calls none."""
+    return {module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
 
 
 def call_all_layers(model: nn.Module) -> None:
