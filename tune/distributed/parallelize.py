@@ -250,7 +250,10 @@ def gathered(model: nn.Module) -> Iterator[None]:
     finally:
         for unit in units:
             unit.reshard()
-            unit.set_reshard_after_forward(unit is not model and not model.units_stay_gathered, recurse=False)
+            stays = unit is model or getattr(
+                model, "units_stay_gathered", False
+            )  # else FSDP's own way: all but the root
+            unit.set_reshard_after_forward(not stays, recurse=False)
 
 
 def reshard(model: nn.Module) -> None:

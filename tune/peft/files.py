@@ -146,8 +146,8 @@ def _require_same_scaling(model: nn.Module, theirs: LoRA) -> None:
 
 def _other_settings(layer: str, theirs: LoRA, there: str, here: str) -> TuneError:
     return TuneError(
-        f"adapter.path: {theirs.path} was trained with {there} in {layer}, and the model has {here}. Add the adapter of "
-        "the file: add_adapters(model, read_adapter(path))"
+        f"adapter.path: {theirs.path} was trained with {there} in {layer}, and the model has {here}. Add the adapter "
+        "of the file: add_adapters(model, read_adapter(path))"
     )
 
 
