@@ -1,11 +1,13 @@
 """Adapters in loops that are not ours: one's own net and optimizer, transformers' models, peft to read the files."""
 
 import json
+from pathlib import Path
 
+import own_loop
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import make_adapter
+from helpers import make_adapter, run_processes
 from safetensors.torch import load_file
 from torch import nn
 from torch.testing import assert_close
@@ -278,3 +280,12 @@ def test_a_transformers_model_is_adapted_in_memory_and_trained_by_its_trainer(ch
     model.save_pretrained(tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     assert_close(merged(tokens).logits, theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_ones_own_fsdp_on_two_processes_trains_what_one_process_trains(tmp_path):
+    losses = json.loads(run_processes(Path(own_loop.__file__), 2, str(tmp_path / "adapter")).splitlines()[-1])
+    model = own_loop.Net()
+    add_adapters(model, LoRA(rank=4, modules_to_save=["head"]))
+    assert losses == pytest.approx(own_loop.train(model, slice(None)), rel=1e-5)
+    theirs = peft.PeftModel.from_pretrained(own_loop.Net(), tmp_path / "adapter")
+    assert_close(theirs(own_loop.INPUTS), model(own_loop.INPUTS), atol=1e-4, rtol=1e-4)

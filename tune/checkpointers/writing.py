@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tune.checkpointers.disk import SAFETENSORS_DTYPES, DiskTensor, disk_tensors, has_weights
 from tune.checkpointers.weights import Pretrained, hf_tensors
-from tune.distributed import World, as_dtype, current_world
+from tune.distributed import Dtype, World, as_dtype, current_world
 from tune.errors import TuneError
 from tune.files import CHECKPOINT, exported, require_replaceable
 from tune.lookup import in_shell
@@ -42,7 +42,7 @@ def export(
     world: World | None = None,
     *,
     source: str | Path,
-    dtype: Literal["bf16", "fp32"] | torch.dtype | None = None,
+    dtype: Dtype | None = None,
     card: str = "",
     base: Pretrained | None = None,
     compressor: Compressor | None = None,

@@ -9,6 +9,7 @@ from tune.distributed.interrupt import Interrupt
 from tune.distributed.pace import PACE
 from tune.distributed.parallelize import (
     DTYPES,
+    Dtype,
     allocate,
     as_dtype,
     cast_by_fsdp,

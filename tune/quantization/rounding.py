@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tune.distributed import DTYPES
+from tune.distributed import Dtype, as_dtype
 from tune.errors import TuneError
 from tune.quantization.compressed import dequantize, group_size, quantize
 from tune.quantization.nf4 import block_linears
@@ -48,7 +48,7 @@ class RoundedLinear(nn.Linear):
         return F.linear(input, self.rounding(self.weight), self.bias)
 
 
-def round_linears(model: nn.Module, kind: str, exported: Mapping[str, torch.dtype], dtype: str) -> None:
+def round_linears(model: nn.Module, kind: str, exported: Mapping[str, torch.dtype], dtype: Dtype) -> None:
     """Have the linear layers of the blocks of `model`, adapters merged, compute with weights quantised to `kind`.
 
     `exported` has the types in which weights are exported, by their names; `dtype` is that of the computation. Call it
@@ -60,7 +60,7 @@ def round_linears(model: nn.Module, kind: str, exported: Mapping[str, torch.dtyp
         if not isinstance(linear.weight, Tensor):
             raise TuneError(f"quantization.qat: {name} is quantised already. Set quantization.weights=null")
         stored = exported[f"{name}.weight"]
-        if torch.promote_types(stored, DTYPES[dtype]) != DTYPES[dtype]:
+        if torch.promote_types(stored, as_dtype(dtype)) != as_dtype(dtype):
             kept = str(stored).removeprefix("torch.")
             raise TuneError(
                 f"quantization.qat: {name} is exported as {kept}, of which dtype={dtype} sees too little to round as "
