@@ -128,7 +128,7 @@ def main(cfg):
         run.finish(checkpointer, evaluator)
         card = checkpointers.model_card("lora_finetune", cfg.model.path, dataset.accounting.source)
         peft.export_adapter(
-            model, lora, run.path / "adapter", world, base=cfg.model.path, tokenizer=tokenizer, card=card
+            model, run.path / "adapter", world=world, base=cfg.model.path, tokenizer=tokenizer, card=card
         )
         run.info(f"done: the adapter is in {run.path / 'adapter'}")
         if cfg.export.merge:

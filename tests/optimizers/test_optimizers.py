@@ -111,6 +111,28 @@ def test_muon_refuses_parts_of_matrices():
         Muon([{"params": [cut], "in_blocks": True}])
 
 
+def test_muon_refuses_matrices_that_it_cannot_place():
+    """Bare parameters: it would be AdamW for all of them, and embedding and head are matrices too."""
+    model = Model()
+    with pytest.raises(TuneError, match=r"group 0 has 4 matrices, the first one of the shape \[7, 6\]"):
+        Muon(model.parameters(), 0.02)
+    with pytest.raises(TuneError, match=r"group 1 has in_blocks=True and a parameter of the shape \[6\]"):
+        Muon([{"params": [model.head.weight], "in_blocks": False}, {"params": model.blocks[0].bias, "in_blocks": True}])
+
+
+def test_muon_for_groups_of_ones_own_is_torchs_muon():
+    """Vectors need no mark, and a group may be added later."""
+    ours, theirs = Model(), Model()
+    optimizer = Muon([block.bias for block in ours.blocks], 0.02, weight_decay=0.1)
+    optimizer.add_param_group({"params": [block.weight for block in ours.blocks], "in_blocks": True})
+    optimizer.add_param_group({"params": [ours.embedding.weight, ours.head.weight], "in_blocks": False})
+    matrices = [block.weight for block in theirs.blocks]
+    others = [*(block.bias for block in theirs.blocks), theirs.embedding.weight, theirs.head.weight]
+    muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others, lr=0.02, weight_decay=0.1, betas=(0.9, 0.95))
+    assert_equal(train(ours, [optimizer]), train(theirs, [muon, adamw]))
+
+
 @pytest.mark.parametrize("make", [Muon, Adafactor])
 def test_continued_from_its_state(make):
     def start():

@@ -9,7 +9,9 @@ from tune.distributed.interrupt import Interrupt
 from tune.distributed.pace import PACE
 from tune.distributed.parallelize import (
     DTYPES,
+    Dtype,
     allocate,
+    as_dtype,
     cast_by_fsdp,
     clip_grad_norm_,
     parallelize,

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tune.collators import Batch
-from tune.distributed import World, inference
+from tune.distributed import World, current_world, inference
 from tune.errors import TuneError
 from tune.losses import Rows, normalize
-from tune.models import Decoder, HuggingFaceModel
+from tune.models import Decoder, HuggingFaceModel, hf, is_transformers_model
 from tune.tokenizers import Tokenizer
 from tune.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share, UnitInterval, mismatch
 
@@ -59,7 +59,8 @@ class Sampler:
         for completion in completions:
             print(tokenizer.decode(completion.tokens), sum(completion.log_probs), completion.finish)
 
-    The model may be sharded, adapted and quantised: its weights are gathered once for all prompts. Those in 4 bits are
+    The model is one of `tune.models.build` or `tune.models.hf`, or a causal language model of transformers. It may be
+    sharded, adapted and quantised: its weights are gathered once for all prompts. Those in 4 bits are
     dequantised anew for each token, which saves memory and takes about twice the time. At most `max_rows` completions
     are computed at a time, each with a cache for the longest prompt and `max_new_tokens`; together they are at most
     `max_len` (None: what the model takes).
@@ -152,6 +153,9 @@ class Sampler:
 
     def check(self, model: nn.Module, prompts: Sequence[Sequence[int]], names: Sequence[object]) -> GenerativeModel:
         """Raises TuneError, with its number or other name, if a prompt cannot be completed by this model so."""
+        if is_transformers_model(model):
+            model = hf(model)
+            model.check()
         if not isinstance(model, GenerativeModel):
             raise TuneError(
                 f"a {type(model).__name__} has no cache: take a model of tune.models.build or tune.models.hf"
@@ -179,11 +183,12 @@ def answer(
     sampler: Sampler,
     tokenizer: Tokenizer,
     prompts: Mapping[int, Sequence[int]],
-    world: World,
+    world: World | None = None,
     samples: int = 1,
 ) -> dict[int, list[Completion]]:
     """`samples` completions of each of `prompts`, token ids by their numbers, with their texts. All processes call it
     with the same prompts, sample a share of them and have all."""
+    world = current_world(world)
     mine = [*prompts][world.data_rank :: world.data_size]
     found = sampler(model, [prompts[index] for index in mine], samples=samples, indices=mine)
     for completion in chain(*found):
