@@ -132,7 +132,8 @@ def test_extremes_are_finite(loss):
     each = torch.cartesian_prod(torch.arange(len(lengths)), torch.arange(len(lengths))).T
     every = AnswerLogProbs(policy, torch.zeros(len(lengths)), lengths)
     if loss is KTO:
-        found = torch.stack([KTO()(every, torch.tensor(good), torch.tensor(9.0)) for good in (True, False)])
+        sides = torch.ones(len(lengths), dtype=torch.bool), torch.zeros(len(lengths), dtype=torch.bool)
+        found = torch.stack([KTO()(every, is_good, torch.tensor(9.0)) for is_good in sides])
     else:
         found = loss()(every.at(each[0]), every.at(each[1]))
     assert found.isfinite().all()
