@@ -1,7 +1,9 @@
 """Losses as a stranger meets them: a training loop of their own, `nn.Linear` as head, tensors; no Batch, no World."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -248,6 +250,11 @@ def test_a_teacher_of_other_tokens(tokens, labels):
         ForwardKL()(*operands, teacher=Teacher(model(tokens[:, :-1]), model.head.weight))
     with refused("teacher", "3", str((labels != -100).sum().item())):
         ForwardKL()(*operands, teacher=TopK(torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 3)))
+    count = (labels != -100).sum().item()
+    with refused("teacher.ids", str(VOCABULARY)):
+        ForwardKL()(*operands, teacher=TopK(torch.full((count, 1), VOCABULARY), torch.zeros(count, 2)))
+    with refused("k", str(VOCABULARY + 1), str(VOCABULARY)):
+        MostProbable(VOCABULARY + 1)(*operands)
 
 
 # Preferences: log-probs of whole answers.
@@ -494,3 +501,29 @@ def test_a_sample_is_no_batch(tokens):
     sample = Sample(tokens[0].numpy(), tokens[0].numpy())
     with refused("labels", "Sample"):
         LinearCrossEntropy()(model(tokens), model.head.weight, sample)
+
+
+def test_the_loops_of_the_page():
+    """docs/components.md, as it stands there: the gradients are those of torch's formulas."""
+    page = (Path(__file__).parents[2] / "docs" / "components.md").read_text(encoding="utf-8")
+    section = page.split("## Losses in a loop of your own")[1].split("\n## ")[0]
+    first, second = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    torch.manual_seed(0)
+    names = {}
+    exec(first, names)
+    tokens, head, body = names["tokens"], names["head"], names["body"]
+    logits = head(body(tokens))
+    (expected,) = torch.autograd.grad(
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()), head.weight
+    )
+    assert_close(head.weight.grad, expected, rtol=1e-4, atol=1e-7)
+    head.weight.grad = None
+    exec(second, names)
+    model, frozen = (nn.Sequential(names[f"{kind}body"], names[f"{kind}head"]) for kind in ("", "reference_"))
+    ratio = (of_tokens(model, tokens) - of_tokens(frozen, tokens).detach()).sum(1)
+    (expected,) = torch.autograd.grad(-F.logsigmoid(0.1 * (ratio[:4] - ratio[4:])).mean(), head.weight)
+    assert_close(head.weight.grad, expected, rtol=1e-4, atol=1e-7)
+
+
+def of_tokens(model, tokens):
+    return model(tokens)[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]

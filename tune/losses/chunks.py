@@ -147,7 +147,7 @@ def operands(hidden: Tensor, weight: Tensor, labels: Labels, *, has_ids: bool = 
     places, vocab = supervised_places(labels), len(weight)
     targets = ids.flatten().index_select(0, places)
     if has_ids:
-        _check_ids(targets, vocab)
+        check_ids("labels", targets, vocab)
     if is_dtensor(weight):
         weight = weight.to_local()
     if not torch.is_grad_enabled():  # the function would still be told that a parameter needs its gradient
@@ -161,17 +161,19 @@ def promoted(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return hidden.to(dtype), weight.to(dtype)
 
 
-def _check_ids(ids: Tensor, vocab: int) -> None:
-    """Raise TuneError for a mask in the place of labels; on a CPU also for labels that are not below `vocab`."""
+def check_ids(name: str, ids: Tensor, vocab: int) -> None:
+    """Raise TuneError, which begins with `name`, for a mask in the place of ids; on a CPU also for ids that are not
+    below `vocab`."""
     if ids.dtype == torch.bool:
-        raise TuneError("labels: a mask has no ids. Label the tokens that do not count with -100")
+        raise TuneError(f"{name}: a mask has no ids. Label the tokens that do not count with -100")
     is_at_hand = type(ids) is Tensor and ids.device.type == "cpu" and not torch.compiler.is_compiling()
-    if not is_at_hand or not len(ids):
+    if not is_at_hand or not ids.numel():
         return
     for wrong in (int(ids.min()), int(ids.max())):
         if not 0 <= wrong < vocab:
             raise TuneError(
-                f"labels: {wrong} is no row of the weight, which has {vocab:,}. What is not supervised is labeled -100"
+                f"{name}: {wrong} is no id of a vocabulary of {vocab:,}, by the weight's rows or vocab_size. What is "
+                "not supervised is labeled -100"
             )
 
 

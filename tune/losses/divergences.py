@@ -11,6 +11,7 @@ from tune.errors import TuneError
 from tune.losses.chunks import (
     Rows,
     SumOfChunks,
+    check_ids,
     chunks_of_logits,
     cross_entropy,
     is_dtensor,
@@ -66,11 +67,13 @@ class MostProbable:
 
     def __post_init__(self) -> None:
         if self.k > (self.vocab_size or self.k):
-            raise TuneError(f"{self.k} is more than the {self.vocab_size} tokens of the vocabulary: take at most these")
+            raise TuneError(f"{self.k} is more than the {self.vocab_size} tokens of the vocabulary: lower k")
 
     @torch.no_grad()
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Labels, *, softcap: float | None = None) -> Tensor:
         """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]`; `labels` say which tokens are supervised."""
+        if self.k > len(weight):
+            raise TuneError(f"k: {self.k} is more than the {len(weight):,} rows of the weight")
         rows = Rows(weight, self.vocab_size)
         hidden, weight, _ = operands(hidden, weight, labels, has_ids=False)
         values = torch.empty(len(hidden), 2 * self.k + 1, dtype=torch.float32, device=hidden.device)
@@ -133,8 +136,10 @@ class Divergence(ABC):
             inputs = promoted(of_supervised(teacher.hidden, labels, "teacher.hidden"), theirs)
             teachers = chunks_of_logits(*inputs, self.chunk_tokens, teacher.softcap, self.temperature)
         hidden, weight, targets = operands(hidden, weight, labels, has_ids=self.cross_entropy > 0)
-        if isinstance(teacher, TopK) and len(teacher.ids) != len(hidden):
-            raise TuneError(f"teacher: it has {len(teacher.ids)} tokens, and {len(hidden)} are supervised")
+        if isinstance(teacher, TopK):
+            if len(teacher.ids) != len(hidden):
+                raise TuneError(f"teacher: it has {len(teacher.ids)} tokens, and {len(hidden)} are supervised")
+            check_ids("teacher.ids", teacher.ids, size)
 
         def of_chunk(chunk: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
             target = rows.of(next(teachers)[1]) if teachers else TopK(teacher[0][chunk], teacher[1][chunk])

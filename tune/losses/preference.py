@@ -21,10 +21,11 @@ from tune.errors import TuneError
 from tune.losses.supervised import require_vectors
 from tune.types import Fraction, NonNegativeFloat, PositiveFloat, checked
 
-REQUIRED = {  # of a loss of preferences, by what reads it
-    "rows": 'the kind of rows it learns from: rows = "preferences", or "labelled" or "graded"',
-    "needs_reference": "whether it compares with a reference: needs_reference = True or False",
-    "reward": "a method reward(answers), what answers are worth to it, [answers]: logged as rewards/...",
+KINDS = ("preferences", "labelled", "graded")  # of rows, see `tune.datasets.load`
+REQUIRED = {  # attributes that recipes read of a loss
+    "rows": f"the kind of rows that it learns from, one of {', '.join(KINDS)}",
+    "needs_reference": "whether it compares with a reference, True or False",
+    "reward": "a method reward(answers) that gives what answers are worth to it, [answers]",
 }
 
 
@@ -91,11 +92,16 @@ def compared(
 
 
 def require_attributes(loss_fn: Any, *names: str) -> None:
-    """Raise TuneError if a loss of a user's own lacks one of the attributes `names` of `REQUIRED`."""
+    """Raise TuneError if a loss of a user's own lacks one of the attributes `names`, see `REQUIRED`, or has other
+    `rows` than there are."""
     kind = loss_fn if hasattr(loss_fn, "__name__") else type(loss_fn)
     for name in names:
         if not hasattr(loss_fn, name):
-            raise TuneError(f"loss: {kind.__module__}.{kind.__name__} has no {name}. Give it {REQUIRED[name]}")
+            raise TuneError(f"loss: {kind.__module__}.{kind.__name__} has no `{name}`. Add it: {REQUIRED[name]}")
+    if "rows" in names and loss_fn.rows not in KINDS:
+        raise TuneError(
+            f"loss: {kind.__module__}.{kind.__name__} has rows = {loss_fn.rows!r}; it must be one of {KINDS}"
+        )
 
 
 def of_pairs(loss_fn: Any, chosen: AnswerLogProbs, rejected: AnswerLogProbs) -> dict[str, Tensor]:
