@@ -38,6 +38,7 @@ from tune.losses import (
     kl_estimate,
     per_document,
 )
+from tune.losses.chunks import Rows
 from tune.optimizers import cosine, linear
 from tune.peft import LoRA
 
@@ -241,6 +242,24 @@ def test_labels_that_are_no_ids(wrong, head, tokens, labels):
             head(model(tokens), model.head.weight, Batch.of(tokens, labels))
     with refused("mask"):
         head(model(tokens), model.head.weight, labels != -100)
+
+
+def test_labels_beyond_the_ids_that_both_vocabularies_have(tokens, labels):
+    model = Bigrams()
+    teacher = Teacher(model(tokens), model.head.weight[:30])
+    labels[labels >= 30] = 3
+    loss_fn = ForwardKL(cross_entropy=0.5)
+    assert loss_fn(model(tokens), model.head.weight, labels, teacher=teacher).isfinite()
+    labels[1, 4] = 33
+    with refused("33", "30"):
+        loss_fn(model(tokens), model.head.weight, labels, teacher=teacher)
+
+
+def test_labels_beyond_the_vocabulary_are_nan_where_they_are_not_checked():
+    """On a GPU a check would wait for the device."""
+    logits = torch.randn(3, 5)
+    found = Rows(torch.empty(5, 2)).at(torch.tensor([[4], [5], [-1]]), logits)
+    assert found[0] == logits[0, 4] and found[1:].isnan().all()
 
 
 def test_a_teacher_of_other_tokens(tokens, labels):

@@ -1,5 +1,6 @@
 """What heads share that work by chunks of tokens: logits, normalisation over the vocabulary, gradients."""
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
@@ -29,7 +30,8 @@ def takes_shares(head: HeadFunction) -> HeadFunction:
 
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether `tensor` is a DTensor, without importing that module, which takes a second: whoever makes one has."""
+    """Whether `tensor` is a DTensor. Does not import its module, which takes a second: before someone else has, there
+    is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -81,9 +83,11 @@ class Rows:
         return places.clamp(0, logits.shape[1] - 1), inside.to(logits.dtype)
 
     def at(self, targets: Tensor, logits: Tensor) -> Tensor:
-        """The logits of the targets, `[chunk, k]`."""
+        """The logits of the targets, `[chunk, k]`. That of a target which is no row is NaN, as `check_ids` does not see
+        it on a GPU; where processes share the rows it is 0."""
         places, inside = self.find(targets, logits)
-        return self.reduce(logits.gather(1, places).where(inside > 0, 0))  # others may be -inf
+        outside = math.nan if self.group is None else 0.0
+        return self.reduce(logits.gather(1, places).where(inside > 0, outside))  # others may be -inf
 
     def add_at(self, targets: Tensor, logits: Tensor, values: Tensor | float) -> Tensor:
         """`logits`, to which `values` `[chunk, k]` are added at `targets` `[chunk, k]`, in place."""
@@ -125,13 +129,13 @@ class Rows:
 ALL = Rows(torch.empty(1))
 
 
-def operands(hidden: Tensor, weight: Tensor, labels: Labels, *, has_ids: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+def operands(hidden: Tensor, weight: Tensor, labels: Labels, vocab: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """`hidden` and labels of the supervised tokens, and the own rows of `weight` between them, as an autograd function
     takes them: `[tokens, dim]`, `[rows of vocab, dim]`, int64 `[tokens]`. Of two types, both become the wider one.
 
     Raises:
-        TuneError: shapes do not fit, or a label is no row of `weight`. The latter is found on a CPU alone, where it
-            costs no wait, and not looked for where labels only say what is supervised (`has_ids=False`).
+        TuneError: shapes do not fit, or a label is not below `vocab`. The latter is found on a CPU alone, where it
+            costs no wait, and not looked for where labels only say what is supervised (`vocab=None`).
     """
     ids = label_ids(labels)
     if hidden.ndim != ids.ndim + 1:
@@ -144,9 +148,9 @@ def operands(hidden: Tensor, weight: Tensor, labels: Labels, *, has_ids: bool = 
         raise TuneError(
             f"weight: its shape is {[*weight.shape]}, and that of hidden {[*hidden.shape]}: it must be [vocab, dim]"
         )
-    places, vocab = supervised_places(labels), len(weight)
+    places = supervised_places(labels)
     targets = ids.flatten().index_select(0, places)
-    if has_ids:
+    if vocab is not None:
         check_ids("labels", targets, vocab)
     if is_dtensor(weight):
         weight = weight.to_local()

@@ -75,7 +75,7 @@ class MostProbable:
         if self.k > len(weight):
             raise TuneError(f"k: {self.k} is more than the {len(weight):,} rows of the weight")
         rows = Rows(weight, self.vocab_size)
-        hidden, weight, _ = operands(hidden, weight, labels, has_ids=False)
+        hidden, weight, _ = operands(hidden, weight, labels, vocab=None)
         values = torch.empty(len(hidden), 2 * self.k + 1, dtype=torch.float32, device=hidden.device)
         inputs = hidden, weight[: rows.count], self.chunk_tokens, softcap
         for chunk, logits, _ in chunks_of_logits(*inputs, self.temperature):
@@ -135,7 +135,7 @@ class Divergence(ABC):
             theirs = rows.of_other(teacher.weight, is_alike)
             inputs = promoted(of_supervised(teacher.hidden, labels, "teacher.hidden"), theirs)
             teachers = chunks_of_logits(*inputs, self.chunk_tokens, teacher.softcap, self.temperature)
-        hidden, weight, targets = operands(hidden, weight, labels, has_ids=self.cross_entropy > 0)
+        hidden, weight, targets = operands(hidden, weight, labels, size if self.cross_entropy else None)
         if isinstance(teacher, TopK):
             if len(teacher.ids) != len(hidden):
                 raise TuneError(f"teacher: it has {len(teacher.ids)} tokens, and {len(hidden)} are supervised")

@@ -37,7 +37,7 @@ class LinearCrossEntropy:
         `tune.collators`), or a Batch, which has them. Raises TuneError: see `operands`.
         """
         rows = Rows(weight)
-        hidden, weight, ids = operands(hidden, weight, labels)
+        hidden, weight, ids = operands(hidden, weight, labels, len(weight))
         if self.accuracy and self.counts is None:
             self.counts = ids.new_zeros(2)
 

@@ -39,7 +39,8 @@ class LogProbs:
         """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]`; `labels` as those of `LinearCrossEntropy`. `softcap`
         bounds logits by tanh, before `temperature` divides them."""
         options = self.chunk_tokens, softcap, self.temperature
-        return TokenLogProbs(*_LogProbs.apply(*operands(hidden, weight, labels), Rows(weight), options))
+        rows = Rows(weight)
+        return TokenLogProbs(*_LogProbs.apply(*operands(hidden, weight, labels, len(weight)), rows, options))
 
 
 def per_document(values: Tensor, labels: Labels) -> Tensor:
