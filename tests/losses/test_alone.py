@@ -320,8 +320,9 @@ def test_a_missing_reference(loss):
     for answers in (values, AnswerLogProbs(values), AnswerLogProbs(values, lengths=torch.tensor([1, 2]))):
         with refused("reference", "AnswerLogProbs"):
             loss(answers, answers)
-    with refused("reference"):
-        KTO()(AnswerLogProbs(values), torch.tensor([True, False]), torch.tensor(0.0))
+    for answers in (values, AnswerLogProbs(values)):
+        with refused("reference"):
+            KTO()(answers, torch.tensor([True, False]), torch.tensor(0.0))
 
 
 @pytest.mark.parametrize("loss", [IPO(), DPO(length_normalized=True), SimPO(), CPO(), ORPO()])

@@ -29,7 +29,7 @@ REQUIRED = {  # attributes that recipes read of a loss
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AnswerLogProbs:
     """Log-probs of answers, each the sum over its tokens, `[answers]`: under the policy that is trained, and under a
     frozen `reference`. `lengths` are the answers' numbers of tokens, for losses that take means.
@@ -82,11 +82,16 @@ class AnswerLogProbs:
         return self.lengths
 
 
+def as_answers(answers: AnswerLogProbs | Tensor) -> AnswerLogProbs:
+    """`AnswerLogProbs` of a tensor, which is the policy's."""
+    return answers if isinstance(answers, AnswerLogProbs) else AnswerLogProbs(answers)
+
+
 def compared(
     chosen: AnswerLogProbs | Tensor, rejected: AnswerLogProbs | Tensor
 ) -> tuple[AnswerLogProbs, AnswerLogProbs]:
-    """Both as `AnswerLogProbs`: tensors are the policy's. Raises TuneError unless they have one shape."""
-    one, other = (each if isinstance(each, AnswerLogProbs) else AnswerLogProbs(each) for each in (chosen, rejected))
+    """Both as `AnswerLogProbs`. Raises TuneError unless they have one shape."""
+    one, other = as_answers(chosen), as_answers(rejected)
     require_vectors(chosen=one.policy, rejected=other.policy)
     return one, other
 
@@ -243,8 +248,9 @@ class KTO:
     ):
         self.beta, self.desirable, self.undesirable = beta, desirable, undesirable
 
-    def __call__(self, answers: AnswerLogProbs, is_good: Tensor, mismatched_ratio: Tensor) -> Tensor:
+    def __call__(self, answers: AnswerLogProbs | Tensor, is_good: Tensor, mismatched_ratio: Tensor) -> Tensor:
         """`is_good` (bool) `[answers]`; `mismatched_ratio` is the mean of the mismatched ones, a scalar."""
+        answers = as_answers(answers)
         require_vectors(answers=answers.policy, is_good=is_good)
         if is_good.dtype != torch.bool:
             raise TuneError(f"is_good: it is {is_good.dtype}; it must be bool: is_good == 1")
