@@ -173,7 +173,8 @@ def check_ids(name: str, ids: Tensor, vocab: int) -> None:
     is_at_hand = type(ids) is Tensor and ids.device.type == "cpu" and not torch.compiler.is_compiling()
     if not is_at_hand or not ids.numel():
         return
-    for wrong in (int(ids.min()), int(ids.max())):
+    values = ids.numpy()  # memory of the host, read without an operation that would wait elsewhere
+    for wrong in (int(values.min()), int(values.max())):
         if not 0 <= wrong < vocab:
             raise TuneError(
                 f"{name}: {wrong} is no id of a vocabulary of {vocab:,}, by the weight's rows or vocab_size. What is "
