@@ -51,6 +51,7 @@ def main(cfg):
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None
     loss_fn = instantiate(cfg.loss)
+    losses.require_attributes(loss_fn, "rows", "needs_reference", "reward")
     log_probs = losses.LogProbs(cfg.memory.loss_chunk_tokens)
     distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
     datasets.require_batches(

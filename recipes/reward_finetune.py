@@ -40,6 +40,7 @@ def main(cfg):
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None  # the head is trained in full
     loss_fn = instantiate(cfg.loss)
+    losses.require_attributes(loss_fn, "rows")
     distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
     datasets.require_batches(
         cfg.global_batch_size, cfg.micro_batch_size, world.data_size, world.num_stages,

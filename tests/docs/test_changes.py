@@ -139,7 +139,7 @@ def test_losses(reader, run, settings, reference):
     loss_fn = runpy.run_path(str(reader.folder / "my_losses.py"))[kind](value, chunk_tokens=5)
     hidden, weight = torch.randn(2, 8, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
     labels = torch.randint(0, 30, (2, 8)).masked_fill(torch.rand(2, 8) < 0.2, -100)
-    ours = loss_fn(hidden, weight, Batch.of(torch.zeros(2, 8), labels=labels))
+    ours = loss_fn(hidden, weight, Batch.of(torch.zeros(2, 8, dtype=torch.long), labels=labels))
     theirs = reference((hidden @ weight.T)[labels != -100], labels[labels != -100])
     assert math.isclose(ours.item(), theirs.item(), rel_tol=1e-6)
     for one, other in zip(*(torch.autograd.grad(loss, (hidden, weight)) for loss in (ours, theirs)), strict=True):

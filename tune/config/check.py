@@ -288,9 +288,10 @@ def _elsewhere(key: str) -> str:
 
 
 def _is_called_like(component: Any, usual: Any) -> bool:
-    """Whether instances of `component` take the arguments that those of `usual` want."""
+    """Whether instances of `component` take the arguments that a recipe gives those of `usual`: all that have a place,
+    also where `usual` can do without, and those that have none and no default."""
     wanted = inspect.signature(usual.__call__).parameters.values()
-    given = [each for each in wanted if each.default is each.empty]
+    given = [each for each in wanted if each.default is each.empty or each.kind is each.POSITIONAL_OR_KEYWORD]
     named = {each.name: None for each in given if each.kind is each.KEYWORD_ONLY}
     try:
         inspect.signature(component.__call__).bind(*[None] * (len(given) - len(named)), **named)

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from tune.errors import TuneError
 from tune.losses import Rows, normalize
 from tune.models import Decoder, HuggingFaceModel, hf, is_transformers_model
 from tune.tokenizers import Tokenizer
-from tune.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share, UnitInterval, mismatch
+from tune.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share, UnitInterval, checked
 
 PREFILL_TOKENS = 8192  # prompts are read together up to so many tokens
 GenerativeModel = Decoder | HuggingFaceModel
@@ -50,6 +50,7 @@ class SampledRow:
     uniforms: Iterator[float]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
     """Samples completions of prompts from a model.
@@ -84,9 +85,6 @@ class Sampler:
     max_len: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if problem := mismatch(getattr(self, each.name), each.type):
-                raise TuneError(f"{each.name}: {problem}")
         if "" in self.stop_strings:
             raise TuneError(f"stop_strings: none may be empty; found {list(self.stop_strings)}")
         if self.stop_strings and self.decode is None:

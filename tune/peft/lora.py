@@ -15,9 +15,10 @@ from tune.errors import TuneError
 from tune.models import Dispatch, ExpertLinear, grouped_product
 from tune.peft.dropout import THIRD, dropout, mix, prepare_dropout
 from tune.quantization import NF4Weight, Rounding
-from tune.types import Fraction, PositiveFloat, PositiveInt
+from tune.types import Fraction, PositiveFloat, PositiveInt, checked
 
 
+@checked
 @dataclass(frozen=True)
 class LoRA:
     """Which layers get an adapter, of what kind, and which other parameters are trained.
