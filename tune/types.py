@@ -4,6 +4,7 @@ type, and what to tell the user if it does not."""
 import functools
 import inspect
 import json
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
 from numbers import Integral, Real
@@ -63,6 +64,7 @@ def checked(component: C) -> C:
         for name, value in given.items():
             parameter = signature.parameters[name]
             is_one = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            value = os.fspath(value) if isinstance(value, os.PathLike) else value
             if is_one and (problem := mismatch(value, parameter.annotation)):
                 raise TuneError(f"{name}: {problem}")
         return component(*args, **kwargs)

@@ -12,7 +12,7 @@ from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ from tune.distributed import World, current_world, is_ray_worker, report, reshar
 from tune.errors import TuneError, explained
 from tune.files import CHECKPOINT, lock, written_aside
 from tune.lookup import in_shell
-from tune.types import PositiveInt, mismatch
+from tune.types import PositiveInt, checked
 
 # In state.json, of the checkpointer itself.
 OF_ITSELF = {"step", "groups", "best", "optimizer", "updates", "stopped"}
@@ -70,6 +70,7 @@ class Tag(StrEnum):
     TENSOR = "__tensor__"
 
 
+@checked
 class Checkpointer:
     """Saves and restores model, optimizer, schedule and position in the data under `folder`/step-00000500/.
 
@@ -125,10 +126,6 @@ class Checkpointer:
         tasks: Any = None,
         tell: Callable[[str], None] = print,
     ):
-        for name, kind in get_type_hints(Checkpointer.__init__, include_extras=True).items():
-            value = locals().get(name)
-            if problem := mismatch(str(value) if isinstance(value, Path) else value, kind):
-                raise TuneError(f"{name}: {problem}")
         folder, world = Path(folder), current_world(world)
         if not dist.is_initialized():
             world.mesh.size()  # of a process alone: its process group is made with it

@@ -10,7 +10,6 @@ from itertools import chain, islice
 from typing import Any, Literal
 
 from tune.datasets.accounting import NAMES_SHOWN, Accounting
-from tune.datasets.arguments import require_arguments
 from tune.datasets.cache import content_of, hash_of, key_of, prepared
 from tune.datasets.dataset import Dataset, with_mismatched
 from tune.datasets.formats.columns import recognise
@@ -26,14 +25,15 @@ from tune.datasets.workers import available_cores, map_chunks
 from tune.errors import TuneError
 from tune.files import cache_folder
 from tune.lookup import did_you_mean
-from tune.tokenizers import Tokenizer
-from tune.types import Fraction, NonNegativeInt, PositiveInt
+from tune.tokenizers import Tokenizer, require_ours
+from tune.types import Fraction, NonNegativeInt, PositiveInt, checked
 
 Chunks = Callable[[int], Iterator[Chunk]]  # the samples behind the first so many rows
 WINDOW = 8192  # rows of a stream that are shuffled together
 TRUSTED = 1000  # rows from which on the share of bad ones is trusted
 
 
+@checked
 def load(
     tokenizer: Tokenizer,
     path: str,
@@ -85,7 +85,7 @@ def load(
     `streaming` keeps nothing: rows are tokenised while they are read, and shuffled and packed among `shuffle_buffer` of
     them (default: 8,192). Each process does all of that; with "ray", Ray Data tokenises once for all processes.
     """
-    require_arguments(load, locals() | {"path": os.fspath(path)})
+    require_ours(tokenizer)
     path, train_on = os.fspath(path), _plain(train_on)
     if kind != "supervised":
         if train_on != "assistant" or too_long == "split":

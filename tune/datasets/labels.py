@@ -11,11 +11,11 @@ import numpy as np
 from tokenizers import Encoding
 
 from tune.collators import IGNORE, Sample
-from tune.datasets.arguments import require_arguments
 from tune.datasets.formats.content import Chat, Content, Plain, Tokens
 from tune.datasets.formats.messages import ROLES, checked_messages, is_empty_answer
 from tune.errors import TuneError
-from tune.tokenizers import Message, Span, Tokenizer, around_content, require_unicode
+from tune.tokenizers import Message, Span, Tokenizer, around_content, require_ours, require_unicode
+from tune.types import checked
 
 TrainOn = Literal["assistant", "all", "last"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
 
@@ -38,6 +38,7 @@ def learned_roles(train_on: TrainOn) -> Iterable[str]:
     return ROLES if train_on == "all" else ("assistant",)
 
 
+@checked
 def tokenize_conversation(
     tokenizer: Tokenizer,
     messages: list[Message],
@@ -52,7 +53,7 @@ def tokenize_conversation(
     Raises:
         TuneError: a message is none, the tokenizer has no chat template, or its template does not take them.
     """
-    require_arguments(tokenize_conversation, locals())
+    require_ours(tokenizer)
     tokenizer.require_chat_template()
     chat = Chat(checked_messages([*messages], "messages"), tools)
     train_on = train_on if isinstance(train_on, str) else [*train_on]

@@ -390,6 +390,12 @@ class TextStream:
         return self._decode(self._ids[self._start :])[len(before) :]
 
 
+def require_ours(tokenizer: Any) -> None:
+    """Raises TuneError for a tokenizer of transformers."""
+    if hasattr(tokenizer, "save_pretrained"):
+        raise TuneError(f"tokenizer: {type(tokenizer).__name__} is transformers'. Give Tokenizer.of(tokenizer)")
+
+
 def require_unicode(text: str) -> None:
     """Raises TuneError for what no file in UTF-8 can hold."""
     what = "the text holds half of a character pair (a lone \\ud800-\\udfff escape), or bytes that are not UTF-8"
