@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tune.collators import Batch
 from tune.distributed import World, current_world, inference
 from tune.errors import TuneError
-from tune.losses import Rows, normalize
+from tune.losses import VocabularyShard, normalize
 from tune.models import Decoder, HuggingFaceModel, hf, is_transformers_model
 from tune.tokenizers import Tokenizer
 from tune.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share, UnitInterval, checked
@@ -287,7 +287,7 @@ def choose(
     have this probability, `min_p` (Nguyen et al., 2024) those at least so likely in proportion to the most likely: in
     this order, as in transformers. Log-probs are those without these three; with temperature 0, those at temperature 1.
     """
-    ids_of, last = Rows(logits, dim=1), logits.shape[1] - 1
+    ids_of, last = VocabularyShard(logits, dim=1), logits.shape[1] - 1
     own = logits.to_local() if isinstance(logits, DTensor) else logits
     log_probs = _log_softmax(own.float() / (temperature or 1.0), ids_of)
     if temperature == 0:
@@ -304,7 +304,7 @@ def choose(
     return ids[:, 0], ids_of.at(ids, log_probs)[:, 0]
 
 
-def _log_softmax(logits: Tensor, ids_of: Rows) -> Tensor:
+def _log_softmax(logits: Tensor, ids_of: VocabularyShard) -> Tensor:
     if ids_of.group is None:
         return logits.log_softmax(dim=-1)
     shifted = logits.clone()
@@ -312,7 +312,9 @@ def _log_softmax(logits: Tensor, ids_of: Rows) -> Tensor:
     return shifted - normalizer.log()
 
 
-def _kept(log_probs: Tensor, top_k: int | None, top_p: float | None, min_p: float | None, ids_of: Rows) -> Tensor:
+def _kept(
+    log_probs: Tensor, top_k: int | None, top_p: float | None, min_p: float | None, ids_of: VocabularyShard
+) -> Tensor:
     """`log_probs` `[rows, vocab]`, with -inf for what is not among the top."""
     if top_k is not None:
         smallest = ids_of.topk(log_probs, top_k)[0][:, -1:]

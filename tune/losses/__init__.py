@@ -6,7 +6,7 @@ preferences, of policies and of scores take those. Heads are called with hidden 
 a Batch. All but the last take shares of the output weight's rows (`takes_shares`).
 """
 
-from tune.losses.chunks import LOGITS, Rows, normalize, takes_shares
+from tune.losses.chunks import LOGITS, VocabularyShard, normalize, takes_shares
 from tune.losses.divergences import Divergence, ForwardKL, JensenShannon, MostProbable, ReverseKL, Teacher, TopK
 from tune.losses.linear_cross_entropy import LinearCrossEntropy
 from tune.losses.log_probs import LogProbs, TokenLogProbs, per_document

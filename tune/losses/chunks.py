@@ -41,10 +41,12 @@ def default_chunk_tokens(vocab: int, device: str) -> int:
     return SMALL_CHUNK if device == "cpu" else max(SMALL_CHUNK, LOGITS // vocab)
 
 
-class Rows:
-    """The rows of a head's weight that this process has, `count` from `first` on, of those below `size`: all, but for a
-    weight whose rows the processes of a mesh share (a DTensor of `tune.distributed.tensor_parallel`). Of logits, which
-    are shared so too, they are along the last `dim`."""
+class VocabularyShard:
+    """The rows of a head's weight that this process has: `count` rows from `first` on, of `size` in all.
+
+    With tensor parallelism the weight is a DTensor, whose rows the processes of a mesh share. A plain tensor has all
+    rows. Logits are shared in the same way, along their last `dim`.
+    """
 
     def __init__(self, weight: Tensor, size: int | None = None, dim: int = 0):
         mesh = weight.device_mesh if is_dtensor(weight) else None
@@ -53,11 +55,11 @@ class Rows:
         own = weight.to_local() if is_dtensor(weight) else weight
         self.first = self.rank * own.shape[dim]  # each process has as many
         left = (weight.shape[dim] if size is None else size) - self.first
-        self.has_none = left <= 0  # then it has one nevertheless, which counts for nothing
+        self.has_none = left <= 0  # only padding: one row is computed all the same, and masked
         self.count = max(1, min(own.shape[dim], left))
 
     def of(self, logits: Tensor) -> Tensor:
-        """The logits of the own rows, in place."""
+        """`logits` of the own rows, in place: masked if all of these are padding."""
         return logits.fill_(LOWEST) if self.has_none else logits
 
     def of_other(self, weight: Tensor, is_alike: bool) -> Tensor:
@@ -126,7 +128,7 @@ class Rows:
         return self.reduce(torch.where(is_highest, place + self.first, none), dist.ReduceOp.MIN)
 
 
-ALL = Rows(torch.empty(1))
+ALL = VocabularyShard(torch.empty(1))
 
 
 def operands(hidden: Tensor, weight: Tensor, labels: Labels, vocab: int | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,7 +211,7 @@ def chunks_of_logits(
         yield chunk, logits if temperature == 1 else logits.div_(temperature), slope
 
 
-def normalize(logits: Tensor, out: Tensor | None = None, rows: Rows = ALL) -> tuple[Tensor, Tensor, Tensor]:
+def normalize(logits: Tensor, out: Tensor | None = None, rows: VocabularyShard = ALL) -> tuple[Tensor, Tensor, Tensor]:
     """Subtract their maximum from `logits` `[chunk, vocab]` in place. Returns it, their exponentials (in `out`, which
     may be the logits) and the sums of these; both over all processes that share the vocabulary's `rows`.
     """
@@ -220,7 +222,7 @@ def normalize(logits: Tensor, out: Tensor | None = None, rows: Rows = ALL) -> tu
 
 
 def cross_entropy(
-    logits: Tensor, targets: Tensor, out: Tensor | None = None, rows: Rows = ALL
+    logits: Tensor, targets: Tensor, out: Tensor | None = None, rows: VocabularyShard = ALL
 ) -> tuple[Tensor, Tensor]:
     """The sum over a chunk, and the gradient of `logits` `[chunk, vocab]` (in `out`). They change as in `normalize`."""
     target_logits = rows.at(targets, logits)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tune.errors import TuneError
 from tune.losses.chunks import (
-    Rows,
     SumOfChunks,
+    VocabularyShard,
     check_ids,
     chunks_of_logits,
     cross_entropy,
@@ -74,7 +74,7 @@ class MostProbable:
         """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]`; `labels` say which tokens are supervised."""
         if self.k > len(weight):
             raise TuneError(f"k: {self.k} is more than the {len(weight):,} rows of the weight")
-        rows = Rows(weight, self.vocab_size)
+        rows = VocabularyShard(weight, self.vocab_size)
         hidden, weight, _ = operands(hidden, weight, labels, vocab=None)
         values = torch.empty(len(hidden), 2 * self.k + 1, dtype=torch.float32, device=hidden.device)
         inputs = hidden, weight[: rows.count], self.chunk_tokens, softcap
@@ -127,7 +127,7 @@ class Divergence(ABC):
         size = len(weight)
         if isinstance(teacher, TopK) or size != len(teacher.weight):
             size = self.vocab_size or min(size, len(teacher[1]) if isinstance(teacher, Teacher) else size)
-        rows = Rows(weight, size)
+        rows = VocabularyShard(weight, size)
         teachers = None
         if isinstance(teacher, Teacher):
             is_sharded, teachers_is = (is_dtensor(each) for each in (weight, teacher.weight))
@@ -147,7 +147,9 @@ class Divergence(ABC):
 
         return SumOfChunks.apply(hidden, weight[: rows.count], self.chunk_tokens, softcap, of_chunk)
 
-    def _of_chunk(self, logits: Tensor, target: Tensor | TopK, labels: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def _of_chunk(
+        self, logits: Tensor, target: Tensor | TopK, labels: Tensor, rows: VocabularyShard
+    ) -> tuple[Tensor, Tensor]:
         """The sum and the gradient of `logits`."""
         factor = (1 - self.cross_entropy) * self.temperature**2 if self.cross_entropy else 1.0
         if self.cross_entropy:
@@ -166,7 +168,7 @@ class Divergence(ABC):
         of_divergence.add_(gradient, alpha=self.cross_entropy)
         return values.sum() * factor + total * self.cross_entropy, of_divergence
 
-    def _of_buckets(self, student: Distribution, target: TopK, rows: Rows) -> tuple[Tensor, Tensor]:
+    def _of_buckets(self, student: Distribution, target: TopK, rows: VocabularyShard) -> tuple[Tensor, Tensor]:
         """D of the k ids and all others as one, and its gradient: the others share theirs by their probabilities."""
         log_p = rows.at(target.ids, student.log_p)
         others = rows.without(target.ids, student.p)
@@ -214,11 +216,11 @@ class JensenShannon(Divergence):
         return self.beta * of_teacher + weighted.sum(dim=1, keepdim=True), weighted
 
 
-def _distribution(logits: Tensor, rows: Rows) -> Distribution:
+def _distribution(logits: Tensor, rows: VocabularyShard) -> Distribution:
     _, exponentials, normalizer = normalize(logits, rows=rows)
     return Distribution(logits.sub_(normalizer.log()), exponentials.div_(normalizer))
 
 
-def _log_of_sum(p: Tensor, rows: Rows) -> Tensor:
+def _log_of_sum(p: Tensor, rows: VocabularyShard) -> Tensor:
     """`[chunk, 1]`, finite."""
     return rows.reduce(p.sum(dim=1, keepdim=True)).clamp_(min=torch.finfo(p.dtype).tiny).log_()

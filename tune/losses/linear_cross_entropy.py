@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from tune.losses.chunks import Rows, SumOfChunks, cross_entropy, operands
+from tune.losses.chunks import SumOfChunks, VocabularyShard, cross_entropy, operands
 from tune.losses.supervised import Labels
 from tune.types import PositiveInt, checked
 
@@ -36,7 +36,7 @@ class LinearCrossEntropy:
         `labels` are `[rows, seq]`, already shifted, -100 where nothing is supervised (of others: `shift_labels` of
         `tune.collators`), or a Batch, which has them. Raises TuneError: see `operands`.
         """
-        rows = Rows(weight)
+        rows = VocabularyShard(weight)
         hidden, weight, ids = operands(hidden, weight, labels, len(weight))
         if self.accuracy and self.counts is None:
             self.counts = ids.new_zeros(2)

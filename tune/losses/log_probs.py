@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tune.losses.chunks import Gradients, Rows, chunks_of_logits, normalize, operands
+from tune.losses.chunks import Gradients, VocabularyShard, chunks_of_logits, normalize, operands
 from tune.losses.supervised import Labels, documents_of, require_vectors
 from tune.types import PositiveFloat, PositiveInt, checked
 
@@ -39,7 +39,7 @@ class LogProbs:
         """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]`; `labels` as those of `LinearCrossEntropy`. `softcap`
         bounds logits by tanh, before `temperature` divides them."""
         options = self.chunk_tokens, softcap, self.temperature
-        rows = Rows(weight)
+        rows = VocabularyShard(weight)
         return TokenLogProbs(*_LogProbs.apply(*operands(hidden, weight, labels, len(weight)), rows, options))
 
 
@@ -57,7 +57,7 @@ def per_document(values: Tensor, labels: Labels) -> Tensor:
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: Rows,
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: VocabularyShard,
         options: tuple[int | None, float | None, float],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         gradients = Gradients(hidden, weight, of_hidden=ctx.needs_input_grad[0], of_weight=False)
@@ -100,6 +100,6 @@ class _LogProbs(torch.autograd.Function):
         return grad_hidden, gradients.weight.to(weight.dtype), None, None, None
 
 
-def _grad_logits(probabilities: Tensor, targets: Tensor, rows: Rows) -> Tensor:
+def _grad_logits(probabilities: Tensor, targets: Tensor, rows: VocabularyShard) -> Tensor:
     """That of the target's log-prob, in place of `probabilities` `[chunk, vocab]`."""
     return rows.add_at(targets, probabilities.neg_(), 1.0)
