@@ -38,7 +38,7 @@ from tune.losses import (
     kl_estimate,
     per_document,
 )
-from tune.losses.chunks import Rows
+from tune.losses.chunks import VocabularyShard
 from tune.optimizers import cosine, linear
 from tune.peft import LoRA
 
@@ -258,7 +258,7 @@ def test_labels_beyond_the_ids_that_both_vocabularies_have(tokens, labels):
 def test_labels_beyond_the_vocabulary_are_nan_where_they_are_not_checked():
     """On a GPU a check would wait for the device."""
     logits = torch.randn(3, 5)
-    found = Rows(torch.empty(5, 2)).at(torch.tensor([[4], [5], [-1]]), logits)
+    found = VocabularyShard(torch.empty(5, 2)).at(torch.tensor([[4], [5], [-1]]), logits)
     assert found[0] == logits[0, 4] and found[1:].isnan().all()
 
 
