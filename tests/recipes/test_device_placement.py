@@ -58,6 +58,10 @@ SETTINGS = {
         "rounded, DoRA": ["quantization.qat=fp8", "adapter.dora=true"],
         "NF4, DoRA": ["quantization.weights=nf4", "adapter.dora=true", "adapter.dropout=0.1"],
     },
+    "pipeline_finetune": {
+        "one stage": [],
+        "one stage, an adapter": ["adapter={_component_: tune.peft.adapter, dropout: 0.1}", "quantization.weights=nf4"],
+    },
     "distill": {
         "forward KL": ["teacher.path=${model.path}"],
         "mixed": ["teacher.path=${model.path}", "loss.cross_entropy=0.5", "loss.temperature=2"],

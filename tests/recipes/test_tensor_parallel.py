@@ -45,18 +45,19 @@ def measured(run):
     return [line[name] for line in lines for name in MEASURED if name in line]
 
 
-def assert_one_curve(recipe, common, variants, layouts, count, folder, names=None):
+def assert_one_curve(recipe, common, variants, layouts, count, folder, names=None, alone=None):
     """Each of `variants` in each of `layouts`, or in those that `names` has for it, on `count` processes, against one
-    process."""
+    process, which runs the recipe `alone` where it is another."""
     pairs = [(name, layout) for name in variants for layout in (names[name] if names else layouts)]
-    main = importlib.import_module(recipe).main
+    alone = alone or recipe
+    main = importlib.import_module(alone).main
     for name, overrides in variants.items():
-        main(config.load(recipe, [*common, *overrides, f"output_dir={folder / 'alone' / name}"]))
+        main(config.load(alone, [*common, *overrides, f"output_dir={folder / 'alone' / name}"]))
     shared = {f"{name}, {layout}": [*variants[name], *layouts[layout]] for name, layout in pairs}
     run_processes(RUN_VARIANTS, count, recipe, str(folder), json.dumps(common), json.dumps(shared))
-    alone = {name: measured(folder / "alone" / name) for name in variants}
+    expected = {name: measured(folder / "alone" / name) for name in variants}
     for name, layout in pairs:
-        assert measured(folder / f"{name}, {layout}") == pytest.approx(alone[name], rel=1e-5), (name, layout)
+        assert measured(folder / f"{name}, {layout}") == pytest.approx(expected[name], rel=1e-5), (name, layout)
 
 
 LAYOUTS = {
