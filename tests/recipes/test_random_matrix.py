@@ -112,13 +112,11 @@ OF_ADAPTERS = [
 OF_ROWS = [
     [["max_seq_len=128"], ["max_seq_len=93", "dataset.too_long=truncate"]],
     [[], ["packed=true"]],
-    [["max_grad_norm=null"], ["max_grad_norm=0.3"], ["max_grad_norm=null", "optimizer_in_backward=true"]],
+    [["max_grad_norm=null"], ["max_grad_norm=0.3"]],
     [[], ["validation_dataset.path={validated}", "validate_every=1"]],
 ]
 # What is refused always, and would take half of the draws.
 NOT_TOGETHER = [
-    ("optimizer_in_backward=true", "memory.cpu_offload=true"),
-    ("optimizer_in_backward=true", "parallel.pp=2"),
     ("parallel.pp=2", "parallel.zero_stage=3"),
     ("parallel.pp_schedule=zero_bubble", "memory.activation_checkpointing=selective"),
     ("parallel.pp_schedule=zero_bubble", "memory.activation_checkpointing=full"),
@@ -155,8 +153,7 @@ def drawn_by(draw):
     if trained == "all" and OFF in settings:
         settings.remove(OFF)
     rows = ROWS if layout.startswith(("cp", "tp")) else ROWS // 2  # at most, of a process
-    if "optimizer_in_backward=true" not in settings:
-        rows = draw.choice([each for each in (1, 2, 4, 8) if each <= rows])
+    rows = draw.choice([each for each in (1, 2, 4, 8) if each <= rows])
     shared = [*LAYOUTS[layout], *(draw.choice(SCHEDULES) if layout == "pp" else []), *one_of_each(OF_LAYOUTS)]
     shared += [f"micro_batch_size={rows}", "parallel.timeout=5"]
     recipes = recipe, "pipeline_finetune" if layout == "pp" else recipe
