@@ -73,7 +73,7 @@ def main(cfg):
     data = datasets.PromptLoader(dataset, cfg.prompts_per_step, cfg.epochs, max_steps=cfg.max_steps, seed=cfg.seed)
     longest = cfg.max_prompt_len + sampler.max_new_tokens
     pad_to = longest if cfg.compile else None  # batches of one shape
-    evaluator = evaluation.Evaluator(run, model, tokenizer, world, **cfg.evaluate)
+    evaluator = instantiate(cfg.evaluate, run, model, tokenizer, world)
     run.describe_prompts(
         model, data, sampler, longest=longest, samples=cfg.samples_per_prompt, micro_batch_size=cfg.micro_batch_size,
         dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,

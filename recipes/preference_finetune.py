@@ -70,7 +70,7 @@ def main(cfg):
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
         seed=cfg.seed, pad_to=pad_to,
     )  # fmt: skip
-    evaluator = evaluation.Evaluator(run, model, tokenizer, world, **cfg.evaluate)
+    evaluator = instantiate(cfg.evaluate, run, model, tokenizer, world)
     run.describe(
         model, data, tokenizer, validation, base=cfg.model.path, dtype=cfg.dtype, master_dtype=cfg.master_dtype,
         compile=cfg.compile, activation_checkpointing=cfg.memory.activation_checkpointing,

@@ -104,7 +104,7 @@ def test_each_setting_renamed(recipe: str, here: Path, capsys: pytest.CaptureFix
 
 DELETED = {  # of a group: its lines in the script, without it
     "profiler": [(", profiler=cfg.profiler", "")],
-    "evaluate": [(", **cfg.evaluate)", ")")],
+    "evaluate": [("instantiate(cfg.evaluate, run,", "evaluation.Evaluator(run,")],
     "memory": [
         ("compile=cfg.compile, activation_checkpointing=cfg.memory.activation_checkpointing,", "compile=cfg.compile,"),
         ("        activation_checkpointing=cfg.memory.activation_checkpointing,\n", ""),

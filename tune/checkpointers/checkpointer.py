@@ -346,7 +346,7 @@ class Checkpointer:
             self.best.values = {each: value for each, value in self.best.values.items() if self._has(each, step)}
         if step == saved:
             self._renew_notes(step)
-            self._settled(step, (self.best.value, self.best.step))
+            self._completed(step, (self.best.value, self.best.step))
             return
         self.unwritten = ""
         self.writing, best = step, (self.best.value, self.best.step)
@@ -384,12 +384,12 @@ class Checkpointer:
                 raise TuneError(
                     f"the checkpoint of step {step} could not be written: {cause_of(error)}. {kept}."
                 ) from error
-            self._settled(step, best)
+            self._completed(step, best)
 
         if self.asynchronous:
             self.pending = self.background.submit(write)
         else:  # in this thread, whose device is that of the tensors
-            self._settle(write)
+            self._finish_writing(write)
         if wait:
             self._written()
 
@@ -474,10 +474,10 @@ class Checkpointer:
     def _collect(self) -> None:
         if self.pending is not None:
             pending, self.pending = self.pending, None
-            self._settle(pending.result)
+            self._finish_writing(pending.result)
 
-    def _settle(self, result: Callable[[], None]) -> None:
-        """If the checkpoint could not be written, that is told or raised."""
+    def _finish_writing(self, result: Callable[[], None]) -> None:
+        """Call `result`, which raises if the checkpoint could not be written: with `on_error="retry"` report it."""
         try:
             result()
         except TuneError as error:
@@ -503,8 +503,8 @@ class Checkpointer:
             with written_aside(complete, folder=True) as unfinished:
                 shutil.copytree(before, unfinished, copy_function=_link, dirs_exist_ok=True)
 
-    def _settled(self, step: int, best: tuple[float, int]) -> None:
-        """The checkpoint of a step is complete: remove those that are not to be kept."""
+    def _completed(self, step: int, best: tuple[float, int]) -> None:
+        """The checkpoint of a step is complete: remove older ones beyond `keep`, apart from the best."""
         self.saved, self.best.kept = step, best
         if self.tidies and self.keep:
             kept = {*sorted(self.folder.glob(CHECKPOINT))[-self.keep :], self.folder / f"step-{best[1]:08d}"}

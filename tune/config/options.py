@@ -29,31 +29,30 @@ TYPES: list[tuple[Any, str]] = [
     (
         PositiveInt,
         "max_seq_len global_batch_size micro_batch_size max_prompt_len prompts_per_step updates max_turns "
-        "samples_per_prompt evaluate.max_new_tokens on_policy.max_new_tokens parallel.dp_replicate parallel.cp "
+        "samples_per_prompt on_policy.max_new_tokens parallel.dp_replicate parallel.cp "
         "parallel.tp parallel.ep parallel.pp logger.console_every profiler.steps",
     ),
     (
         PositiveInt | None,
-        "max_steps validate_every evaluate.every batch_size max_length teacher.top_k parallel.pp_virtual "
+        "max_steps validate_every batch_size max_length teacher.top_k parallel.pp_virtual "
         "memory.loss_chunk_tokens profiler.start",
     ),
     (Epochs, "epochs"),
     (NonNegativeInt, "seed dynamic_sampling"),
-    (NonNegativeInt | None, "num_fewshot evaluate.num_fewshot"),
+    (NonNegativeInt | None, "num_fewshot"),
     (Annotated[int, Range("an integer from 2: completions of a prompt are compared", lambda x: x > 1)], "group_size"),
     (PositiveFloat, "sampling.temperature value_clip parallel.timeout"),
-    (PositiveFloat | None, "limit evaluate.limit max_grad_norm"),
-    (NonNegativeFloat, "evaluate.temperature kl value_weight"),
+    (PositiveFloat | None, "limit max_grad_norm"),
+    (NonNegativeFloat, "kl value_weight"),
     (Rate, "optimizer.lr optimizer.weight_decay"),
     (Fraction, "optimizer.momentum"),
     (UnitInterval, "gae_lambda on_policy.share"),
     (
         str | None,
-        "output_dir include_path evaluate.include_path chat_template out evaluate.prompts environment "
-        "logger.wandb.project logger.wandb.name",
+        "output_dir include_path chat_template out environment logger.wandb.project logger.wandb.name",
     ),
     (str, "reference model.path teacher.path"),
-    (list[str], "tasks evaluate.tasks adapters"),
+    (list[str], "tasks adapters"),
     (str | list | dict, "score"),
     (str | list | dict | None, "reward"),
     (dict | None, "adapter"),

@@ -1,6 +1,6 @@
 """What is measured of a model as its training goes on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from tune.distributed import World
 from tune.evaluation.tasks import Tasks, metrics
 from tune.generation import Sampler, answer
 from tune.tokenizers import Tokenizer
+from tune.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 @dataclass
@@ -40,18 +41,18 @@ class Evaluator:
         tokenizer: Tokenizer,
         world: World,
         *,
-        every: int | None = None,
-        tasks: Sequence[str] = (),
+        every: PositiveInt | None = None,
+        tasks: list[str] | None = None,
         include_path: str | None = None,
-        limit: float | None = None,
-        num_fewshot: int | None = None,
+        limit: PositiveFloat | None = None,
+        num_fewshot: NonNegativeInt | None = None,
         apply_chat_template: bool = False,
         prompts: str | None = None,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
+        max_new_tokens: PositiveInt = 128,
+        temperature: NonNegativeFloat = 0.0,
     ):
         how = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
-        self.tasks = Tasks(tasks, tokenizer, include_path, model=model, group="evaluate.", **how)  # type: ignore[arg-type]
+        self.tasks = Tasks(tasks or [], tokenizer, include_path, model=model, group="evaluate.", **how)  # type: ignore[arg-type]
         self.prompts = open_prompts(tokenizer, placed_rows(prompts, "evaluate.prompts")) if prompts else []
         self.run, self.model, self.tokenizer, self.world = run, model, tokenizer, world
         self.sampler = Sampler(

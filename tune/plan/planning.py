@@ -128,7 +128,7 @@ class Job:
         self.states = states / max(1, trained)
         self.checkpoint_gib = kept + states / GIB
         every, last, self.copies = cfg.checkpointer.every, cfg.max_steps, ""
-        if cfg.checkpointer.get("async"):
+        if cfg.checkpointer.get("async", True):
             self.copies = "beside" if every and not (last and last <= every) else "end"
         # By rows, the sizes of (tp, cp, ep), checkpointing, whether FSDP has nothing to do, whether it accumulates, and
         # the number of the subject.
@@ -230,7 +230,7 @@ class Job:
         """Bytes by part and seconds of the completions of a step, which are all as long as they may be."""
         prompts, new = self._prompts(layout), self.cfg.sampling.max_new_tokens
         samples = prompts * self.cfg.group_size
-        rows = min(self.cfg.sampling.max_rows, samples)
+        rows = min(self.cfg.sampling.get("max_rows", 64), samples)
         axes, last = (layout.tp, layout.cp, layout.ep), len(self.subjects) - 1
         read, sampled = (self.trace(rows, axes, "none", plain, False, number) for number in (last - 1, last))
         forwards = (read, -(-prompts // read_together(self.cfg, rows))), (sampled, -(-samples // rows) * new)

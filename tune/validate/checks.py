@@ -369,8 +369,8 @@ def _data(
                 given[key] |= {"_component_": LOADED[0], "streaming": True}
     if "evaluate" in cfg and world:
         for other, nothing in (("tasks", []), ("prompts", None)):  # both are told, not the first that is wrong
-            asked = {**cfg.evaluate, other: nothing}
-            found = told("evaluate", evaluation.Evaluator, None, model, tokenizer, world, **asked)
+            asked = cfg.evaluate | {other: nothing}
+            found = told("evaluate", instantiate, asked, None, model, tokenizer, world)
             if found and found.tasks:
                 told("checkpointer", Best, cfg.checkpointer.get("keep_best"), None, found.tasks.higher_is_better)
     if "max_prompt_len" in cfg:
