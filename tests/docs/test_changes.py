@@ -118,6 +118,22 @@ def test_samples_leave_the_training_alone(reader, run, dtype):
     assert [line["loss"] for line in logged(sampled)] == [line["loss"] for line in logged(plain)]
 
 
+def test_updates_in_the_backward(reader, run):
+    """The losses and weights of a step after it, bitwise; a run goes on with the other, and `max_grad_norm` is gone."""
+    reader.follow("```\ntune cp full_finetune mine.py\n```\n")
+    plain = run("max_grad_norm=null", "micro_batch_size=8", folder="plain")
+    (reader.folder / "mine.py").unlink(), (reader.folder / "mine.yaml").unlink()
+    follow(reader, "Update each parameter in the backward")
+    changed = run("micro_batch_size=8", folder="changed")
+    resumed = run("micro_batch_size=8", f"resume={plain / 'checkpoints' / 'step-00000002'}", folder="resumed")
+    losses = [[line["loss"] for line in logged(folder)] for folder in (plain, changed, resumed)]
+    assert losses[1] == losses[0] and losses[2] == losses[0][2:]
+    for folder in (changed, resumed):
+        torch.testing.assert_close(exported(folder), exported(plain), rtol=0, atol=0)
+    with pytest.raises(SystemExit):
+        run("micro_batch_size=8", "max_grad_norm=1", folder="clipped")
+
+
 SMOOTHED = functools.partial(F.cross_entropy, label_smoothing=0.2, reduction="sum")
 
 

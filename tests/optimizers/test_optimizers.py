@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tune import distributed
@@ -194,6 +196,26 @@ def test_updates_in_backward_are_those_of_a_step(make):
             assert in_backward.norm() == 0
     assert_equal(models[1].state_dict(), models[0].state_dict())
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+def test_a_second_backward_before_the_norm_is_refused():
+    """The first one has updated the parameters: gradients do not add up."""
+    model = Model()
+    in_backward = InBackward(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.arange(5)).sum().backward()
+    in_backward.norm()
+    model(torch.arange(5)).sum().backward()
+    with pytest.raises(TuneError, match=r"global_batch_size: .*micro_batch_size"):
+        model(torch.arange(5)).sum().backward()
+
+
+def test_parameters_that_a_gpu_keeps_on_the_host_are_refused(monkeypatch):
+    distributed.init("cpu")
+    model = fully_shard(Model(), mesh=init_device_mesh("cpu", (1,)))
+    InBackward(torch.optim.SGD(model.parameters(), lr=0.1))
+    monkeypatch.setattr(DeviceMesh, "device_type", property(lambda mesh: "cuda"))
+    with pytest.raises(TuneError, match=r"memory\.cpu_offload"):
+        InBackward(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 @pytest.mark.slow

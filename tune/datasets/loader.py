@@ -45,16 +45,15 @@ class DataLoader:
 
     The rows of a step are a function of (seed, epoch) alone; ranks and micro-batches only divide them. The rows of one
     step are sorted by length so that those of a micro-batch are alike; the last step of an epoch may have fewer rows,
-    but every rank gets the same number of micro-batches: one, or a TuneError, unless `accumulate`. A stream has no
-    epochs: it needs `max_steps`. A fraction of an epoch is its first steps. `pad_to` is that of `collate`. A batch is
-    made while the one before it is used. Of `world` only `data_rank` and `data_size` are read; None is
-    `tune.distributed.current_world()`.
+    but every rank gets the same number of micro-batches. A stream has no epochs: it needs `max_steps`. A fraction of an
+    epoch is its first steps. `pad_to` is that of `collate`. A batch is made while the one before it is used. Of `world`
+    `data_rank`, `data_size` and `device` are read; None is `tune.distributed.current_world()`.
     """
 
     def __init__(
         self, dataset: Dataset | Mixture | Stream, world: "World | None" = None, global_batch_size: int = 16,
         micro_batch_size: int = 1, *, epochs: float = 1, max_steps: int | None = None, seed: int = 0,
-        accumulate: bool = True, pad_to: int | None = None,
+        pad_to: int | None = None,
     ) -> None:  # fmt: skip
         world = _world(world)
         self.dataset, self.world, self.seed, self.pad_to = dataset, world, seed, pad_to
@@ -77,7 +76,7 @@ class DataLoader:
             self.steps_per_epoch = -(-len(dataset) // global_batch_size)
             whole = steps_of(epochs, self.steps_per_epoch)
             self._steps = whole if max_steps is None else min(whole, max_steps)
-        require_batches(global_batch_size, micro_batch_size, world.data_size, accumulate=accumulate)
+        require_batches(global_batch_size, micro_batch_size, world.data_size)
         self._step, self._position = 0, Position()
 
     def __len__(self) -> int:
@@ -192,11 +191,9 @@ def _micro_batches(
         yield collate([*map(data.row, mine), *([[]] * missing)], pad_to, data.columns)
 
 
-def require_batches(
-    global_batch_size: int, micro_batch_size: int, ranks: int, stages: int = 1, *, accumulate: bool = True
-) -> None:
-    """Raises TuneError if a global batch is not a number of micro-batches on each of the data-parallel `ranks` (one,
-    unless `accumulate`), or these are fewer than the `stages` of a pipeline."""
+def require_batches(global_batch_size: int, micro_batch_size: int, ranks: int, stages: int = 1) -> None:
+    """Raises TuneError if a global batch is not a number of micro-batches on each of the data-parallel `ranks`, or if
+    there are fewer of them than `stages` of a pipeline."""
     together = ranks * micro_batch_size
     if stages * together > global_batch_size and global_batch_size % together == 0:
         raise TuneError(
@@ -204,18 +201,13 @@ def require_batches(
             f"some always wait. Set global_batch_size to {stages * together} or more, or parallel.pp or "
             "micro_batch_size lower"
         )
-    if global_batch_size == together or (accumulate and global_batch_size % together == 0):
+    if global_batch_size % together == 0:
         return
-    wrong, fitting = "is not a multiple of", [together]
     micro = [size for size in range(1, global_batch_size) if global_batch_size % (ranks * size) == 0]
-    if accumulate:
-        below = global_batch_size // together * together
-        fitting = [size for size in (below, below + together) if size]
-    else:
-        wrong = "with optimizer_in_backward=true, which updates in the one backward of a step, must be"
-        micro = [global_batch_size // ranks] if global_batch_size % ranks == 0 else []
+    below = global_batch_size // together * together
+    fitting = [size for size in (below, below + together) if size]
     others = f", or micro_batch_size to {', '.join(map(str, micro))}" if micro else ""
     raise TuneError(
-        f"global_batch_size={global_batch_size} {wrong} {together} (micro_batch_size={micro_batch_size} x {ranks} "
-        f"data-parallel processes). Set global_batch_size to {' or '.join(map(str, fitting))}{others}"
+        f"global_batch_size={global_batch_size} is not a multiple of {together} (micro_batch_size={micro_batch_size} x "
+        f"{ranks} data-parallel processes). Set global_batch_size to {' or '.join(map(str, fitting))}{others}"
     )

@@ -144,24 +144,42 @@ class InBackward:
     """Registers hooks by which `optimizer` updates each parameter as soon as its gradient is complete, then frees the
     gradient. `optimizer.step()` then has nothing to do; learning rates and state stay in the optimizer.
 
-    There must be one backward per optimizer step. Gradients cannot be clipped: the norm is known after the updates.
+    There must be one backward between two calls of `norm`: another one raises a TuneError. Gradients cannot be clipped:
+    the norm is known after the updates.
+
+    Raises:
+        TuneError: FSDP keeps the parameters of a GPU in host memory, where gradients arrive after the hooks.
     """
 
     def __init__(self, optimizer: Optimizer):
         self.optimizer = optimizer
         self.squares: dict[object, Tensor] = {}  # of gradients, by how processes share these
+        self.updated: set[int] = set()  # ids of the parameters that have been updated since the last call of norm
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
+                if isinstance(parameter, DTensor) and _is_offloaded(parameter):
+                    raise TuneError(
+                        "memory.cpu_offload=true: gradients are still on their way to the host when InBackward reads "
+                        "them. Set it to false, or update in optimizer.step()"
+                    )
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._update, index))
 
     def norm(self) -> Tensor:
         """The norm of all gradients since the last call. A collective: all processes must call it."""
         squares = list(self.squares.values())
         self.squares.clear()
+        self.updated.clear()
         return norm_of_squares(squares)
 
     def _update(self, index: int, parameter: Tensor) -> None:
         assert parameter.grad is not None
+        if id(parameter) in self.updated:
+            raise TuneError(
+                "global_batch_size: a parameter has a second gradient in one step, and InBackward has updated it by "
+                "the first one. A step must have one micro-batch: set micro_batch_size to global_batch_size divided "
+                "by the number of data-parallel processes. In a loop of your own, call norm() once a step"
+            )
+        self.updated.add(id(parameter))
         layout = layout_of(parameter.grad)
         square = sum_of_squares([parameter.grad])
         self.squares[layout] = self.squares[layout] + square if layout in self.squares else square
@@ -170,3 +188,7 @@ class InBackward:
         self.optimizer.step()
         self.optimizer.param_groups = groups
         parameter.grad = None
+
+
+def _is_offloaded(parameter: DTensor) -> bool:
+    return parameter.to_local().device.type == "cpu" != parameter.device_mesh.device_type
