@@ -41,6 +41,13 @@ from tune.plan import layout_of
 from tune.run import Run
 
 
+def advantages(rewards, baseline):
+    """What each completion of a prompt is worth compared with the others: `rewards` `[group]` -> `[group]`."""
+    if baseline == "leave_one_out":
+        return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
+    return rewards - rewards.mean()
+
+
 @config.entrypoint("grpo")
 def main(cfg):
     world = distributed.init(cfg.device, **layout_of(cfg.parallel, cfg))
@@ -54,19 +61,26 @@ def main(cfg):
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None
     rewards = [generation.Reward(*each) for each in instantiate_weighted(cfg.reward)]
-    loss_fn = instantiate(cfg.loss)
-    log_probs = losses.LogProbs(cfg.memory.loss_chunk_tokens, cfg.sampling.temperature)
-    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
+    policy_loss = instantiate(cfg.loss)  # of log-probs, by token
+    head = losses.LogProbs(cfg.memory.loss_chunk_tokens, cfg.sampling.temperature)  # the model calls it with its head
+    execution = {  # how the model is held and computed
+        "dtype": cfg.dtype, "master_dtype": cfg.master_dtype, "compile": cfg.compile,
+        "activation_checkpointing": cfg.memory.activation_checkpointing,
+        "activation_offload": cfg.memory.activation_offload, "cpu_offload": cfg.memory.cpu_offload,
+    }  # fmt: skip
+    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # fails before the data are prepared
 
     tokenizer = instantiate(cfg.tokenizer)
-    is_start = cfg.reference in (None, "adapter_off")  # the reference is the model before the first step
-    has_own_reference = cfg.kl and not (is_start and lora)
+    # The reference is the model before the first step, or a checkpoint. An adapter can be set back to its start; where
+    # all parameters are trained, or for a checkpoint, it is a second model.
+    is_start = cfg.reference in (None, "adapter_off")  # with adapter.path, adapter_off is refused in the settings
+    has_own_reference = cfg.kl > 0 and not (is_start and lora)
     reference_path = cfg.model.path if is_start else cfg.reference
     if has_own_reference:
-        checkpointers.require_frozen("reference", reference_path, tokenizer)  # what is wrong with it is told now
+        checkpointers.require_frozen("reference", reference_path, tokenizer)  # report problems now
     sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)
     dataset = instantiate(cfg.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len)
-    environment = locate(cfg.environment) if cfg.environment else None
+    environment = locate(cfg.environment) if cfg.environment else None  # a class: one object for each episode
     held_out, reading = cfg.validation_dataset, inherited(cfg.validation_dataset, cfg.dataset)
     validation = []
     if held_out.path:
@@ -74,74 +88,69 @@ def main(cfg):
     generation.check_prompts(model, sampler, [*dataset.prompts, *validation], environment)
     data = datasets.PromptLoader(dataset, cfg.prompts_per_step, cfg.epochs, max_steps=cfg.max_steps, seed=cfg.seed)
     longest = cfg.max_prompt_len + sampler.max_new_tokens
-    pad_to = longest if cfg.compile and not environment else None  # batches of one shape
+    pad_to = longest if cfg.compile and not environment else None  # one shape, for compiled blocks; turns have no bound
     evaluator = instantiate(cfg.evaluate, run, model, tokenizer, world)
     run.describe_prompts(
         model, data, sampler, longest=longest, samples=cfg.group_size, micro_batch_size=cfg.micro_batch_size,
-        dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
-        activation_checkpointing=cfg.memory.activation_checkpointing,
-        merged=cfg.model.path if cfg.export.merge else None, keep=cfg.checkpointer.get("keep"),
+        merged=cfg.model.path if cfg.export.merge else None, keep=cfg.checkpointer.get("keep"), **execution,
     )  # fmt: skip
     if adapted:
         run.info(adapted.table())
 
-    distributed.parallelize(
-        model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
-        activation_checkpointing=cfg.memory.activation_checkpointing,
-        activation_offload=cfg.memory.activation_offload, cpu_offload=cfg.memory.cpu_offload,
-    )  # fmt: skip
+    distributed.parallelize(model, world, **execution)
     weights.load(model)
     peft.start(model, lora, cfg.seed)
-    checkpointers.check(model)
+    checkpointers.check_forward(model)
     frozen = checkpointers.load_frozen(reference_path, world, cfg.dtype)[0] if has_own_reference else model
     before_training = peft.Reference(model, None if has_own_reference else lora)
 
     def reference(batch):
         """Log-probs of the supervised tokens under the frozen reference."""
         with torch.no_grad(), before_training.restored():
-            return frozen(batch, log_probs).log_probs
+            return frozen(batch, head).log_probs
 
-    def sample(prompts, step, sampler=sampler, samples=cfg.group_size):
+    def roll_out(prompts, step, sampler=sampler, samples=cfg.group_size):
+        """For each of this rank's prompts a group of episodes: completions with their rewards."""
         return generation.rollout(
             model, sampler, tokenizer, prompts, rewards, world, samples=samples, step=step,
             environment=environment, max_turns=cfg.max_turns,
         )  # fmt: skip
 
     def sample_live(prompts, step):
-        """With dynamic sampling, other groups in the place of those whose rewards are all equal."""
-        groups = sample(prompts, step)
+        """Up to `dynamic_sampling` times, replace groups whose rewards are all equal with groups of other prompts."""
+        groups = roll_out(prompts, step)
         for _ in range(cfg.dynamic_sampling):
             live = [group for group in groups if generation.is_live(group)]
             dead = world.fetch(groups=world.sum(len(groups) - len(live)))["groups"]
             if not dead:
                 break
-            groups = live + sample(data.draw(int(dead)), step)
+            groups = live + roll_out(data.draw(int(dead)), step)  # moves the position in the data
         return groups
 
     def with_advantages(group):
-        """The samples of a group that are trained on."""
-        values = torch.tensor([episode.reward for episode in group], dtype=torch.float64)
-        others = (values.sum() - values) / (len(group) - 1)
-        baseline = others if cfg.baseline == "leave_one_out" else values.mean()
-        pairs = zip(group, (values - baseline).tolist(), strict=True)
+        """The rows of a group that are trained on, with an advantage each; none if all rewards are equal."""
+        if not generation.is_live(group):
+            return []
+        rewards_of_group = torch.tensor([episode.reward for episode in group], dtype=torch.float64)
+        pairs = zip(group, advantages(rewards_of_group, cfg.baseline).tolist(), strict=True)
         kept = [pair for pair in pairs if not (cfg.mask_truncated and pair[0].finish != "stop")]
-        return [episode.sample(advantage) for episode, advantage in kept] if generation.is_live(group) else []
+        return [episode.sample(advantage) for episode, advantage in kept]
 
     def measure(batch):
-        """The loss of a micro-batch's tokens, and metrics: sums, and of how many they are."""
+        """The loss and other metrics of a micro-batch's sampled tokens, as (sum, count) each."""
         anchor = reference(batch) if cfg.kl else None
-        found = model(batch, log_probs)
-        advantages, sampled = losses.of_tokens("advantage", batch), losses.of_tokens("sampled", batch)
-        loss, clipped = loss_fn(found.log_probs, sampled, advantages, batch)
-        measured = {"entropy": found.entropies, "clipped_share": clipped.float()}
-        measured["mismatch_kl"] = losses.kl_estimate(sampled, found.log_probs.detach())
+        policy = model(batch, head)  # log-probs and entropies, [tokens]
+        advantage, sampled = losses.of_tokens("advantage", batch), losses.of_tokens("sampled", batch)  # [tokens]
+        loss, clipped = policy_loss(policy.log_probs, sampled, advantage, batch)  # [tokens]
+        measured = {"entropy": policy.entropies, "clipped_share": clipped.float()}
+        measured["mismatch_kl"] = losses.kl_estimate(sampled, policy.log_probs.detach())
         if anchor is not None:
-            measured["kl"] = losses.kl_estimate(found.log_probs, anchor)
+            measured["kl"] = losses.kl_estimate(policy.log_probs, anchor)
             loss = loss + cfg.kl * measured["kl"]
         return {name: losses.sum_and_count(values) for name, values in {"loss": loss, **measured}.items()}
 
     def validate():
-        groups = sample(validation, 0, replace(sampler, temperature=0), 1)
+        groups = roll_out(validation, 0, replace(sampler, temperature=0), 1)  # greedy: the step does not matter
         means = evaluation.means(generation.statistics(groups, rewards, environment), world)
         return world.fetch(**{f"validation_{name}": value for name, value in means.items()})
 
@@ -154,13 +163,13 @@ def main(cfg):
         cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
         data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluator.tasks,
     )  # fmt: skip
-    start = checkpointer.resume(run.resume)  # cfg.resume, as all ranks see it
+    start = checkpointer.resume(run.resume)  # cfg.resume, or "auto" after a restart by the launcher
 
-    with run:  # closes its files and loggers, however the training ends
+    with run:  # closes its files, loggers and process group, however the training ends
         steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
         if start == 0:
             evaluator(0)
-        for step, prompts in steps:  # until Ctrl-C: then a checkpoint is saved
+        for step, prompts in steps:  # ends after Ctrl-C, when a checkpoint is saved
             with run.timed("rollout_seconds"):
                 rollout = sample_live(prompts, step)
             samples = [each for group in rollout for each in with_advantages(group)]
@@ -172,24 +181,27 @@ def main(cfg):
                 **{name: world.sum(count) for name, count in generation.counts(rollout, environment).items()},
                 **evaluation.means(generation.statistics(rollout, rewards, environment), world),
             )
-            for _ in range(cfg.updates if batch.num_supervised else 0):  # nothing to learn from dead groups
+            # Updates on the same samples, whose last one is logged. Without any, all groups were dead.
+            for _ in range(cfg.updates if batch.num_supervised else 0):
                 totals: dict[str, torch.Tensor] = {}
                 for micro_batch, is_last in batch:
                     distributed.set_gradient_sync(model, is_last)
                     measured = measure(micro_batch)
-                    loss = measured["loss"][0] / batch.num_supervised
+                    loss_sum, _ = measured["loss"]
+                    loss = loss_sum / batch.num_supervised
                     loss.backward()
                     evaluation.add(totals, measured)
                 grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-                found = evaluation.routing(model, world) | evaluation.means(totals, world)
-                metrics |= world.fetch(grad_norm=grad_norm, **found)
+                metrics |= world.fetch(
+                    grad_norm=grad_norm, **evaluation.routing(model, world), **evaluation.means(totals, world)
+                )
                 if checkpointer.accepts(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):
                     optimizer.step()
                 optimizer.zero_grad()
                 if checkpointer.refused:
-                    break  # the next update would be of the same, and after a rollback of other weights' completions
+                    break  # another update would use the same batch; after a rollback, one of other weights' samples
             metrics |= optimizers.learning_rates(optimizer)
-            schedule.step()  # after each step, also one of dead groups: the rate ends where it should
+            schedule.step()  # even if all groups are dead, so that the schedule reaches its end
 
             metrics |= evaluator(step)
             run.append("samples.jsonl", [episode.record(step) for group in rollout for episode in group])
@@ -202,7 +214,7 @@ def main(cfg):
                 f"reward: no completion of {len(data)} steps could be learned from: the rewards of a group were equal"
                 f"{left_out}. The model has not changed and is not exported. Use other prompts or a finer reward"
             )
-        # What is measured at the end; then with keep_best, the model gets the weights of the best checkpoint.
+        # Run the final evaluation. With keep_best, then load the weights of the best checkpoint.
         run.finish(checkpointer, evaluator)
         card = checkpointers.model_card("grpo", cfg.model.path, dataset.name)
         where = peft.export_trained(

@@ -17,7 +17,7 @@ from tune.run import Run
 
 @config.entrypoint("lora_finetune")
 def main(cfg):
-    world = distributed.init(cfg.device, max_seq_len=cfg.max_seq_len, **layout_of(cfg.parallel, cfg))
+    world = distributed.init(cfg.device, **layout_of(cfg.parallel, cfg))
     run = Run("lora_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
@@ -32,7 +32,12 @@ def main(cfg):
     if cfg.quantization.qat:
         types = checkpointers.exported_types(model, cfg.model.path)
         quantization.round_linears(model, cfg.quantization.qat, types, cfg.dtype)
-    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
+    execution = {  # how the model is held and computed
+        "dtype": cfg.dtype, "master_dtype": cfg.master_dtype, "compile": cfg.compile,
+        "activation_checkpointing": cfg.memory.activation_checkpointing,
+        "activation_offload": cfg.memory.activation_offload, "cpu_offload": cfg.memory.cpu_offload,
+    }  # fmt: skip
+    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # fails before the data are prepared
     datasets.require_batches(cfg.global_batch_size, cfg.micro_batch_size, world.data_size)
 
     tokenizer = instantiate(cfg.tokenizer)
@@ -40,30 +45,25 @@ def main(cfg):
         cfg.dataset, cfg.validation_dataset, tokenizer, vocab_size=model.config.vocab_size,
         max_seq_len=cfg.max_seq_len, packed=cfg.packed,
     )  # fmt: skip
-    pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
+    pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # one shape, for compiled blocks
     data = datasets.DataLoader(
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
         seed=cfg.seed, pad_to=pad_to,
     )  # fmt: skip
     evaluator = instantiate(cfg.evaluate, run, model, tokenizer, world)
     run.describe(
-        model, data, tokenizer, validation, base=cfg.model.path, dtype=cfg.dtype, master_dtype=cfg.master_dtype,
-        compile=cfg.compile, activation_checkpointing=cfg.memory.activation_checkpointing,
-        merged=cfg.model.path if cfg.export.merge else None, keep=cfg.checkpointer.get("keep"),
+        model, data, tokenizer, validation, base=cfg.model.path,
+        merged=cfg.model.path if cfg.export.merge else None, keep=cfg.checkpointer.get("keep"), **execution,
     )  # fmt: skip
     run.info(adapted.table())
 
-    distributed.parallelize(
-        model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
-        activation_checkpointing=cfg.memory.activation_checkpointing,
-        activation_offload=cfg.memory.activation_offload, cpu_offload=cfg.memory.cpu_offload,
-    )  # fmt: skip
+    distributed.parallelize(model, world, **execution)
     weights.load(model)
     if cfg.adapter.path:
         peft.load_adapter(model, cfg.adapter.path)
     else:
         peft.initialize(model, cfg.seed)
-    checkpointers.check(model)
+    checkpointers.check_forward(model)
 
     loss_fn = instantiate(cfg.loss)
 
@@ -81,18 +81,18 @@ def main(cfg):
         cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
         data=data, tell=run.info, base=weights, adapter=lora, tasks=evaluator.tasks,
     )  # fmt: skip
-    start = checkpointer.resume(run.resume)  # cfg.resume, as all ranks see it
+    start = checkpointer.resume(run.resume)  # cfg.resume, or "auto" after a restart by the launcher
 
-    with run:  # closes its files and loggers, however the training ends
+    with run:  # closes its files, loggers and process group, however the training ends
         steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
         if start == 0:
             evaluator(0)
-        for step, batch in steps:  # until Ctrl-C: then a checkpoint is saved
+        for step, batch in steps:  # ends after Ctrl-C, when a checkpoint is saved
             total_loss = torch.zeros((), device=world.device)
             for micro_batch, is_last in batch:  # this process's part, on its device
                 distributed.set_gradient_sync(model, is_last)
-                # The model calls loss_fn with the weight of its head: a sum over this rank's supervised tokens. It is
-                # divided by the number of those of all ranks, as gradients are summed over ranks, not averaged.
+                # The model calls loss_fn with the weight of its head: a sum over its supervised tokens. It is divided
+                # by the supervised tokens of the step on all ranks, because gradients are summed, not averaged.
                 loss = model(micro_batch, loss_fn) / max(1, batch.num_supervised)
                 loss.backward()
                 total_loss += loss.detach()
@@ -105,7 +105,7 @@ def main(cfg):
                 **evaluation.accuracy(loss_fn, world),
             )
             metrics |= optimizers.learning_rates(optimizer)
-            # If they are not finite: on_nan stops, leaves the step out, or goes back to a checkpoint. Steps go on.
+            # If a value is not finite, on_nan decides: stop, skip this update, or go back to the last checkpoint.
             if checkpointer.accepts(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):
                 optimizer.step()
             schedule.step()
@@ -115,9 +115,9 @@ def main(cfg):
             run.log(step, batch, metrics)
             checkpointer.step(step, metrics, now=run.is_end(step))
 
-        # What is measured at the end; then with keep_best, the model gets the weights of the best checkpoint.
+        # Run the final evaluation. With keep_best, then load the weights of the best checkpoint.
         run.finish(checkpointer, evaluator)
-        card = checkpointers.model_card("lora_finetune", cfg.model.path, dataset.accounting.source)
+        card = checkpointers.model_card("lora_finetune", cfg.model.path, dataset.name)
         peft.export_adapter(
             model, run.path / "adapter", world=world, base=cfg.model.path, tokenizer=tokenizer, card=card
         )

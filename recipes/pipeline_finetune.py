@@ -31,7 +31,12 @@ def main(cfg):
         quantization.quantize_linears(model, double=cfg.quantization.double)
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None
-    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
+    execution = {  # how the model is held and computed
+        "dtype": cfg.dtype, "master_dtype": cfg.master_dtype, "compile": cfg.compile,
+        "activation_checkpointing": cfg.memory.activation_checkpointing,
+        "activation_offload": cfg.memory.activation_offload, "cpu_offload": cfg.memory.cpu_offload,
+    }  # fmt: skip
+    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # fails before the data are prepared
     datasets.require_batches(cfg.global_batch_size, cfg.micro_batch_size, world.data_size, world.num_stages)
 
     tokenizer = instantiate(cfg.tokenizer)
@@ -39,28 +44,23 @@ def main(cfg):
         cfg.dataset, cfg.validation_dataset, tokenizer, vocab_size=model.config.vocab_size,
         max_seq_len=cfg.max_seq_len, packed=cfg.packed,
     )  # fmt: skip
-    pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
+    pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # one shape, for compiled blocks
     data = datasets.DataLoader(
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
         seed=cfg.seed, pad_to=pad_to,
     )  # fmt: skip
     evaluator = instantiate(cfg.evaluate, run, model, tokenizer, world)
     run.describe(
-        model, data, tokenizer, validation, base=cfg.model.path, dtype=cfg.dtype, master_dtype=cfg.master_dtype,
-        compile=cfg.compile, activation_checkpointing=cfg.memory.activation_checkpointing,
-        merged=cfg.model.path if cfg.export.merge else None, keep=cfg.checkpointer.get("keep"),
+        model, data, tokenizer, validation, base=cfg.model.path,
+        merged=cfg.model.path if cfg.export.merge else None, keep=cfg.checkpointer.get("keep"), **execution,
     )  # fmt: skip
     if adapted:
         run.info(adapted.table())
 
-    distributed.parallelize(
-        model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
-        activation_checkpointing=cfg.memory.activation_checkpointing,
-        activation_offload=cfg.memory.activation_offload, cpu_offload=cfg.memory.cpu_offload,
-    )  # fmt: skip
+    distributed.parallelize(model, world, **execution)
     weights.load(model)
     peft.start(model, lora, cfg.seed)
-    checkpointers.check(model)
+    checkpointers.check_forward(model)
 
     pipeline = distributed.Pipeline(model, world)
     loss_fn = instantiate(cfg.loss)
@@ -79,18 +79,18 @@ def main(cfg):
         cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
         data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluator.tasks,
     )  # fmt: skip
-    start = checkpointer.resume(run.resume)  # cfg.resume, as all ranks see it
+    start = checkpointer.resume(run.resume)  # cfg.resume, or "auto" after a restart by the launcher
 
-    with run:  # closes its files and loggers, however the training ends
+    with run:  # closes its files, loggers and process group, however the training ends
         steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
         if start == 0:
             evaluator(0)
-        for step, batch in steps:  # until Ctrl-C: then a checkpoint is saved
+        for step, batch in steps:  # ends after Ctrl-C, when a checkpoint is saved
             total_loss = torch.zeros((), device=world.device)
             for micro_batch in pipeline.turns(batch.micro_batches):
                 micro_batch = micro_batch.to(world.device)
-                # The model calls loss_fn with the weight of its head: a sum over this rank's supervised tokens. It is
-                # divided by the number of those of all ranks, as gradients are summed over ranks, not averaged.
+                # The model calls loss_fn with the weight of its head: a sum over its supervised tokens. It is divided
+                # by the supervised tokens of the step on all ranks, because gradients are summed, not averaged.
                 loss = model(micro_batch, loss_fn) / max(1, batch.num_supervised)
                 total_loss += loss.detach()
                 # The backward of this loss; with stages that take turns, of none, an earlier one, or all that are left.
@@ -106,7 +106,7 @@ def main(cfg):
                 **evaluation.accuracy(loss_fn, world),
             )
             metrics |= optimizers.learning_rates(optimizer)
-            # If they are not finite: on_nan stops, leaves the step out, or goes back to a checkpoint. Steps go on.
+            # If a value is not finite, on_nan decides: stop, skip this update, or go back to the last checkpoint.
             if checkpointer.accepts(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):
                 optimizer.step()
             schedule.step()
@@ -116,9 +116,9 @@ def main(cfg):
             run.log(step, batch, metrics)
             checkpointer.step(step, metrics, now=run.is_end(step))
 
-        # What is measured at the end; then with keep_best, the model gets the weights of the best checkpoint.
+        # Run the final evaluation. With keep_best, then load the weights of the best checkpoint.
         run.finish(checkpointer, evaluator)
-        card = checkpointers.model_card("pipeline_finetune", cfg.model.path, dataset.accounting.source)
+        card = checkpointers.model_card("pipeline_finetune", cfg.model.path, dataset.name)
         where = peft.export_trained(
             model, lora, run.path, world, base=weights, tokenizer=tokenizer, card=card, merge=cfg.export.merge
         )

@@ -52,9 +52,14 @@ def main(cfg):
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None
     rewards = [generation.Reward(*each) for each in instantiate_weighted(cfg.reward)]
-    loss_fn = instantiate(cfg.loss)
-    log_probs = losses.LogProbs(cfg.memory.loss_chunk_tokens, cfg.sampling.temperature)
-    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
+    policy_loss = instantiate(cfg.loss)  # of log-probs, by token
+    head = losses.LogProbs(cfg.memory.loss_chunk_tokens, cfg.sampling.temperature)  # the model calls it with its head
+    execution = {  # how the model is held and computed
+        "dtype": cfg.dtype, "master_dtype": cfg.master_dtype, "compile": cfg.compile,
+        "activation_checkpointing": cfg.memory.activation_checkpointing,
+        "activation_offload": cfg.memory.activation_offload, "cpu_offload": cfg.memory.cpu_offload,
+    }  # fmt: skip
+    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # fails before the data are prepared
 
     tokenizer = instantiate(cfg.tokenizer)
     is_start = cfg.reference in (None, "adapter_off")  # the reference is the model before the first step
@@ -76,26 +81,16 @@ def main(cfg):
     evaluator = instantiate(cfg.evaluate, run, model, tokenizer, world)
     run.describe_prompts(
         model, data, sampler, longest=longest, samples=cfg.samples_per_prompt, micro_batch_size=cfg.micro_batch_size,
-        dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
-        activation_checkpointing=cfg.memory.activation_checkpointing,
-        merged=cfg.model.path if cfg.export.merge else None, keep=cfg.checkpointer.get("keep"),
+        merged=cfg.model.path if cfg.export.merge else None, keep=cfg.checkpointer.get("keep"), **execution,
     )  # fmt: skip
     if adapted:
         run.info(adapted.table())
 
-    distributed.parallelize(
-        model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
-        activation_checkpointing=cfg.memory.activation_checkpointing,
-        activation_offload=cfg.memory.activation_offload, cpu_offload=cfg.memory.cpu_offload,
-    )  # fmt: skip
+    distributed.parallelize(model, world, **execution)
     weights.load(model)
     peft.start(model, lora, cfg.seed)
-    checkpointers.check(model)
-    distributed.parallelize(
-        critic, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
-        activation_checkpointing=cfg.memory.activation_checkpointing,
-        activation_offload=cfg.memory.activation_offload, cpu_offload=cfg.memory.cpu_offload,
-    )  # fmt: skip
+    checkpointers.check_forward(model)
+    distributed.parallelize(critic, world, **execution)
     critic_weights.load(critic)
     if critic_weights.new:
         torch.nn.init.zeros_(critic.head.weight)  # random values would be noise in the first advantages
@@ -106,9 +101,10 @@ def main(cfg):
     def reference(batch):
         """Log-probs of the supervised tokens under the frozen reference."""
         with torch.no_grad(), before_training.restored():
-            return frozen(batch, log_probs).log_probs
+            return frozen(batch, head).log_probs
 
-    def sample(prompts, step, sampler=sampler, samples=cfg.samples_per_prompt):
+    def roll_out(prompts, step, sampler=sampler, samples=cfg.samples_per_prompt):
+        """For each of this rank's prompts a group of episodes: completions with their rewards."""
         return generation.rollout(model, sampler, tokenizer, prompts, rewards, world, samples=samples, step=step)
 
     @torch.no_grad()
@@ -119,22 +115,22 @@ def main(cfg):
         return values, losses.gae(-cfg.kl * ratio, values, batch, cfg.gae_lambda, batch.columns["reward"])
 
     def measure(batch, judgement, mean, deviation):
-        """The loss of a micro-batch's tokens, and metrics: sums, and of how many they are."""
-        (old, advantages), found = judgement, model(batch, log_probs)
-        values = critic(batch, losses.token_values)
+        """The loss and other metrics of a micro-batch's sampled tokens, as (sum, count) each."""
+        old, advantages = judgement  # [tokens], as all that follow
+        policy, values = model(batch, head), critic(batch, losses.token_values)
         sampled, returns = losses.of_tokens("sampled", batch), advantages + old
-        policy_loss, clipped = loss_fn(found.log_probs, sampled, (advantages - mean) / deviation, batch)
+        loss, clipped = policy_loss(policy.log_probs, sampled, (advantages - mean) / deviation, batch)
         near = old + (values - old).clamp(-cfg.value_clip, cfg.value_clip)
         value_loss = torch.maximum((values - returns).square(), (near - returns).square()) / 2
         measured = {
-            "loss": policy_loss + cfg.value_weight * value_loss, "policy_loss": policy_loss, "value_loss": value_loss,
-            "value": values, "return": returns, "entropy": found.entropies, "clipped_share": clipped.float(),
-            "mismatch_kl": losses.kl_estimate(sampled, found.log_probs.detach()),
+            "loss": loss + cfg.value_weight * value_loss, "policy_loss": loss, "value_loss": value_loss,
+            "value": values, "return": returns, "entropy": policy.entropies, "clipped_share": clipped.float(),
+            "mismatch_kl": losses.kl_estimate(sampled, policy.log_probs.detach()),
         }  # fmt: skip
         return {name: losses.sum_and_count(each) for name, each in measured.items()}
 
     def validate():
-        groups = sample(validation, 0, replace(sampler, temperature=0), 1)
+        groups = roll_out(validation, 0, replace(sampler, temperature=0), 1)  # greedy: the step does not matter
         means = evaluation.means(generation.statistics(groups, rewards), world)
         return world.fetch(**{f"validation_{name}": value for name, value in means.items()})
 
@@ -147,15 +143,15 @@ def main(cfg):
         cfg.checkpointer, run.path / "checkpoints", world, model=both, optimizer=optimizer, schedule=schedule,
         data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluator.tasks,
     )  # fmt: skip
-    start = checkpointer.resume(run.resume)  # cfg.resume, as all ranks see it
+    start = checkpointer.resume(run.resume)  # cfg.resume, or "auto" after a restart by the launcher
 
-    with run:  # closes its files and loggers, however the training ends
+    with run:  # closes its files, loggers and process group, however the training ends
         steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
         if start == 0:
             evaluator(0)
-        for step, prompts in steps:  # until Ctrl-C: then a checkpoint is saved
+        for step, prompts in steps:  # ends after Ctrl-C, when a checkpoint is saved
             with run.timed("rollout_seconds"):
-                rollout = sample(prompts, step)
+                rollout = roll_out(prompts, step)
             samples = [episode.sample() for group in rollout for episode in group]
             batch = generation.global_batch(
                 samples, cfg.micro_batch_size, world, seed=cfg.seed, step=step, pad_to=pad_to,
@@ -179,8 +175,9 @@ def main(cfg):
                     loss.backward()
                     evaluation.add(totals, measured)
                 grad_norm = distributed.clip_grad_norm_(both.parameters(), cfg.max_grad_norm)
-                found = evaluation.routing(model, world) | evaluation.means(totals, world)
-                metrics |= world.fetch(grad_norm=grad_norm, **found)
+                metrics |= world.fetch(
+                    grad_norm=grad_norm, **evaluation.routing(model, world), **evaluation.means(totals, world)
+                )
                 finite = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
                 if checkpointer.accepts(step, batch.rows, **finite):
                     optimizer.step()
@@ -195,7 +192,7 @@ def main(cfg):
             run.log(step, batch, metrics)
             checkpointer.step(step, metrics, now=run.is_end(step))
 
-        # What is measured at the end; then with keep_best, the model gets the weights of the best checkpoint.
+        # Run the final evaluation. With keep_best, then load the weights of the best checkpoint.
         run.finish(checkpointer, evaluator)
         card = checkpointers.model_card("ppo_finetune", cfg.model.path, dataset.name)
         where = peft.export_trained(

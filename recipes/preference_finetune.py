@@ -53,7 +53,12 @@ def main(cfg):
     loss_fn = instantiate(cfg.loss)
     losses.require_attributes(loss_fn, "rows", "needs_reference", "reward")
     log_probs = losses.LogProbs(cfg.memory.loss_chunk_tokens)
-    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
+    execution = {  # how the model is held and computed
+        "dtype": cfg.dtype, "master_dtype": cfg.master_dtype, "compile": cfg.compile,
+        "activation_checkpointing": cfg.memory.activation_checkpointing,
+        "activation_offload": cfg.memory.activation_offload, "cpu_offload": cfg.memory.cpu_offload,
+    }  # fmt: skip
+    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # fails before the data are prepared
     datasets.require_batches(cfg.global_batch_size, cfg.micro_batch_size, world.data_size)
 
     tokenizer = instantiate(cfg.tokenizer)
@@ -66,28 +71,23 @@ def main(cfg):
     )  # fmt: skip
     if loss_fn.needs_reference and cfg.reference != "adapter_off":
         datasets.require_kept("reference", dataset, validation)
-    pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
+    pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # one shape, for compiled blocks
     data = datasets.DataLoader(
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
         seed=cfg.seed, pad_to=pad_to,
     )  # fmt: skip
     evaluator = instantiate(cfg.evaluate, run, model, tokenizer, world)
     run.describe(
-        model, data, tokenizer, validation, base=cfg.model.path, dtype=cfg.dtype, master_dtype=cfg.master_dtype,
-        compile=cfg.compile, activation_checkpointing=cfg.memory.activation_checkpointing,
-        merged=cfg.model.path if cfg.export.merge else None, keep=cfg.checkpointer.get("keep"),
+        model, data, tokenizer, validation, base=cfg.model.path,
+        merged=cfg.model.path if cfg.export.merge else None, keep=cfg.checkpointer.get("keep"), **execution,
     )  # fmt: skip
     if adapted:
         run.info(adapted.table())
 
-    distributed.parallelize(
-        model, world, dtype=cfg.dtype, master_dtype=cfg.master_dtype, compile=cfg.compile,
-        activation_checkpointing=cfg.memory.activation_checkpointing,
-        activation_offload=cfg.memory.activation_offload, cpu_offload=cfg.memory.cpu_offload,
-    )  # fmt: skip
+    distributed.parallelize(model, world, **execution)
     weights.load(model)
     peft.start(model, lora, cfg.seed)
-    checkpointers.check(model)
+    checkpointers.check_forward(model)
 
     # Before the first forward, which leaves some parameters gathered.
     groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
@@ -157,13 +157,13 @@ def main(cfg):
         cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
         data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluator.tasks,
     )  # fmt: skip
-    start = checkpointer.resume(run.resume)  # cfg.resume, as all ranks see it
+    start = checkpointer.resume(run.resume)  # cfg.resume, or "auto" after a restart by the launcher
 
-    with run:  # closes its files and loggers, however the training ends
+    with run:  # closes its files, loggers and process group, however the training ends
         steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
         if start == 0:
             evaluator(0)
-        for step, batch in steps:  # until Ctrl-C: then a checkpoint is saved
+        for step, batch in steps:  # ends after Ctrl-C, when a checkpoint is saved
             kl = mean_ratio(micro_batch for micro_batch, _ in batch)
             totals: dict[str, torch.Tensor] = {}
             for micro_batch, is_last in batch:
@@ -180,7 +180,7 @@ def main(cfg):
                 **evaluation.means(totals, world),
             )
             metrics |= optimizers.learning_rates(optimizer)
-            # If they are not finite: on_nan stops, leaves the step out, or goes back to a checkpoint. Steps go on.
+            # If a value is not finite, on_nan decides: stop, skip this update, or go back to the last checkpoint.
             if checkpointer.accepts(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):
                 optimizer.step()
             schedule.step()
@@ -190,9 +190,9 @@ def main(cfg):
             run.log(step, batch, metrics)
             checkpointer.step(step, metrics, now=run.is_end(step))
 
-        # What is measured at the end; then with keep_best, the model gets the weights of the best checkpoint.
+        # Run the final evaluation. With keep_best, then load the weights of the best checkpoint.
         run.finish(checkpointer, evaluator)
-        card = checkpointers.model_card("preference_finetune", cfg.model.path, dataset.accounting.source)
+        card = checkpointers.model_card("preference_finetune", cfg.model.path, dataset.name)
         where = peft.export_trained(
             model, lora, run.path, world, base=weights, tokenizer=tokenizer, card=card, merge=cfg.export.merge
         )

@@ -106,9 +106,8 @@ DELETED = {  # of a group: its lines in the script, without it
     "profiler": [(", profiler=cfg.profiler", "")],
     "evaluate": [("instantiate(cfg.evaluate, run,", "evaluation.Evaluator(run,")],
     "memory": [
-        ("compile=cfg.compile, activation_checkpointing=cfg.memory.activation_checkpointing,", "compile=cfg.compile,"),
-        ("        activation_checkpointing=cfg.memory.activation_checkpointing,\n", ""),
-        ("        activation_offload=cfg.memory.activation_offload, cpu_offload=cfg.memory.cpu_offload,\n", ""),
+        ('        "activation_checkpointing": cfg.memory.activation_checkpointing,\n', ""),
+        ('        "activation_offload": cfg.memory.activation_offload, "cpu_offload": cfg.memory.cpu_offload,\n', ""),
     ],
     "logger": [(", **cfg.logger)", ")")],
     "parameter_groups": [(", **cfg.parameter_groups)", ")")],

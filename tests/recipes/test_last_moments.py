@@ -50,7 +50,7 @@ def checkpoints(folder):
 @pytest.mark.parametrize("clip", ["1.0", "null"])
 def test_an_infinite_gradient_of_a_finite_loss_stops_the_run(recipe, clip, train, closed, monkeypatch, tmp_path):
     recipe, calls, models = importlib.import_module(recipe), [], []
-    loss_of, check = LinearCrossEntropy.__call__, checkpointers.check
+    loss_of, check = LinearCrossEntropy.__call__, checkpointers.check_forward
 
     def overflowing(loss_fn, hidden, *others, **softcap):
         calls.append(hidden)
@@ -59,7 +59,7 @@ def test_an_infinite_gradient_of_a_finite_loss_stops_the_run(recipe, clip, train
         return loss_of(loss_fn, hidden, *others, **softcap)
 
     monkeypatch.setattr(LinearCrossEntropy, "__call__", overflowing)
-    monkeypatch.setattr(checkpointers, "check", lambda model: models.append(model) or check(model))
+    monkeypatch.setattr(checkpointers, "check_forward", lambda model: models.append(model) or check(model))
     with pytest.raises(TuneError, match=r"grad_norm is (inf|nan) at step 3"):
         train(recipe, "checkpointer.every=1", "checkpointer.async=false", f"max_grad_norm={clip}")
     assert closed == ["closed"]

@@ -179,14 +179,14 @@ def test_in_backward_wants_one_micro_batch(common, tmp_path):
 
 def test_in_backward_does_not_update_on_a_loss_that_is_not_finite(common, tmp_path, monkeypatch):
     models, weights = [], []
-    loss_of, check = LinearCrossEntropy.__call__, checkpointers.check
+    loss_of, check = LinearCrossEntropy.__call__, checkpointers.check_forward
 
     def spoilt(*operands, **softcap):
         weights.append({name: tensor.clone() for name, tensor in models[-1].state_dict().items()})
         return loss_of(*operands, **softcap) * (torch.nan if len(weights) == 3 else 1)
 
     monkeypatch.setattr(LinearCrossEntropy, "__call__", spoilt)
-    monkeypatch.setattr(checkpointers, "check", lambda model: models.append(model) or check(model))
+    monkeypatch.setattr(checkpointers, "check_forward", lambda model: models.append(model) or check(model))
     changed = in_backward("full_finetune", tmp_path / "changed")
     with pytest.raises(TuneError, match="loss is nan at step 3"):
         train(changed, tmp_path / "run", *common, "micro_batch_size=8")

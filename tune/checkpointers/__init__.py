@@ -19,7 +19,7 @@ from tune.checkpointers.reading import checkpoint_at, cut_short, read_trained, r
 from tune.checkpointers.weights import (
     Pretrained,
     Random,
-    check,
+    check_forward,
     full_tensors,
     hf_tensors,
     load_frozen,
@@ -51,7 +51,7 @@ __all__ = [
     "Random",
     "add_tokens",
     "card",
-    "check",
+    "check_forward",
     "checkpoint_at",
     "export",
     "exported_types",

@@ -268,7 +268,10 @@ class Checkpointer:
 
     def accepts(self, step: int, rows: list[int], **values: float) -> bool:
         """Whether the gradients of a step may change the weights: its `values`, the same on all processes, are finite.
-        If not, `on_nan` says what happens; the tenth such step in a row stops the training.
+        If not, `on_nan` decides: raise, or leave the step out, or first restore model and optimizer from the last
+        checkpoint; step, data and schedule go on in either case. The tenth such step in a row stops the training.
+
+        `refused` is the number of such steps in a row, `updates` that of accepted steps, also before a resume.
 
         Raises:
             TuneError: it stops, or there is no checkpoint to go back to; names the step and `rows` of the dataset.

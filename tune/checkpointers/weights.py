@@ -228,7 +228,7 @@ def initialize(model: Any, names: Iterable[str], seed: int) -> None:
             shard.copy_(full[where])
 
 
-def check(model: nn.Module) -> None:
+def check_forward(model: nn.Module) -> None:
     """Check with a few tokens whether a model computes by its plan of tensor parallelism what it computes without, and
     whether one of transformers can be trained, and how documents can share a row; if not, raise TuneError. All
     processes must call it, after loading."""
@@ -283,7 +283,7 @@ def load_frozen(
         quantize_linears(model, double=True)
     parallelize(model.requires_grad_(False).eval(), world, dtype=dtype, master_dtype=dtype)
     weights.load(model)
-    check(model)
+    check_forward(model)
     return model, weights
 
 

@@ -59,6 +59,11 @@ class Dataset:
         self._has_lists = bool(pack_to) or "group" in samples.columns
         accounting.training_rows, accounting.row_capacity = len(self), pack_to
 
+    @property
+    def name(self) -> str:
+        """Where the rows are from."""
+        return self.accounting.source
+
     @classmethod
     def from_samples(cls, samples: Iterable[Sample], max_seq_len: int, packed: bool = False) -> "Dataset":
         """Truncates samples to `max_seq_len`, drops those without a supervised token, and counts both.

@@ -95,6 +95,11 @@ class Mixture:
         )
 
     @property
+    def name(self) -> str:
+        """Where the rows are from."""
+        return self.accounting.source
+
+    @property
     def columns(self) -> dict[str, np.ndarray]:
         """Those of all of them, each with an example."""
         return next(iter(self.parts.values())).columns

@@ -285,8 +285,8 @@ def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None, pipeline: Pipeline | None = None) -> Tensor:
-    """The norm of all gradients, also of those of the other stages of `pipeline`. With `max_norm`, gradients are scaled
-    down to it."""
+    """The norm of all gradients, also of those of the other stages of `pipeline`. If it
+    exceeds `max_norm`, gradients are scaled to that norm."""
     elsewhere = pipeline.counted_elsewhere if pipeline else ()
     by_mesh: dict[object, list[Tensor]] = defaultdict(list)  # torch scales the gradients of one mesh at a time
     by_layout: dict[object, list[Tensor]] = defaultdict(list)  # and sums up what is shared alike

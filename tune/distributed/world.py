@@ -87,8 +87,9 @@ class World:
         return self.rank >= self.size - self.size // self.num_stages
 
     def sum(self, value: torch.Tensor | float) -> torch.Tensor:
-        """The sum over the data ranks, and over stages, each of which has a summand (such as the loss, which is 0 on
-        all but the last), in fp64, so that counts stay exact. Does not synchronise with the device."""
+        """The sum over the data ranks, and over pipeline stages, each of which contributes a term (such as the loss,
+        which is 0 on all but the last), in fp64, so that counts stay exact. Ranks of cp and tp are not summed: the loss
+        that a model gives is that of the whole micro-batch on each. Does not synchronise with the device."""
         total = self._fp64(value)
         dist.all_reduce(total, group=self.data.get_group())
         if self.links:  # there are stages; to take an axis out of the mesh would read its tensor

@@ -26,8 +26,8 @@ class Evaluator:
     """Calls what measures a model, each when it is due: `tasks` as `Tasks` has them, answers to the `prompts` of a
     file, and what is added with `add`, such as a validation.
 
-    `prompts` is a `.txt` with one in each line, or rows as `tune generate` reads them. Tasks and prompts are due
-    `every` so many optimizer steps and at the end, prompts also before the first step. `run` is a `tune.run.Run`: it
+    `prompts` is a `.txt` with one in each line, or rows as `tune generate` reads them. Tasks and prompts run
+    every `every` optimizer steps and at the end, prompts also before the first step. `run` is a `tune.run.Run`: it
     excludes the time, and writes the answers into samples.jsonl.
 
     Raises:

@@ -57,7 +57,7 @@ def validate(
 
 
 def add(totals: dict[str, Tensor], measured: Mapping[str, Tensor]) -> None:
-    """Add sums to `totals`, by metric."""
+    """Add detached sums to `totals`, by metric."""
     for name, value in measured.items():
         totals[name] = totals.get(name, 0) + value.detach()
 
@@ -71,7 +71,7 @@ def means(totals: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
 
 
 def accuracy(loss_fn: Any, world: World, prefix: str = "") -> dict[str, Tensor]:
-    """The metric `token_accuracy` since the last call, if `loss_fn` counts."""
+    """The metric `token_accuracy` since the last call, if `loss_fn` counts. `evaluate` takes the counts of its own."""
     if not getattr(loss_fn, "accuracy", False):
         return {}
     counts, loss_fn.counts = loss_fn.counts, None
@@ -80,7 +80,8 @@ def accuracy(loss_fn: Any, world: World, prefix: str = "") -> dict[str, Tensor]:
 
 
 def routing(model: nn.Module, world: World) -> dict[str, Tensor]:
-    """The metrics of the experts since the last call; none for other models, NaN if nothing was supervised."""
+    """The metrics of the experts in training forwards since the last call; none for other models, NaN if nothing was
+    supervised."""
     sums = getattr(model, "routing", None)
     if sums is None:
         return {}

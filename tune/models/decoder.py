@@ -119,7 +119,8 @@ class Decoder(nn.Module):
 
     The input is a `Batch`, or `tokens` `[rows, seq]` with one document per row. The output is logits
     `[rows, seq, vocab]`, or the result of `head`, which is called inside the forward, where FSDP has the output weight
-    gathered, so that full logits never exist.
+    gathered, so that full logits never exist. The load-balancing loss of experts is not in that result: in training
+    its gradient is added in the backward (`RoutingSums.charge`).
     """
 
     attends_to_parts = True  # of batches: see `tune.collators.Part`

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tune.checkpointers import check, open_checkpoint
+from tune.checkpointers import check_forward, open_checkpoint
 from tune.distributed import Dtype, allocate, as_dtype, repeated_blocks, share, units_of
 from tune.errors import TuneError
 from tune.files import CHECKPOINT
@@ -153,7 +153,7 @@ def open_model(
         for name, change in (changes or {}).items():
             weight = model.get_submodule(name).weight
             weight.copy_(weight.float() + change)
-    check(model)
+    check_forward(model)
     return (model if is_shared else model.to(device)).eval(), Tokenizer(str(found.tokenizer), date=None)
 
 

@@ -83,7 +83,10 @@ class Run:
     """The run folder `output_dir` (default `runs/<recipe>-<time>`): config.yaml, run.json, data.json, first_row.txt,
     metrics.jsonl, log.txt, report.html.
 
-    Nothing is written into it before the training begins: a wrong input leaves an earlier run there as it was.
+    `recipe` names a new folder, and a folder of another recipe's run is refused. `resume` is the setting; where a
+    launcher starts the processes again, the attribute is "auto".
+
+    Nothing is written into it before `steps` is called: a wrong input leaves an earlier run there as it was.
 
     Raises:
         TuneError: the folder cannot be written, another run is writing there, or it holds another run's results and
@@ -216,11 +219,11 @@ class Run:
         return f"Make room: {self.again} {where}"
 
     def finish(self, checkpointer: Checkpointer | None = None, evaluator: Evaluator | None = None) -> None:
-        """End the training: its last state is saved, what is due at the end is measured, and with `keep_best` the model
-        gets the weights of the best checkpoint.
+        """Measure what the `evaluator` measures at the end; with `keep_best`, then load the weights of the best
+        checkpoint.
 
-        If a signal has come, the run ends here, to be continued by the same command. After this call a signal ends it
-        at once, as everything is saved.
+        After a signal in the meantime the process exits here with code 130, to be continued by the same command. After
+        this call a signal ends it at once, as everything is saved.
         """
         self._end_if_interrupted(checkpointer)
         # What a run that is done measured, it need not measure again when it is started once more.
@@ -267,12 +270,14 @@ class Run:
 
     def describe_model(
         self, model: nn.Module, work: StepSize, *, dtype: DType, master_dtype: DType, compile: Any = False,
-        activation_checkpointing: str = "none", keep: int | None = None, merged: str | None = None,
+        activation_checkpointing: str = "none", activation_offload: bool = False, cpu_offload: bool = False,
+        keep: int | None = None, merged: str | None = None,
     ) -> None:  # fmt: skip
         """Report the processes, the model, its memory, and what processes send each other in a step of this `work`.
 
-        The types and `compile` are those of `tune.distributed.parallelize`; `keep` is the number of checkpoints that
-        are kept, and `merged` the folder of a base that adapters are merged into, for the room on the disk.
+        The types, `compile` and what is recomputed or offloaded are those of `tune.distributed.parallelize`. For the
+        room on the disk, `keep` is the number of checkpoints that are kept, and `merged` the folder of a base that
+        adapters are merged into.
         """
         trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
@@ -283,7 +288,9 @@ class Run:
         if self.world.zero_stage in (1, 2):
             planned["gathered in a step"] = planned_memory(model, dtype, dtype, parts, *shared)["weights"]
         held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
-        self.info(f"memory of each process, GiB: {held} (if AdamW); then activations")
+        where = "host memory" if cpu_offload else "memory"
+        then = "activations in host memory" if activation_offload else "activations"
+        self.info(f"{where} of each process, GiB: {held} (if AdamW); then {then}")
         if self.world.size > 1:
             self._describe_mesh(model, work, dtype, master_dtype)
         if self.world.is_main and (note := disk_note(self.path, model, master_dtype, keep, merged)):
@@ -327,7 +334,8 @@ class Run:
         base: str | None = None,
         **how: Any,
     ) -> None:
-        """Report the model, the data and warnings about them; data.json and first_row.txt keep those of the data.
+        """Report the model, which may be on the meta device, the data and warnings about them; data.json and
+        first_row.txt keep those of the data.
         `base` is the folder that the weights are from, and `how` are the arguments of `describe_model`. Raises
         TuneError if a process has other data."""
         self._require_same_data(data.dataset, validation)
@@ -394,8 +402,8 @@ class Run:
         self, data: Iterable[tuple[int, T]], start: int = 0, checkpointer: Checkpointer | None = None, *,
         total: int | None = None, seed: int = 0, profiler: Mapping[str, Any] | None = None,
     ) -> Iterator[tuple[int, T]]:  # fmt: skip
-        """Begin to write into the folder, and iterate over the optimizer steps of `data`, pairs of a step and what it
-        trains on: from the step after `start` to `total` (by default the length of `data`).
+        """Begin to write into the folder, in this call; then iterate over the optimizer steps of `data`, pairs of a
+        step and what it trains on: from the step after `start` to `total` (by default the length of `data`).
 
         The iteration ends after a step in which the `checkpointer` says that the training is over. After a first Ctrl-C
         or SIGTERM on any rank `is_end` is true for the running step, in which the recipe saves a checkpoint; then the
@@ -529,7 +537,7 @@ class Run:
             self.info(f"warning: nothing was learned in step {step}: {why}")
 
     def append(self, file: str, records: list[dict[str, Any]]) -> None:
-        """Add all processes' `records`, as lines of JSON, to a file in the run folder."""
+        """Add the `records` of all data ranks, as lines of JSON, to a file in the run folder."""
         gathered = self.world.all_gather(records)[:: self.world.peers.size()]  # those beside them have the same
         if self.files and any(gathered):
             self.files.append(file, *(json.dumps(record, ensure_ascii=False) for each in gathered for record in each))
