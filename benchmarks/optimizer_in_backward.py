@@ -43,6 +43,7 @@ def main() -> None:
         }
         shape = MODEL | SIZE | {"num_hidden_layers": options.layers}
         (Path(folder) / "model" / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+        (Path(folder) / "model" / "model.safetensors").unlink()  # of another size
         for processes in options.processes:
             for name, command in ways.items():
                 run = Path(folder) / f"{processes}-{name}"

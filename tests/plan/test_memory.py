@@ -149,8 +149,9 @@ def test_the_search_is_the_best_of_all(checkpoint):
 
 
 def test_a_search_tries_stages_where_the_recipe_has_them(checkpoint):
+    alone = replace(DEVICES["h100"], per_node=1)  # without tp
     for more, stages in (([], {1}), (["parallel.pp_schedule=1f1b"], {1, 2})):
-        planned = job(checkpoint, rows=4, dtype="bf16", processes=2, more=more)
+        planned = Job(job(checkpoint, rows=4, dtype="bf16", more=more).cfg, alone, 2)
         assert {each.layout.pp for each in planned.search()} == stages
         assert ("parallel.pp" in planned.chosen) == (stages != {1})
 
