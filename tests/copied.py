@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 from pathlib import Path
 
@@ -72,8 +73,11 @@ class Copied(Reader):
 
     def exported(self, output_dir: str) -> dict[str, torch.Tensor]:
         """The weights or the adapter that a run has made."""
-        (file,) = (self.folder / output_dir).glob("*/*model.safetensors")
-        return load_file(file)
+        (file,) = [*(self.folder / output_dir).glob("*/*model.safetensors"), *(self.folder / output_dir).glob("*.pt")]
+        return torch.load(file) if file.suffix == ".pt" else load_file(file)
+
+    def remove(self, name: str) -> None:
+        shutil.rmtree(self.folder / name)
 
     def save_tower(self) -> None:
         """The weights of edit 11, in a file of its own."""
